@@ -1,0 +1,91 @@
+"""Tiny models, tokenizers and pairs for tests; scripts that tests start as separate processes use them too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>"
+    "{% if not loop.last or add_generation_prompt %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_tokenizer():
+    """A byte-level tokenizer without merges: every text is its UTF-8 bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: index for index, token in enumerate([*specials, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+def save_tiny_model(path: Path, *, seed: int = 0, dropout: float = 0.0) -> None:
+    """A two-layer Qwen2 with random weights large enough that its log-probabilities differ between texts."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=4096,
+        initializer_range=0.2,
+        attention_dropout=dropout,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def perturbed(model, *, seed: int = 1, scale: float = 0.05):
+    """Move every weight a little, so that policy and reference differ (at equality, variants of a loss agree)."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+def pairs(count: int, *, seed: int = 0) -> list[dict]:
+    """Conversational pairs of varied lengths, with a confidence column."""
+    import random
+
+    random_state = random.Random(seed)
+    words = "the cat sat on a mat and saw six red birds in one old tree".split()
+
+    def text(low: int, high: int) -> str:
+        return " ".join(random_state.choice(words) for _ in range(random_state.randint(low, high)))
+
+    return [
+        {
+            "row_id": f"row{index}",
+            "prompt": [{"role": "user", "content": text(2, 8)}],
+            "chosen": [{"role": "assistant", "content": text(1, 6) + "."}],
+            "rejected": [{"role": "assistant", "content": text(1, 6) + "!"}],
+            "avg_confidence": round(random_state.uniform(0.5, 1.0), 3),
+        }
+        for index in range(count)
+    ]

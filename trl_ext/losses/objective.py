@@ -1,0 +1,162 @@
+"""The one place where a preference loss, its options and its weightings become a loss per pair."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_ext.losses.preference import PreferenceScores
+from trl_ext.registry import PreferenceWeighting, nearest, preference_losses, preference_weightings
+
+
+class PreferenceObjective:
+    """A registered loss with its options, multiplied by any number of registered weightings.
+
+    Args:
+        loss: a registered name, or `file.py:function`.
+        beta: strength of the preference signal; None for the loss's own default (0.1 where it has none).
+        loss_options: the loss's keyword options, such as `{"label_smoothing": 0.1}`.
+        weightings: names of registered weightings.
+        weighting_options: keyword options, each given to the weightings that have it.
+
+    Raises:
+        ValueError: an unknown name or option, a beta that is not positive, or a loss that does not return one value
+            per pair; the message says which and what to do.
+    """
+
+    def __init__(
+        self,
+        loss: str,
+        *,
+        beta: float | None = None,
+        loss_options: dict[str, Any] | None = None,
+        weightings: Sequence[str] = (),
+        weighting_options: dict[str, Any] | None = None,
+    ):
+        import trl_ext.losses.weighting  # noqa: F401  registers the weightings
+
+        self.loss = preference_losses.find(loss)
+        self.loss_options = dict(loss_options or {})
+        self.loss.check_options(self.loss_options)
+        self.beta = self._resolve_beta(beta)
+        self.weightings = self._resolve_weightings(weightings, dict(weighting_options or {}))
+        self._dry_run()
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.loss.needs_reference
+
+    @property
+    def batch_coupled(self) -> bool:
+        return self.loss.batch_coupled
+
+    @property
+    def needs_policy_weights(self) -> bool:
+        return any(weighting.needs_policy_weights for weighting, _ in self.weightings)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Dataset columns that the loss and the weightings read."""
+        weighting_columns = (
+            options.get(weighting.column_option, weighting.options[weighting.column_option])
+            for weighting, options in self.weightings
+            if weighting.column_option
+        )
+        return tuple(dict.fromkeys([*self.loss.columns, *weighting_columns]))
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether any weighting is divided by its mean over the optimizer batch."""
+        return any(weighting.normalize for weighting, _ in self.weightings)
+
+    def raw_weights(self, scores: PreferenceScores) -> Tensor:
+        """Product of the weights that are to be divided by their mean over the optimizer batch. [B]."""
+        weights = torch.ones_like(scores.chosen)
+        for weighting, options in self.weightings:
+            if weighting.normalize:
+                weights = weights * weighting.function(scores, **options)
+        return weights
+
+    def __call__(self, scores: PreferenceScores, *, mean_raw_weight: Tensor | float | None = None) -> Tensor:
+        """Weighted losses of the batch, shape [B]; their mean over the optimizer batch is the loss to minimise.
+
+        Args:
+            scores: what is known of B pairs.
+            mean_raw_weight: mean of `raw_weights` over the optimizer batch; None when `scores` is that whole batch.
+        """
+        beta = {"beta": self.beta} if self.loss.takes_beta else {}
+        losses = self.loss.function(scores, **beta, **self.loss_options)
+        if losses.shape != scores.chosen.shape:
+            raise ValueError(
+                f"the preference loss {self.loss.name!r} returned shape {list(losses.shape)} for "
+                f"{scores.chosen.numel()} pairs; it must return one value per pair, without reducing them"
+            )
+        for weighting, options in self.weightings:
+            if not weighting.normalize:
+                losses = losses * weighting.function(scores, **options)
+        if self.normalizes:
+            weights = self.raw_weights(scores)
+            mean = weights.mean() if mean_raw_weight is None else mean_raw_weight
+            losses = losses * weights / mean
+        return losses
+
+    def _resolve_beta(self, beta: float | None) -> float:
+        if beta is None:
+            return self.loss.default_beta or 0.1
+        if not 0 < beta < float("inf"):
+            raise ValueError(
+                f"beta must be positive, got {beta}: at 0 the loss would not depend on the policy, and a negative one "
+                "would prefer the rejected responses"
+            )
+        return beta
+
+    @staticmethod
+    def _resolve_weightings(
+        names: Sequence[str], options: dict[str, Any]
+    ) -> list[tuple[PreferenceWeighting, dict[str, Any]]]:
+        entries = [preference_weightings.find(name) for name in names]
+        known = sorted({option for entry in entries for option in entry.options})
+        for option in options:
+            if option not in known:
+                takes = f"it takes {', '.join(known)}" if known else "no weighting is on"
+                raise ValueError(f"unknown weighting option {option!r}: {takes}{nearest(option, known)}")
+        resolved = []
+        for entry in entries:
+            own = {name: value for name, value in options.items() if name in entry.options}
+            entry.check_options(own)
+            resolved.append((entry, own))
+        return resolved
+
+    def _dry_run(self) -> None:
+        """Evaluate the objective once on made-up scores, so that a wrong option or shape shows before training."""
+        size = 4
+        values = torch.linspace(-3.0, -1.0, size)
+        reference = {"ref_chosen": values - 0.1, "ref_rejected": values - 0.2} if self.needs_reference else {}
+        scores = PreferenceScores(
+            chosen=values.clone().requires_grad_(),
+            rejected=values.flip(0).clone().requires_grad_(),
+            chosen_length=torch.full((size,), 4),
+            rejected_length=torch.full((size,), 5),
+            columns={column: torch.full((size,), 0.5) for column in self.columns},
+            chosen_policy_weight=torch.full((size,), 0.5),
+            rejected_policy_weight=torch.full((size,), 0.5),
+            **reference,
+        )
+        losses = self(scores)
+        if not losses.requires_grad:
+            raise ValueError(
+                f"the preference loss {self.loss.name!r} has no gradient: it must be computed from "
+                "scores.chosen or scores.rejected with torch operations"
+            )
+
+    def describe(self) -> str:
+        """One line that names the loss, its beta and its options, for logs and reports."""
+        defaults = {n: v for n, v in self.loss.options.items() if v is not inspect.Parameter.empty}
+        options = {**({"beta": self.beta} if self.loss.takes_beta else {}), **defaults, **self.loss_options}
+        parts = [f"{name} {value}" for name, value in options.items() if value is not None]
+        weightings = [f"weighted by {weighting.name}" for weighting, _ in self.weightings]
+        return f"{self.loss.name} ({', '.join([*parts, *weightings])})"

@@ -1,0 +1,223 @@
+"""Names for objectives: a table from a name to a pure function and to what that function needs.
+
+A course or a notebook adds its own with `@preference_loss("name")`; the command line takes `file.py:function` as well.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """A hint such as `; did you mean 'aot'?`, or the empty string where nothing is near."""
+    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered function. Its keyword-only parameters are its options, and their defaults the paper's."""
+
+    name: str
+    function: Callable
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword-only parameters except `beta`, with their defaults (`Parameter.empty` where there is none)."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
+
+    @property
+    def default_beta(self) -> float | None:
+        """The function's default for `beta`, None where it has none."""
+        parameter = inspect.signature(self.function).parameters.get("beta")
+        return None if parameter is None or parameter.default is parameter.empty else parameter.default
+
+    @property
+    def takes_beta(self) -> bool:
+        return "beta" in inspect.signature(self.function).parameters
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuse an option that the function does not have, or one without a default that is missing.
+
+        Raises:
+            ValueError: names the option, the function and the nearest valid option.
+        """
+        for name in options:
+            if name not in self.options:
+                valid = sorted(self.options)
+                takes = f"it takes {', '.join(valid)}" if valid else "it takes none"
+                raise ValueError(f"{self.name!r} has no option {name!r}: {takes}{nearest(name, valid)}")
+        missing = [n for n, default in self.options.items() if default is inspect.Parameter.empty and n not in options]
+        if missing:
+            raise ValueError(f"{self.name!r} needs the option {missing[0]!r}, which has no default")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss(Entry):
+    """A loss on `PreferenceScores`.
+
+    Attributes:
+        needs_reference: whether it reads `ref_chosen` and `ref_rejected`.
+        batch_coupled: whether the loss of a pair depends on the other pairs of the batch, as AOT's sorting does.
+        columns: dataset columns that it reads from `scores.columns`.
+    """
+
+    needs_reference: bool = True
+    batch_coupled: bool = False
+    columns: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PreferenceWeighting(Entry):
+    """A weight per pair, multiplied with any preference loss.
+
+    Attributes:
+        normalize: whether weights are divided by their mean over the optimizer batch.
+        needs_policy_weights: whether it reads `chosen_policy_weight` and `rejected_policy_weight`.
+        column_option: the option that names the dataset column it reads, if any.
+    """
+
+    normalize: bool = False
+    needs_policy_weights: bool = False
+    column_option: str | None = None
+
+
+EntryType = TypeVar("EntryType", bound=Entry)
+
+
+class Registry(Generic[EntryType]):
+    """A table from names to entries in which a name is given once."""
+
+    def __init__(self, kind: str):
+        self.kind = kind
+        self._entries: dict[str, EntryType] = {}
+
+    def add(self, entry: EntryType) -> None:
+        """Add an entry.
+
+        Raises:
+            ValueError: the name is taken by another function. (The same function defined again, as when a notebook
+                cell is run twice, replaces the earlier one.)
+        """
+        known = self._entries.get(entry.name)
+        if known is not None and _origin(known.function) != _origin(entry.function):
+            raise ValueError(
+                f"the {self.kind} {entry.name!r} is already defined by {'.'.join(_origin(known.function))}; "
+                "give yours another name"
+            )
+        self._entries[entry.name] = entry
+
+    def __getitem__(self, name: str) -> EntryType:
+        if name not in self._entries:
+            raise ValueError(
+                f"unknown {self.kind} {name!r}{nearest(name, list(self))} Known: {', '.join(sorted(self))}; "
+                "or give your own as file.py:function"
+            )
+        return self._entries[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def find(self, name: str) -> EntryType:
+        """The entry called `name`, or the one that `file.py:function` or `module:function` defines.
+
+        Raises:
+            ValueError: no such name, file, module or function; the message lists what there is.
+        """
+        if ":" not in name:
+            return self[name]
+        source, _, function_name = name.rpartition(":")
+        module = _load_module(source)
+        for entry in self._entries.values():
+            if entry.function.__module__ == module.__name__ and function_name in (entry.name, entry.function.__name__):
+                return entry
+        function = getattr(module, function_name, None)
+        if callable(function):
+            raise ValueError(
+                f"{source} defines {function_name!r}, but not as a {self.kind}: "
+                f"decorate it with @trl_ext.{self.kind.replace(' ', '_')}({function_name!r})"
+            )
+        own = [e.name for e in self._entries.values() if e.function.__module__ == module.__name__]
+        defined = f"it defines {', '.join(sorted(own))}" if own else f"it defines no {self.kind}"
+        raise ValueError(f"{source} has no {self.kind} {function_name!r}: {defined}{nearest(function_name, own)}")
+
+
+def _origin(function: Callable) -> tuple[str, str]:
+    return function.__module__, function.__qualname__
+
+
+def _load_module(source: str) -> ModuleType:
+    """Import `source`, a path to a .py file (the ending may be left out) or a module name."""
+    path = Path(source if source.endswith(".py") else f"{source}.py")
+    if not path.is_file():
+        if source.endswith(".py"):
+            raise ValueError(f"no file {source!r} to take a function from")
+        try:
+            return importlib.import_module(source)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"no file {str(path)!r} and no module {source!r} to take a function from") from error
+    # The name carries the path, so that two files called losses.py do not stand in for each other.
+    module_name = f"trl_ext_user_{abs(hash(str(path.resolve())))}_{path.stem}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+preference_losses: Registry[PreferenceLoss] = Registry("preference loss")
+preference_weightings: Registry[PreferenceWeighting] = Registry("preference weighting")
+
+
+def preference_loss(
+    name: str, *, needs_reference: bool = True, batch_coupled: bool = False, columns: tuple[str, ...] = ()
+) -> Callable[[Callable], Callable]:
+    """Register a preference loss `f(scores, *, beta, ...) -> [B]` under `name`.
+
+    Args:
+        name: what `--loss` and `PreferenceConfig(loss=...)` call it.
+        needs_reference: set to False for a loss that reads no reference log-probabilities: none are then computed.
+        batch_coupled: set to True if a pair's loss depends on the other pairs; the trainer then evaluates it on the
+            whole optimizer batch, over all ranks and accumulated micro-batches.
+        columns: names of dataset columns to pass in `scores.columns`, each a tensor of shape [B].
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(function: Callable) -> Callable:
+        preference_losses.add(PreferenceLoss(name, function, needs_reference, batch_coupled, tuple(columns)))
+        return function
+
+    return register
+
+
+def preference_weighting(
+    name: str, *, normalize: bool = False, needs_policy_weights: bool = False, column_option: str | None = None
+) -> Callable[[Callable], Callable]:
+    """Register a weighting `f(scores, ...) -> [B]` under `name`; see `PreferenceWeighting` for what the flags mean."""
+
+    def register(function: Callable) -> Callable:
+        preference_weightings.add(PreferenceWeighting(name, function, normalize, needs_policy_weights, column_option))
+        return function
+
+    return register

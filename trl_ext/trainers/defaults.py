@@ -1,0 +1,56 @@
+"""Defaults of TRL's configurations that depend on the device: TRL's own assume a GPU and fail without one."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+def is_main_process() -> bool:
+    """Whether this is the first process, readable before any distributed state exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def warn_once_per_run(message: str) -> None:
+    """Log a warning from the first process only."""
+    if is_main_process():
+        logger.warning(message)
+
+
+def runs_on_cpu(use_cpu: bool) -> bool:
+    """Whether training will run on the CPU: asked for here or by `accelerate launch`, or nothing else is there."""
+    asked_by_launcher = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return use_cpu or asked_by_launcher or not torch.accelerator.is_available()
+
+
+def has_native_bfloat16(use_cpu: bool) -> bool:
+    """Whether the device multiplies bfloat16 itself; elsewhere it is emulated, correct but slower than float32."""
+    if use_cpu:
+        capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def resolve_device_defaults(args: TrainingArguments) -> None:
+    """Settle `use_cpu`, `bf16` and `gradient_checkpointing` where they were left open (None), before TRL reads them.
+
+    On an accelerator: bfloat16 unless float16 is asked for, and gradient checkpointing. On a CPU: float32 and none. A
+    request for bfloat16 that the device cannot serve becomes float32, with one line that says so.
+    """
+    args.use_cpu = runs_on_cpu(args.use_cpu)
+    if args.gradient_checkpointing is None:
+        args.gradient_checkpointing = not args.use_cpu
+    if args.bf16 is None:
+        args.bf16 = not args.use_cpu and not args.fp16 and has_native_bfloat16(use_cpu=False)
+    elif args.bf16 and not has_native_bfloat16(args.use_cpu):
+        args.bf16 = False
+        device = "CPU" if args.use_cpu else "GPU"
+        warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")

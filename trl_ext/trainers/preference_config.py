@@ -1,0 +1,166 @@
+"""`PreferenceConfig`: TRL's `DPOConfig` with a named loss, and defaults that hold on any device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trl import DPOConfig as TRLDPOConfig
+
+from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.registry import preference_losses
+from trl_ext.trainers.defaults import resolve_device_defaults
+
+# Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> (neutral value, what to use).
+_NOT_CARRIED = {
+    "loss_type": (["sigmoid"], "name the loss with `loss`"),
+    "loss_weights": (None, "write the sum as a loss of your own and name it with `loss=file.py:function`"),
+    "ld_alpha": (None, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for LD-DPO"),
+    "use_weighting": (False, "use `weighting=['wpo']`, which composes with every loss"),
+    "f_divergence_type": ("reverse_kl", "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO"),
+    "max_length": (None, "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately"),
+}
+
+
+@dataclass
+class PreferenceConfig(TRLDPOConfig):
+    """Configuration of `PreferenceTrainer`: everything of `trl.DPOConfig` but its loss, and the fields below.
+
+    Raises:
+        ValueError: an unknown loss or option, a beta that is not positive, or an option of TRL's that acts inside the
+            loss this replaces; the message names the option and what to use instead.
+    """
+
+    # The loss that a named configuration stands for; None where `loss` is free.
+    _method: ClassVar[str | None] = None
+
+    loss: str = field(
+        default="dpo",
+        metadata={"help": "Preference loss: a registered name, or your own as file.py:function."},
+    )
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."},
+    )
+    beta: float | None = field(
+        default=None,
+        metadata={"help": "Strength of the preference signal. Default: the loss's own, which is its paper's."},
+    )
+    label_smoothing: float | None = field(
+        default=None,
+        metadata={"help": "Probability that a label is wrong, for the losses that take it. Default: the loss's own."},
+    )
+    weighting: list[str] | None = field(
+        default=None,
+        metadata={"help": "Weightings of the pairs: any of wpo, confidence, or your own as file.py:function."},
+    )
+    weighting_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Options of the weightings, as JSON: \'{"power": 2, "floor": 0.3}\'.'},
+    )
+    aot_scope: str = field(
+        default="global",
+        metadata={
+            "help": "What a batch-coupled loss such as AOT sorts over: 'global', the whole optimizer batch over ranks "
+            "and accumulated micro-batches, or 'device', one device's micro-batch, as TRL does. Global costs one more "
+            "forward pass of the policy without gradients when micro-batches are accumulated, and nothing otherwise."
+        },
+    )
+    max_prompt_tokens: int | None = field(
+        default=512,
+        metadata={"help": "Longer prompts lose their beginning. None for no limit."},
+    )
+    max_response_tokens: int | None = field(
+        default=512,
+        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
+    )
+    max_length: int | None = field(
+        default=None,
+        metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."},
+    )
+    loss_columns: list[str] | None = field(
+        default=None,
+        metadata={"help": "Dataset columns to pass to the loss, beside those that it declares."},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
+        },
+    )
+
+    def __post_init__(self):
+        self._refuse_what_is_not_carried()
+        self.loss_kwargs = _parse_json("loss_kwargs", self.loss_kwargs)
+        self.weighting_kwargs = _parse_json("weighting_kwargs", self.weighting_kwargs)
+        objective = self.build_objective()
+        self.beta = objective.beta
+        resolve_device_defaults(self)
+        super().__post_init__()
+
+    def build_objective(self) -> PreferenceObjective:
+        """The loss, its options and its weightings as one function of `PreferenceScores`.
+
+        Raises:
+            ValueError: as the class says.
+        """
+        entry = preference_losses.find(self.loss)
+        return PreferenceObjective(
+            self.loss,
+            beta=self.beta,
+            loss_options=self._loss_options(entry.options),
+            weightings=self.weighting or (),
+            weighting_options=self.weighting_kwargs,
+        )
+
+    def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:
+        """Options from `loss_kwargs` and from fields that carry an option's name, such as `label_smoothing`."""
+        options = dict(self.loss_kwargs or {})
+        for name in known:
+            value = getattr(self, name, None)
+            if value is None:
+                continue
+            if name in options and options[name] != value:
+                raise ValueError(f"{name} is given twice, as {value} and in loss_kwargs as {options[name]}")
+            options[name] = value
+        if self.label_smoothing and "label_smoothing" not in known:
+            raise ValueError(
+                f"the loss {self.loss!r} has no label smoothing, so label_smoothing {self.label_smoothing} would be "
+                "ignored; use cdpo or robust_dpo, or leave it out"
+            )
+        return options
+
+    def _refuse_what_is_not_carried(self) -> None:
+        for name, (neutral, instead) in _NOT_CARRIED.items():
+            if getattr(self, name) != neutral:
+                raise ValueError(f"{name} is not used by {type(self).__name__}: {instead}")
+        if self._method is not None and self.loss != self._method:
+            raise ValueError(
+                f"{type(self).__name__} is the loss {self._method!r} and cannot be {self.loss!r}: "
+                "use PreferenceConfig to choose a loss by name"
+            )
+        if self.aot_scope not in ("global", "device"):
+            raise ValueError(f"aot_scope must be 'global' or 'device', got {self.aot_scope!r}")
+        for name in ("max_prompt_tokens", "max_response_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}; leave it None for no limit")
+
+
+def _parse_json(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{name} must be a JSON object such as '{{\"gamma\": 0.5}}', got {value!r}: {error}"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} must be a JSON object with one entry per option, got {value!r}")
+    return parsed
