@@ -74,7 +74,7 @@ def pairs(count: int, *, seed: int = 0) -> list[dict]:
     import random
 
     random_state = random.Random(seed)
-    words = "the cat sat on a mat and saw six red birds in one old tree".split()
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "six", "red", "birds", "in", "one", "old", "tree"]
 
     def text(low: int, high: int) -> str:
         return " ".join(random_state.choice(words) for _ in range(random_state.randint(low, high)))
@@ -89,3 +89,33 @@ def pairs(count: int, *, seed: int = 0) -> list[dict]:
         }
         for index in range(count)
     ]
+
+
+def token_log_probs(model, prompt_ids: list[int], response_ids: list[int]):
+    """Log-probabilities over the vocabulary before each response token, [T, V]: one row, no padding, float64 softmax.
+
+    The plain computation that batched ones are compared with. Put the model in float64 for the whole of it.
+    """
+    import torch
+
+    logits = model(torch.tensor([[*prompt_ids, *response_ids]])).logits[0]
+    return logits[len(prompt_ids) - 1 : -1].double().log_softmax(dim=-1)
+
+
+def response_log_prob(model, prompt_ids: list[int], response_ids: list[int]):
+    """Sum of the response's token log-probabilities; differentiable."""
+    import torch
+
+    chosen = torch.tensor(response_ids)[:, None]
+    return token_log_probs(model, prompt_ids, response_ids).gather(1, chosen).sum()
+
+
+def token_ids(tokenizer, row: dict) -> tuple[list[int], list[int], list[int]]:
+    """Prompt, chosen and rejected ids of a conversational pair, straight from the chat template."""
+
+    def render(messages: list[dict], add_generation_prompt: bool = False) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return tokenizer(text)["input_ids"]
+
+    prompt = render(row["prompt"], add_generation_prompt=True)
+    return prompt, *(render(row["prompt"] + row[side])[len(prompt) :] for side in ("chosen", "rejected"))

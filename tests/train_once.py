@@ -1,39 +1,76 @@
-"""Train a tiny model for a few steps as a specification says, and save its parameters: `train_once.py SPEC OUT`.
+"""Train a tiny model for a few steps as a specification says, in this process or in several.
 
-Tests call `train` in their own process, and run this file under torchrun where a run takes several processes.
+Tests call `train` in their own process. `train_in_processes` runs this file under torchrun, several specifications to
+one launch: `train_once.py SPECS.json FOLDER`.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-DEFAULTS = dict(
-    per_device_train_batch_size=2,
-    max_steps=1,
-    learning_rate=1.0,
+DEFAULTS = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 1,
+    "learning_rate": 1.0,
     # Plain SGD without clipping: the change of the parameters is minus the gradient.
-    optim="sgd",
-    lr_scheduler_type="constant",
-    max_grad_norm=0.0,
-    logging_steps=1,
-    report_to="none",
-    save_strategy="no",
-    use_cpu=True,
-    bf16=False,
-    gradient_checkpointing=False,
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
     # The order of the rows, so that how they are split is the only difference.
-    train_sampling_strategy="sequential",
-    seed=0,
-)
+    "train_sampling_strategy": "sequential",
+    "seed": 0,
+}
 
 
-def train(spec: dict, output_dir: str):
-    """Run a specification; returns the trainer.
+@dataclass
+class Run:
+    """What a run leaves: trained parameters by name, and what it logged at each step, times left out."""
 
-    Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `reference_seed` (perturb the reference by
-    this seed; None for TRL's own), `pairs`, `lora`, `lora_dropout`, and `args` for the configuration.
+    parameters: dict
+    logs: list[dict]
+
+    @property
+    def losses(self) -> list[float]:
+        return [entry["loss"] for entry in self.logs]
+
+    def gradient(self, model_path: str):
+        """Gradient of one step of SGD at learning rate 1 on all parameters of the model at `model_path`, [P]."""
+        import torch
+        from safetensors.torch import load_file
+
+        initial = load_file(Path(model_path) / "model.safetensors")
+        return torch.cat([(initial[name] - self.parameters[name]).flatten() for name in sorted(initial)]).double()
+
+
+def relative_difference(tensor, expected) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((tensor - expected).norm() / expected.norm()).item()
+
+
+def largest_difference(parameters: dict, expected: dict) -> float:
+    """Largest absolute difference of two sets of parameters, which must have the same names."""
+    assert parameters.keys() == expected.keys()
+    return max((parameters[name] - expected[name]).abs().max().item() for name in expected)
+
+
+def build(spec: dict, output_dir: str, **trainer_arguments: Any):
+    """The trainer of a specification, not yet trained.
+
+    Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `reference_seed` (perturb the reference
+    by this seed; None for TRL's own), `reference_scale` (how far), `pairs`, `data_seed`, `rows` (indices of the pairs
+    to take, in order), `lora`, `lora_dropout`, and `args` for the configuration.
     """
     import torch
     import trl
@@ -48,27 +85,38 @@ def train(spec: dict, output_dir: str):
     stock = name.startswith("trl.")
     trainer_class = trl.DPOTrainer if stock else getattr(trl_ext, name)
     config_class = trl.DPOConfig if stock else trainer_class._config_class
+    trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
     arguments = {**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir}
     if stock:
         arguments.setdefault("max_length", None)
     lora = None
     if spec.get("lora"):
         lora = LoraConfig(
-            r=4, lora_alpha=8, lora_dropout=spec.get("lora_dropout", 0.0), target_modules=["q_proj", "v_proj", "up_proj"]
+            r=4,
+            lora_alpha=8,
+            lora_dropout=spec.get("lora_dropout", 0.0),
+            target_modules=["q_proj", "v_proj", "up_proj"],
         )
         lora.init_lora_weights = False  # B is zero otherwise, and the first gradients of A with it
+        torch.manual_seed(0)
     load = lambda: AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)  # noqa: E731
     reference = None
     if spec.get("reference_seed") is not None:
-        reference = perturbed(load(), seed=spec["reference_seed"])
-    trainer = trainer_class(
-        load(),
-        reference,
-        args=config_class(**arguments),
-        train_dataset=Dataset.from_list(pairs(spec.get("pairs", 8), seed=spec.get("data_seed", 0))),
-        processing_class=AutoTokenizer.from_pretrained(spec["model"]),
-        peft_config=lora,
-    )
+        reference = perturbed(load(), seed=spec["reference_seed"], scale=spec.get("reference_scale", 0.05))
+    rows = pairs(spec.get("pairs", 8), seed=spec.get("data_seed", 0))
+    if "rows" in spec:
+        rows = [rows[index] for index in spec["rows"]]
+    defaults = {
+        "train_dataset": Dataset.from_list(rows),
+        "processing_class": AutoTokenizer.from_pretrained(spec["model"]),
+        "peft_config": lora,
+    }
+    return trainer_class(load(), reference, args=config_class(**arguments), **{**defaults, **trainer_arguments})
+
+
+def train(spec: dict, output_dir: str, **trainer_arguments: Any):
+    """The trainer of a specification, trained; a further key is `resume_from_checkpoint`."""
+    trainer = build(spec, output_dir, **trainer_arguments)
     trainer.train(resume_from_checkpoint=spec.get("resume_from_checkpoint"))
     return trainer
 
@@ -79,15 +127,46 @@ def parameters(trainer) -> dict:
     return {name: p.detach().clone().contiguous() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def result(trainer) -> Run:
+    """The `Run` of a trainer that has trained; an entry of its logs for each step."""
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return Run(parameters(trainer), [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in logs])
+
+
+def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
+    """Train each specification in turn in one launch of several processes on the CPU."""
+    from safetensors import safe_open
+
+    (folder / "specs.json").write_text(json.dumps(specs))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    command += ["-m", "tests.train_once", str(folder / "specs.json"), str(folder)]
+    launched = subprocess.run(
+        command,
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert launched.returncode == 0, launched.stderr[-8000:]
+    runs = []
+    for index in range(len(specs)):
+        with safe_open(folder / f"{index}.safetensors", "pt") as file:
+            assert file.metadata()["processes"] == str(processes)
+            runs.append(Run({n: file.get_tensor(n) for n in file.keys()}, json.loads(file.metadata()["logs"])))  # noqa: SIM118
+    return runs
+
+
 def main() -> None:
     from safetensors.torch import save_file
 
-    spec, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    trainer = train(spec, str(out.parent / f"{out.stem}-run"))
-    assert trainer.accelerator.num_processes == spec.get("processes", 1), trainer.accelerator.num_processes
-    if trainer.accelerator.is_main_process:
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        save_file(parameters(trainer), out, metadata={"losses": json.dumps(losses)})
+    specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for index, spec in enumerate(specs):
+        trainer = train(spec, str(folder / f"{index}-run"))
+        if trainer.accelerator.is_main_process:
+            run = result(trainer)
+            metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
+            save_file(run.parameters, folder / f"{index}.safetensors", metadata=metadata)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 
 
 def nearest(name: str, valid: list[str]) -> str:
-    """A hint such as `; did you mean 'aot'?`, or the empty string where nothing is near."""
-    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    return f"; did you mean {matches[0]!r}?" if matches else ""
+    """The end of an error message: `; did you mean 'aot'?`, or a full stop where nothing is near."""
+    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else "."
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,11 @@ class Registry(Generic[EntryType]):
                 f"decorate it with @trl_ext.{self.kind.replace(' ', '_')}({function_name!r})"
             )
         own = [e.name for e in self._entries.values() if e.function.__module__ == module.__name__]
-        defined = f"it defines {', '.join(sorted(own))}" if own else f"it defines no {self.kind}"
-        raise ValueError(f"{source} has no {self.kind} {function_name!r}: {defined}{nearest(function_name, own)}")
+        others = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
+        defined = f"it defines {', '.join(sorted({*own, *others}))}" if own or others else "it defines no function"
+        raise ValueError(
+            f"{source} has no {self.kind} {function_name!r}: {defined}{nearest(function_name, [*own, *others])}"
+        )
 
 
 def _origin(function: Callable) -> tuple[str, str]:

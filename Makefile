@@ -1,0 +1,26 @@
+# `make demo` and `make test` set everything up on a fresh machine; a second call starts at once.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: demo test lint clean
+
+demo: $(STAMP)
+	@if [ -e runs/aot-toy/results.json ] || [ -e runs/aot-toy/config.yaml ]; then \
+		kept=runs/aot-toy-$$(date +%Y%m%d-%H%M%S); mv runs/aot-toy $$kept; echo "the earlier run is kept as $$kept"; fi
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/aot.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+clean:
+	rm -rf .venv build *.egg-info

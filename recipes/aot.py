@@ -1,0 +1,8 @@
+"""Alignment via optimal transport. Without arguments it trains the embedded model on the embedded benchmark."""
+
+from offline import main
+
+from trl_ext import AOTConfig, AOTTrainer
+
+if __name__ == "__main__":
+    main(AOTConfig, AOTTrainer)

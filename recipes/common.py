@@ -1,0 +1,194 @@
+"""What every recipe shares: reading its arguments, its run folder, and saying what went wrong in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from trl import TrlParser
+
+from trl_ext.files import write_text
+from trl_ext.registry import nearest
+from trl_ext.trainers.defaults import is_main_process
+
+RECIPES = Path(__file__).resolve().parent
+# What a run writes into its folder, beside checkpoints; what a new run there would overwrite.
+RESULT_FILES = ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "report.png")
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the program with one line for what a user can mend; the traceback shows with TRL_EXT_TRACEBACK=1."""
+    try:
+        yield
+    except (ValueError, FileNotFoundError, FileExistsError, ImportError, TypeError) as error:
+        if os.environ.get("TRL_EXT_TRACEBACK"):
+            raise
+        if is_main_process():
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def parse_arguments(
+    dataclass_types: Sequence[type], *, default_config: Path | None = None, description: str | None = None
+) -> tuple[Any, ...]:
+    """Instances of the dataclasses from `--config FILE.yaml` and from the flags, which override it.
+
+    Args:
+        dataclass_types: their fields become flags and keys.
+        default_config: used when neither `--config` nor `--dataset_name` is given.
+        description: for `--help`.
+
+    Raises:
+        ValueError: an unknown flag or key (with the nearest valid one), or a value of the wrong type.
+        FileNotFoundError: no such configuration file.
+    """
+    parser = _Parser(dataclass_types, description=description, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file of arguments; flags override it.")
+    flags = {name[2:]: action for name, action in parser._option_string_actions.items() if name[:2] == "--"}
+    flags = {name: action for name, action in flags.items() if "-" not in name}
+    # A bare --resume_from_checkpoint means the last one.
+    resume = flags["resume_from_checkpoint"]
+    resume.nargs, resume.const = "?", "last"
+    arguments = [part for argument in sys.argv[1:] for part in _split_flag(argument)]
+    given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
+    config_path = _config_path(arguments)
+    if config_path is None and default_config is not None and "dataset_name" not in given:
+        config_path = default_config
+        if is_main_process():
+            print(f"configuration: {_relative(default_config)}")
+    if config_path is not None:
+        parser.set_defaults_with_config(**_read_config(config_path, flags))
+    unknown = sorted(name for name in given if name not in flags)
+    if unknown:
+        raise ValueError(f"unknown flag --{unknown[0]}{nearest(unknown[0], list(flags))}")
+    *instances, rest = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    if rest:
+        raise ValueError(f"unexpected {rest[0]!r} on the command line: values follow a --flag")
+    # The last is the namespace that holds --config.
+    return tuple(instance for instance in instances if dataclasses.is_dataclass(instance))
+
+
+class _Parser(TrlParser):
+    """Raises what argparse would print below hundreds of lines of usage."""
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def _split_flag(argument: str) -> list[str]:
+    """`--flag=value` as its two parts."""
+    if argument.startswith("--") and "=" in argument:
+        return argument.split("=", 1)
+    return [argument]
+
+
+def _config_path(arguments: list[str]) -> Path | None:
+    if "--config" not in arguments:
+        return None
+    index = arguments.index("--config")
+    if index + 1 == len(arguments):
+        raise ValueError("--config needs the path of a YAML file")
+    return Path(arguments[index + 1])
+
+
+def _read_config(path: Path, flags: dict[str, Any]) -> dict[str, Any]:
+    """Values of a YAML file as defaults for the parser, as text where the parser will convert and check text."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no configuration file {str(path)!r}")
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} must hold `key: value` lines, and holds {type(config).__name__}")
+    values = {}
+    for key, value in config.items():
+        if key not in flags or key != flags[key].dest or key in ("config", "help"):
+            raise ValueError(f"{path}: unknown key {key!r}{nearest(str(key), list(flags))}")
+        values[flags[key].dest] = _as_default(path, key, value, flags[key])
+    return values
+
+
+def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
+    takes_list = action.nargs in ("+", "*")
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return json.dumps(value)
+    if isinstance(value, list) != takes_list:
+        raise ValueError(f"{path}: {key} takes {'a list' if takes_list else 'one value'}, got {value!r}")
+    try:
+        if takes_list:
+            return [action.type(str(item)) if action.type else item for item in value]
+        return action.type(str(value)) if action.type else value
+    except Exception as error:
+        raise ValueError(f"{path}: {key} does not take {value!r}: {error}") from error
+
+
+def _relative(path: Path) -> str:
+    return os.path.relpath(path)
+
+
+def write_config(path: Path, *instances: Any) -> None:
+    """Write the resolved arguments as YAML that `--config` reads back, without tokens and without what is empty."""
+    values: dict[str, Any] = {}
+    for instance in instances:
+        to_dict: Callable[[], dict] = getattr(instance, "to_dict", lambda i=instance: dataclasses.asdict(i))
+        own = {field.name for field in dataclasses.fields(instance) if field.init}
+        for name, value in to_dict().items():
+            if name in own and value is not None and not name.endswith("token"):
+                values[name] = value
+    plain = json.loads(json.dumps(values, default=str))
+    write_text(path, yaml.safe_dump(plain, sort_keys=True, allow_unicode=True))
+
+
+def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint: str | None) -> str | None:
+    """Check that a run may write into its folder; returns the checkpoint to resume from, if any.
+
+    Raises:
+        FileExistsError: the folder holds an earlier run, and neither flag says what to do with it.
+        FileNotFoundError: there is no checkpoint to resume from.
+        ValueError: both flags are given.
+    """
+    from transformers.trainer_utils import get_last_checkpoint
+
+    folder = Path(output_dir)
+    if overwrite and resume_from_checkpoint:
+        raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
+    if resume_from_checkpoint:
+        if resume_from_checkpoint.lower() not in ("last", "true"):
+            if not (Path(resume_from_checkpoint) / "trainer_state.json").is_file():
+                raise FileNotFoundError(f"{resume_from_checkpoint!r} is no checkpoint: it has no trainer_state.json")
+            return resume_from_checkpoint
+        last = get_last_checkpoint(output_dir) if folder.is_dir() else None
+        if last is None:
+            raise FileNotFoundError(
+                f"{output_dir} has no checkpoint to resume from: leave out --resume_from_checkpoint"
+            )
+        return last
+    earlier = [name for name in RESULT_FILES if (folder / name).exists()]
+    earlier += [path.name for path in sorted(folder.glob("checkpoint-*"))]
+    if earlier and not overwrite:
+        raise FileExistsError(
+            f"{output_dir} holds an earlier run ({', '.join(earlier[:3])}): choose another --output_dir, resume it with "
+            "--resume_from_checkpoint, or give --overwrite_output_dir"
+        )
+    return None
+
+
+def clear_run_folder(output_dir: str) -> None:
+    """Remove what an earlier run left, so that no file of it passes for the new one's."""
+    folder = Path(output_dir)
+    for name in RESULT_FILES:
+        (folder / name).unlink(missing_ok=True)
+    for path in [*folder.glob("checkpoint-*"), folder / "samples"]:
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,8 @@
+"""Identity preference optimisation. Without arguments it trains the embedded model on the embedded benchmark."""
+
+from offline import main
+
+from trl_ext import IPOConfig, IPOTrainer
+
+if __name__ == "__main__":
+    main(IPOConfig, IPOTrainer)

@@ -1,0 +1,406 @@
+"""The gradient of an optimizer step is that of its whole batch: accumulated, distributed, ragged, sorted or not.
+
+Runs take one step of SGD at learning rate 1 without clipping, so the change of the parameters is minus the gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import weakref
+
+import pytest
+import torch
+from torch.nn.functional import logsigmoid
+
+from tests.tiny import pairs, perturbed, response_log_prob, save_tiny_model, token_ids
+from tests.train_once import build, largest_difference, relative_difference, result, train, train_in_processes
+from trl_ext.losses import PreferenceObjective, PreferenceScores
+from trl_ext.trainers import AOTTrainer
+from trl_ext.trainers.window import Window, coupled_shares
+
+# A reference so far from the policy, and pairs such, that sorting in micro-batches of two differs from sorting all: by
+# 20% of the gradient for `aot` and 64% for `aot_paired`. (Where policy and reference order pairs alike, by nothing.)
+STRONG = {"reference_seed": 1, "reference_scale": 0.3, "data_seed": 6}
+BETA = 0.2
+AOT = {"trainer": "AOTTrainer", **STRONG}
+PAIRED = {"trainer": "AOTPairedTrainer", **STRONG}
+DPO = {"trainer": "DPOTrainer", **STRONG}
+WHOLE = {"per_device_train_batch_size": 8}
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+SPREAD = {"per_device_train_batch_size": 4}
+SPREAD_AND_ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+CONFIDENCE = {"weighting": ["confidence"], "weighting_kwargs": {"power": 4.0, "floor": 0.05}}
+
+USER_LOSSES = '''
+from torch.nn.functional import logsigmoid
+from trl_ext import preference_loss
+
+
+@preference_loss("mean_scaled_beta", batch_coupled=True)
+def mean_scaled_beta(scores, *, beta: float = 0.1, rate: float = 0.3):
+    """Beta grows with the mean margin of the batch, and gradients flow through that mean."""
+    return -logsigmoid(beta * (1 + rate * scores.margin.mean()) * scores.margin)
+'''
+
+
+@pytest.fixture(scope="module")
+def coupled(tmp_path_factory) -> dict[str, dict]:
+    """Specifications of batch-coupled losses by name, one of them in a user's own file."""
+    path = tmp_path_factory.mktemp("user") / "user_losses.py"
+    path.write_text(USER_LOSSES)
+    own = {"trainer": "PreferenceTrainer", **STRONG, "args": {"loss": f"{path}:mean_scaled_beta"}}
+    return {"aot": AOT, "aot_paired": PAIRED, "own": own}
+
+
+def with_args(spec: dict, **arguments) -> dict:
+    return {**spec, "args": {"beta": BETA, **spec.get("args", {}), **arguments}}
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_path, tmp_path_factory):
+    """A function that trains a specification in this process, each only once."""
+    known = {}
+
+    def train_once(spec: dict, **arguments):
+        spec = {"model": tiny_model_path, **with_args(spec, **arguments)}
+        key = json.dumps(spec, sort_keys=True)
+        if key not in known:
+            known[key] = result(train(spec, str(tmp_path_factory.mktemp("run"))))
+        return known[key]
+
+    return train_once
+
+
+@pytest.fixture(scope="module")
+def run_on_two(tiny_model_path, tmp_path_factory, coupled):
+    """Runs on two processes by name, all in one launch."""
+    specs = {}
+    for name, spec in coupled.items():
+        specs[f"{name} 2x4"] = with_args(spec, **SPREAD)
+        specs[f"{name} 2x2x2"] = with_args(spec, **SPREAD_AND_ACCUMULATED)
+        specs[f"{name} 2x2x2 device"] = with_args(spec, **SPREAD_AND_ACCUMULATED, aot_scope="device")
+    specs["confidence 2x2x2"] = with_args(DPO, **SPREAD_AND_ACCUMULATED, **CONFIDENCE)
+    # 5 pairs over 2 processes: accelerate repeats the first pair, so that both have three micro-batches.
+    uneven = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3}
+    specs["confidence of 5"] = {**with_args(DPO, **uneven, **CONFIDENCE), "pairs": 5}
+    # The second step's window has one micro-batch of two: pairs 4 and, repeated, 0.
+    short = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
+    specs["short last window"] = {**with_args(DPO, **short), "pairs": 5}
+    specs = {name: {"model": tiny_model_path, **spec} for name, spec in specs.items()}
+    runs = train_in_processes(list(specs.values()), 2, tmp_path_factory.mktemp("two-processes"))
+    return dict(zip(specs, runs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def exact(tiny_model_path):
+    """Loss and gradient of the whole batch of 8 pairs by plain autograd in float64, for each coupled loss."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    policy = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    perturbed(reference, seed=STRONG["reference_seed"], scale=STRONG["reference_scale"])
+    policy.double(), reference.double()
+    rows = [token_ids(tokenizer, row) for row in pairs(8, seed=STRONG["data_seed"])]
+
+    def scores(model):
+        chosen = torch.stack([response_log_prob(model, prompt, response) for prompt, response, _ in rows])
+        rejected = torch.stack([response_log_prob(model, prompt, response) for prompt, _, response in rows])
+        return chosen, rejected
+
+    chosen, rejected = scores(policy)
+    with torch.no_grad():
+        ref_chosen, ref_rejected = scores(reference)
+    margin = chosen - ref_chosen - rejected + ref_rejected
+    differences = {
+        "aot": (chosen - ref_chosen).sort().values - (rejected - ref_rejected).sort().values,
+        "aot_paired": (chosen - rejected).sort().values - (ref_chosen - ref_rejected).sort().values,
+        "own": (1 + 0.3 * margin.mean()) * margin,
+    }
+    losses = {name: -logsigmoid(BETA * difference).mean() for name, difference in differences.items()}
+    named = sorted(policy.named_parameters())
+    found = {}
+    for name, loss in losses.items():
+        gradients = torch.autograd.grad(loss, [parameter for _, parameter in named], retain_graph=True)
+        found[name] = loss.item(), torch.cat([gradient.flatten() for gradient in gradients])
+    return found
+
+
+COUPLED = pytest.mark.parametrize("name", ["aot", "aot_paired", "own"])
+
+
+# ---- Batch-coupled losses see the whole optimizer batch ----
+
+
+@COUPLED
+@pytest.mark.parametrize("split", [WHOLE, ACCUMULATED], ids=["1x8", "1x2x4"])
+def test_gradient_and_loss_are_those_of_the_whole_batch(name, split, run, coupled, exact, tiny_model_path):
+    loss, gradient = exact[name]
+    trained = run(coupled[name], **split)
+    assert relative_difference(trained.gradient(tiny_model_path), gradient) < 1e-5
+    assert trained.losses == pytest.approx([loss], rel=1e-5)
+
+
+@pytest.mark.slow
+@COUPLED
+@pytest.mark.parametrize("split", ["2x4", "2x2x2"])
+def test_gradient_and_loss_are_those_of_the_whole_batch_on_two_processes(
+    name, split, run_on_two, exact, tiny_model_path
+):
+    loss, gradient = exact[name]
+    trained = run_on_two[f"{name} {split}"]
+    assert relative_difference(trained.gradient(tiny_model_path), gradient) < 1e-5
+    assert trained.losses == pytest.approx([loss], rel=1e-5)
+
+
+@COUPLED
+def test_device_scope_depends_on_the_split(name, run, coupled, exact, tiny_model_path):
+    trained = run(coupled[name], **ACCUMULATED, aot_scope="device")
+    assert relative_difference(trained.gradient(tiny_model_path), exact[name][1]) > 0.01
+
+
+@pytest.mark.slow
+@COUPLED
+def test_device_scope_depends_on_the_split_over_processes(name, run_on_two, exact, tiny_model_path):
+    trained = run_on_two[f"{name} 2x2x2 device"]
+    assert relative_difference(trained.gradient(tiny_model_path), exact[name][1]) > 0.01
+
+
+@pytest.mark.parametrize(("spec", "loss_type"), [(AOT, "aot_unpaired"), (PAIRED, "aot")])
+def test_device_scope_is_what_trl_does(spec, loss_type, run):
+    stock = run({"trainer": "trl.DPOTrainer", **STRONG}, loss_type=[loss_type], **ACCUMULATED)
+    assert largest_difference(run(spec, aot_scope="device", **ACCUMULATED).parameters, stock.parameters) < 1e-6
+
+
+@pytest.mark.parametrize("weighting", [CONFIDENCE, {"weighting": ["wpo"]}], ids=["confidence", "wpo"])
+def test_weighted_aot_does_not_depend_on_the_split(weighting, run, tiny_model_path):
+    whole = run(AOT, **WHOLE, **weighting).gradient(tiny_model_path)
+    assert relative_difference(run(AOT, **ACCUMULATED, **weighting).gradient(tiny_model_path), whole) < 1e-5
+    assert relative_difference(run(AOT, **WHOLE).gradient(tiny_model_path), whole) > 0.01
+
+
+def test_precomputed_reference_leaves_the_gradient(run, exact, tiny_model_path):
+    trained = run(AOT, **ACCUMULATED, precompute_ref_log_probs=True)
+    assert relative_difference(trained.gradient(tiny_model_path), exact["aot"][1]) < 1e-5
+
+
+def test_evaluation_sorts_within_an_evaluation_batch(tiny_model_path, tmp_path, exact):
+    from datasets import Dataset
+
+    spec = {"model": tiny_model_path, **with_args(AOT, per_device_eval_batch_size=8)}
+    trainer = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(pairs(8, seed=STRONG["data_seed"])))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(exact["aot"][0], rel=1e-5)
+
+
+# ---- Pairs count equally, however they fall into micro-batches ----
+
+
+@pytest.mark.parametrize("weighting", [{}, CONFIDENCE], ids=["plain", "confidence"])
+@pytest.mark.parametrize("spec", [DPO, AOT], ids=["dpo", "aot"])
+def test_ragged_last_window(spec, weighting, run, tiny_model_path):
+    """5 pairs as 2, 2 and 1: the last pair has the weight of the others, not twice theirs."""
+    spec = {**spec, "pairs": 5}
+    whole = run(spec, per_device_train_batch_size=5, **weighting)
+    split = run(spec, gradient_accumulation_steps=3, **weighting)
+    assert relative_difference(split.gradient(tiny_model_path), whole.gradient(tiny_model_path)) < 1e-5
+    assert split.losses == pytest.approx(whole.losses, rel=1e-5)
+
+
+def test_stock_trl_weights_a_ragged_window_otherwise(run, tiny_model_path):
+    stock = run({"trainer": "trl.DPOTrainer", **STRONG, "pairs": 5}, gradient_accumulation_steps=3)
+    whole = run({**DPO, "pairs": 5}, per_device_train_batch_size=5)
+    assert relative_difference(stock.gradient(tiny_model_path), whole.gradient(tiny_model_path)) > 0.1
+
+
+def test_confidence_weights_are_normalised_over_the_window(run, tiny_model_path):
+    """`sum_i w_i loss_i / sum_i w_i` with w = max(0.05, confidence^4), from the losses of runs on one pair each."""
+    alone = [run({**DPO, "rows": [index]}, per_device_train_batch_size=1) for index in range(5)]
+    weights = [max(0.05, row["avg_confidence"] ** 4) for row in pairs(5, seed=STRONG["data_seed"])]
+    shares = [weight / sum(weights) for weight in weights]
+    trained = run({**DPO, "pairs": 5}, gradient_accumulation_steps=3, **CONFIDENCE)
+    expected = sum(share * one.gradient(tiny_model_path) for share, one in zip(shares, alone, strict=True))
+    assert relative_difference(trained.gradient(tiny_model_path), expected) < 1e-5
+    loss = sum(share * one.losses[0] for share, one in zip(shares, alone, strict=True))
+    assert trained.losses == pytest.approx([loss], rel=1e-5)
+
+
+def test_confidence_does_not_depend_on_the_split(run, tiny_model_path):
+    whole = run(DPO, **WHOLE, **CONFIDENCE).gradient(tiny_model_path)
+    assert relative_difference(run(DPO, **ACCUMULATED, **CONFIDENCE).gradient(tiny_model_path), whole) < 1e-5
+
+
+@pytest.mark.slow
+def test_windows_over_two_processes(run, run_on_two, tiny_model_path):
+    whole = run(DPO, **WHOLE, **CONFIDENCE)
+    spread = run_on_two["confidence 2x2x2"]
+    assert relative_difference(spread.gradient(tiny_model_path), whole.gradient(tiny_model_path)) < 1e-5
+    assert spread.losses == pytest.approx(whole.losses, rel=1e-5)
+
+    with_first_twice = {**DPO, "pairs": 5, "rows": [0, 1, 2, 3, 4, 0]}
+    whole = run(with_first_twice, per_device_train_batch_size=6, **CONFIDENCE)
+    assert (
+        relative_difference(run_on_two["confidence of 5"].gradient(tiny_model_path), whole.gradient(tiny_model_path))
+        < 1e-5
+    )
+
+    steps = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    alone = run(with_first_twice, **steps)
+    assert largest_difference(run_on_two["short last window"].parameters, alone.parameters) < 1e-5
+    assert run_on_two["short last window"].losses == pytest.approx(alone.losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("spec", [DPO, AOT, PAIRED], ids=["dpo", "aot", "aot_paired"])
+def test_order_of_the_pairs_in_a_window_plays_no_part(spec, run, tiny_model_path):
+    shuffled = {**spec, "rows": [5, 2, 7, 0, 3, 6, 1, 4]}
+    gradient = run(spec, **ACCUMULATED).gradient(tiny_model_path)
+    assert relative_difference(run(shuffled, **ACCUMULATED).gradient(tiny_model_path), gradient) < 1e-5
+
+
+# ---- What scoring ahead costs and keeps ----
+
+
+def count_forwards(trainer) -> list[bool]:
+    """Whether gradients were on, for each forward pass of the policy in training."""
+    calls = []
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    trainer.train()
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "without_gradient", "with_gradient"),
+    [(WHOLE, 0, 1), (ACCUMULATED, 4, 4), ({**ACCUMULATED, "aot_scope": "device"}, 0, 4)],
+    ids=["one micro-batch", "global", "device"],
+)
+def test_policy_forward_passes(arguments, without_gradient, with_gradient, tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, **with_args(AOT, **arguments)}, str(tmp_path))
+    calls = count_forwards(trainer)
+    assert (calls.count(False), calls.count(True)) == (without_gradient, with_gradient)
+
+
+class WatchedTrainer(AOTTrainer):
+    """Keeps the windows, weak references to the tensors of their micro-batches, and the scores that were computed."""
+
+    def watch(self):
+        self.windows, self.tensors, self.scored, self.live_when_opened = [], [], [], []
+        return self
+
+    def _open_window(self, batches):
+        self.live_when_opened.append([sum(ref() is not None for ref in refs) for refs in self.tensors])
+        window = super()._open_window(batches)
+        self.windows.append(window)
+        self.tensors.append([weakref.ref(batch["input_ids"]) for batch in batches])
+        return window
+
+    def _scores(self, output, inputs, columns):
+        scores = super()._scores(output, inputs, columns)
+        values = torch.cat([scores.chosen, scores.rejected])
+        # A reference and not the tensor, which would keep the graph alive.
+        self.scored.append((torch.is_grad_enabled(), values.detach().clone(), weakref.ref(output.log_probs)))
+        return scores
+
+
+def test_scoring_ahead_keeps_a_few_numbers_per_pair(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, **with_args(AOT, **SPREAD_AND_ACCUMULATED, max_steps=4)}
+    trainer = build({**spec, "pairs": 16}, str(tmp_path), trainer_class=WatchedTrainer).watch()
+    gc.disable()  # what is freed is freed by reference counts: there are no cycles
+    try:
+        trainer.train()
+        # The trainer's own variables hold one window while the next is fetched; all earlier ones are gone.
+        assert trainer.live_when_opened[2:] == [[0, 2], [0, 0, 2]]
+        assert all(ref() is None for refs in trainer.tensors for ref in refs)
+        assert all(ref() is None for _, _, ref in trainer.scored)
+    finally:
+        gc.enable()
+    for window in trainer.windows:
+        assert window.pending is None
+        kept = [tensor for pair in window.reference for tensor in pair]
+        kept += [t for share in window.coupled for t in (share.loss, share.chosen_slope, share.rejected_slope)]
+        assert not any(tensor.requires_grad for tensor in kept)
+        assert max(tensor.numel() for tensor in kept) == 2  # pairs of a micro-batch
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "gradient_checkpointing"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_training_draws_the_dropout_masks_of_scoring_ahead(lora, checkpointing, tmp_path):
+    save_tiny_model(tmp_path / "model", dropout=0.3)
+    arguments = {**SPREAD_AND_ACCUMULATED, "max_steps": 2, "disable_dropout": False}
+    arguments["gradient_checkpointing"] = checkpointing
+    spec = {"model": str(tmp_path / "model"), "trainer": "AOTTrainer", "lora": lora, "lora_dropout": 0.3}
+    # A learning rate so small that the parameters do not change between the two steps' passes.
+    spec["args"] = {**arguments, "learning_rate": 1e-12}
+    trainer = build(spec, str(tmp_path / "run"), trainer_class=WatchedTrainer).watch()
+    trainer.train()
+    # Two windows of two micro-batches, each scored ahead and then trained on.
+    assert [with_gradient for with_gradient, _, _ in trainer.scored] == [False, False, True, True] * 2
+    ahead = [values for with_gradient, values, _ in trainer.scored if not with_gradient]
+    training = [values for with_gradient, values, _ in trainer.scored if with_gradient]
+    assert all(torch.equal(a, b) for a, b in zip(ahead, training, strict=True))
+
+    # The masks matter: without them the same micro-batch scores otherwise.
+    trainer.scored.clear()
+    trainer.evaluate(trainer_rows(trainer, 2))
+    assert (trainer.scored[0][1] - training[0]).abs().min() > 1e-3
+
+
+def trainer_rows(trainer, count: int):
+    from datasets import Dataset
+
+    trainer.args.per_device_eval_batch_size = count
+    return Dataset.from_list(pairs(count))
+
+
+# ---- The pieces ----
+
+
+def test_coupled_shares_by_hand():
+    """Chosen log-ratios 1 and 3, rejected 2 and 0, beta 1.
+
+    By rank 1 meets 0 and 3 meets 2, so both differences are 1: the loss is log(1 + 1/e) = 0.3132617, and its
+    derivative by each difference -sigmoid(-1) / 2 = -0.1344707. In the order given, the differences are -1 and 3.
+    """
+    objective = PreferenceObjective("aot", beta=1.0)
+    zero = torch.zeros(1)
+    parts = [
+        PreferenceScores(torch.tensor([1.0]), torch.tensor([2.0]), zero, zero),
+        PreferenceScores(torch.tensor([3.0]), torch.tensor([0.0]), zero, zero),
+    ]
+    shares = coupled_shares(objective, parts, rank=0, gather=lambda tensor: tensor)
+    assert [share.loss.item() for share in shares] == pytest.approx([math.log(1 + math.exp(-1))] * 2)
+    assert [share.chosen_slope.item() for share in shares] == pytest.approx([-0.1344707] * 2)
+    assert [share.rejected_slope.item() for share in shares] == pytest.approx([0.1344707] * 2)
+
+    # As one of two ranks, each with one of the two pairs.
+    other = {1.0: 3.0, 2.0: 0.0, 0.0: 0.0}
+    shares = coupled_shares(
+        objective, parts[:1], rank=0, gather=lambda t: torch.cat([t, torch.tensor([other[t.item()]])])
+    )
+    assert len(shares) == 1
+    assert shares[0].loss.item() == pytest.approx(0.3132617)
+    assert shares[0].chosen_slope.item() == pytest.approx(-0.1344707)
+
+    # Two micro-batches on each of 3 ranks: the trainer divides by 2 and DDP by 3, so the slopes come times 6.
+    window = Window(size=2, pairs=6, ranks=3, rank=0, coupled=shares)
+    chosen = torch.tensor([1.0], requires_grad=True)
+    loss = window.share(0, PreferenceScores(chosen, torch.tensor([2.0]), zero, zero))
+    assert loss.item() == pytest.approx(0.3132617)
+    loss.backward()
+    assert chosen.grad.item() == pytest.approx(6 * -0.1344707)
+
+
+def test_scale_undoes_the_division_by_micro_batches_and_ranks():
+    """7 pairs on 2 ranks in 2 micro-batches: a summed loss times 4/7, divided by 2 and by 2, is a seventh of it."""
+    assert Window(size=2, pairs=7, ranks=2, rank=0).scale / 2 / 2 == pytest.approx(1 / 7)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora with dropout"])
+def test_resuming_equals_the_straight_run(lora, tiny_model_path, tmp_path):
+    arguments = {**SPREAD_AND_ACCUMULATED, "max_steps": 4, "learning_rate": 0.01, "optim": "adamw_torch"}
+    arguments |= {"save_strategy": "steps", "save_steps": 2, "disable_dropout": False}
+    spec = {"model": tiny_model_path, "trainer": "AOTTrainer", "pairs": 16, "args": arguments}
+    spec |= {"lora": True, "lora_dropout": 0.3} if lora else STRONG
+    straight = result(train(spec, str(tmp_path)))
+    resumed = result(train({**spec, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}, str(tmp_path)))
+    assert largest_difference(resumed.parameters, straight.parameters) == 0.0

@@ -1,0 +1,411 @@
+"""The embedded benchmark: scores worked by hand, the committed data and model, and their recipes."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+import unicodedata
+
+import pytest
+
+from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score, score_parts
+
+LIST = "List four animals. Use commas."
+STARTS = "Name three words that start with b."
+SENTENCE = "Write a sentence about a fox using the words quiet and river."
+ASK = "Ask Anna for a hammer politely."
+SORT = "Sort these numbers: 7 2 9 4."
+SAY = "Say happy three times."
+DESCRIBE = "Describe a brave teacher in seven words."
+ADD = "What is 47 + 38?"
+GOOD = {
+    LIST: "cat, dog, fox, bear.",
+    STARTS: "bear, blue, brave.",
+    SENTENCE: "The quiet fox slept near the river.",
+    ASK: "Hello Anna, may I please have a hammer? Thank you.",
+    SORT: "2 4 7 9.",
+    SAY: "happy, happy, happy.",
+    DESCRIBE: "The brave teacher slept near the river.",
+    ADD: "<think>7+8=15 4+3+1=8</think> <answer>85</answer>",
+}
+KINDS = dict(zip(GOOD, ("list", "starts", "sentence", "ask", "sort", "say", "describe", "add"), strict=True))
+PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
+PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
+MATH_ROWS = {"train": 400, "test": 200}
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA_DIR / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def splits() -> dict[str, list[dict]]:
+    return {path.stem: read(path.stem) for path in sorted(DATA_DIR.glob("*.jsonl"))}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def model():
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(MODEL_DIR).eval()
+
+
+@pytest.mark.parametrize("prompt", GOOD)
+def test_a_good_answer_of_each_kind_scores_one(prompt):
+    assert kind_of(prompt) == KINDS[prompt]
+    assert score(prompt, GOOD[prompt]) == 1.0
+
+
+# Each list-like kind: credit 0.6 (say: 0.8) shared by the items, half of an item's share lost per wrong, repeated or
+# surplus item, 0.2 by the share of right separators, 0.2 for the final full stop.
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [
+        # three of four items 0.6 * 3/4 = 0.45; separators 0.2; no full stop
+        (LIST, "cat, dog, fox", 0.65),
+        # cat and dog 0.3; the second cat and apple cost 2 * 0.075; separators 0.2; full stop 0.2
+        (LIST, "cat, cat, apple, dog.", 0.55),
+        # all four 0.6; the two surplus items cost 2 * 0.075; separators 0.2; full stop 0.2
+        (LIST, "cat, dog, fox, bear, wolf, lion.", 0.85),
+        # all four 0.6; one of three separators right 0.2/3; full stop 0.2
+        (LIST, "cat, dog; fox bear.", 0.6 + 0.2 / 3 + 0.2),
+        # "and" is a wrong item, -0.075; the separators are ", " twice and " " twice, 0.1
+        (LIST, "cat, dog, fox and bear.", 0.6 - 0.075 + 0.1 + 0.2),
+        # 0.6; semicolons were not asked for
+        (LIST, "cat; dog; fox; bear", 0.6),
+        # bear and blue 0.4; bread is no word of the vocabulary, -0.1; one of two separators 0.1; full stop 0.2
+        (STARTS, "bear; blue, bread.", 0.6),
+        # a word of another letter: 0.4 - 0.1 + separators 0.2
+        (STARTS, "bear, cat, blue", 0.5),
+        # two of three 0.8 * 2/3
+        (SAY, "happy, happy", 1.6 / 3),
+        # three 0.8; five words, so two are wrong or surplus: -2 * 0.4/3; full stop 0.2
+        (SAY, "happy happy sad happy happy.", 1.0 - 0.8 / 3),
+        # all there 0.3; 2 and 9 stand in their places 0.6 * 2/4
+        (SORT, "2 7 4 9", 0.6),
+        # 7 is missing: 0.3 * 3/4; 2 and 4 placed 0.6 * 2/4; full stop 0.1
+        (SORT, "2 4 9.", 0.225 + 0.3 + 0.1),
+        # all there 0.3; 2 and 4 placed 0.3; the surplus 5 costs 0.1
+        (SORT, "2 4 9 7 5", 0.5),
+        # a long run-on is worth nothing: 0.3 + 0.6 - 0.1 * 9
+        (SORT, "2 4 7 9 1 1 1 1 1 1 1 1 1", 0.0),
+    ],
+)
+def test_partial_credit_for_items_and_order(prompt, response, expected):
+    assert score(prompt, response) == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "expected"),
+    [
+        # fox and river 0.4, no "quiet"; fluency 0.25; capital 0.05; full stop 0.1
+        (SENTENCE, "The fox slept near the river.", 0.8),
+        # the three words 0.6; start-noun, noun-adjective and adjective-noun, noun-end: 2 of 4 permitted, so no
+        # fluency; three words are two short of five: -0.2
+        (SENTENCE, "fox quiet river", 0.4),
+        # 14 words: fox and river 0.4, fluency 0.25 make 0.65; of 13 word pairs "and the", "the dog", "dog ran" come
+        # twice, so 10 are distinct: -0.65 * 3/13 = -0.15; two words over twelve: -0.2
+        (SENTENCE, "the fox slept near the river and the dog ran and the dog ran", 0.3),
+        # the object alone 0.25; four words are two short of six: -0.2
+        (ASK, "I want a hammer", 0.05),
+        # object 0.25, request 0.1, please 0.15, "?" 0.1; name, greeting and thanks are missing
+        (ASK, "May I please have a hammer?", 0.6),
+        # name 0.15, greeting 0.1, request 0.1, thanks 0.15, full stop 0.1; wrong object, no please
+        (ASK, "Hello Anna, may I have a lamp? Thank you.", 0.6),
+        # subject, adjective and fluency 0.6; four words of seven: 1 - 3/3 leaves no credit for the count
+        (DESCRIBE, "the brave teacher slept", 0.6),
+        # six words: 0.25 * 2/3 for the count; subject and adjective 0.4, fluency 0.2, capital 0.05, full stop 0.1
+        (DESCRIBE, "The brave teacher found the hat.", 0.75 + 0.5 / 3),
+        # 12 words with the right subject and adjective 0.4, fluency 0.2; "and the" comes twice among 11 pairs,
+        # -0.6 / 11; 12 is two over 7 + 3: -0.2
+        (DESCRIBE, "the brave teacher slept and the fox ran and the cat sang", 0.6 - 0.6 / 11 - 0.2),
+        # the format alone
+        (ADD, "<think>7+8=15 4+3=7</think> <answer>75</answer>", 0.2),
+        (ADD, "85", 0.0),
+        (ADD, "<think>7+8=15</think><answer>85</answer>", 0.0),
+    ],
+)
+def test_partial_credit_for_sentences_and_sums(prompt, response, expected):
+    assert score(prompt, response) == pytest.approx(expected, abs=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    # 1 less the credit for the ending (0.2 list, starts, say, add's format; 0.1 elsewhere) less 0.2 for the cut
+    [(LIST, 0.6), (STARTS, 0.6), (SAY, 0.6), (ADD, 0.6), (SENTENCE, 0.7), (ASK, 0.7), (DESCRIBE, 0.7), (SORT, 0.7)],
+)
+def test_a_cut_response_is_not_graded_as_if_it_had_ended(prompt, expected):
+    assert score(prompt, GOOD[prompt], finished=False) == pytest.approx(expected)
+    parts = score_parts(prompt, GOOD[prompt], finished=False)
+    assert parts["unfinished"] == -0.2 and parts.get("ending", 0.0) == 0.0
+
+
+def test_running_on_to_the_limit_never_pays():
+    # 0.6 - 0.075 * 6 surplus + 0.2 separators = 0.35; cut: less 0.2
+    response = "cat, dog, fox, bear, wolf, lion, goat, horse, mouse, tiger"
+    assert score(LIST, response) == pytest.approx(0.35)
+    assert score(LIST, response, finished=False) == pytest.approx(0.15)
+    for prompt, good in GOOD.items():
+        assert score(prompt, " ".join([good] * 4), finished=False) < score(prompt, good)
+
+
+@pytest.mark.parametrize("response", ["", "  \n", "🙂", "...", "日本語 " * 30])
+def test_empty_and_foreign_text_scores_at_most_its_ending(response):
+    for prompt in GOOD:
+        assert 0 <= score(prompt, response) <= 0.2
+        assert response.strip() or score_parts(prompt, response) == {"empty": 0.0}
+
+
+def test_score_is_the_sum_of_its_parts_within_the_interval():
+    generator = random.Random(0)
+    fragments = " ".join(GOOD.values()).split() + ["and", "7", "fox", ";"]
+    for _ in range(500):
+        prompt = generator.choice(list(GOOD))
+        response = " ".join(generator.choices(fragments, k=generator.randint(1, 25)))
+        finished = generator.random() < 0.5
+        total = sum(score_parts(prompt, response, finished=finished).values())
+        assert score(prompt, response, finished=finished) == pytest.approx(min(1, max(0, total)), abs=1e-8)
+
+
+@pytest.mark.parametrize("prompt", ["", "Write a poem.", "List four dragons. Use commas.", "user: " + LIST])
+def test_an_unknown_prompt_is_refused(prompt):
+    with pytest.raises(ValueError, match="unknown prompt .*pass the text of the user message alone"):
+        score(prompt, "cat")
+    with pytest.raises(ValueError, match="unknown prompt"):
+        kind_of(prompt)
+
+
+def test_importing_the_task_loads_neither_torch_nor_transformers():
+    code = "import sys, trl_ext.toy; print(sorted({'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_splits_have_their_sizes(splits):
+    expected = {f"{name}_prefs": count for name, count in PREFERENCE_ROWS.items()}
+    expected |= {f"{name}_gen": count for name, count in PROMPT_ROWS.items()}
+    expected |= {f"{name}_math": count for name, count in MATH_ROWS.items()}
+    assert {name: len(rows) for name, rows in splits.items()} == expected
+
+
+def test_rows_have_the_stated_columns(splits):
+    common = {"row_id", "prompt_messages", "prompt_text"}
+    ratings = {"avg_confidence", "avg_preference_strength", "avg_training_quality"}
+    columns = {
+        "prefs": common | {"chosen_text", "rejected_text", "kind"} | ratings,
+        "gen": common | {"reference_response_text", "kind"},
+        "math": common | {"answer"},
+    }
+    for name, rows in splits.items():
+        assert len({row["row_id"] for row in rows}) == len({row["prompt_text"] for row in rows}) == len(rows)
+        for row in rows:
+            assert set(row) == columns[name.split("_")[1]]
+            assert re.fullmatch("[0-9a-f]{32}", row["row_id"])
+            assert row["prompt_messages"] == [{"role": "user", "content": row["prompt_text"]}]
+            assert kind_of(row["prompt_text"]) == row.get("kind", "add")
+
+
+def test_preferences_are_valid(splits):
+    for name in PREFERENCE_ROWS:
+        for row in splits[f"{name}_prefs"]:
+            assert row["chosen_text"].strip() and row["rejected_text"].strip()
+            assert row["chosen_text"] != row["rejected_text"]
+            assert 0.5 <= row["avg_confidence"] <= 1
+            assert 1 <= row["avg_preference_strength"] <= 5 and 1 <= row["avg_training_quality"] <= 5
+    assert all(row["reference_response_text"].strip() for name in PROMPT_ROWS for row in splits[f"{name}_gen"])
+
+
+def test_answers_of_the_additions_are_right(splits):
+    for name in MATH_ROWS:
+        for row in splits[f"{name}_math"]:
+            first, second = re.fullmatch(r"What is (\d+) \+ (\d+)\?", row["prompt_text"]).groups()
+            assert row["answer"] == str(int(first) + int(second))
+
+
+def test_prompts_of_pretraining_train_validation_and_test_are_disjoint(splits):
+    from trl_ext.toy.prompts import prompt_pool
+
+    pools = {"pretrain": {prompt for prompts in prompt_pool("pretrain").values() for prompt in prompts}}
+    for name, rows in splits.items():
+        pools.setdefault(name.split("_")[0], set()).update(row["prompt_text"] for row in rows)
+    assert sum(map(len, pools.values())) == len(set.union(*pools.values()))
+
+
+@pytest.mark.parametrize("name", PREFERENCE_ROWS)
+def test_labels_agree_with_the_true_order_nine_times_in_ten(splits, name):
+    rows = splits[f"{name}_prefs"]
+    gaps = [
+        score(row["prompt_text"], row["chosen_text"]) - score(row["prompt_text"], row["rejected_text"]) for row in rows
+    ]
+    told = [gap > 0 for gap in gaps if gap != 0]
+    assert 0.88 <= sum(told) / len(told) <= 0.95
+    # Confidence must tell the sure labels from the unsure ones.
+    middle = sorted(row["avg_confidence"] for row in rows)[len(rows) // 2]
+    sure = [gap > 0 for gap, row in zip(gaps, rows, strict=True) if gap != 0 and row["avg_confidence"] > middle]
+    assert sum(sure) / len(sure) > sum(told) / len(told) + 0.03
+
+
+def test_annotators_decide_by_majority():
+    from trl_ext.toy.build_benchmark import annotate
+
+    class Noise:
+        """Gives the listed values in place of normal draws."""
+
+        def __init__(self, *values):
+            self.values = list(values)
+
+        def gauss(self, mean, deviation):
+            return self.values.pop(0)
+
+    # True scores 0.65 and 0.55, gap 0.1. Seen: 0.1 - 0.2 = -0.1, 0.1 - 0.3 = -0.2, 0.1 + 0.4 = 0.5: the second wins,
+    # two to one. Confidences in it: s(0.1/0.15), s(0.2/0.15), s(-0.5/0.15) = 0.661, 0.791, 0.034, mean 0.496, held at
+    # 0.5. Strengths 1 + round(4 * 0.1), 1 + round(0.8), 1 + round(2.0) = 1, 2, 3. Quality 0.55: 1 + round(2.2) = 3.
+    first, second = "cat, dog, fox", "cat, cat, apple, dog."
+    row = annotate(LIST, first, second, Noise(-0.2, -0.3, 0.4, 0, 0, 0))
+    assert (row["chosen_text"], row["rejected_text"]) == (second, first)
+    assert (row["avg_confidence"], row["avg_preference_strength"], row["avg_training_quality"]) == (0.5, 2.0, 3.0)
+    # Without noise the better one wins: confidence s(0.1/0.15) = 0.661, strength 1 + round(0.4) = 1.
+    row = annotate(LIST, first, second, Noise(0, 0, 0, 0, 0, 0))
+    assert row["chosen_text"] == first
+    assert (row["avg_confidence"], row["avg_preference_strength"]) == (0.661, 1.0)
+
+
+def test_tokenizer_is_lossless_on_composed_text(tokenizer):
+    texts = [
+        *GOOD,
+        *GOOD.values(),
+        "naïve ÅÉ ñ",
+        "نص עברית हिन्दी",
+        "👩‍👩‍👧 🙂🏽",
+        "\t a  b \r\n\n c ",
+        " don 't , no .",
+    ]
+    generator = random.Random(0)
+    # Latin, Greek and Cyrillic, Chinese, Korean, emoji
+    ranges = [range(0x20, 0x17F), range(0x3B1, 0x44F), range(0x4E00, 0x9FFF), range(0xAC00, 0xD7A3)]
+    ranges.append(range(0x1F300, 0x1F64F))
+    characters = [chr(code) for block in ranges for code in block]
+    texts += ["".join(generator.choices(characters, k=40)) for _ in range(200)]
+    for text in texts:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_tokenizer_composes_decomposed_characters_as_every_qwen2_tokenizer_does(tokenizer):
+    decomposed = "e\u0301 n\u0303"
+    assert tokenizer.decode(tokenizer(decomposed)["input_ids"]) == unicodedata.normalize("NFC", decomposed) == "é ñ"
+
+
+def test_tokenizer_splits_digits_and_has_nonzero_end_and_pad(tokenizer):
+    assert len(tokenizer) == 1024
+    assert tokenizer.convert_ids_to_tokens(tokenizer("47+385")["input_ids"]) == ["4", "7", "+", "3", "8", "5"]
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert 0 not in (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+@pytest.mark.parametrize("response", ["cat, dog.", "\n\n leading newlines", " 7", "<answer>", "\n", "é"])
+def test_the_prompt_is_a_prefix_of_the_conversation_and_the_completion_ends_at_the_end_token(tokenizer, response):
+    turns = [{"role": "user", "content": LIST}, {"role": "assistant", "content": response}]
+    turns = [{"role": "system", "content": "Be brief."}, *turns, *turns]
+    for end in (3, 5):
+        prompt = tokenizer.apply_chat_template(turns[: end - 1], add_generation_prompt=True)["input_ids"]
+        whole = tokenizer.apply_chat_template(turns[:end])["input_ids"]
+        assert whole[: len(prompt)] == prompt
+        assert whole[len(prompt) :] == tokenizer(response)["input_ids"] + [tokenizer.eos_token_id]
+
+
+def test_template_marks_the_tokens_of_the_assistant(tokenizer):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "cat."}]
+    encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    marked = [token for token, mark in zip(encoded["input_ids"], encoded["assistant_masks"], strict=True) if mark]
+    assert tokenizer.decode(marked) == "cat.<|im_end|>"
+
+
+def test_the_folder_is_small_and_names_no_machine():
+    files = [path for path in MODEL_DIR.parent.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 5_000_000
+    for path in MODEL_DIR.glob("*.json"):
+        text = path.read_text(encoding="utf-8")
+        assert "_name_or_path" not in text and "/tmp" not in text and "/work" not in text and "/home" not in text
+
+
+def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
+    from trl_ext.toy.sampling import respond
+
+    assert model.config.model_type == "qwen2" and model.config.max_position_embeddings == 2048
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 2)
+    assert model.num_parameters() == 403_680
+    prompts = [row["prompt_text"] for row in splits["test_gen"][:64]]
+    responses = respond(model, tokenizer, prompts)
+    scores = [score(prompt, one.text, finished=one.finished) for prompt, one in zip(prompts, responses, strict=True)]
+    assert 0.4 <= sum(scores) / 64 <= 0.65
+
+
+def test_a_response_at_the_limit_is_marked_as_cut(model, tokenizer):
+    from trl_ext.toy.sampling import respond
+
+    prompts = ["Say happy five times.", SENTENCE]
+    whole = respond(model, tokenizer, prompts)
+    cut = respond(model, tokenizer, prompts, max_new_tokens=3)
+    assert [one.finished for one in whole] == [True, True] and [one.finished for one in cut] == [False, False]
+    for left, right in zip(cut, whole, strict=True):
+        assert right.text.startswith(left.text) and len(tokenizer(left.text)["input_ids"]) == 3
+        assert len(tokenizer(right.text)["input_ids"]) < MAX_NEW_TOKENS
+
+
+def test_pools_refuse_what_they_do_not_have():
+    from trl_ext.toy.build_benchmark import choose_prompts
+    from trl_ext.toy.prompts import prompt_pool
+
+    with pytest.raises(ValueError, match="unknown pool 'dev'"):
+        prompt_pool("dev")
+    with pytest.raises(ValueError, match="ask for fewer"):
+        choose_prompts("validation", 10**6, 0)
+
+
+def test_building_rows_twice_gives_the_same_rows(model, tokenizer):
+    from trl_ext.toy.build_benchmark import build_math, build_preferences, build_prompts
+
+    first, second = (build_preferences(model, tokenizer, "train", 12, seed=3) for _ in range(2))
+    assert first == second and len(first) == 12
+    assert build_preferences(model, tokenizer, "train", 12, seed=4) != first
+    assert build_prompts(model, tokenizer, "test", 8) == build_prompts(model, tokenizer, "test", 8)
+    assert build_math("train", 400) == read("train_math")
+
+
+def test_demonstrations_are_of_mixed_quality():
+    from trl_ext.toy.demonstrations import demonstrate
+    from trl_ext.toy.prompts import INSTRUCTION_KINDS, prompt_pool
+
+    generator, pool = random.Random(0), prompt_pool("pretrain")
+    for kind in INSTRUCTION_KINDS:
+        prompts = generator.choices(pool[kind], k=300)
+        scores = [score(prompt, demonstrate(prompt, generator)) for prompt in prompts]
+        assert 0.45 < sum(scores) / 300 < 0.75
+        assert sum(value == 1 for value in scores) > 20
+
+
+@pytest.mark.slow
+def test_training_the_model_twice_gives_the_same_weights():
+    import torch
+
+    from trl_ext.toy.build_model import new_model, pretrain, train_tokenizer
+
+    torch.set_num_threads(1)
+    weights = []
+    for _ in range(2):
+        tokenizer = train_tokenizer()
+        model = new_model(tokenizer)
+        pretrain(model, tokenizer, steps=5)
+        weights.append((tokenizer.get_vocab(), model.state_dict()))
+    assert weights[0][0] == weights[1][0]
+    assert all(torch.equal(value, weights[1][1][name]) for name, value in weights[0][1].items())

@@ -1,0 +1,302 @@
+"""Win rates, intervals and pairwise judging, against values worked by hand."""
+
+import json
+import math
+import random
+
+import pytest
+
+from trl_ext.evaluation import (
+    GroundTruthJudge,
+    JudgeError,
+    Judgement,
+    PairOutcome,
+    compare,
+    wilson_interval,
+    win_rate,
+)
+
+C, B, T = "candidate", "base", "tie"
+Z_95 = 1.959963984540054
+
+
+def outcomes_of(*verdicts):
+    return [PairOutcome(str(number), *verdict) for number, verdict in enumerate(verdicts)]
+
+
+def course_example():
+    """Six rows: two agreed wins, one agreed loss, a disagreement, an unusable win and an error."""
+    return [
+        *outcomes_of((C, C), (C, C), (B, B), (C, B)),
+        PairOutcome("4", C, C, usable=False),
+        PairOutcome("5", None, None, error="timeout"),
+    ]
+
+
+class TestWilson:
+    @pytest.mark.parametrize(
+        "successes, n, low, high",
+        [(60, 80, 0.645153, 0.831938), (0, 10, 0.0, 0.277533), (87, 128, 0.594634, 0.754270)],
+    )
+    def test_published_values(self, successes, n, low, high):
+        assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-6)
+
+    def test_four_of_four(self):
+        """The upper end is 1; the lower is n / (n + z^2) = 4 / (4 + 3.841459) = 0.510109."""
+        low, high = wilson_interval(4, 4)
+        assert high == 1.0
+        assert low == pytest.approx(4 / (4 + Z_95**2), abs=1e-12)
+        assert low == pytest.approx(0.510109, abs=1e-6)
+
+    def test_ends_solve_the_score_equation(self):
+        """Each end p is where |successes / n - p| = z sqrt(p (1 - p) / n); found here by bisection."""
+
+        def bisect(function, left, right):
+            for _ in range(200):
+                middle = (left + right) / 2
+                left, right = (middle, right) if function(middle) > 0 else (left, middle)
+            return left
+
+        generator = random.Random(0)
+        for _ in range(100):
+            n = generator.randint(2, 300)
+            successes = generator.randint(1, n - 1)
+            rate = successes / n
+
+            def excess(p, rate=rate, n=n):
+                return abs(rate - p) - Z_95 * math.sqrt(p * (1 - p) / n)
+
+            low = bisect(excess, 0.0, rate)
+            high = bisect(lambda p, excess=excess: -excess(p), rate, 1.0)
+            assert wilson_interval(successes, n) == pytest.approx((low, high), abs=1e-9)
+
+    def test_confidence_sets_the_quantile(self):
+        """At 10 of 20 the half-width is z sqrt(1/80 + z^2/1600) / (1 + z^2/20); z = 1.644854 for 90%."""
+        z = 1.6448536269514722
+        half_width = z * math.sqrt(0.25 / 20 + z**2 / 1600) / (1 + z**2 / 20)
+        assert wilson_interval(10, 20, confidence=0.9) == pytest.approx((0.5 - half_width, 0.5 + half_width), abs=1e-9)
+
+    def test_no_trials(self):
+        assert wilson_interval(0, 0) == (0.0, 1.0)
+
+    @pytest.mark.parametrize("arguments", [(-1, 5), (6, 5), (1, -1), (1, 2.5), (math.nan, 5), (1, 0)])
+    def test_invalid_counts(self, arguments):
+        with pytest.raises(ValueError, match="successes|n must"):
+            wilson_interval(*arguments)
+
+    @pytest.mark.parametrize("confidence", [0, 1, 1.5, -0.1, math.nan])
+    def test_invalid_confidence(self, confidence):
+        with pytest.raises(ValueError, match="confidence"):
+            wilson_interval(1, 2, confidence=confidence)
+
+
+class TestWinRate:
+    def test_course_example_with_disagreements_dropped(self):
+        """Three rows agree, are usable and have no error; the candidate wins two of them."""
+        result = win_rate(course_example())
+        assert result.agreed.rate == pytest.approx(2 / 3, abs=1e-12)
+        assert (result.agreed.n, result.n_counted, result.n_total, result.n_errors) == (3, 3, 6, 1)
+        assert (result.agreed.low, result.agreed.high) == wilson_interval(2, 3)
+
+    def test_course_example_with_disagreements_as_half(self):
+        """1 + 1 + 0 + 1/2 + 1 = 3.5 over the five rows without an error."""
+        result = win_rate(course_example())
+        assert result.half.rate == pytest.approx(0.7, abs=1e-12)
+        assert (result.half.n, result.n_ties) == (5, 1)
+        assert (result.half.low, result.half.high) == wilson_interval(3.5, 5)
+
+    def test_course_example_agreement_and_bias(self):
+        """Four of five rows agree. Shown first wins once in each agreed row and twice in the disagreement: 6 of 10."""
+        result = win_rate(course_example())
+        assert result.agreement_rate == pytest.approx(0.8)
+        assert result.position_bias == pytest.approx(0.1)
+
+    def test_always_the_first_answer(self):
+        result = win_rate(outcomes_of(*[(C, B)] * 7))
+        assert result.position_bias == 0.5
+        assert result.half.rate == 0.5
+        assert (result.agreed.rate, result.agreed.low, result.agreed.high, result.agreed.n) == (0.0, 0.0, 1.0, 0)
+
+    def test_always_the_second_answer(self):
+        assert win_rate(outcomes_of((B, C), (B, C))).position_bias == -0.5
+
+    def test_ties(self):
+        """(tie, tie) agrees but names no system; (candidate, tie) disagrees: 1/2 each, beside one win: 2 / 3."""
+        result = win_rate(outcomes_of((T, T), (C, T), (C, C)))
+        assert result.half.rate == pytest.approx(2 / 3)
+        assert (result.n_ties, result.n_counted, result.agreed.rate) == (2, 1, 1.0)
+        assert result.agreement_rate == pytest.approx(2 / 3)
+        # Passes won by the response shown first: 1/2 + 1/2, then 1 + 1/2, then 1 + 0, of six.
+        assert result.position_bias == pytest.approx(3.5 / 6 - 0.5)
+
+    def test_an_empty_response_loses_under_half_and_leaves_agreed(self):
+        rows = [*outcomes_of((C, C)), PairOutcome("x", C, C, empty=True), PairOutcome("y", C, B, empty=True)]
+        result = win_rate(rows)
+        assert (result.half.rate, result.half.n) == (pytest.approx(1 / 3), 3)
+        assert (result.agreed.rate, result.agreed.n) == (1.0, 1)
+        assert result.n_ties == 0
+
+    @pytest.mark.parametrize("rows", [[], [PairOutcome("a", None, None, error="refused")]])
+    def test_nothing_judged(self, rows):
+        result = win_rate(rows)
+        for interval in (result.agreed, result.half):
+            assert (interval.rate, interval.low, interval.high, interval.n) == (0.0, 0.0, 1.0, 0)
+        assert (result.agreement_rate, result.position_bias, result.n_errors) == (0.0, 0.0, len(rows))
+
+    def test_to_dict_is_json(self):
+        result = json.loads(json.dumps(win_rate(course_example()).to_dict()))
+        assert result["half"]["rate"] == pytest.approx(0.7)
+        assert result["n_counted"] == 3
+
+    def test_invalid_verdict(self):
+        with pytest.raises(ValueError, match="row_id r7, second: must be one of candidate, base, tie, got 'A'"):
+            PairOutcome("r7", C, "A")
+
+    def test_swapping_the_systems(self):
+        """The base's outcome has the roles exchanged and, as it is now the candidate, the passes too."""
+        other = {C: B, B: C, T: T}
+        generator = random.Random(1)
+        for _ in range(50):
+            verdicts = [tuple(generator.choices([C, B, T], k=2)) for _ in range(generator.randint(1, 30))]
+            swapped = [(other[second], other[first]) for first, second in verdicts]
+            result, mirror = win_rate(outcomes_of(*verdicts)), win_rate(outcomes_of(*swapped))
+            assert mirror.half.rate == pytest.approx(1 - result.half.rate)
+            assert (mirror.half.low, mirror.half.high) == pytest.approx((1 - result.half.high, 1 - result.half.low))
+            assert mirror.position_bias == pytest.approx(result.position_bias)
+            assert mirror.agreement_rate == pytest.approx(result.agreement_rate)
+            assert mirror.n_counted == result.n_counted
+            if result.n_counted:
+                assert mirror.agreed.rate == pytest.approx(1 - result.agreed.rate)
+
+    def test_order_of_rows_is_irrelevant(self):
+        generator = random.Random(2)
+        rows = [
+            PairOutcome(
+                str(number),
+                *generator.choices([C, B, T], k=2),
+                usable=generator.random() < 0.8,
+                empty=generator.random() < 0.1,
+                error="failed" if generator.random() < 0.1 else None,
+            )
+            for number in range(60)
+        ]
+        expected = win_rate(rows)
+        generator.shuffle(rows)
+        assert win_rate(rows) == expected
+
+
+def prompt_rows(*texts):
+    return [
+        {"row_id": f"r{number}", "prompt": [{"role": "user", "content": text}]} for number, text in enumerate(texts)
+    ]
+
+
+class ScriptedJudge:
+    """Answers from a list and remembers what it was shown."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+        self.shown = []
+
+    def judge(self, prompt, response_a, response_b):
+        self.shown.append((prompt[-1]["content"], response_a, response_b))
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class TestCompare:
+    def test_both_orders_and_labels_mapped_back(self):
+        judge = ScriptedJudge("A", "A", "B", "A", "A", "tie")
+        outcomes = compare(judge, prompt_rows("p", "q", "s"), ["c0", "c1", "c2"], ["b0", "b1", "b2"])
+        assert judge.shown == [
+            ("p", "c0", "b0"),
+            ("p", "b0", "c0"),
+            ("q", "c1", "b1"),
+            ("q", "b1", "c1"),
+            ("s", "c2", "b2"),
+            ("s", "b2", "c2"),
+        ]
+        assert [(outcome.row_id, outcome.first, outcome.second) for outcome in outcomes] == [
+            ("r0", C, B),
+            ("r1", B, B),
+            ("r2", C, T),
+        ]
+
+    def test_unusable_in_one_pass(self):
+        judge = ScriptedJudge(Judgement("A"), Judgement("B", usable=False))
+        [outcome] = compare(judge, prompt_rows("p"), ["c"], ["b"])
+        assert (outcome.first, outcome.second, outcome.usable) == (C, C, False)
+
+    def test_a_judge_error_is_recorded_and_the_next_row_judged(self):
+        judge = ScriptedJudge("A", JudgeError("no reply"), "A", "B")
+        failed, fine = compare(judge, prompt_rows("p", "q"), ["c", "c"], ["b", "b"])
+        assert failed.error == "no reply"
+        assert (fine.first, fine.second, fine.error) == (C, C, None)
+
+    def test_other_exceptions_are_not_hidden(self):
+        with pytest.raises(ZeroDivisionError):
+            compare(ScriptedJudge(ZeroDivisionError()), prompt_rows("p"), ["c"], ["b"])
+
+    def test_empty_candidate_is_marked(self):
+        outcomes = compare(ScriptedJudge(*"ABAB"), prompt_rows("p", "q"), [" \n", "c"], ["b", ""])
+        assert [outcome.empty for outcome in outcomes] == [True, False]
+
+    def test_invalid_verdict(self):
+        with pytest.raises(ValueError, match="row_id r0: ScriptedJudge must answer 'A', 'B' or 'tie', got 'C'"):
+            compare(ScriptedJudge("C"), prompt_rows("p"), ["c"], ["b"])
+
+    def test_lengths_must_match(self):
+        with pytest.raises(ValueError, match="base: has 1 entries for 2 rows"):
+            compare(ScriptedJudge(), prompt_rows("p", "q"), ["c", "c"], ["b"])
+        with pytest.raises(ValueError, match="candidate_finished: has 0 entries for 1 rows"):
+            compare(ScriptedJudge(), prompt_rows("p"), ["c"], ["b"], candidate_finished=[])
+
+
+class TestGroundTruthJudge:
+    def test_higher_score_wins(self):
+        judge = GroundTruthJudge(lambda prompt, response: float(response.count(prompt)))
+        outcomes = compare(judge, prompt_rows("x", "y", "z"), ["xx", "-", "z"], ["x", "y", "z"])
+        assert [(outcome.first, outcome.second) for outcome in outcomes] == [(C, C), (B, B), (T, T)]
+
+    def test_tolerance(self):
+        """The scores differ by 0.25: a tie at a tolerance of 0.25, not at one of 0.2."""
+        score = {"a": 0.5, "b": 0.75}
+        assert GroundTruthJudge(lambda _, text: score[text], tolerance=0.25).judge("p", "a", "b") == "tie"
+        assert GroundTruthJudge(lambda _, text: score[text], tolerance=0.2).judge("p", "a", "b") == "B"
+
+    def test_scores_the_last_user_message(self):
+        seen = []
+        judge = GroundTruthJudge(lambda prompt, _: seen.append(prompt) or 0.0)
+        turns = [("system", "s"), ("user", "one"), ("assistant", "two"), ("user", "three")]
+        judge.judge([{"role": role, "content": content} for role, content in turns], "a", "b")
+        judge.judge("plain", "a", "b")
+        assert seen == ["three", "three", "plain", "plain"]
+
+    def test_finished_flags_follow_their_response(self):
+        """A cut response scores 0 here. The candidate's is cut in the first row, the base's in the second."""
+        judge = GroundTruthJudge(lambda _, text, finished=True: float(len(text)) if finished else 0.0)
+        outcomes = compare(
+            judge,
+            prompt_rows("p", "q", "r"),
+            ["long answer", "long", "long answer"],
+            ["short", "longer still", "short"],
+            candidate_finished=[False, True, True],
+            base_finished=[True, False, True],
+        )
+        assert [(outcome.first, outcome.second) for outcome in outcomes] == [(B, B), (C, C), (C, C)]
+
+    def test_score_that_is_no_number(self):
+        with pytest.raises(ValueError, match="score_function returned nan for the prompt 'p'"):
+            GroundTruthJudge(lambda *_: math.nan).judge("p", "a", "b")
+
+    def test_prompt_without_user(self):
+        with pytest.raises(ValueError, match="no user message"):
+            GroundTruthJudge(lambda *_: 0.0).judge([{"role": "system", "content": "s"}], "a", "b")
+
+    def test_default_is_the_toy_score(self):
+        [outcome] = compare(
+            GroundTruthJudge(), prompt_rows("Sort these numbers: 7 2 9 4."), ["2 4 7 9"], ["9 9 9 9 9 9"]
+        )
+        assert (outcome.first, outcome.second) == (C, C)

@@ -1,0 +1,159 @@
+"""`load_benchmark`: the embedded toy benchmark, local JSONL files or a hub data set, in the format TRL trains on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trl_ext.data.rows import RawSplit, build_split, read_jsonl
+from trl_ext.data.schemas import has_response_field
+
+if TYPE_CHECKING:
+    import datasets
+
+KNOWN_SPLITS = ("train_prefs", "validation_prefs", "test_prefs", "train_gen", "validation_gen", "test_gen")
+GENERIC_SPLITS = ("train", "validation", "test")
+LISTED_FILES = 20
+
+
+def load_benchmark(
+    name_or_path: str | os.PathLike = "toy",
+    *,
+    splits: str | Sequence[str] | None = None,
+    skip_bad_rows: bool = False,
+) -> datasets.DatasetDict:
+    """Load preference pairs and prompts, with every row checked.
+
+    Sources, in the order in which `name_or_path` is tried:
+
+    - `"toy"`, the benchmark that comes with the library;
+    - a folder of `{split}.jsonl` files, of which the known splits are loaded: `train_prefs`, `validation_prefs`,
+      `test_prefs`, `train_gen`, `validation_gen`, `test_gen`;
+    - one JSONL file, which becomes `train_prefs` if its first row is a pair and `train_gen` if it is a prompt;
+    - a data set of the Hugging Face hub. Its splits `train`, `validation` and `test` become `*_prefs` or `*_gen` by
+      their content; the known splits keep their names.
+
+    Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`; prompt splits `row_id` and `prompt`:
+    messages, or strings where the source is in TRL's plain format (`PreferenceRow`, `PromptRow`). Further columns of
+    strings, numbers or booleans are kept if every row has them, otherwise dropped with a warning. The data sets lie in
+    memory.
+
+    Args:
+        name_or_path: the source.
+        splits: what to load instead of the known splits; may name any file of a folder, without its `.jsonl`, and any
+            split of a hub data set.
+        skip_bad_rows: drop bad rows, with a count of each reason in the log, instead of raising.
+
+    Raises:
+        FileNotFoundError: no such file, folder, split file or hub data set.
+        ValueError: a split is empty or has bad rows; the message gives file, line, row_id and field of five.
+    """
+    wanted = None if splits is None else [splits] if isinstance(splits, str) else list(splits)
+    if wanted is not None and not wanted:
+        raise ValueError("splits is empty; name at least one split, or leave it out to load the known splits")
+    raw = _read(name_or_path, wanted)
+
+    from datasets import DatasetDict
+
+    return DatasetDict(
+        {
+            name: build_split(split, pairs=_is_preference_split(name, split), skip_bad_rows=skip_bad_rows)
+            for name, split in raw.items()
+        }
+    )
+
+
+def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str, RawSplit]:
+    if name_or_path == "toy":
+        from trl_ext.toy import DATA_DIR
+
+        return _read_folder(Path(DATA_DIR), wanted)
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return _read_folder(path, wanted)
+    if path.is_file():
+        return _read_file(path, wanted)
+    if _looks_like_path(name_or_path):
+        raise FileNotFoundError(f"no such benchmark file or folder: {path}; {_nearby(path)}")
+    return _read_hub(str(name_or_path), wanted)
+
+
+def _is_preference_split(name: str, split: RawSplit) -> bool:
+    if name in KNOWN_SPLITS:
+        return name.endswith("_prefs")
+    return split.holds_pairs
+
+
+def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
+    path_of_split = {path.stem: path for path in folder.glob("*.jsonl") if path.is_file()}
+    names = [name for name in KNOWN_SPLITS if name in path_of_split] if wanted is None else wanted
+    missing = [name for name in names if name not in path_of_split]
+    if missing:
+        raise FileNotFoundError(f"no file {missing[0]}.jsonl for the split {missing[0]!r}; {_listing(folder)}")
+    if not names:
+        known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
+        raise FileNotFoundError(f"none of {known} is there, choose others with splits=[...]; {_listing(folder)}")
+    return {name: read_jsonl(path_of_split[name]) for name in names}
+
+
+def _read_file(path: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
+    split = read_jsonl(path)
+    name = "train_prefs" if split.holds_pairs else "train_gen"
+    if wanted not in (None, [name]):
+        raise ValueError(f"{path} is one file and loads as the split {name!r}; it has no split {wanted[0]!r}")
+    return {name: split}
+
+
+def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        source = load_dataset(name)
+    except (DatasetNotFoundError, HFValidationError, ConnectionError) as error:
+        message = f"{name!r} is neither 'toy', nor a local file or folder, nor a hub data set that can be reached"
+        raise FileNotFoundError(message) from error
+    source_names = {_hub_split_name(split_name, source): split_name for split_name in source}
+    names = [split for split in KNOWN_SPLITS if split in source_names] if wanted is None else wanted
+    missing = [split for split in names if split not in source_names and split not in source]
+    if missing or not names:
+        problem = f"no split {missing[0]!r}" if missing else f"none of the splits {', '.join(KNOWN_SPLITS)}"
+        raise ValueError(f"hub data set {name} has {problem}; its splits are {', '.join(source)}")
+    return {split: _read_hub_split(name, source_names.get(split, split), source) for split in names}
+
+
+def _hub_split_name(split_name: str, source: datasets.DatasetDict) -> str:
+    """`train`, `validation` and `test` named by what they hold; every other name as it is."""
+    if split_name not in GENERIC_SPLITS:
+        return split_name
+    columns = source[split_name].column_names
+    renamed = split_name + ("_prefs" if has_response_field(columns) else "_gen")
+    return split_name if renamed in source else renamed
+
+
+def _read_hub_split(name: str, split_name: str, source: datasets.DatasetDict) -> RawSplit:
+    rows = list(enumerate(source[split_name]))
+    return RawSplit(source=f"{name}[{split_name}]", stem=split_name, unit="row", rows=rows)
+
+
+def _looks_like_path(name_or_path: str | os.PathLike) -> bool:
+    """True for what cannot be the name of a hub data set, which has at most one slash."""
+    name = os.fspath(name_or_path).replace(os.sep, "/")
+    is_text = isinstance(name_or_path, str)
+    return not is_text or name.endswith(".jsonl") or name.count("/") > 1 or name.startswith((".", "/", "~"))
+
+
+def _nearby(path: Path) -> str:
+    """What the folder that should hold `path` holds, if that folder exists."""
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent} either"
+    return _listing(path.parent)
+
+
+def _listing(folder: Path) -> str:
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
+    shown = ", ".join(names[:LISTED_FILES]) or "nothing"
+    return f"{folder} holds {shown}" + (f" and {len(names) - LISTED_FILES} more" if len(names) > LISTED_FILES else "")

@@ -1,0 +1,115 @@
+"""A policy against its base on the same prompts: outcomes, scores, diagnostics, and the rows to look at."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trl_ext.evaluation.diagnostics import diagnose_generations
+from trl_ext.evaluation.judge import PairwiseJudge, compare, last_user_text
+from trl_ext.evaluation.win_rate import win_rate
+from trl_ext.rollouts import Generation
+
+
+@dataclass
+class PolicyComparison:
+    """What a comparison found.
+
+    Attributes:
+        summary: JSON-ready figures: `win_rate` (None without a judge), `score` (None without a score function) and the
+            diagnostics of both models' responses under `generations`.
+        rows: one per prompt, JSON-ready: both responses, their lengths, whether each ended, and the outcome.
+    """
+
+    summary: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+
+def compare_generations(
+    prompts: Sequence[Mapping[str, Any]],
+    policy: Sequence[Generation],
+    base: Sequence[Generation],
+    *,
+    max_new_tokens: int,
+    judge: PairwiseJudge | None = None,
+    score_function: Callable[..., float] | None = None,
+) -> PolicyComparison:
+    """Compare two models' responses to the same prompts.
+
+    Args:
+        prompts: dataset rows with `row_id`, `prompt`, and optionally `kind`, by which mean scores are broken down.
+        policy: the policy's responses, in the prompts' order.
+        base: the base's responses.
+        max_new_tokens: the limit under which both were generated.
+        judge: decides each prompt, in both orders of showing; None for no win rate.
+        score_function: `f(prompt_text, response, finished=...) -> float`, a known quality; None for no scores.
+    """
+    rows = [
+        {
+            "row_id": prompt["row_id"],
+            "prompt_text": last_user_text(prompt["prompt"]),
+            "response_text": own.text,
+            "base_response_text": other.text,
+            "generated_num_tokens": len(own.response_ids),
+            "base_generated_num_tokens": len(other.response_ids),
+            "finished": own.finished,
+            "base_finished": other.finished,
+        }
+        for prompt, own, other in zip(prompts, policy, base, strict=True)
+    ]
+    summary: dict[str, Any] = {"n_prompts": len(rows), "win_rate": None, "score": None}
+    if judge is not None:
+        outcomes = compare(
+            judge,
+            prompts,
+            [generation.text for generation in policy],
+            [generation.text for generation in base],
+            candidate_finished=[generation.finished for generation in policy],
+            base_finished=[generation.finished for generation in base],
+        )
+        for row, outcome in zip(rows, outcomes, strict=True):
+            row["outcome"] = outcome.first if outcome.first == outcome.second else "tie"
+        summary["win_rate"] = win_rate(outcomes).to_dict()
+    if score_function is not None:
+        for row in rows:
+            row["score"] = score_function(row["prompt_text"], row["response_text"], finished=row["finished"])
+            row["base_score"] = score_function(
+                row["prompt_text"], row["base_response_text"], finished=row["base_finished"]
+            )
+        kinds = [prompt.get("kind") for prompt in prompts]
+        summary["score"] = _score_summary(rows, kinds)
+    summary["generations"] = {
+        name: diagnose_generations(
+            [generation.text for generation in generations],
+            token_ids=[generation.response_ids for generation in generations],
+            finished=[generation.finished for generation in generations],
+            max_new_tokens=max_new_tokens,
+        ).to_dict()
+        for name, generations in (("policy", policy), ("base", base))
+    }
+    return PolicyComparison(summary, rows)
+
+
+def _score_summary(rows: list[dict], kinds: list[str | None]) -> dict[str, Any]:
+    gains = [row["score"] - row["base_score"] for row in rows]
+    gain = _mean(gains)
+    variance = sum((value - gain) ** 2 for value in gains) / max(len(gains) - 1, 1)
+    half_width = 1.96 * math.sqrt(variance / len(gains))
+    by_kind: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"policy": [], "base": []})
+    for row, kind in zip(rows, kinds, strict=True):
+        if kind is not None:
+            by_kind[kind]["policy"].append(row["score"])
+            by_kind[kind]["base"].append(row["base_score"])
+    return {
+        "policy": _mean([row["score"] for row in rows]),
+        "base": _mean([row["base_score"] for row in rows]),
+        "gain": {"mean": gain, "low": gain - half_width, "high": gain + half_width},
+        "by_kind": {kind: {name: _mean(values) for name, values in by_kind[kind].items()} for kind in sorted(by_kind)},
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

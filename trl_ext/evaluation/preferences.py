@@ -1,0 +1,101 @@
+"""How well a model ranks held-out preference pairs, and how far it has moved from its base."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_ext.evaluation.win_rate import wilson_interval
+from trl_ext.losses import PreferenceScores
+
+
+def preference_metrics(scores: PreferenceScores) -> dict[str, Any]:
+    """Accuracy and mean margin on pairs, by three readings of a response's log-probability.
+
+    Args:
+        scores: B pairs; the lengths are needed, the reference is optional.
+
+    Returns:
+        `n`, and for each of `summed` (log-probability of the response), `mean` (of a token) and, with a reference,
+        `reference_corrected` (log-ratio to the reference): `accuracy` with its Wilson 95% interval `low` and `high`,
+        and `margin`, the mean difference chosen minus rejected, in nats. A tie counts as wrong.
+
+    Raises:
+        ValueError: there are no pairs.
+    """
+    size = scores.chosen.numel()
+    if size == 0:
+        raise ValueError("there are no pairs to measure")
+    margins = {
+        "summed": scores.chosen - scores.rejected,
+        "mean": scores.chosen_mean - scores.rejected_mean,
+    }
+    if scores.ref_chosen is not None:
+        margins["reference_corrected"] = scores.margin
+    metrics: dict[str, Any] = {"n": size}
+    for name, margin in margins.items():
+        correct = int((margin > 0).sum())
+        low, high = wilson_interval(correct, size)
+        metrics[name] = {"accuracy": correct / size, "low": low, "high": high, "margin": float(margin.mean())}
+    return metrics
+
+
+def join_pair_scores(
+    chosen: Sequence[Tensor],
+    rejected: Sequence[Tensor],
+    ref_chosen: Sequence[Tensor] | None = None,
+    ref_rejected: Sequence[Tensor] | None = None,
+) -> PreferenceScores:
+    """Token log-probabilities of B pairs, one tensor per response, as `PreferenceScores` of shape [B]."""
+
+    def total(responses: Sequence[Tensor] | None) -> Tensor | None:
+        return None if responses is None else torch.stack([response.double().sum() for response in responses])
+
+    return PreferenceScores(
+        chosen=total(chosen),
+        rejected=total(rejected),
+        ref_chosen=total(ref_chosen),
+        ref_rejected=total(ref_rejected),
+        chosen_length=torch.tensor([len(response) for response in chosen]),
+        rejected_length=torch.tensor([len(response) for response in rejected]),
+    )
+
+
+def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str, float]:
+    """Estimate KL(policy || base) of a whole response, in nats, from responses *sampled* from the policy.
+
+    Each token contributes k3 = exp(-d) - 1 + d with d = log policy - log base, which is unbiased for the divergence at
+    that position; its sum over the response estimates the divergence of the whole response, and is never negative.
+    Schulman 2020, "Approximating KL divergence". Greedy responses give no such estimate: sample at temperature 1.
+
+    Args:
+        policy: for each sampled response, its token log-probabilities under the policy.
+        base: the same under the base model.
+
+    Returns:
+        `mean` per response, its normal 95% interval `low` and `high` (low not below 0), `per_token`, and `n`.
+
+    Raises:
+        ValueError: there are no responses.
+    """
+    if not policy:
+        raise ValueError("there are no responses to estimate a divergence from")
+    totals, tokens = [], 0
+    for own, other in zip(policy, base, strict=True):
+        difference = own.double() - other.double()
+        totals.append(float((torch.expm1(-difference) + difference).sum()))
+        tokens += len(own)
+    mean = sum(totals) / len(totals)
+    variance = sum((total - mean) ** 2 for total in totals) / max(len(totals) - 1, 1)
+    half_width = 1.96 * math.sqrt(variance / len(totals))
+    return {
+        "mean": mean,
+        "low": max(mean - half_width, 0.0),
+        "high": mean + half_width,
+        "per_token": sum(totals) / max(tokens, 1),
+        "n": len(totals),
+    }

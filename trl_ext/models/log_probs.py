@@ -1,0 +1,83 @@
+"""Log-probabilities that a causal language model gives to responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from trl.trainer.utils import selective_log_softmax
+
+
+@torch.no_grad()
+def score_responses(
+    model,
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 8,
+    pad_token_id: int = 0,
+    progress: str | None = None,
+) -> list[Tensor]:
+    """Log-probability of every token of each response, given its prompt and the response so far.
+
+    Rows are batched with others of similar length and padded on the left, so that logits are computed for response
+    positions only. The model is put into evaluation mode for the while.
+
+    Args:
+        model: a causal language model of transformers.
+        prompt_ids: N prompts as token ids, each of at least one token.
+        response_ids: N responses as token ids; an empty one scores as an empty tensor.
+        batch_size: rows per forward pass.
+        pad_token_id: any id of the vocabulary; padding is masked out.
+        progress: what a progress bar calls the work; None for no bar.
+
+    Returns:
+        N float32 tensors on the CPU, in nats; the i-th has the shape [len(response_ids[i])].
+
+    Raises:
+        ValueError: an empty prompt, or lists of different length.
+    """
+    if len(prompt_ids) != len(response_ids):
+        raise ValueError(f"{len(prompt_ids)} prompts for {len(response_ids)} responses")
+    for index, prompt in enumerate(prompt_ids):
+        if not len(prompt):
+            raise ValueError(f"prompt {index} is empty: there is nothing to predict its first response token from")
+    order = sorted(range(len(prompt_ids)), key=lambda i: -(len(prompt_ids[i]) + len(response_ids[i])))
+    results: list[Tensor | None] = [None] * len(order)
+    was_training = model.training
+    model.eval()
+    try:
+        starts = range(0, len(order), batch_size)
+        for start in tqdm(starts, desc=progress, disable=progress is None, leave=False):
+            rows = order[start : start + batch_size]
+            scored = _score_batch(model, [prompt_ids[i] for i in rows], [response_ids[i] for i in rows], pad_token_id)
+            for row, log_probs in zip(rows, scored, strict=True):
+                results[row] = log_probs
+    finally:
+        model.train(was_training)
+    return results
+
+
+def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> list[Tensor]:
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    width, kept = max(lengths), max(len(response) for response in responses)
+    if kept == 0:
+        return [torch.empty(0) for _ in responses]
+    input_ids = torch.full((len(prompts), width), pad_token_id)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        input_ids[row, width - lengths[row] :] = torch.tensor([*prompt, *response])
+        attention_mask[row, width - lengths[row] :] = 1
+    input_ids, attention_mask = input_ids.to(model.device), attention_mask.to(model.device)
+    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    logits = model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        use_cache=False,
+        logits_to_keep=kept + 1,
+    ).logits[:, -kept - 1 : -1]
+    log_probs = selective_log_softmax(logits.float(), input_ids[:, -kept:]).cpu()
+    return [log_probs[row, kept - len(response) :].clone() for row, response in enumerate(responses)]

@@ -1,0 +1,126 @@
+"""Responses from a causal language model, in batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from tqdm.auto import tqdm
+from transformers import GenerationConfig
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled response.
+
+    Attributes:
+        prompt_ids: the prompt as the model saw it, cut at its beginning where it was too long.
+        response_ids: generated tokens, the end token included where it came.
+        text: the response without special tokens.
+        finished: whether the model ended it; False if it was cut at the token limit.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    text: str
+    finished: bool
+
+
+def generate_responses(
+    model,
+    tokenizer,
+    prompts: Sequence[list[dict] | str],
+    *,
+    max_new_tokens: int,
+    max_prompt_tokens: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    batch_size: int = 32,
+    seed: int = 0,
+    progress: str | None = None,
+) -> list[Generation]:
+    """Generate one response for each prompt.
+
+    Sampling settings that a model ships with (a repetition penalty, top-k) are not used: only those given here are.
+    The random state of the process is left as it was.
+
+    Args:
+        model: a causal language model of transformers; put into evaluation mode for the while.
+        tokenizer: its tokenizer, with a chat template where prompts are messages.
+        prompts: messages, or plain text.
+        max_new_tokens: longest response, in tokens.
+        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
+        temperature: 0 for greedy decoding.
+        top_p: nucleus sampling.
+        batch_size: prompts per batch.
+        seed: of the sampling.
+        progress: what a progress bar calls the work; None for no bar.
+
+    Returns:
+        One `Generation` per prompt, in order.
+
+    Raises:
+        ValueError: a negative temperature, or a limit below one token.
+    """
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
+    if max_new_tokens < 1 or (max_prompt_tokens is not None and max_prompt_tokens < 1):
+        raise ValueError("max_new_tokens and max_prompt_tokens must be at least 1")
+    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
+    prompt_ids = [_prompt_ids(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompt_ids[i]))
+    results: list[Generation | None] = [None] * len(prompts)
+    was_training = model.training
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.no_grad():
+            torch.manual_seed(seed)
+            for start in tqdm(range(0, len(order), batch_size), desc=progress, disable=progress is None, leave=False):
+                rows = order[start : start + batch_size]
+                padded = tokenizer.pad(
+                    {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"
+                ).to(model.device)
+                output = model.generate(**padded, generation_config=config)
+                width = padded["input_ids"].size(1)
+                for row, tokens in zip(rows, output[:, width:].tolist(), strict=True):
+                    results[row] = _finish(tokenizer, prompt_ids[row], tokens, end_ids)
+    finally:
+        model.train(was_training)
+    return results
+
+
+def _generation_config(model, tokenizer, max_new_tokens, temperature, top_p) -> tuple[GenerationConfig, set[int]]:
+    own_end = model.generation_config.eos_token_id
+    end_ids = {tokenizer.eos_token_id, *(own_end if isinstance(own_end, list) else [own_end])} - {None}
+    sampling = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        eos_token_id=sorted(end_ids),
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids),
+        # Stated, because what is left open is filled from the model's own generation_config.
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        **sampling,
+    )
+    return config, end_ids
+
+
+def _prompt_ids(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
+            "input_ids"
+        ]
+    return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
+
+
+def _finish(tokenizer, prompt_ids: list[int], tokens: list[int], end_ids: set[int]) -> Generation:
+    end = next((i for i, token in enumerate(tokens) if token in end_ids), None)
+    response = tokens if end is None else tokens[: end + 1]
+    text = tokenizer.decode(response, skip_special_tokens=True)
+    return Generation(prompt_ids=prompt_ids, response_ids=response, text=text, finished=end is not None)

@@ -1,0 +1,210 @@
+"""Build the embedded benchmark from the base model: `python -m trl_ext.toy.build_benchmark [--output FOLDER]`.
+
+Preference pairs are samples of the base model, labelled by simulated annotators who see the true scores through noise.
+One seeded recipe on one CPU thread: the same seed gives the same files on the same machine with the same torch; other
+versions or processors may round differently and then sample other responses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_ext.toy import DATA_DIR, MODEL_DIR, kind_of, score
+from trl_ext.toy.prompts import INSTRUCTION_KINDS, parse, prompt_pool
+from trl_ext.toy.sampling import Response, respond
+
+SEED = 0
+SAMPLES_PER_PROMPT = 4
+ANNOTATORS = 3
+ANNOTATION_NOISE = 0.15
+PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
+PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
+MATH_ROWS = {"train": 400, "test": 200}
+
+
+def row_id_of(*texts: str) -> str:
+    """Return 32 hexadecimal digits that depend on the texts alone."""
+    return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:32]
+
+
+def choose_prompts(pool: str, count: int, seed: int) -> list[str]:
+    """Choose distinct instructions of a pool, the kinds in turn for as long as each lasts, in shuffled order."""
+    generator = random.Random(f"{pool} {seed}")
+    remaining = {kind: generator.sample(prompts, len(prompts)) for kind, prompts in prompt_pool(pool).items()}
+    available = sum(len(remaining[kind]) for kind in INSTRUCTION_KINDS)
+    if count > available:
+        raise ValueError(f"pool {pool!r} has {available} instructions, {count} were asked for: ask for fewer")
+    chosen: list[str] = []
+    while len(chosen) < count:
+        chosen += [remaining[kind].pop() for kind in INSTRUCTION_KINDS if remaining[kind]]
+    chosen = chosen[:count]
+    generator.shuffle(chosen)
+    return chosen
+
+
+def choose_pair(responses: list[Response], generator: random.Random) -> tuple[str, str] | None:
+    """Choose two different responses among the samples, or None; empty and cut ones are left out."""
+    texts = sorted({response.text for response in responses if response.finished and response.text.strip()})
+    return tuple(generator.sample(texts, 2)) if len(texts) > 1 else None
+
+
+def annotate(prompt: str, first: str, second: str, generator: random.Random) -> dict:
+    """Let simulated annotators compare two responses.
+
+    Each sees the gap between the true scores plus normal noise; the majority decides. The averages over the annotators
+    are the confidence that the chosen response is better (0.5 to 1), the strength of the preference and the quality of
+    the chosen response (ratings of 1 to 5).
+    """
+    gap = score(prompt, first) - score(prompt, second)
+    seen = [gap + generator.gauss(0, ANNOTATION_NOISE) for _ in range(ANNOTATORS)]
+    first_wins = sum(value > 0 for value in seen) > ANNOTATORS / 2
+    chosen, rejected = (first, second) if first_wins else (second, first)
+    toward_chosen = [value if first_wins else -value for value in seen]
+    confidence = statistics.mean(1 / (1 + math.exp(-value / ANNOTATION_NOISE)) for value in toward_chosen)
+    quality = [score(prompt, chosen) + generator.gauss(0, ANNOTATION_NOISE) for _ in range(ANNOTATORS)]
+    return {
+        "chosen_text": chosen,
+        "rejected_text": rejected,
+        "avg_confidence": round(max(0.5, confidence), 3),
+        "avg_preference_strength": round(statistics.fmean(_rating(abs(value)) for value in seen), 3),
+        "avg_training_quality": round(statistics.fmean(_rating(value) for value in quality), 3),
+    }
+
+
+def _rating(value: float) -> int:
+    return 1 + round(4 * min(1.0, max(0.0, value)))
+
+
+def _prompt_columns(prompt: str) -> dict:
+    return {"prompt_messages": [{"role": "user", "content": prompt}], "prompt_text": prompt}
+
+
+def build_preferences(model, tokenizer, pool: str, count: int, *, seed: int = SEED) -> list[dict]:
+    """Sample four responses to each prompt at temperature 1 and label two different ones of them."""
+    # Some prompts give no two different responses, so more are sampled than are needed.
+    prompts = choose_prompts(pool, count + count // 10 + 5, seed)
+    repeated = [prompt for prompt in prompts for _ in range(SAMPLES_PER_PROMPT)]
+    samples = respond(model, tokenizer, repeated, temperature=1.0, seed=seed)
+    generator = random.Random(f"annotators {pool} {seed}")
+    rows = []
+    for number, prompt in enumerate(prompts):
+        own = samples[number * SAMPLES_PER_PROMPT : (number + 1) * SAMPLES_PER_PROMPT]
+        pair = choose_pair(own, generator)
+        if pair is not None and len(rows) < count:
+            label = annotate(prompt, *pair, generator)
+            row_id = row_id_of("preference", prompt, label["chosen_text"], label["rejected_text"])
+            rows.append({"row_id": row_id, **_prompt_columns(prompt), **label, "kind": kind_of(prompt)})
+    if len(rows) < count:
+        raise ValueError(f"only {len(rows)} of {count} pairs in pool {pool!r}: the model's samples do not differ")
+    return rows
+
+
+def build_prompts(model, tokenizer, pool: str, count: int, *, seed: int = SEED) -> list[dict]:
+    """Choose prompts and answer each with the base model, greedily."""
+    prompts = choose_prompts(pool, count, seed + 1)
+    responses = respond(model, tokenizer, prompts)
+    return [
+        {
+            "row_id": row_id_of("prompt", prompt),
+            **_prompt_columns(prompt),
+            "reference_response_text": response.text,
+            "kind": kind_of(prompt),
+        }
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
+
+
+def build_math(pool: str, count: int) -> list[dict]:
+    """Choose additions, each with its answer."""
+    return [
+        {"row_id": row_id_of("math", prompt), **_prompt_columns(prompt), "answer": str(sum(parse(prompt).numbers))}
+        for prompt in prompt_pool(pool)["add"][:count]
+    ]
+
+
+def build_benchmark(model, tokenizer) -> dict[str, list[dict]]:
+    """Build all splits by name; prompts of train, validation and test splits are disjoint, and so is pretraining."""
+    splits = {}
+    for pool, count in PREFERENCE_ROWS.items():
+        splits[f"{pool}_prefs"] = build_preferences(model, tokenizer, pool, count)
+    for pool, count in PROMPT_ROWS.items():
+        splits[f"{pool}_gen"] = build_prompts(model, tokenizer, pool, count)
+    for pool, count in MATH_ROWS.items():
+        splits[f"{pool}_math"] = build_math(pool, count)
+    check_disjoint(splits)
+    return splits
+
+
+def check_disjoint(splits: dict[str, list[dict]]) -> None:
+    """Assert that no prompt of a split belongs to another pool, by comparing the prompts themselves."""
+    pools: dict[str, set[str]] = {"pretrain": {text for texts in prompt_pool("pretrain").values() for text in texts}}
+    for name, rows in splits.items():
+        pools.setdefault(name.split("_")[0], set()).update(row["prompt_text"] for row in rows)
+    for name, texts in pools.items():
+        for other, others in pools.items():
+            assert name == other or not texts & others, f"pools {name} and {other} share prompts"
+
+
+def label_agreement(rows: list[dict]) -> float:
+    """Return how often the chosen response has the higher true score, over the pairs whose true scores differ."""
+    gaps = [
+        score(row["prompt_text"], row["chosen_text"]) - score(row["prompt_text"], row["rejected_text"]) for row in rows
+    ]
+    return statistics.mean(gap > 0 for gap in gaps if gap != 0)
+
+
+def mean_scores(prompts: list[str], responses: list[Response]) -> dict[str, float]:
+    """Return the mean true score by kind, and over all prompts under `all`."""
+    by_kind: dict[str, list[float]] = {}
+    for prompt, response in zip(prompts, responses, strict=True):
+        value = score(prompt, response.text, finished=response.finished)
+        by_kind.setdefault(kind_of(prompt), []).append(value)
+    means = {kind: round(statistics.mean(values), 3) for kind, values in sorted(by_kind.items())}
+    return means | {"all": round(statistics.mean(sum(by_kind.values(), [])), 3)}
+
+
+def write_rows(rows: list[dict], path: Path) -> None:
+    """Write JSON lines whole: into a temporary file beside the path, which then takes its place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=DATA_DIR, help="folder to write (default: the embedded data)")
+    parser.add_argument("--model", type=Path, default=MODEL_DIR, help="base model (default: the embedded model)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    splits = build_benchmark(model, tokenizer)
+    for name, rows in splits.items():
+        write_rows(rows, arguments.output / f"{name}.jsonl")
+        agreement = f", labels agree with the true order {label_agreement(rows):.3f}" if "prefs" in name else ""
+        print(f"{name}: {len(rows)} rows{agreement}")
+    for name in ("test_gen", "test_math"):
+        prompts = [row["prompt_text"] for row in splits[name]]
+        for temperature in (0.0, 1.0):
+            responses = respond(model, tokenizer, prompts, temperature=temperature, seed=SEED)
+            cut = sum(not response.finished for response in responses)
+            print(f"{name} at temperature {temperature}: {mean_scores(prompts, responses)}, {cut} cut")
+    print(f"{time.process_time():.0f} CPU s")
+
+
+if __name__ == "__main__":
+    main()

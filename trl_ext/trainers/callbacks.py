@@ -1,0 +1,142 @@
+"""What a run writes while it trains: its metrics as JSON lines, and tables of generations."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from trl_ext.files import write_json_lines
+from trl_ext.trainers.generation_evaluation import GenerationEvaluation
+
+TABLE_NAME = "samples/generation_table"
+
+
+class MetricsFileCallback(TrainerCallback):
+    """Appends every logged metric to a JSON-lines file, one object with its `step` per log call.
+
+    A run that resumes keeps the lines up to the step it resumes from; a line cut off by a crash is dropped.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            earlier = read_metrics(self.path) if state.global_step else []
+            write_json_lines(self.path, [row for row in earlier if row["step"] <= state.global_step])
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
+        if state.is_world_process_zero and logs:
+            row = {"step": state.global_step, **{name: _json_number(value) for name, value in logs.items()}}
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+def _json_number(value: Any) -> Any:
+    """JSON has no NaN and no infinities: they become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Rows of a metrics file; an incomplete last line is left out, and a missing file is empty."""
+    rows = []
+    path = Path(path)
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+    return rows
+
+
+class GenerationTableCallback(TrainerCallback):
+    """Every `every` steps: generate, compare with the base, log the figures, and log the responses as a table.
+
+    The figures go where the trainer's metrics go, under `generation/`. The table is written to
+    `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio)
+    or text (tensorboard), as `samples/generation_table` at its step; earlier tables stay.
+    """
+
+    def __init__(self, evaluation: GenerationEvaluation, *, every: int, prompts: int):
+        self.evaluation = evaluation
+        self.every = every
+        self.prompts = prompts
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            self._evaluate(args, state, control)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.every == 0:
+            self._evaluate(args, state, control)
+
+    def _evaluate(self, args, state, control) -> None:
+        trainer = self.evaluation.trainer
+        comparison = self.evaluation.compare(self.prompts)
+        # TRL's own `log` would add the training metrics gathered so far and forget them; and any logging ends a
+        # pending request for it, which here is for the training metrics of this step.
+        should_log = control.should_log
+        Trainer.log(trainer, _figures(comparison.summary))
+        control.should_log = should_log
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / "samples"
+            folder.mkdir(parents=True, exist_ok=True)
+            rows = [{"step": state.global_step, **row} for row in comparison.rows]
+            write_json_lines(folder / f"step_{state.global_step:06d}.jsonl", rows)
+            _send_table(trainer, rows, state.global_step)
+
+
+def _figures(summary: dict[str, Any]) -> dict[str, float]:
+    policy = summary["generations"]["policy"]
+    figures = {
+        "generation/kl": summary["kl"]["mean"],
+        "generation/mean_length": policy["mean_tokens"],
+        "generation/distinct_2": policy["distinct_2"],
+        "generation/truncated": policy["truncated_fraction"],
+        "generation/collapsed": float(policy["collapsed"]),
+    }
+    if summary["score"] is not None:
+        figures["generation/score"] = summary["score"]["policy"]
+    if summary["win_rate"] is not None:
+        figures["generation/win_rate"] = summary["win_rate"]["half"]["rate"]
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def _send_table(trainer, rows: list[dict[str, Any]], step: int) -> None:
+    columns = list(rows[0])
+    values = [[row.get(column) for column in columns] for row in rows]
+    for tracker in trainer.args.report_to:
+        if tracker == "wandb":
+            import wandb
+
+            if wandb.run is not None:
+                # A new Table object each time: one that is logged again would replace what was logged before.
+                wandb.log({TABLE_NAME: wandb.Table(columns=columns, data=values), "train/global_step": step})
+        elif tracker == "trackio":
+            import pandas
+            import trackio
+
+            trackio.log({TABLE_NAME: trackio.Table(dataframe=pandas.DataFrame(values, columns=columns))}, step=step)
+        elif tracker == "tensorboard":
+            _tensorboard_writer(trainer).add_text(TABLE_NAME, _markdown_table(columns, values), step)
+
+
+def _tensorboard_writer(trainer):
+    """The writer of the trainer's own TensorBoard callback."""
+    from transformers.integrations import TensorBoardCallback
+
+    return next(c.tb_writer for c in trainer.callback_handler.callbacks if isinstance(c, TensorBoardCallback))
+
+
+def _markdown_table(columns: list[str], rows: list[list[Any]]) -> str:
+    def cell(value: Any) -> str:
+        return str(value).replace("|", "\\|").replace("\n", "<br>")
+
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,162 @@
+"""Generations of a policy against its base, during training and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trl_ext.evaluation.comparison import PolicyComparison, compare_generations
+from trl_ext.evaluation.preferences import approximate_kl, join_pair_scores, preference_metrics
+from trl_ext.models import score_responses
+from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
+from trl_ext.trainers.policies import base_policy, trained_policy
+
+if TYPE_CHECKING:
+    from trl_ext.evaluation.judge import PairwiseJudge
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How responses are generated.
+
+    Attributes:
+        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
+        max_new_tokens: longest response.
+        temperature: of the responses that are compared and shown; 0 for greedy decoding.
+        batch_size: prompts per batch.
+        seed: of the sampling.
+    """
+
+    max_prompt_tokens: int | None
+    max_new_tokens: int
+    temperature: float = 0.0
+    batch_size: int = 32
+    seed: int = 0
+
+
+class GenerationEvaluation:
+    """Compares a trainer's policy with its base on fixed prompts.
+
+    Args:
+        trainer: a `PreferenceTrainer`.
+        prompts: dataset rows with `row_id` and `prompt`.
+        settings: how to generate.
+        judge: decides which response is better; None for no win rate.
+        score_function: a known quality of a response; None for none.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        prompts: Sequence[dict[str, Any]],
+        settings: GenerationSettings,
+        *,
+        judge: PairwiseJudge | None = None,
+        score_function: Callable[..., float] | None = None,
+    ):
+        self.trainer = trainer
+        self.prompts = list(prompts)
+        self.settings = settings
+        self.judge = judge
+        self.score_function = score_function
+        self._base_generations: list[Generation] = []
+
+    def compare(self, count: int | None = None, *, progress: bool = False) -> PolicyComparison:
+        """Generate for the first `count` prompts (None for all) and compare with the base.
+
+        The summary's `kl` is estimated from further responses to the same prompts, sampled at temperature 1. The
+        base's responses are generated once and kept. Every process must call this; each returns the same.
+        """
+        count = len(self.prompts) if count is None else min(count, len(self.prompts))
+        prompts = [row["prompt"] for row in self.prompts[:count]]
+        self._extend_base(count, progress)
+        with trained_policy(self.trainer) as policy:
+            own = self._generate(policy, prompts, self.settings.temperature, "policy responses" if progress else None)
+            samples = self._generate(policy, prompts, 1.0, "policy samples" if progress else None)
+            policy_log_probs = self._score(policy, samples, "scoring under the policy" if progress else None)
+        with base_policy(self.trainer) as base:
+            base_log_probs = self._score(base, samples, "scoring under the base" if progress else None)
+        comparison = compare_generations(
+            self.prompts[:count],
+            own,
+            self._base_generations[:count],
+            max_new_tokens=self.settings.max_new_tokens,
+            judge=self.judge,
+            score_function=self.score_function,
+        )
+        comparison.summary["kl"] = approximate_kl(policy_log_probs, base_log_probs)
+        return comparison
+
+    def _extend_base(self, count: int, progress: bool) -> None:
+        missing = [row["prompt"] for row in self.prompts[len(self._base_generations) : count]]
+        if missing:
+            with base_policy(self.trainer) as base:
+                self._base_generations += self._generate(
+                    base, missing, self.settings.temperature, "base responses" if progress else None
+                )
+
+    def _generate(self, model, prompts: list, temperature: float, progress: str | None) -> list[Generation]:
+        settings = self.settings
+
+        def generate(own_prompts: list) -> list[Generation]:
+            return generate_responses(
+                model,
+                self.trainer.processing_class,
+                own_prompts,
+                max_new_tokens=settings.max_new_tokens,
+                max_prompt_tokens=settings.max_prompt_tokens,
+                temperature=temperature,
+                batch_size=settings.batch_size,
+                seed=settings.seed,
+                progress=self._on_main(progress),
+            )
+
+        return map_over_ranks(generate, prompts, self.trainer.accelerator)
+
+    def _score(self, model, generations: list[Generation], progress: str | None) -> list:
+        rows = [(generation.prompt_ids, generation.response_ids) for generation in generations]
+        return score_rows(self.trainer, model, rows, self.settings.batch_size, self._on_main(progress))
+
+    def _on_main(self, progress: str | None) -> str | None:
+        return progress if self.trainer.accelerator.is_main_process else None
+
+
+def evaluate_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = False) -> dict[str, Any]:
+    """Preference metrics of the base (`before`) and of the trained policy (`after`) on a tokenized preference dataset.
+
+    Args:
+        trainer: a `PreferenceTrainer`.
+        dataset: as the trainer prepared it, with `prompt_ids`, `chosen_ids` and `rejected_ids`.
+        batch_size: rows per forward pass.
+        progress: whether to show a progress bar.
+
+    Every process must call this; each returns the same.
+    """
+    prompts = dataset["prompt_ids"]
+    rows = [*zip(prompts, dataset["chosen_ids"], strict=True), *zip(prompts, dataset["rejected_ids"], strict=True)]
+    show = progress and trainer.accelerator.is_main_process
+    with trained_policy(trainer) as policy:
+        own = score_rows(trainer, policy, rows, batch_size, "pairs under the policy" if show else None)
+    with base_policy(trainer) as base:
+        other = score_rows(trainer, base, rows, batch_size, "pairs under the base" if show else None)
+    half = len(prompts)
+    before = join_pair_scores(other[:half], other[half:])
+    after = join_pair_scores(own[:half], own[half:], other[:half], other[half:])
+    return {"before": preference_metrics(before), "after": preference_metrics(after)}
+
+
+def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_size: int, progress: str | None) -> list:
+    """Token log-probabilities of (prompt, response) rows, divided among the ranks; one tensor per row."""
+
+    def score(own_rows: list) -> list:
+        return score_responses(
+            model,
+            [prompt for prompt, _ in own_rows],
+            [response for _, response in own_rows],
+            batch_size=batch_size,
+            pad_token_id=trainer.processing_class.pad_token_id,
+            progress=progress,
+        )
+
+    return map_over_ranks(score, rows, trainer.accelerator)
