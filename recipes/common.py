@@ -171,16 +171,14 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
             return resume_from_checkpoint
         last = get_last_checkpoint(output_dir) if folder.is_dir() else None
         if last is None:
-            raise FileNotFoundError(
-                f"{output_dir} has no checkpoint to resume from: leave out --resume_from_checkpoint"
-            )
+            raise FileNotFoundError(f"{output_dir} has no checkpoint to resume: leave out --resume_from_checkpoint")
         return last
     earlier = [name for name in RESULT_FILES if (folder / name).exists()]
     earlier += [path.name for path in sorted(folder.glob("checkpoint-*"))]
     if earlier and not overwrite:
         raise FileExistsError(
-            f"{output_dir} holds an earlier run ({', '.join(earlier[:3])}): choose another --output_dir, resume it with "
-            "--resume_from_checkpoint, or give --overwrite_output_dir"
+            f"{output_dir} holds an earlier run ({', '.join(earlier[:3])}): choose another --output_dir, resume it "
+            "with --resume_from_checkpoint, or give --overwrite_output_dir"
         )
     return None
 

@@ -59,9 +59,7 @@ def write_results(
 def print_results(results: dict[str, Any], generations: list[dict[str, Any]], output_dir: str) -> None:
     """Print one table of the figures, and three responses beside the base's."""
     run = results["run"]
-    print(
-        f"\n{run['objective']} on {run['dataset']}, {run['optimizer_steps']} steps of {run['model']}, seed {run['seed']}"
-    )
+    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
     rows = [row for section in (_win_rate, _score, _preferences, _kl, _diagnostics) for row in section(results)]
     width = max((len(name) for name, _, _ in rows), default=0)
     print(f"\n{'':{width}}  {'base':>10}  policy")

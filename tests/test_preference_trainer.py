@@ -1,0 +1,414 @@
+"""`PreferenceTrainer` equals TRL's `DPOTrainer` where both have a loss, and keeps its word where they differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import trl
+from datasets import Dataset, IterableDataset
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trl_ext.losses
+import trl_ext.trainers
+from tests.tiny import pairs, perturbed, response_log_prob, token_ids, token_log_probs
+from tests.train_once import (
+    build,
+    largest_difference,
+    relative_difference,
+    result,
+    train,
+    train_in_processes,
+)
+from trl_ext import preference_loss
+from trl_ext.losses import PreferenceScores
+
+STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
+SETUPS = {
+    "full": {},
+    "lora": {"lora": True},
+    "precomputed": {"args": {"precompute_ref_log_probs": True}},
+    "lora precomputed": {"lora": True, "args": {"precompute_ref_log_probs": True}},
+}
+SEEN: list[PreferenceScores] = []
+
+
+@preference_loss("seen_dpo")
+def seen_dpo(scores: PreferenceScores, *, beta: float = 0.1) -> torch.Tensor:
+    """DPO that remembers what it was given."""
+    SEEN.append(scores)
+    return -logsigmoid(beta * scores.margin)
+
+
+def specification(model_path: str, trainer: str, setup: str) -> dict:
+    spec = SETUPS[setup]
+    return {"model": model_path, "trainer": trainer, **spec, "pairs": 16, "args": {**STEPS, **spec.get("args", {})}}
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_path):
+    """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
+    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)  # noqa: E731
+    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
+    return AutoTokenizer.from_pretrained(tiny_model_path), load().double(), reference.double()
+
+
+@torch.no_grad()
+def independent_scores(models, rows: list[dict]) -> PreferenceScores:
+    """Scores of rows computed one at a time, without padding, in float64."""
+    tokenizer, policy, reference = models
+    ids = [token_ids(tokenizer, row) for row in rows]
+
+    def score(model, side):
+        return torch.stack([response_log_prob(model, row[0], row[side]) for row in ids])
+
+    lengths = [torch.tensor([len(row[side]) for row in ids]) for side in (1, 2)]
+    return PreferenceScores(
+        score(policy, 1), score(policy, 2), score(reference, 1), score(reference, 2), lengths[0], lengths[1]
+    )
+
+
+def scores_seen(trainer, rows: list[dict]) -> PreferenceScores:
+    """What the loss `seen_dpo` is given of rows in one batch."""
+    trainer.args.per_device_eval_batch_size = len(rows)
+    SEEN.clear()
+    trainer.evaluate(Dataset.from_list(rows))
+    (scores,) = SEEN
+    return scores
+
+
+# ---- Equal to TRL ----
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_dpo_is_trls_bit_by_bit(setup, tiny_model_path, tmp_path):
+    stock = result(train(specification(tiny_model_path, "trl.DPOTrainer", setup), str(tmp_path / "stock")))
+    own = result(train(specification(tiny_model_path, "DPOTrainer", setup), str(tmp_path / "own")))
+    assert own.logs == stock.logs  # names and values of all metrics
+    assert len(own.logs) == 3
+    assert largest_difference(own.parameters, stock.parameters) == 0.0
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tiny_model_path, tmp_path_factory):
+    wanted = [("trl.DPOTrainer", "full"), ("DPOTrainer", "full"), ("trl.DPOTrainer", "lora"), ("DPOTrainer", "lora")]
+    # In memory and precomputed on two processes: TRL fails there, each process having its own cache.
+    wanted += [("DPOTrainer", "precomputed"), ("DPOTrainer", "lora precomputed")]
+    specs = [specification(tiny_model_path, trainer, setup) for trainer, setup in wanted]
+    return dict(zip(wanted, train_in_processes(specs, 2, tmp_path_factory.mktemp("two-processes")), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["full", "lora"])
+def test_dpo_is_trls_bit_by_bit_on_two_processes(setup, on_two_processes):
+    stock, own = on_two_processes["trl.DPOTrainer", setup], on_two_processes["DPOTrainer", setup]
+    assert own.logs == stock.logs
+    assert largest_difference(own.parameters, stock.parameters) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["full", "lora"])
+def test_precomputing_from_memory_on_two_processes(setup, on_two_processes):
+    precomputed = "precomputed" if setup == "full" else "lora precomputed"
+    own = on_two_processes["DPOTrainer", precomputed]
+    assert largest_difference(own.parameters, on_two_processes["trl.DPOTrainer", setup].parameters) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("own", "stock"),
+    [
+        ({"loss": "hinge"}, {"loss_type": ["hinge"]}),
+        ({"loss": "ipo", "loss_kwargs": {"length_normalized": True}}, {"loss_type": ["ipo"]}),
+        ({"loss": "nca"}, {"loss_type": ["nca_pair"]}),
+        ({"loss": "robust_dpo", "label_smoothing": 0.2}, {"loss_type": ["robust"], "label_smoothing": 0.2}),
+        ({"loss": "apo_zero"}, {"loss_type": ["apo_zero"]}),
+        ({"loss": "apo_down"}, {"loss_type": ["apo_down"]}),
+        ({"loss": "aot", "aot_scope": "device"}, {"loss_type": ["aot_unpaired"]}),
+        ({"loss": "aot_paired", "aot_scope": "device"}, {"loss_type": ["aot"]}),
+        # TRL's sppo_hard lacks the paper's factor one half: twice our learning rate makes up for it.
+        ({"loss": "sppo", "learning_rate": 0.002}, {"loss_type": ["sppo_hard"], "learning_rate": 0.001}),
+        ({"loss": "dpo", "weighting": ["wpo"], "weighting_kwargs": {"max_weight": None}}, {"use_weighting": True}),
+    ],
+    ids=lambda arguments: arguments.get("loss"),
+)
+def test_other_losses_are_trls(own, stock, tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, **REFERENCE, "pairs": 12}
+    arguments = {**STEPS, "beta": 0.2, "max_grad_norm": 1.0}
+    expected = train({**spec, "trainer": "trl.DPOTrainer", "args": {**arguments, **stock}}, str(tmp_path / "stock"))
+    trained = train({**spec, "args": {**arguments, **own}}, str(tmp_path / "own"))
+    if own["loss"] != "sppo":
+        assert result(trained).losses == pytest.approx(result(expected).losses, rel=1e-5)
+    assert largest_difference(result(trained).parameters, result(expected).parameters) < 1e-6
+
+
+# ---- What a loss is given ----
+
+
+def test_scores_are_those_of_each_row_alone(models, tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, **REFERENCE, "args": {"loss": "seen_dpo"}}, str(tmp_path))
+    rows = pairs(6, seed=3)
+    seen, expected = scores_seen(trainer, rows), independent_scores(models, rows)
+    for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
+        torch.testing.assert_close(getattr(seen, name).double(), getattr(expected, name), atol=1e-4, rtol=1e-5)
+    assert seen.chosen_length.tolist() == expected.chosen_length.tolist()
+    assert seen.rejected_length.tolist() == expected.rejected_length.tolist()
+    assert seen.chosen_policy_weight is None
+
+
+def test_a_long_pair_in_the_batch_leaves_the_others(tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, **REFERENCE, "args": {"loss": "seen_dpo"}}, str(tmp_path))
+    rows = pairs(3, seed=3)
+    long = {**rows[0], "chosen": [{"role": "assistant", "content": "old tree " * 40}]}
+    alone, padded = scores_seen(trainer, rows), scores_seen(trainer, [*rows, long])
+    for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
+        torch.testing.assert_close(getattr(padded, name)[:3], getattr(alone, name), atol=1e-5, rtol=1e-6)
+    assert padded.chosen_length.tolist()[:3] == alone.chosen_length.tolist()
+
+
+def test_wpo_weights_are_those_of_the_full_softmax(models, tiny_model_path, tmp_path):
+    """`exp(mean_t(log p(y_t) - log sum_v p(v)^2))`, from the whole distribution of every position."""
+    trainer = build(
+        {"model": tiny_model_path, **REFERENCE, "args": {"loss": "seen_dpo", "weighting": ["wpo"]}}, str(tmp_path)
+    )
+    tokenizer, policy, _ = models
+    rows = pairs(4, seed=5)
+    seen = scores_seen(trainer, rows)
+    for index, row in enumerate(rows):
+        prompt, *responses = token_ids(tokenizer, row)
+        weights = seen.chosen_policy_weight[index], seen.rejected_policy_weight[index]
+        for response, weight in zip(responses, weights, strict=True):
+            with torch.no_grad():
+                log_probs = token_log_probs(policy, prompt, response)
+            of_token = log_probs.gather(1, torch.tensor(response)[:, None])[:, 0]
+            expected = (of_token - log_probs.exp().square().sum(dim=1).log()).mean().exp()
+            assert weight.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("precompute", [False, True])
+def test_columns_reach_the_loss(precompute, tiny_model_path, tmp_path):
+    arguments = {"loss": "seen_dpo", "loss_columns": ["avg_confidence"], "precompute_ref_log_probs": precompute}
+    trainer = build({"model": tiny_model_path, **REFERENCE, "args": arguments}, str(tmp_path))
+    SEEN.clear()
+    trainer.train()
+    rows = pairs(8)
+    expected = [row["avg_confidence"] for row in rows]
+    torch.testing.assert_close(SEEN[0].columns, {"avg_confidence": torch.tensor(expected[:2])})
+    seen = scores_seen(trainer, rows)
+    torch.testing.assert_close(seen.columns["avg_confidence"], torch.tensor(expected))
+
+
+def test_a_missing_column_is_named(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "args": {"loss": "seen_dpo", "loss_columns": ["margin"]}}
+    with pytest.raises(ValueError, match="column 'margin', which train_dataset does not have"):
+        build(spec, str(tmp_path))
+    bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
+    spec["args"] = {"weighting": ["confidence"]}
+    with pytest.raises(ValueError, match="column 'avg_confidence', which eval_dataset does not have"):
+        build(spec, str(tmp_path), eval_dataset=bare)
+    with pytest.raises(ValueError, match="column 'avg_confidence', which held_out does not have"):
+        build(spec, str(tmp_path), eval_dataset={"held_out": bare})
+
+
+def test_a_missing_column_is_named_when_evaluating(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "args": {"weighting": ["confidence"]}}
+    bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
+    with pytest.raises(ValueError, match="column 'avg_confidence'"):
+        build(spec, str(tmp_path)).evaluate(bare)
+
+
+def test_prompts_lose_their_beginning_and_responses_their_end(models, tiny_model_path, tmp_path):
+    long = [
+        {
+            "prompt": [{"role": "user", "content": "".join(chr(97 + i % 26) for i in range(700))}],
+            "chosen": [{"role": "assistant", "content": "".join(chr(97 + i % 25) for i in range(600))}],
+            "rejected": [{"role": "assistant", "content": "no"}],
+        }
+    ]
+    dataset = Dataset.from_list(long)
+    trainer = build({"model": tiny_model_path}, str(tmp_path), train_dataset=dataset, eval_dataset=dataset)
+    prompt, chosen, rejected = token_ids(models[0], long[0])
+    assert (len(prompt), len(chosen)) > (700, 600)
+    for prepared in (trainer.train_dataset, trainer.eval_dataset):
+        assert prepared[0]["prompt_ids"] == prompt[-512:]
+        assert prepared[0]["chosen_ids"] == chosen[:512]
+        assert prepared[0]["rejected_ids"] == rejected
+    batch = next(iter(trainer.get_train_dataloader()))
+    assert batch["input_ids"].shape == (2, 1024)  # cut once, and not to a joint limit again
+    assert batch["completion_mask"].sum(dim=1).tolist() == [512, len(rejected)]
+
+    limits = {"max_prompt_tokens": 5, "max_response_tokens": None}
+    trainer = build({"model": tiny_model_path, "args": limits}, str(tmp_path), train_dataset=dataset)
+    assert trainer.train_dataset[0]["prompt_ids"] == prompt[-5:]
+    assert trainer.train_dataset[0]["chosen_ids"] == chosen
+
+
+def test_streamed_pairs_train_alike(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "args": {"max_prompt_tokens": 6, "max_response_tokens": 4, "max_steps": 2}}
+    streamed = IterableDataset.from_generator(lambda: iter(pairs(8)))
+    expected = result(train(spec, str(tmp_path / "map")))
+    trained = result(train(spec, str(tmp_path / "stream"), train_dataset=streamed))
+    assert largest_difference(trained.parameters, expected.parameters) == 0.0
+
+
+# ---- Without a reference ----
+
+
+def test_reference_free_training_runs_the_policy_once(models, tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, "trainer": "SimPOTrainer", "args": {"max_steps": 3}}, str(tmp_path))
+    calls = []
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    trainer.train()
+    assert trainer.ref_model is None
+    assert calls == [True] * 3
+
+    # The trained policy, by SimPO's formula with beta 2 and gamma 1.
+    tokenizer, _, _ = models
+    trained = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+    trained.load_state_dict(trainer.model.state_dict())
+    rows = pairs(4, seed=9)
+    scores = independent_scores((tokenizer, trained, trained), rows)
+    means = scores.chosen / scores.chosen_length, scores.rejected / scores.rejected_length
+    expected = torch.log1p(torch.exp(-(2 * (means[0] - means[1]) - 1))).mean().item()
+    trainer.args.per_device_eval_batch_size = 4
+    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (REFERENCE, "ref_model"),
+        ({"args": {"precompute_ref_log_probs": True}}, "precompute_ref_log_probs"),
+        ({"args": {"sync_ref_model": True}}, "sync_ref_model"),
+    ],
+)
+def test_a_reference_is_refused_where_it_is_not_used(spec, name, tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match=f"'simpo' uses no reference model: leave out {name}$"):
+        build({"model": tiny_model_path, "trainer": "SimPOTrainer", **spec}, str(tmp_path))
+
+
+# ---- The trainer's life ----
+
+
+def test_resuming_equals_the_straight_run(tiny_model_path, tmp_path):
+    arguments = {**STEPS, "max_steps": 4, "learning_rate": 0.01, "optim": "adamw_torch"}
+    arguments |= {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "pairs": 16, **REFERENCE, "args": arguments}
+    straight = result(train(spec, str(tmp_path)))
+    resumed = result(train({**spec, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}, str(tmp_path)))
+    assert largest_difference(resumed.parameters, straight.parameters) == 0.0
+    assert resumed.losses == straight.losses
+
+
+def test_evaluation_metrics(models, tiny_model_path, tmp_path):
+    rows = pairs(6, seed=3)
+    spec = {"model": tiny_model_path, **REFERENCE, "args": {"beta": 0.3, "per_device_eval_batch_size": 6}}
+    metrics = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows)).evaluate()
+    margin = 0.3 * independent_scores(models, rows).margin
+    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margin).mean().item(), rel=1e-5)
+    assert metrics["eval_rewards/accuracies"] == pytest.approx((margin > 0).double().mean().item())
+    assert 0 < metrics["eval_rewards/accuracies"] < 1
+    assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-4)
+
+
+def test_outputs_come_with_the_loss_when_asked_for(tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, **REFERENCE}, str(tmp_path))
+    trainer.model.eval()
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad(), pytest.warns(FutureWarning, match="return_outputs"):
+        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+        assert loss.item() == trainer.compute_loss(trainer.model, batch).item()
+    assert outputs.logits.shape == (*batch["input_ids"].shape, trainer.model.config.vocab_size)
+
+
+def test_another_configuration_is_refused(tiny_model_path, tmp_path):
+    with pytest.raises(TypeError, match="AOTTrainer takes a AOTConfig, got PreferenceConfig: from trl_ext import"):
+        trl_ext.trainers.AOTTrainer(
+            tiny_model_path, args=trl_ext.trainers.PreferenceConfig(output_dir=str(tmp_path), loss="aot")
+        )
+    with pytest.raises(TypeError, match="PreferenceTrainer takes a PreferenceConfig, got DPOConfig"):
+        stock = trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        trl_ext.trainers.PreferenceTrainer(tiny_model_path, args=stock)
+
+
+NAMED = [name for name in trl_ext.trainers.__all__ if name.endswith("Trainer") and name != "PreferenceTrainer"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_path):
+    """The logged loss of its first step is its function's of scores computed independently."""
+    spec = {"model": tiny_model_path, "trainer": name, "args": {"per_device_train_batch_size": 4}}
+    config_class = getattr(trl_ext.trainers, name.replace("Trainer", "Config"))
+    assert getattr(trl_ext.trainers, name)._config_class is config_class
+    loss = getattr(trl_ext.losses, config_class._method)
+    reference_free = config_class._method in ("simpo", "repo", "cpo", "orpo")
+    trained = result(train(spec if reference_free else {**spec, **REFERENCE}, str(tmp_path)))
+    expected = loss(independent_scores(models, pairs(4))).mean().item()
+    assert math.isfinite(expected)
+    assert trained.losses == pytest.approx([expected], rel=1e-4)
+
+
+def test_there_are_sixteen_named_methods():
+    methods = {getattr(trl_ext.trainers, name)._config_class._method for name in NAMED}
+    assert len(methods) == len(NAMED) == 16
+    assert methods <= set(trl_ext.losses.__all__)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_saved_model_is_the_trained_one(lora, tiny_model_path, tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    trainer = train({"model": tiny_model_path, "lora": lora, "args": arguments}, str(tmp_path))
+    if lora:
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        loaded = PeftModel.from_pretrained(base, tmp_path / "checkpoint-1")
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float32)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        saved, before = loaded.eval()(ids).logits, build({"model": tiny_model_path}, str(tmp_path)).model(ids).logits
+        torch.testing.assert_close(saved, trainer.model.eval()(ids).logits, atol=0.0, rtol=0.0)
+    assert (saved - before).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("trainer", "arguments", "paper"),
+    [
+        ("DPOTrainer", {}, "2305.18290"),
+        ("CPOTrainer", {}, "2401.08417"),
+        ("CDPOTrainer", {}, None),
+        ("PreferenceTrainer", {"loss": "hinge"}, None),
+    ],
+)
+def test_model_card_cites_its_own_method(trainer, arguments, paper, tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "trainer": trainer, "args": {**arguments, "save_strategy": "steps"}}
+    train({**spec, "args": {**spec["args"], "save_steps": 1}}, str(tmp_path))
+    card = (tmp_path / "checkpoint-1" / "README.md").read_text()
+    assert (paper or "") in card
+    if paper != "2305.18290":
+        assert "2305.18290" not in card
+        assert "Your Language Model is Secretly a Reward Model" not in card
+
+
+def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", **REFERENCE}
+    plain = result(train(spec, str(tmp_path))).gradient(tiny_model_path)
+    recomputed = train({**spec, "args": {"gradient_checkpointing": True}}, str(tmp_path))
+    assert recomputed.model.is_gradient_checkpointing
+    assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-6
+
+
+def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch):
+    monkeypatch.setattr("trl_ext.trainers.defaults.has_native_bfloat16", lambda use_cpu: True)
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", **REFERENCE}
+    exact = result(train(spec, str(tmp_path)))
+    trainer = train({**spec, "args": {"bf16": True}}, str(tmp_path))
+    assert trainer.args.bf16 and trainer.accelerator.mixed_precision == "bf16"
+    mixed = result(trainer)
+    # bfloat16 keeps 8 bits: the gradient is another, but not by much.
+    difference = relative_difference(mixed.gradient(tiny_model_path), exact.gradient(tiny_model_path))
+    assert 1e-4 < difference < 0.1
+    assert all(parameter.dtype == torch.float32 for parameter in mixed.parameters.values())
