@@ -124,7 +124,7 @@ def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
         return None
     if isinstance(value, dict):
         return json.dumps(value)
-    if isinstance(value, list) != takes_list:
+    if isinstance(value, list) != takes_list and key != "report_to":
         raise ValueError(f"{path}: {key} takes {'a list' if takes_list else 'one value'}, got {value!r}")
     try:
         if takes_list:

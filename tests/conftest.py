@@ -23,3 +23,13 @@ def tiny_model_path(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("tiny-model")
     save_tiny_model(path)
     return str(path)
+
+
+@pytest.fixture(scope="session")
+def wildchat() -> Path:
+    """The folder of the course's WildChat pairs, from TRL_EXT_BENCHMARK_DATA; the test is skipped without it."""
+    data = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
+    folder = data / "wildchat_benchmark"
+    if not (folder / "test_prefs.jsonl").is_file():
+        pytest.skip("the WildChat pairs are not here")
+    return folder

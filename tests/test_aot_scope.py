@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from datasets import Dataset
 from torch.nn.functional import logsigmoid
 
 from tests.tiny import pairs, perturbed, response_log_prob, save_tiny_model, token_ids
@@ -187,8 +188,6 @@ def test_precomputed_reference_leaves_the_gradient(run, exact, tiny_model_path):
 
 
 def test_evaluation_sorts_within_an_evaluation_batch(tiny_model_path, tmp_path, exact):
-    from datasets import Dataset
-
     spec = {"model": tiny_model_path, **with_args(AOT, per_device_eval_batch_size=8)}
     trainer = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(pairs(8, seed=STRONG["data_seed"])))
     assert trainer.evaluate()["eval_loss"] == pytest.approx(exact["aot"][0], rel=1e-5)
@@ -341,15 +340,9 @@ def test_training_draws_the_dropout_masks_of_scoring_ahead(lora, checkpointing, 
 
     # The masks matter: without them the same micro-batch scores otherwise.
     trainer.scored.clear()
-    trainer.evaluate(trainer_rows(trainer, 2))
+    trainer.args.per_device_eval_batch_size = 2
+    trainer.evaluate(Dataset.from_list(pairs(2)))
     assert (trainer.scored[0][1] - training[0]).abs().min() > 1e-3
-
-
-def trainer_rows(trainer, count: int):
-    from datasets import Dataset
-
-    trainer.args.per_device_eval_batch_size = count
-    return Dataset.from_list(pairs(count))
 
 
 # ---- The pieces ----

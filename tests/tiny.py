@@ -119,3 +119,19 @@ def token_ids(tokenizer, row: dict) -> tuple[list[int], list[int], list[int]]:
 
     prompt = render(row["prompt"], add_generation_prompt=True)
     return prompt, *(render(row["prompt"] + row[side])[len(prompt) :] for side in ("chosen", "rejected"))
+
+
+def independent_scores(tokenizer, policy, reference, rows: list[dict]):
+    """`PreferenceScores` of rows computed one at a time, without padding and without gradients."""
+    import torch
+
+    from trl_ext.losses import PreferenceScores
+
+    ids = [token_ids(tokenizer, row) for row in rows]
+    with torch.no_grad():
+        sums = [
+            torch.stack([response_log_prob(model, row[0], row[side]) for row in ids])
+            for model in (policy, reference)
+            for side in (1, 2)
+        ]
+    return PreferenceScores(*sums, *(torch.tensor([len(row[side]) for row in ids]) for side in (1, 2)))

@@ -70,12 +70,13 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
 
     Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `reference_seed` (perturb the reference
     by this seed; None for TRL's own), `reference_scale` (how far), `pairs`, `data_seed`, `rows` (indices of the pairs
-    to take, in order), `lora`, `lora_dropout`, and `args` for the configuration.
+    to take, in order), `lora` (True for a new adapter, "given" for a model that comes with one, its own reference),
+    `lora_dropout`, and `args` for the configuration.
     """
     import torch
     import trl
     from datasets import Dataset
-    from peft import LoraConfig
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import trl_ext
@@ -100,7 +101,9 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
         lora.init_lora_weights = False  # B is zero otherwise, and the first gradients of A with it
         torch.manual_seed(0)
     load = lambda: AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)  # noqa: E731
-    reference = None
+    model, reference = load(), None
+    if spec.get("lora") == "given":
+        model, lora = get_peft_model(model, lora), None
     if spec.get("reference_seed") is not None:
         reference = perturbed(load(), seed=spec["reference_seed"], scale=spec.get("reference_scale", 0.05))
     rows = pairs(spec.get("pairs", 8), seed=spec.get("data_seed", 0))
@@ -111,7 +114,7 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
         "processing_class": AutoTokenizer.from_pretrained(spec["model"]),
         "peft_config": lora,
     }
-    return trainer_class(load(), reference, args=config_class(**arguments), **{**defaults, **trainer_arguments})
+    return trainer_class(model, reference, args=config_class(**arguments), **{**defaults, **trainer_arguments})
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):

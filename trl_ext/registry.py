@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ class Registry(Generic[EntryType]):
                 cell is run twice, replaces the earlier one.)
         """
         known = self._entries.get(entry.name)
-        if known is not None and _origin(known.function) != _origin(entry.function):
+        if known is not None and not _same(known.function, entry.function):
             raise ValueError(
                 f"the {self.kind} {entry.name!r} is already defined by {'.'.join(_origin(known.function))}; "
                 "give yours another name"
@@ -162,6 +163,12 @@ def _origin(function: Callable) -> tuple[str, str]:
     return function.__module__, function.__qualname__
 
 
+def _same(one: Callable, other: Callable) -> bool:
+    """Whether two functions are one definition, run again or loaded under a second module name."""
+    file, other_file = (Path(f.__code__.co_filename).resolve() for f in (one, other))
+    return one.__qualname__ == other.__qualname__ and (one.__module__ == other.__module__ or file == other_file)
+
+
 def _load_module(source: str) -> ModuleType:
     """Import `source`, a path to a .py file (the ending may be left out) or a module name."""
     path = Path(source if source.endswith(".py") else f"{source}.py")
@@ -171,13 +178,19 @@ def _load_module(source: str) -> ModuleType:
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:
+            if not f"{source}.".startswith(f"{error.name}."):
+                raise
             raise ValueError(f"no file {str(path)!r} and no module {source!r} to take a function from") from error
     # The name carries the path, so that two files called losses.py do not stand in for each other.
-    module_name = f"trl_ext_user_{abs(hash(str(path.resolve())))}_{path.stem}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
+    module_name = f"trl_ext_user_{zlib.crc32(str(path.resolve()).encode())}_{path.stem}"
+    modified = path.stat().st_mtime_ns
+    loaded = sys.modules.get(module_name)
+    # An edited file is run again, so that a notebook trains what the file says now.
+    if loaded is not None and loaded.__modified__ == modified:
+        return loaded
     spec = importlib.util.spec_from_file_location(module_name, path)
     module = importlib.util.module_from_spec(spec)
+    module.__modified__ = modified
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
@@ -217,7 +230,14 @@ def preference_loss(
 def preference_weighting(
     name: str, *, normalize: bool = False, needs_policy_weights: bool = False, column_option: str | None = None
 ) -> Callable[[Callable], Callable]:
-    """Register a weighting `f(scores, ...) -> [B]` under `name`; see `PreferenceWeighting` for what the flags mean."""
+    """Register a weighting `f(scores, ...) -> [B]` under `name`; see `PreferenceWeighting` for what the flags mean.
+
+    Raises:
+        ValueError: the name is taken, or a weighting that reads policy weights asks to be normalised: its mean over
+            the optimizer batch is not known before the batch has been trained on.
+    """
+    if normalize and needs_policy_weights:
+        raise ValueError(f"the weighting {name!r} cannot both read policy weights and be normalised")
 
     def register(function: Callable) -> Callable:
         preference_weightings.add(PreferenceWeighting(name, function, normalize, needs_policy_weights, column_option))

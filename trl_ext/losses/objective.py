@@ -22,6 +22,7 @@ class PreferenceObjective:
         loss_options: the loss's keyword options, such as `{"label_smoothing": 0.1}`.
         weightings: names of registered weightings.
         weighting_options: keyword options, each given to the weightings that have it.
+        columns: dataset columns to pass to the loss, beside those that it declares.
 
     Raises:
         ValueError: an unknown name or option, a beta that is not positive, or a loss that does not return one value
@@ -36,6 +37,7 @@ class PreferenceObjective:
         loss_options: dict[str, Any] | None = None,
         weightings: Sequence[str] = (),
         weighting_options: dict[str, Any] | None = None,
+        columns: Sequence[str] = (),
     ):
         import trl_ext.losses.weighting  # noqa: F401  registers the weightings
 
@@ -44,6 +46,7 @@ class PreferenceObjective:
         self.loss.check_options(self.loss_options)
         self.beta = self._resolve_beta(beta)
         self.weightings = self._resolve_weightings(weightings, dict(weighting_options or {}))
+        self._extra_columns = tuple(columns)
         self._dry_run()
 
     @property
@@ -60,13 +63,13 @@ class PreferenceObjective:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Dataset columns that the loss and the weightings read."""
+        """Dataset columns that are passed to the loss and the weightings."""
         weighting_columns = (
             options.get(weighting.column_option, weighting.options[weighting.column_option])
             for weighting, options in self.weightings
             if weighting.column_option
         )
-        return tuple(dict.fromkeys([*self.loss.columns, *weighting_columns]))
+        return tuple(dict.fromkeys([*self.loss.columns, *weighting_columns, *self._extra_columns]))
 
     @property
     def normalizes(self) -> bool:
@@ -90,9 +93,10 @@ class PreferenceObjective:
         """
         beta = {"beta": self.beta} if self.loss.takes_beta else {}
         losses = self.loss.function(scores, **beta, **self.loss_options)
-        if losses.shape != scores.chosen.shape:
+        if not isinstance(losses, Tensor) or losses.shape != scores.chosen.shape:
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else f"a {type(losses).__name__}"
             raise ValueError(
-                f"the preference loss {self.loss.name!r} returned shape {list(losses.shape)} for "
+                f"the preference loss {self.loss.name!r} returned {got} for "
                 f"{scores.chosen.numel()} pairs; it must return one value per pair, without reducing them"
             )
         for weighting, options in self.weightings:
@@ -101,7 +105,9 @@ class PreferenceObjective:
         if self.normalizes:
             weights = self.raw_weights(scores)
             mean = weights.mean() if mean_raw_weight is None else mean_raw_weight
-            losses = losses * weights / mean
+            mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
+            # Weights that are all zero make a loss of zero.
+            losses = losses * weights / mean.clamp(min=torch.finfo(weights.dtype).tiny)
         return losses
 
     def _resolve_beta(self, beta: float | None) -> float:
@@ -119,6 +125,9 @@ class PreferenceObjective:
         names: Sequence[str], options: dict[str, Any]
     ) -> list[tuple[PreferenceWeighting, dict[str, Any]]]:
         entries = [preference_weightings.find(name) for name in names]
+        repeated = [name for index, name in enumerate(names) if name in names[:index]]
+        if repeated:
+            raise ValueError(f"the weighting {repeated[0]!r} is named twice, which would square it")
         known = sorted({option for entry in entries for option in entry.options})
         for option in options:
             if option not in known:
@@ -146,7 +155,14 @@ class PreferenceObjective:
             rejected_policy_weight=torch.full((size,), 0.5),
             **reference,
         )
-        losses = self(scores)
+        try:
+            with torch.enable_grad():
+                losses = self(scores)
+        except KeyError as error:
+            raise ValueError(
+                f"the preference loss {self.loss.name!r} reads the column {error.args[0]!r}: "
+                f"register it with columns=({error.args[0]!r},), or name the column in loss_columns"
+            ) from error
         if not losses.requires_grad:
             raise ValueError(
                 f"the preference loss {self.loss.name!r} has no gradient: it must be computed from "
@@ -158,5 +174,7 @@ class PreferenceObjective:
         defaults = {n: v for n, v in self.loss.options.items() if v is not inspect.Parameter.empty}
         options = {**({"beta": self.beta} if self.loss.takes_beta else {}), **defaults, **self.loss_options}
         parts = [f"{name} {value}" for name, value in options.items() if value is not None]
-        weightings = [f"weighted by {weighting.name}" for weighting, _ in self.weightings]
-        return f"{self.loss.name} ({', '.join([*parts, *weightings])})"
+        for weighting, own in self.weightings:
+            settings = (f"{name} {value}" for name, value in {**weighting.options, **own}.items())
+            parts.append(" ".join(["weighted by", weighting.name, *settings]))
+        return f"{self.loss.name} ({', '.join(parts)})" if parts else self.loss.name

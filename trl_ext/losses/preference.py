@@ -6,7 +6,6 @@ Notation: `h_w` and `h_l` are the reference-corrected log-ratios of the chosen a
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
@@ -181,16 +180,20 @@ def sppo(
     scores: PreferenceScores,
     *,
     beta: float = 1e-3,
-    chosen_win_probability: float | Tensor = 1.0,
-    rejected_win_probability: float | Tensor = 0.0,
+    chosen_win_probability: float | str = 1.0,
+    rejected_win_probability: float | str = 0.0,
 ) -> Tensor:
     """SPPO: regress each log-ratio to its win probability, `((h - (P - 1/2) / beta)^2)` summed over the pair, halved.
 
-    Wu et al. 2024, arXiv 2405.00675, equation 4.7; beta is the paper's `1 / eta`. The defaults are the hard labels.
-    TRL's `sppo_hard` lacks the factor one half.
+    Wu et al. 2024, arXiv 2405.00675, equation 4.7; beta is the paper's `1 / eta`. The defaults are the hard labels; a
+    string names the dataset column that holds a pair's probability. TRL's `sppo_hard` lacks the factor one half.
     """
-    chosen = scores.chosen_log_ratio - (chosen_win_probability - 0.5) / beta
-    rejected = scores.rejected_log_ratio - (rejected_win_probability - 0.5) / beta
+
+    def target(probability: float | str) -> float | Tensor:
+        return ((scores.columns[probability] if isinstance(probability, str) else probability) - 0.5) / beta
+
+    chosen = scores.chosen_log_ratio - target(chosen_win_probability)
+    rejected = scores.rejected_log_ratio - target(rejected_win_probability)
     return 0.5 * (chosen.square() + rejected.square())
 
 
@@ -276,10 +279,4 @@ def orpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
 def _log_odds(log_probability: Tensor) -> Tensor:
     """`p - log(1 - exp(p))` for p < 0, accurate near 0; p is kept below 0 by the dtype's precision."""
     log_probability = log_probability.clamp(max=-torch.finfo(log_probability.dtype).eps)
-    # Near 0, 1 - exp(p) cancels; far from 0, exp(p) vanishes beside 1. Each form serves its half (Maechler 2012).
-    safe_low = log_probability.clamp(max=-math.log(2))
-    safe_high = log_probability.clamp(min=-math.log(2))
-    log_complement = torch.where(
-        log_probability < -math.log(2), torch.log1p(-safe_low.exp()), torch.log(-torch.expm1(safe_high))
-    )
-    return log_probability - log_complement
+    return log_probability - torch.log(-torch.expm1(log_probability))

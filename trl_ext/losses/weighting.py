@@ -1,4 +1,7 @@
-"""Weights per pair that compose with any preference loss. Pure functions on `PreferenceScores`; no gradient flows."""
+"""Weights per pair that compose with any preference loss. Pure functions on `PreferenceScores`; no gradient flows.
+
+A loss that pairs responses anew, as AOT does, is weighted by the pair of the chosen response.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,8 @@ def confidence(
     if floor < 0:
         raise ValueError(f"floor must not be negative, got {floor}")
     values = scores.columns[column].detach()
+    if not bool(values.isfinite().all()):
+        raise ValueError(f"the column {column!r} holds values that are not finite and cannot weight a loss")
     if bool((values < 0).any()):
         raise ValueError(f"the column {column!r} holds negative values and cannot weight a loss")
     return values.pow(power).clamp(min=floor)

@@ -112,17 +112,22 @@ def build_preferences(model, tokenizer, pool: str, count: int, *, seed: int = SE
 
 
 def build_prompts(model, tokenizer, pool: str, count: int, *, seed: int = SEED) -> list[dict]:
-    """Choose prompts and answer each with the base model, greedily."""
-    prompts = choose_prompts(pool, count, seed + 1)
+    """Choose prompts and answer each with the base model, greedily; prompts whose answer was cut are passed over."""
+    prompts = choose_prompts(pool, count + count // 20 + 5, seed + 1)
     responses = respond(model, tokenizer, prompts)
+    answered = [
+        (prompt, one.text) for prompt, one in zip(prompts, responses, strict=True) if one.finished and one.text.strip()
+    ]
+    if len(answered) < count:
+        raise ValueError(f"only {len(answered)} of {count} responses in pool {pool!r} end within the token limit")
     return [
         {
             "row_id": row_id_of("prompt", prompt),
             **_prompt_columns(prompt),
-            "reference_response_text": response.text,
+            "reference_response_text": text,
             "kind": kind_of(prompt),
         }
-        for prompt, response in zip(prompts, responses, strict=True)
+        for prompt, text in answered[:count]
     ]
 
 

@@ -161,9 +161,11 @@ class Demonstrator:
         return " ".join(found)
 
     def ramble(self, text: str) -> str:
-        """Run a sentence on."""
-        while self.slips(1.2) and len(text.split()) < 20:
+        """Run a sentence on: often by one clause, seldom by many."""
+        running_on = self.slips(1.3)
+        while running_on and len(text.split()) < 20:
             text += f" and the {self.random.choice(words.SUBJECTS)} {self.random.choice(words.INTRANSITIVE_VERBS)}"
+            running_on = self.random.random() < 0.4
         return text
 
 

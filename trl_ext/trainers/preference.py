@@ -61,7 +61,7 @@ class PreferenceTrainer(TRLDPOTrainer):
                 f"from trl_ext import {self._config_class.__name__}"
             )
         self.objective = args.build_objective()
-        self.columns = tuple(dict.fromkeys([*self.objective.columns, *(args.loss_columns or ())]))
+        self.columns = self.objective.columns
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         with self._settings_for_setup(args):

@@ -116,6 +116,7 @@ class PreferenceConfig(TRLDPOConfig):
             loss_options=self._loss_options(entry.options),
             weightings=self.weighting or (),
             weighting_options=self.weighting_kwargs,
+            columns=self.loss_columns or (),
         )
 
     def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class IPOConfig(PreferenceConfig):
 
     _method = "ipo"
     loss: str = "ipo"
-    length_normalized: bool = False
+    length_normalized: bool | None = None
 
 
 class IPOTrainer(PreferenceTrainer):

@@ -1,0 +1,98 @@
+"""Every YAML file: recipes' configurations build what they say, and accelerate reads its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import recipes
+
+CONFIGS = sorted((recipes.RECIPES / "configs").glob("*/*.yaml"))
+ACCELERATE_CONFIGS = sorted((recipes.REPOSITORY / "accelerate_configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_recipe_configuration_builds(path: Path, monkeypatch):
+    arguments, model, training = recipes.parse(monkeypatch, path.stem, "--config", str(path))
+    values = yaml.safe_load(path.read_text())
+    for key, value in values.items():
+        holder = next(part for part in (arguments, model, training) if hasattr(part, key))
+        built = getattr(holder, key)
+        built = getattr(built, "value", built)
+        # A CPU without bfloat16 instructions trains in float32.
+        assert built == value or key == "bf16", (key, value, built)
+
+
+@pytest.mark.parametrize(("method", "beta", "every"), [("dpo", 0.005, 100), ("ipo", 0.1, 100), ("aot", 0.2, 50)])
+def test_the_course_runs(method, beta, every, monkeypatch):
+    """The course's settings, number by number."""
+    path = recipes.RECIPES / "configs" / "wildchat" / f"{method}.yaml"
+    arguments, model, training = recipes.parse(monkeypatch, method, "--config", str(path))
+    assert model.model_name_or_path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert (model.use_peft, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 32, 64, 0.05)
+    projections = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert model.lora_target_modules == projections
+    # TRL's default would switch the adapter's dropout off.
+    assert training.disable_dropout is False
+    assert (training.loss, training.beta) == (method, beta)
+    assert (training.adam_beta1, training.adam_beta2, training.weight_decay) == (0.9, 0.95, 0.0)
+    assert (training.learning_rate, training.warmup_steps) == (5e-5, 100)
+    assert training.lr_scheduler_type == "constant_with_warmup"
+    assert training.max_grad_norm == 1.0
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (4, 4)
+    assert training.num_train_epochs == 3
+    assert (training.max_prompt_tokens, training.max_response_tokens) == (700, 512)
+    assert (training.eval_steps, training.save_steps, arguments.generation_eval_every) == (every, every, every)
+    assert (arguments.num_generation_prompts, arguments.max_new_tokens) == (32, 256)
+    assert arguments.generation_temperature == 0
+    assert model.dtype == "bfloat16" and "bf16: true" in path.read_text()
+
+
+def test_warm_up_then_constant():
+    """100 steps up to the full rate, constant after: the schedule that `constant_with_warmup` names."""
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=5e-5)
+    schedule = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=100, num_training_steps=1000)
+    rates = []
+    for _ in range(300):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[0] == 0 and rates[50] == pytest.approx(2.5e-5)
+    assert set(rates[100:]) == {5e-5}
+
+
+@pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
+def test_accelerate_reads_its_configuration(path: Path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    loaded = load_config_from_file(str(path))
+    expected = {
+        "cpu": "NO",
+        "single_gpu": "NO",
+        "multi_gpu": "MULTI_GPU",
+        "fsdp2": "FSDP",
+        "zero2": "DEEPSPEED",
+        "zero3": "DEEPSPEED",
+    }
+    assert str(loaded.distributed_type).rpartition(".")[2] == expected[path.stem]
+    assert loaded.use_cpu is (path.stem == "cpu")
+    if path.stem.startswith("zero"):
+        assert loaded.deepspeed_config["zero_stage"] == int(path.stem[-1])
+    if path.stem == "fsdp2":
+        assert loaded.fsdp_config["fsdp_version"] == 2
+
+
+def test_all_accelerate_configurations_are_there():
+    assert {path.stem for path in ACCELERATE_CONFIGS} == {
+        "cpu",
+        "single_gpu",
+        "multi_gpu",
+        "fsdp2",
+        "zero2",
+        "zero3",
+    }

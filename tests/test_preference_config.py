@@ -1,0 +1,288 @@
+"""`PreferenceConfig`: what it refuses and says, options as JSON, device defaults, and the command line."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from transformers import HfArgumentParser
+from trl import TrlParser
+
+import trl_ext.trainers
+from trl_ext.trainers import AOTConfig, CDPOConfig, IPOConfig, PreferenceConfig, RobustDPOConfig, SimPOConfig, defaults
+
+NAMED = [
+    getattr(trl_ext.trainers, name)
+    for name in trl_ext.trainers.__all__
+    if name.endswith("Config") and name != "PreferenceConfig"
+]
+
+
+@pytest.fixture
+def configure(tmp_path):
+    """Build a configuration with an output folder."""
+    return lambda config_class=PreferenceConfig, **arguments: config_class(output_dir=str(tmp_path), **arguments)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """Pretend to run on a machine with or without an accelerator and bfloat16 instructions."""
+
+    def pretend(*, accelerator: bool, bfloat16: bool, launcher_asks_for_cpu: str = ""):
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: accelerator)
+        monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: bfloat16)
+        monkeypatch.setenv("ACCELERATE_USE_CPU", launcher_asks_for_cpu)
+
+    return pretend
+
+
+# ---- Refusals ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_type": ["ipo"]}, r"loss_type is not used by PreferenceConfig: name the loss with `loss`"),
+        ({"loss_weights": [1.0]}, r"loss_weights is not used .*`loss=file\.py:function`"),
+        ({"ld_alpha": 0.5}, r"ld_alpha is not used .*stock `trl\.DPOTrainer` for LD-DPO"),
+        ({"use_weighting": True}, r"use_weighting is not used .*`weighting=\['wpo'\]`"),
+        ({"f_divergence_type": "js_divergence"}, r"f_divergence_type is not used .*stock `trl\.DPOTrainer` for f-DPO"),
+        ({"max_length": 1024}, r"max_length is not used .*`max_prompt_tokens` and `max_response_tokens`"),
+        ({"aot_scope": "rank"}, r"aot_scope must be 'global' or 'device', got 'rank'"),
+        ({"max_prompt_tokens": 0}, r"max_prompt_tokens must be at least 1, got 0; leave it None for no limit"),
+        ({"max_response_tokens": -3}, r"max_response_tokens must be at least 1, got -3"),
+        ({"beta": 0.0}, r"beta must be positive, got 0\.0"),
+        ({"beta": -0.1}, r"beta must be positive, got -0\.1"),
+        ({"beta": float("nan")}, r"beta must be positive, got nan"),
+        ({"loss": "aott"}, r"unknown preference loss 'aott'; did you mean 'aot'\?"),
+        ({"loss": "nowhere.py:mine"}, r"no file 'nowhere\.py' to take a function from"),
+        ({"loss_kwargs": {"gama": 1}, "loss": "simpo"}, r"'simpo' has no option 'gama'.*did you mean 'gamma'\?"),
+        ({"weighting": ["wp"]}, r"unknown preference weighting 'wp'; did you mean 'wpo'\?"),
+        ({"weighting_kwargs": {"power": 2}}, r"unknown weighting option 'power': no weighting is on"),
+        ({"weighting": ["confidence"], "weighting_kwargs": {"powr": 2}}, r"option 'powr'.*did you mean 'power'\?"),
+        ({"label_smoothing": 0.1}, r"'dpo' has no label smoothing.*use cdpo or robust_dpo, or leave it out"),
+        ({"label_smoothing": 0.5, "loss": "cdpo"}, r"label_smoothing must lie in \[0, 0\.5\), got 0\.5"),
+        ({"loss_kwargs": "gamma=1"}, r"loss_kwargs must be a JSON object such as .*, got 'gamma=1': "),
+        ({"loss_kwargs": "[1]"}, r"loss_kwargs must be a JSON object with one entry per option, got '\[1\]'"),
+        ({"weighting_kwargs": "3"}, r"weighting_kwargs must be a JSON object with one entry per option, got '3'"),
+        (
+            {"loss": "simpo", "loss_kwargs": {"gamma": 1.0, "gamma_beta_ratio": 0.5}},
+            r"give gamma or gamma_beta_ratio, not both",
+        ),
+    ],
+)
+def test_refusals_name_the_option_and_the_way_out(arguments, message, configure):
+    with pytest.raises(ValueError, match=message) as raised:
+        configure(**arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_named_configuration_keeps_its_loss(configure):
+    with pytest.raises(ValueError, match="AOTConfig is the loss 'aot' and cannot be 'dpo': use PreferenceConfig"):
+        configure(AOTConfig, loss="dpo")
+    for config_class in NAMED:
+        assert configure(config_class).loss == config_class._method
+
+
+def test_an_option_given_twice(configure):
+    with pytest.raises(ValueError, match="gamma is given twice, as 1.0 and in loss_kwargs as 2.0"):
+        configure(SimPOConfig, gamma=1.0, loss_kwargs={"gamma": 2.0})
+    assert configure(SimPOConfig, gamma=1.0, loss_kwargs={"gamma": 1.0}).build_objective().loss_options["gamma"] == 1.0
+    with pytest.raises(ValueError, match="label_smoothing is given twice"):
+        configure(CDPOConfig, label_smoothing=0.1, loss_kwargs={"label_smoothing": 0.2})
+
+
+def test_a_default_does_not_count_as_given(configure):
+    """`length_normalized` is off by default, and only `loss_kwargs` sets it here."""
+    config = configure(IPOConfig, loss_kwargs={"length_normalized": True})
+    assert config.build_objective().loss_options == {"length_normalized": True}
+
+
+def test_fields_of_the_trainer_are_not_options_of_a_loss(configure, tmp_path):
+    """A user's loss may call an option what TRL calls a setting of training."""
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from trl_ext import preference_loss\n\n\n"
+        '@preference_loss("decayed")\n'
+        "def decayed(scores, *, beta: float = 0.1, weight_decay: float = 0.5):\n"
+        "    return beta * scores.margin * weight_decay\n"
+    )
+    config = configure(loss=f"{path}:decayed")
+    assert config.build_objective().loss_options.get("weight_decay", 0.5) == 0.5
+
+
+def test_a_configuration_can_be_built_where_gradients_are_off(configure):
+    with torch.no_grad():
+        assert configure().beta == 0.1
+
+
+# ---- Options ----
+
+
+def test_json_and_objects_are_alike(configure):
+    written = configure(
+        loss="simpo",
+        loss_kwargs='{"gamma": 1.5}',
+        weighting=["wpo", "confidence"],
+        weighting_kwargs='{"power": 2, "max_weight": null}',
+    )
+    given = configure(
+        loss="simpo",
+        loss_kwargs={"gamma": 1.5},
+        weighting=["wpo", "confidence"],
+        weighting_kwargs={"power": 2, "max_weight": None},
+    )
+    assert written.loss_kwargs == given.loss_kwargs == {"gamma": 1.5}
+    objective = written.build_objective()
+    assert objective.loss_options == {"gamma": 1.5}
+    assert [(entry.name, options) for entry, options in objective.weightings] == [
+        ("wpo", {"max_weight": None}),
+        ("confidence", {"power": 2}),
+    ]
+    assert objective.columns == ("avg_confidence",)
+
+
+@pytest.mark.parametrize("config_class", [CDPOConfig, RobustDPOConfig])
+def test_label_smoothing_reaches_the_loss(config_class, configure):
+    objective = configure(config_class, label_smoothing=0.25).build_objective()
+    assert objective.loss_options == {"label_smoothing": 0.25}
+    assert configure(config_class).build_objective().loss_options == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "beta"),
+    # The papers' defaults, and 0.1 where they give none.
+    [("DPO", 0.1), ("SimPO", 2.0), ("AOT", 0.01), ("NCA", 0.01), ("SPPO", 1e-3), ("DPOP", 0.3), ("Hinge", 0.05)],
+)
+def test_beta_defaults_to_the_losses_own(name, beta, configure):
+    config = configure(getattr(trl_ext.trainers, f"{name}Config"))
+    assert config.beta == beta == config.build_objective().beta
+    assert configure(type(config), beta=0.7).beta == 0.7
+
+
+def test_a_configuration_survives_its_dictionary(configure):
+    config = configure(SimPOConfig, gamma_beta_ratio=0.4, weighting=["confidence"], weighting_kwargs='{"floor": 0.1}')
+    # `to_dict` masks fields named after tokens.
+    settings = {name: value for name, value in config.to_dict().items() if not name.endswith("_token")}
+    again = SimPOConfig(**settings)
+    assert again.build_objective().describe() == config.build_objective().describe()
+    assert again.build_objective().weightings[0][1] == {"floor": 0.1}
+
+
+# ---- Device ----
+
+
+def test_without_an_accelerator_training_is_in_float32(configure, device):
+    device(accelerator=False, bfloat16=False)
+    config = configure()
+    assert (config.use_cpu, config.bf16, config.gradient_checkpointing) == (True, False, False)
+
+
+def test_a_cpu_with_bfloat16_uses_it_only_when_asked(configure, device, caplog):
+    device(accelerator=False, bfloat16=True)
+    assert configure().bf16 is False
+    assert configure(bf16=True, gradient_checkpointing=True).bf16 is True
+    assert configure(gradient_checkpointing=True).gradient_checkpointing is True
+    assert not caplog.records
+
+
+def test_bfloat16_that_the_cpu_lacks_becomes_float32_with_one_line(configure, device, caplog):
+    device(accelerator=False, bfloat16=False)
+    with caplog.at_level(logging.WARNING):
+        assert configure(bf16=True).bf16 is False
+    (record,) = [record for record in caplog.records if record.name.startswith("trl_ext")]
+    assert record.getMessage() == (
+        "bf16 was asked for, but this CPU has no bfloat16 instructions: training in float32"
+    )
+
+
+def test_only_the_first_process_warns(configure, device, caplog, monkeypatch):
+    device(accelerator=False, bfloat16=False)
+    monkeypatch.setenv("RANK", "1")
+    with caplog.at_level(logging.WARNING):
+        assert configure(bf16=True).bf16 is False
+    assert not [record for record in caplog.records if record.name.startswith("trl_ext")]
+
+
+@pytest.mark.parametrize(
+    ("asked", "bfloat16", "resolved"),
+    [
+        # (use_cpu, bf16, gradient_checkpointing)
+        ({}, True, (False, True, True)),
+        ({}, False, (False, False, True)),
+        ({"fp16": True}, True, (False, False, True)),
+        ({"bf16": False, "gradient_checkpointing": False}, True, (False, False, False)),
+        ({"bf16": True}, False, (False, False, True)),
+        ({"use_cpu": True}, True, (True, False, False)),
+        ({"use_cpu": True, "bf16": True}, True, (True, True, False)),
+    ],
+)
+def test_resolution_with_an_accelerator(asked, bfloat16, resolved, device):
+    device(accelerator=True, bfloat16=bfloat16)
+    # The resolution alone: TRL's own checks that follow would look for the accelerator.
+    args = PreferenceConfig.__new__(PreferenceConfig)
+    args.use_cpu, args.fp16, args.bf16, args.gradient_checkpointing = False, False, None, None
+    for name, value in asked.items():
+        setattr(args, name, value)
+    defaults.resolve_device_defaults(args)
+    assert (args.use_cpu, args.bf16, args.gradient_checkpointing) == resolved
+
+
+@pytest.mark.parametrize(("value", "use_cpu"), [("true", True), ("1", True), ("false", False), ("", False)])
+def test_the_launcher_can_ask_for_the_cpu(value, use_cpu, device):
+    device(accelerator=True, bfloat16=True, launcher_asks_for_cpu=value)
+    assert defaults.runs_on_cpu(use_cpu=False) is use_cpu
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True, "avx512_bf16": False}, False)],
+)
+def test_bfloat16_instructions_of_a_cpu(capabilities, expected, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert defaults.has_native_bfloat16(use_cpu=True) is expected
+
+
+# ---- Command line ----
+
+
+@pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])
+@pytest.mark.parametrize("config_class", [PreferenceConfig, *NAMED], ids=lambda value: value.__name__)
+def test_command_line(parser_class, config_class, tmp_path):
+    arguments = ["--output_dir", str(tmp_path), "--beta", "0.2", "--weighting", "wpo", "confidence"]
+    arguments += ["--weighting_kwargs", '{"power": 2}', "--loss_columns", "avg_confidence", "--max_prompt_tokens", "9"]
+    arguments += ["--bf16", "false", "--gradient_checkpointing", "true", "--aot_scope", "device"]
+    (config,) = parser_class(config_class).parse_args_into_dataclasses(arguments)
+    assert type(config) is config_class
+    assert config.beta == 0.2
+    assert config.weighting == ["wpo", "confidence"]
+    assert config.weighting_kwargs == {"power": 2}
+    assert config.loss_columns == ["avg_confidence"]
+    assert (config.max_prompt_tokens, config.max_response_tokens) == (9, 512)
+    assert (config.bf16, config.gradient_checkpointing, config.aot_scope) == (False, True, "device")
+
+
+def test_options_of_a_loss_on_the_command_line(tmp_path):
+    output = ["--output_dir", str(tmp_path)]
+    parse = lambda config_class, *given: TrlParser(config_class).parse_args_into_dataclasses([*output, *given])[0]  # noqa: E731
+    config = parse(PreferenceConfig, "--loss", "simpo", "--loss_kwargs", '{"gamma": 1}')
+    assert config.build_objective().describe() == "simpo (beta 2.0, gamma 1)"
+    assert parse(SimPOConfig, "--gamma_beta_ratio", "0.3").gamma_beta_ratio == 0.3
+    assert parse(IPOConfig, "--length_normalized").build_objective().loss_options == {"length_normalized": True}
+    assert parse(CDPOConfig, "--label_smoothing", "0.2").build_objective().loss_options == {"label_smoothing": 0.2}
+    assert parse(PreferenceConfig).loss_kwargs is None
+    with pytest.raises(ValueError, match="loss_kwargs must be a JSON object"):
+        parse(PreferenceConfig, "--loss_kwargs", "gamma")
+
+
+def test_yaml_with_mappings(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"output_dir: {tmp_path}\nloss: cdpo\nloss_kwargs:\n  label_smoothing: 0.3\n"
+        "weighting: [confidence]\nweighting_kwargs:\n  power: 2.0\nmax_response_tokens: null\n"
+    )
+    (config,) = TrlParser(PreferenceConfig).parse_args_and_config(["--config", str(path)])
+    assert config.build_objective().loss_options == {"label_smoothing": 0.3}
+    assert config.build_objective().weightings[0][1] == {"power": 2.0}
+    assert config.max_response_tokens is None

@@ -1,0 +1,339 @@
+"""The recipes end to end: what a run leaves behind, how it is refused, interrupted, resumed and repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import recipes
+
+# Few and short enough for seconds, over every part of a run.
+SHORT = [
+    "--max_steps=4",
+    "--per_device_train_batch_size=4",
+    "--gradient_accumulation_steps=2",
+    "--generation_eval_every=2",
+    "--num_generation_prompts=3",
+    "--num_eval_prompts=12",
+    "--max_new_tokens=12",
+    "--logging_steps=1",
+    "--eval_steps=2",
+    "--save_steps=2",
+    "--disable_tqdm=true",
+]
+
+
+@pytest.fixture(scope="module")
+def toy_run(tmp_path_factory) -> Path:
+    """The folder of a short `accelerate launch recipes/aot.py` on the embedded benchmark."""
+    folder = tmp_path_factory.mktemp("toy-run")
+    done = recipes.launch("aot", *SHORT, folder=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (folder / "stdout.txt").write_text(done.stdout)
+    return folder
+
+
+@pytest.mark.slow
+class TestARun:
+    def test_table_on_the_screen(self, toy_run):
+        printed = (toy_run / "stdout.txt").read_text()
+        for name in (
+            "win rate, ties as half",
+            "win rate, ties dropped",
+            "held-out accuracy, log-ratio",
+            "KL to the base",
+            "mean length",
+            "dominant-token fraction",
+        ):
+            assert name in printed
+        assert printed.count("prompt: ") == 3
+
+    def test_files(self, toy_run):
+        run = toy_run / "runs" / "aot-toy"
+        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "report.png"):
+            assert (run / name).stat().st_size > 0, name
+        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+        assert not list(run.glob(".*")), "a temporary file was left"
+
+    def test_results_agree_with_generations(self, toy_run):
+        run = toy_run / "runs" / "aot-toy"
+        results = json.loads((run / "results.json").read_text())
+        rows = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
+        assert len(rows) == 12 == results["win_rate"]["n_total"]
+        credit = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+        assert results["win_rate"]["half"]["rate"] == pytest.approx(sum(credit[r["outcome"]] for r in rows) / 12)
+        assert results["score"]["policy"] == pytest.approx(sum(r["score"] for r in rows) / 12)
+        from trl_ext.toy import score
+
+        for row in rows:
+            assert row["score"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        assert results["run"]["optimizer_steps"] == 4
+        assert results["preferences"]["after"]["n"] == 400
+
+    def test_metrics_have_every_step_once(self, toy_run):
+        lines = (toy_run / "runs" / "aot-toy" / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+        assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
+        assert [row["step"] for row in rows if "generation/kl" in row] == [0, 2, 4]
+        assert all("rewards/margins" in row for row in rows if "loss" in row)
+
+    def test_kl_is_zero_before_training_and_positive_after(self, toy_run):
+        rows = [json.loads(x) for x in (toy_run / "runs" / "aot-toy" / "metrics.jsonl").read_text().splitlines()]
+        kl = [row["generation/kl"] for row in rows if "generation/kl" in row]
+        assert kl[0] == pytest.approx(0, abs=1e-6)
+        assert kl[-1] > 1e-6
+
+    def test_tables_of_generations_are_all_kept(self, toy_run):
+        samples = toy_run / "runs" / "aot-toy" / "samples"
+        assert [path.name for path in sorted(samples.iterdir())] == [
+            "step_000000.jsonl",
+            "step_000002.jsonl",
+            "step_000004.jsonl",
+        ]
+        first = [json.loads(line) for line in (samples / "step_000000.jsonl").read_text().splitlines()]
+        assert len(first) == 3
+        assert all(row["response_text"] == row["base_response_text"] for row in first)
+
+    def test_saved_model_answers_as_the_run_did(self, toy_run):
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from trl_ext import load_benchmark
+        from trl_ext.rollouts import generate_responses
+
+        run = toy_run / "runs" / "aot-toy"
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(run), AutoTokenizer.from_pretrained(run)
+        prompts = load_benchmark("toy")["test_gen"]["prompt"][:12]
+        again = generate_responses(model, tokenizer, prompts, max_new_tokens=12)
+        rows = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
+        assert [g.text for g in again] == [row["response_text"] for row in rows]
+
+    def test_config_reads_back_to_the_same_run(self, toy_run, monkeypatch):
+        path = toy_run / "runs" / "aot-toy" / "config.yaml"
+        arguments, model, training = recipes.parse(monkeypatch, "aot", "--config", str(path))
+        assert training.max_steps == 4 and training.learning_rate == 3e-4 and training.beta == 0.1
+        assert arguments.num_eval_prompts == 12 and model.model_name_or_path == "toy"
+        assert not any("token" in key and "tokens" not in key for key in yaml.safe_load(path.read_text()))
+
+    def test_second_run_needs_a_word(self, toy_run, monkeypatch, capsys):
+        monkeypatch.chdir(toy_run)
+        with pytest.raises(SystemExit) as stopped:
+            recipes.run(monkeypatch, "aot", *SHORT)
+        assert stopped.value.code == 2
+        message = capsys.readouterr().err
+        assert "--overwrite_output_dir" in message and "--resume_from_checkpoint" in message
+
+
+@pytest.mark.slow
+def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
+    """Ctrl-C in the middle, then --resume_from_checkpoint: the parameters equal those of a run without the break."""
+    import torch
+    from safetensors.torch import load_file
+
+    arguments = [*SHORT, "--max_steps=12", "--eval_strategy=no", "--generation_eval_every=0", "--num_eval_prompts=4"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={straight}")
+    process = subprocess.Popen(
+        recipes.launch_command("aot", *arguments, f"--output_dir={broken}"),
+        env=recipes.environment(),
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.time() + 120
+    while not (broken / "checkpoint-2" / "trainer_state.json").exists():
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    process.wait(60)
+    assert not (broken / "results.json").exists(), "the run ended before it was interrupted"
+    assert not list(broken.glob(".*")), "a half-written file was left"
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
+    expected, resumed = (load_file(run / "model.safetensors") for run in (straight, broken))
+    assert max((expected[name] - resumed[name]).abs().max().item() for name in expected) == 0.0
+    assert torch.is_tensor(next(iter(expected.values())))
+    rows = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    assert (
+        json.loads((straight / "results.json").read_text())["win_rate"]
+        == (json.loads((broken / "results.json").read_text())["win_rate"])
+    )
+
+
+@pytest.mark.slow
+def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch, wildchat):
+    """Real text, long prompts and emoji through a whole run of an adapter, at the course's token limits."""
+    recipes.run(
+        monkeypatch,
+        "aot",
+        f"--dataset_name={wildchat / 'test_prefs.jsonl'}",
+        f"--model_name_or_path={tiny_model_path}",
+        f"--output_dir={tmp_path / 'run'}",
+        "--max_prompt_tokens=700",
+        "--max_response_tokens=512",
+        "--use_peft=true",
+        *SHORT[:3],
+        "--logging_steps=1",
+        "--report_to=none",
+    )
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["win_rate"] is None and results["run"]["train_pairs"] == 256
+    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+
+
+def test_own_loss_from_a_file(tmp_path, monkeypatch, tiny_model_path):
+    """DESIGN's ten-line loss, given as file.py:function; one file of pairs as the data, so nothing held out."""
+    (tmp_path / "my_file.py").write_text(
+        "import torch\n"
+        "from trl_ext import preference_loss\n\n"
+        '@preference_loss("squared_hinge_of_a_test", needs_reference=True)\n'
+        "def squared_hinge(scores, *, beta):\n"
+        "    return torch.relu(1 - beta * scores.margin).square()\n"
+    )
+    _write_pairs(tmp_path / "pairs.jsonl", 8)
+    monkeypatch.chdir(tmp_path)
+    recipes.run(
+        monkeypatch,
+        "preference",
+        "--loss=my_file.py:squared_hinge",
+        "--dataset_name=pairs.jsonl",
+        f"--model_name_or_path={tiny_model_path}",
+        "--max_steps=2",
+        "--per_device_train_batch_size=4",
+        "--logging_steps=1",
+    )
+    results = json.loads((tmp_path / "runs" / "squared_hinge-pairs" / "results.json").read_text())
+    assert results["run"]["objective"] == "squared_hinge_of_a_test (beta 0.1)"
+    lines = (tmp_path / "runs" / "squared_hinge-pairs" / "metrics.jsonl").read_text().splitlines()
+    # At policy = reference the margin is 0 and the loss (1 - 0)^2 = 1.
+    assert json.loads(lines[0])["loss"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "phrases"),
+    [
+        ("preference", ["--loss=nope"], ["unknown preference loss 'nope'", "aot, aot_paired", "sppo"]),
+        ("preference", ["--loss=dpoo"], ["did you mean 'dpo'?"]),
+        ("aot", ["--beta=0"], ["beta must be positive, got 0.0", "would not depend on the policy"]),
+        ("aot", ["--beta=-1"], ["beta must be positive, got -1.0"]),
+        ("aot", ["--beta=abc"], ["--beta", "invalid float value: 'abc'"]),
+        ("aot", ["--bta=1"], ["unknown flag --bta; did you mean 'beta'?"]),
+        ("aot", ["stray"], ["unexpected 'stray'"]),
+        ("aot", ["--loss=dpo"], ["AOTConfig is the loss 'aot' and cannot be 'dpo'"]),
+        ("aot", ["--ld_alpha=0.5"], ["ld_alpha is not used by AOTConfig"]),
+        ("aot", ["--use_weighting=true"], ["use `weighting=['wpo']`"]),
+        ("aot", ["--label_smoothing=0.1"], ["'aot' has no label smoothing", "cdpo"]),
+        ("aot", ["--aot_scope=world"], ["'global' or 'device'"]),
+        ("aot", ["--max_prompt_tokens=0"], ["max_prompt_tokens must be at least 1"]),
+        ("preference", ["--loss=simpo", '--loss_kwargs={"gama": 1}'], ["no option 'gama'", "did you mean 'gamma'?"]),
+        ("preference", ["--loss=simpo", "--loss_kwargs=gamma"], ["loss_kwargs must be a JSON object"]),
+        ("preference", ["--weighting=confidense"], ["did you mean 'confidence'?"]),
+        ("aot", ["--dataset_name=./no-such-folder"], ["no-such-folder"]),
+        ("aot", ["--model_name_or_path=./no-such-model"], ["no model folder './no-such-model'"]),
+        ("aot", ["--config=no.yaml"], ["no configuration file 'no.yaml'"]),
+        ("aot", ["--config"], ["--config needs the path"]),
+        ("aot", ["--resume_from_checkpoint", "--output_dir=empty"], ["empty has no checkpoint to resume"]),
+        ("aot", ["--max_new_tokens=0"], ["max_new_tokens must be at least 1"]),
+        ("aot", ["--train_split=nope"], ["no split 'nope'", "train_prefs"]),
+    ],
+)
+def test_wrong_arguments_end_in_one_line(script, arguments, phrases, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, script, *arguments)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    for phrase in phrases:
+        assert phrase in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "phrases"),
+    [
+        ("lerning_rate: 1.0e-4", ["unknown key 'lerning_rate'; did you mean 'learning_rate'?"]),
+        ("learning_rate: fast", ["learning_rate does not take 'fast'"]),
+        ("beta: [0.1, 0.2]", ["beta takes one value"]),
+        ("lora_target_modules: q_proj", ["lora_target_modules takes a list"]),
+        ("bf16: maybe", ["bf16 does not take 'maybe'"]),
+        ("", ["must hold `key: value` lines"]),
+        ("a: [", ["is not valid YAML"]),
+        ("no_disable_dropout: true", ["unknown key 'no_disable_dropout'"]),
+    ],
+)
+def test_wrong_configuration_ends_in_one_line(text, phrases, tmp_path, monkeypatch, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, "aot", "--config", str(path))
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err
+    assert "config.yaml" in message
+    for phrase in phrases:
+        assert phrase in message
+
+
+def test_flags_override_the_configuration(monkeypatch, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: x\nloss_kwargs: {length_normalized: true}\n")
+    _, _, training = recipes.parse(monkeypatch, "ipo", "--config", str(path), "--beta", "0.4")
+    assert (training.beta, training.learning_rate) == (0.4, 1e-5)
+
+
+def test_bad_data_is_caught_before_the_model_is_loaded(tmp_path, monkeypatch, capsys):
+    """The model does not exist: if it were looked for first, that would be the error."""
+    _write_pairs(tmp_path / "pairs.jsonl", 3)
+    lines = (tmp_path / "pairs.jsonl").read_text().splitlines()
+    row = json.loads(lines[1])
+    row["rejected_text"] = row["chosen_text"]
+    lines[1] = json.dumps(row)
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "aot", "--dataset_name=pairs.jsonl", "--model_name_or_path=./none")
+    message = capsys.readouterr().err
+    assert "pairs.jsonl" in message and "row1" in message and "line 2" in message
+
+
+def test_full_disk_leaves_no_half_written_result(tmp_path, monkeypatch):
+    """The write fails half-way, as it does on a full disk: the earlier file stays, and nothing beside it."""
+    from trl_ext import files
+
+    target = tmp_path / "results.json"
+    files.write_json(target, {"earlier": 1})
+
+    def half(self, text, **kwargs):
+        with open(self, "w") as file:
+            file.write(text[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_json(target, {"later": 2})
+    monkeypatch.undo()
+    assert json.loads(target.read_text()) == {"earlier": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def _write_pairs(path: Path, count: int) -> None:
+    from tests.tiny import pairs
+
+    rows = [
+        {
+            "row_id": pair["row_id"],
+            "prompt_text": pair["prompt"][0]["content"],
+            "chosen_text": pair["chosen"][0]["content"],
+            "rejected_text": pair["rejected"][0]["content"],
+        }
+        for pair in pairs(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
