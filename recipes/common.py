@@ -159,8 +159,6 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
         FileNotFoundError: there is no checkpoint to resume from.
         ValueError: both flags are given.
     """
-    from transformers.trainer_utils import get_last_checkpoint
-
     folder = Path(output_dir)
     if overwrite and resume_from_checkpoint:
         raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
@@ -169,10 +167,11 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
             if not (Path(resume_from_checkpoint) / "trainer_state.json").is_file():
                 raise FileNotFoundError(f"{resume_from_checkpoint!r} is no checkpoint: it has no trainer_state.json")
             return resume_from_checkpoint
-        last = get_last_checkpoint(output_dir) if folder.is_dir() else None
-        if last is None:
+        # The state is written last: a checkpoint without it was interrupted.
+        complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+        if not complete:
             raise FileNotFoundError(f"{output_dir} has no checkpoint to resume: leave out --resume_from_checkpoint")
-        return last
+        return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
     earlier = [name for name in RESULT_FILES if (folder / name).exists()]
     earlier += [path.name for path in sorted(folder.glob("checkpoint-*"))]
     if earlier and not overwrite:

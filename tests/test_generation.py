@@ -241,6 +241,9 @@ for count in (0, 1, 2, 5):
     assert found == [f"{i}!" for i in range(count)], found
     assert seen == list(range(accelerator.process_index, count, 2)), seen
 Path(sys.argv[1], f"rank{accelerator.process_index}").touch()
+# Without it, a process that ends while gloo's threads run may abort.
+accelerator.wait_for_everyone()
+accelerator.end_training()
 """
 
 

@@ -72,6 +72,19 @@ def test_batches_and_padding_play_no_part(batch_size, pad_token_id, model, rows)
         torch.testing.assert_close(values, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_padding_does_not_move_absolute_positions(rows):
+    """GPT-2 adds an embedding of each position, so that a row shifted by its padding would score otherwise."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=256, n_positions=128, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3)
+    model = GPT2LMHeadModel(config).eval()
+    scored = score_responses(model, *rows, batch_size=4)
+    model.double()
+    for values, prompt, response in zip(scored, *rows, strict=True):
+        torch.testing.assert_close(values.double(), expected_log_probs(model, prompt, response), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_the_model_of_a_trainer(lora, rows, tiny_model_path, tmp_path):
     """A trainer puts a fused head in place of the model's own; in training mode, with checkpointing and dropout."""

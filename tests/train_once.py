@@ -170,6 +170,9 @@ def main() -> None:
             run = result(trainer)
             metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
             save_file(run.parameters, folder / f"{index}.safetensors", metadata=metadata)
+    # Without it, a process that ends while gloo's threads run may abort.
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":

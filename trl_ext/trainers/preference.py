@@ -114,6 +114,12 @@ class PreferenceTrainer(TRLDPOTrainer):
                     f"the loss or its weighting reads the column {missing[0]!r}, which {name} does not have; "
                     f"it has {', '.join(have)}"
                 )
+            for column in self.columns:
+                value = next(iter(dataset))[column]
+                if not isinstance(value, (int, float)):
+                    raise ValueError(
+                        f"the loss reads the column {column!r} of {name}, which holds {value!r}: no number"
+                    )
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()

@@ -1,0 +1,127 @@
+"""The time of an AOT step that sorts over the whole optimizer batch, against one that sorts within micro-batches.
+
+`python -m benchmarks.aot_scope` alternates the two within one run, on the same model and on pairs of equal length, and
+prints the ratio of adjacent steps as JSON. With accumulated micro-batches the global scope scores the batch once more
+without gradients; with one micro-batch per step it should cost nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, TrainerCallback
+
+from trl_ext import AOTConfig, AOTTrainer
+from trl_ext.models import resolve_model_path
+
+
+class Alternate(TrainerCallback):
+    """Times every optimizer step and switches the scope after each."""
+
+    def __init__(self):
+        self.seconds: dict[str, list[float]] = {"device": [], "global": []}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[args.aot_scope].append(time.perf_counter() - self.started)
+        args.aot_scope = "device" if args.aot_scope == "global" else "global"
+
+
+def equal_pairs(count: int, tokenizer, tokens: int) -> Dataset:
+    """Pairs whose prompt and responses all have about `tokens` tokens, so that every step does the same work."""
+    source = random.Random(0)
+    words = [token for token in ("fox", "river", "seven", "blue") if len(tokenizer(token)["input_ids"]) > 0]
+    text = lambda: " ".join(source.choice(words) for _ in range(tokens))  # noqa: E731
+    return Dataset.from_list([{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=8, help="adjacent pairs of steps to time (default: %(default)s)")
+    parser.add_argument("--micro_batch", type=int, default=2)
+    parser.add_argument("--accumulation", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=96, help="tokens per prompt and per response")
+    parser.add_argument("--hidden_size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--lora", action="store_true", help="train an adapter, with the base as the reference")
+    arguments = parser.parse_args()
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+    model_config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=arguments.hidden_size,
+        intermediate_size=4 * arguments.hidden_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model, reference = Qwen2ForCausalLM(model_config), Qwen2ForCausalLM(model_config)
+    # Two steps of each scope come first and are not counted.
+    steps = 2 * (arguments.pairs + 2)
+    alternate = Alternate()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = AOTTrainer(
+            model,
+            None if arguments.lora else reference,
+            args=AOTConfig(
+                folder,
+                aot_scope="device",
+                per_device_train_batch_size=arguments.micro_batch,
+                gradient_accumulation_steps=arguments.accumulation,
+                max_steps=steps,
+                logging_steps=1000,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
+            train_dataset=equal_pairs(
+                steps * arguments.micro_batch * arguments.accumulation, tokenizer, arguments.tokens
+            ),
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=16, target_modules="all-linear") if arguments.lora else None,
+            callbacks=[alternate],
+        )
+        trainer.train()
+    device, over_all = (alternate.seconds[scope][2:] for scope in ("device", "global"))
+    ratios = [b / a for a, b in zip(device, over_all, strict=True)]
+    print(
+        json.dumps(
+            {
+                "device_seconds_median": statistics.median(device),
+                "global_seconds_median": statistics.median(over_all),
+                "ratio_median": statistics.median(ratios),
+                "ratio_range": [min(ratios), max(ratios)],
+                "pairs": len(ratios),
+                "parameters": sum(p.numel() for p in model.parameters()),
+                "settings": vars(arguments),
+                "hardware": platform.processor() or platform.machine(),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+            },
+            indent=2,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The README stays true: its commands parse, its Python runs, and the files it names exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from tests import recipes
+
+README = (recipes.REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+COMMANDS = [
+    line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
+]
+COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", README)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_is_valid(command, tmp_path, monkeypatch):
+    words = shlex.split(command)
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (recipes.REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+        return
+    if words[0] == "python":
+        assert words[1] == "-m"
+        assert (recipes.REPOSITORY / f"{words[2].replace('.', '/')}.py").is_file()
+        return
+    assert words[:2] == ["accelerate", "launch"]
+    at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
+    _check_launcher(words[2:at])
+    own_loss = next(block for block in blocks("python") if "@preference_loss" in block)
+    (tmp_path / "my_losses.py").write_text(
+        own_loss.partition("config =")[0].replace('"squared_hinge"', '"readme_loss"')
+    )
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        str(recipes.REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]
+    ]
+    script = words[at].removeprefix("recipes/").removesuffix(".py")
+    assert (recipes.RECIPES / f"{script}.py").is_file()
+    recipes.parse(monkeypatch, script, *arguments)
+
+
+def _check_launcher(words: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    parsed = launch_command_parser().parse_args([*words, "script.py"])
+    if parsed.config_file:
+        assert (recipes.REPOSITORY / parsed.config_file).is_file()
+
+
+@pytest.mark.slow
+def test_python_blocks_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {}
+    for block in blocks("python"):
+        exec(block, namespace)
+    assert namespace["trainer"].state.global_step == 2
+    assert namespace["config"].beta == 0.5
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:recipes|tests|accelerate_configs|trl_ext)/[\w./-]*)`", README)))
+)
+def test_named_path_exists(path):
+    assert (recipes.REPOSITORY / path).exists()
+
+
+def test_every_loss_and_trainer_is_in_the_table():
+    import trl_ext.losses
+    import trl_ext.trainers
+    from trl_ext.registry import preference_losses
+
+    table = README.partition("## Losses")[2].partition("## ")[0]
+    own = [
+        name
+        for name in preference_losses
+        if preference_losses[name].function.__module__ == "trl_ext.losses.preference"
+    ]
+    assert len(own) == 16
+    for name in own:
+        assert f"`{name}`" in table
+    for name in trl_ext.trainers.__all__:
+        if name.endswith("Trainer") and name != "PreferenceTrainer":
+            assert f"`{name}`" in table
