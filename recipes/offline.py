@@ -125,6 +125,7 @@ def main(
             total_seconds=time.time() - started,
         )
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
+    trainer.accelerator.wait_for_everyone()
     trainer.accelerator.end_training()
 
 

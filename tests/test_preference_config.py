@@ -269,7 +269,9 @@ def test_options_of_a_loss_on_the_command_line(tmp_path):
     config = parse(PreferenceConfig, "--loss", "simpo", "--loss_kwargs", '{"gamma": 1}')
     assert config.build_objective().describe() == "simpo (beta 2.0, gamma 1)"
     assert parse(SimPOConfig, "--gamma_beta_ratio", "0.3").gamma_beta_ratio == 0.3
-    assert parse(IPOConfig, "--length_normalized").build_objective().loss_options == {"length_normalized": True}
+    assert parse(IPOConfig, "--length_normalized", "true").build_objective().loss_options == {
+        "length_normalized": True
+    }
     assert parse(CDPOConfig, "--label_smoothing", "0.2").build_objective().loss_options == {"label_smoothing": 0.2}
     assert parse(PreferenceConfig).loss_kwargs is None
     with pytest.raises(ValueError, match="loss_kwargs must be a JSON object"):

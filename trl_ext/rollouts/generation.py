@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
@@ -61,7 +63,7 @@ def generate_responses(
         One `Generation` per prompt, in order.
 
     Raises:
-        ValueError: a negative temperature, or a limit below one token.
+        ValueError: a negative temperature, a limit below one token, or an empty prompt.
     """
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
@@ -69,13 +71,16 @@ def generate_responses(
         raise ValueError("max_new_tokens and max_prompt_tokens must be at least 1")
     config, end_ids = _generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
     prompt_ids = [_prompt_ids(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
+    for index, ids in enumerate(prompt_ids):
+        if not ids:
+            raise ValueError(f"prompt {index} is empty: there is nothing to continue")
     order = sorted(range(len(prompts)), key=lambda i: -len(prompt_ids[i]))
     results: list[Generation | None] = [None] * len(prompts)
     was_training = model.training
     model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad():
+        with torch.random.fork_rng(devices=devices), torch.no_grad(), _no_settings_of_its_own(model):
             torch.manual_seed(seed)
             for start in tqdm(range(0, len(order), batch_size), desc=progress, disable=progress is None, leave=False):
                 rows = order[start : start + batch_size]
@@ -101,12 +106,23 @@ def _generation_config(model, tokenizer, max_new_tokens, temperature, top_p) -> 
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(end_ids),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids),
-        # Stated, because what is left open is filled from the model's own generation_config.
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
         **sampling,
     )
     return config, end_ids
+
+
+@contextmanager
+def _no_settings_of_its_own(model) -> Iterator[None]:
+    """Empty the model's own generation settings for the while: transformers fills from them what is left open."""
+    holders = [model, model.get_base_model()] if isinstance(model, PeftModel) else [model]
+    saved = [holder.generation_config for holder in holders]
+    for holder in holders:
+        holder.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for holder, config in zip(holders, saved, strict=True):
+            holder.generation_config = config
 
 
 def _prompt_ids(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:

@@ -115,11 +115,7 @@ class PreferenceTrainer(TRLDPOTrainer):
                     f"it has {', '.join(have)}"
                 )
             for column in self.columns:
-                value = next(iter(dataset))[column]
-                if not isinstance(value, (int, float)):
-                    raise ValueError(
-                        f"the loss reads the column {column!r} of {name}, which holds {value!r}: no number"
-                    )
+                _number(next(iter(dataset)), column)
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
@@ -141,7 +137,8 @@ class PreferenceTrainer(TRLDPOTrainer):
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:
             return dataset
-        if self.accelerator.num_processes > 1 and not dataset.cache_files:
+        in_memory = isinstance(dataset, Dataset) and not dataset.cache_files
+        if self.accelerator.num_processes > 1 and in_memory:
             dataset = self._on_shared_disk(dataset, name)
         return super()._precompute_ref_logps(dataset, name, batch_size)
 
@@ -150,7 +147,8 @@ class PreferenceTrainer(TRLDPOTrainer):
         fingerprint = broadcast_object_list([dataset._fingerprint])[0]
         folder = Path(self.args.output_dir) / "reference_log_probs" / f"{name}-{fingerprint}"
         if self.accelerator.is_main_process and not folder.exists():
-            dataset.save_to_disk(folder)
+            dataset.save_to_disk(folder.with_suffix(".partial"))
+            folder.with_suffix(".partial").rename(folder)
         self.accelerator.wait_for_everyone()
         return load_from_disk(folder)
 
@@ -309,9 +307,19 @@ class _CollatorWithColumns:
         batch = self.collator(rows)
         if self.columns:
             batch["columns"] = {
-                name: torch.tensor([float(row[name]) for row in rows], dtype=torch.float32) for name in self.columns
+                name: torch.tensor([_number(row, name) for row in rows], dtype=torch.float32) for name in self.columns
             }
         return batch
+
+
+def _number(row: dict, column: str) -> float:
+    value = row.get(column)
+    if not isinstance(value, (int, float)):
+        found = f"holds {value!r}" if column in row else "is missing"
+        raise ValueError(
+            f"the loss reads numbers from the column {column!r}, which {found} in row {row.get('row_id', row)}"
+        )
+    return float(value)
 
 
 def _without_own_keys(inputs: dict) -> dict:

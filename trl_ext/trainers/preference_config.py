@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from trl import DPOConfig as TRLDPOConfig
@@ -122,8 +122,10 @@ class PreferenceConfig(TRLDPOConfig):
     def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:
         """Options from `loss_kwargs` and from fields that carry an option's name, such as `label_smoothing`."""
         options = dict(self.loss_kwargs or {})
-        for name in known:
-            value = getattr(self, name, None)
+        # Fields of a named configuration. The many others are the trainer's, whatever a loss calls its options.
+        own = {f.name for f in fields(self)} - {f.name for f in fields(PreferenceConfig)} | {"label_smoothing"}
+        for name in own & set(known):
+            value = getattr(self, name)
             if value is None:
                 continue
             if name in options and options[name] != value:
