@@ -57,7 +57,7 @@ def write_results(
 
 
 def print_results(results: dict[str, Any], generations: list[dict[str, Any]], output_dir: str) -> None:
-    """Print one table of the figures, and three responses beside the base's."""
+    """Print one table of the figures, and three responses beside the base's: a win, a loss and a tie."""
     run = results["run"]
     print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
     rows = [row for section in (_win_rate, _score, _preferences, _kl, _diagnostics) for row in section(results)]
@@ -66,7 +66,7 @@ def print_results(results: dict[str, Any], generations: list[dict[str, Any]], ou
     print("-" * (width + 45))
     for name, base, policy in rows:
         print(f"{name:{width}}  {base:>10}  {policy}")
-    _print_samples(generations[:3])
+    _print_samples(_three(generations))
     names = "results.json, generations.jsonl, metrics.jsonl, config.yaml, report.png"
     print(
         f"\n{run['total_seconds']:.0f} s in all, {run['training_seconds']:.0f} s of training; in {output_dir}: {names}"
@@ -128,6 +128,13 @@ def _diagnostics(results):
     yield "collapsed", *("yes" if model["collapsed"] else "no" for model in (base, policy))
     for reason in policy["collapse_reasons"]:
         yield "", "", reason
+
+
+def _three(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first prompt that the policy wins, the first that the base wins, and the first tie; else the first three."""
+    firsts = [next((r for r in rows if r.get("outcome") == o), None) for o in ("candidate", "base", "tie")]
+    chosen = [row for row in firsts if row is not None]
+    return (chosen + [row for row in rows if row not in chosen])[:3]
 
 
 def _print_samples(rows: list[dict[str, Any]]) -> None:
