@@ -82,12 +82,12 @@ class TestARun:
         rows = [json.loads(line) for line in lines]
         assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
         assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
-        assert [row["step"] for row in rows if "generation/kl" in row] == [0, 2, 4]
+        assert [row["step"] for row in rows if "kl" in row] == [0, 2, 4]
         assert all("rewards/margins" in row for row in rows if "loss" in row)
 
     def test_kl_is_zero_before_training_and_positive_after(self, toy_run):
         rows = [json.loads(x) for x in (toy_run / "runs" / "aot-toy" / "metrics.jsonl").read_text().splitlines()]
-        kl = [row["generation/kl"] for row in rows if "generation/kl" in row]
+        kl = [row["kl"] for row in rows if "kl" in row]
         assert kl[0] == pytest.approx(0, abs=1e-6)
         assert kl[-1] > 1e-6
 
@@ -337,3 +337,27 @@ def _write_pairs(path: Path, count: int) -> None:
         for pair in pairs(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_compare_as_one_does(tmp_path, monkeypatch):
+    """2 ranks x 4 pairs see the optimizer batches of 1 x 4 x accumulation 2: AOT's losses and the comparison agree."""
+    from tests.train_once import in_processes
+
+    arguments = [*SHORT, "--eval_strategy=no", "--save_strategy=no", "--learning_rate=1e-3", "--warmup_steps=0"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={one}")
+    script = [str(recipes.RECIPES / "aot.py"), *arguments, "--gradient_accumulation_steps=1", "--use_cpu=true"]
+    in_processes(2, *script, f"--output_dir={two}", cwd=tmp_path)
+    losses, results = [], []
+    for run in (one, two):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+        results.append(json.loads((run / "results.json").read_text()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] - 1e-3, "the losses tell nothing if training does not move"
+    assert [result["run"]["processes"] for result in results] == [1, 2]
+    assert results[0]["win_rate"] == results[1]["win_rate"]
+    assert results[0]["preferences"]["after"]["summed"]["margin"] == pytest.approx(
+        results[1]["preferences"]["after"]["summed"]["margin"], rel=1e-4
+    )

@@ -40,7 +40,7 @@ def test_tensorboard(tmp_path, monkeypatch):
     texts = events.Tensors("samples/generation_table/text_summary")
     assert [event.step for event in texts] == [0, 2, 4]
     assert all(event.tensor_proto.string_val[0].count(b"\n") == 4 for event in texts), "header, rule, three rows"
-    assert [event.step for event in events.Scalars("train/generation/kl")] == [0, 2, 4]
+    assert [event.step for event in events.Scalars("train/kl")] == [0, 2, 4]
 
 
 def test_nothing_is_reported_unless_asked(monkeypatch):

@@ -136,22 +136,27 @@ def result(trainer) -> Run:
     return Run(parameters(trainer), [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in logs])
 
 
-def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
-    """Train each specification in turn in one launch of several processes on the CPU."""
-    from safetensors import safe_open
-
-    (folder / "specs.json").write_text(json.dumps(specs))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command += ["-m", "tests.train_once", str(folder / "specs.json"), str(folder)]
+def in_processes(processes: int, *command: str, cwd: Path) -> None:
+    """Run a Python command as several processes on the CPU."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     launched = subprocess.run(
-        command,
-        cwd=Path(__file__).resolve().parent.parent,
+        [*launcher, *command],
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert launched.returncode == 0, launched.stderr[-8000:]
+
+
+def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
+    """Train each specification in turn in one launch of several processes on the CPU."""
+    from safetensors import safe_open
+
+    (folder / "specs.json").write_text(json.dumps(specs))
+    repository = Path(__file__).resolve().parent.parent
+    in_processes(processes, "-m", "tests.train_once", str(folder / "specs.json"), str(folder), cwd=repository)
     runs = []
     for index in range(len(specs)):
         with safe_open(folder / f"{index}.safetensors", "pt") as file:

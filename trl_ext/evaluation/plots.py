@@ -13,8 +13,8 @@ _PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
     "Reward margin": {"train": "rewards/margins", "held out": "eval_rewards/margins"},
     "Preference accuracy": {"train": "rewards/accuracies", "held out": "eval_rewards/accuracies"},
-    "KL to the base (nats per response)": {"sampled responses": "generation/kl"},
-    "Response length (tokens)": {"policy": "generation/mean_length"},
+    "KL to the base (nats per response)": {"sampled responses": "kl"},
+    "Response length (tokens)": {"policy": "completions/mean_length"},
 }
 
 

@@ -57,7 +57,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 class GenerationTableCallback(TrainerCallback):
     """Every `every` steps: generate, compare with the base, log the figures, and log the responses as a table.
 
-    The figures go where the trainer's metrics go, under `generation/`. The table is written to
+    The figures go where the trainer's metrics go, under TRL's names for completions. The table is written to
     `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio)
     or text (tensorboard), as `samples/generation_table` at its step; earlier tables stay.
     """
@@ -94,16 +94,16 @@ class GenerationTableCallback(TrainerCallback):
 def _figures(summary: dict[str, Any]) -> dict[str, float]:
     policy = summary["generations"]["policy"]
     figures = {
-        "generation/kl": summary["kl"]["mean"],
-        "generation/mean_length": policy["mean_tokens"],
-        "generation/distinct_2": policy["distinct_2"],
-        "generation/truncated": policy["truncated_fraction"],
-        "generation/collapsed": float(policy["collapsed"]),
+        "kl": summary["kl"]["mean"],
+        "completions/mean_length": policy["mean_tokens"],
+        "distinct_2": policy["distinct_2"],
+        "completions/clipped_ratio": policy["truncated_fraction"],
+        "collapsed": float(policy["collapsed"]),
     }
     if summary["score"] is not None:
-        figures["generation/score"] = summary["score"]["policy"]
+        figures["score"] = summary["score"]["policy"]
     if summary["win_rate"] is not None:
-        figures["generation/win_rate"] = summary["win_rate"]["half"]["rate"]
+        figures["win_rate"] = summary["win_rate"]["half"]["rate"]
     return {name: value for name, value in figures.items() if value is not None}
 
 

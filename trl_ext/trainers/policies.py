@@ -39,8 +39,14 @@ def base_policy(trainer) -> Iterator:
         with unwrap_model_for_generation(trainer.ref_model, trainer.accelerator) as model:
             yield model
         return
+    path = trainer.model.config._name_or_path
+    if not path:
+        raise ValueError(
+            "the base model is not known any more: the trainer keeps no reference, and the policy was not loaded "
+            "from a path; pass the trainer a model by name, or a ref_model"
+        )
     model = AutoModelForCausalLM.from_pretrained(
-        trainer.model.config._name_or_path,
+        path,
         dtype=trainer.model.dtype,
         trust_remote_code=trainer.args.trust_remote_code,
     )

@@ -1,0 +1,179 @@
+"""A policy against its base: preference metrics, the divergence estimate, the comparison, and who the base is."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics
+from trl_ext.evaluation.judge import GroundTruthJudge
+from trl_ext.rollouts import Generation
+
+
+class TestPreferenceMetrics:
+    def scores(self, reference: bool):
+        """Token log-probabilities of three pairs; sums and means disagree on pair 0, and pair 2 is a tie by both.
+
+        pair  chosen              rejected        sums        means
+        0     -1 -1 -1 (3 tokens) -2              -3 < -2     -1 > -2
+        1     -1                  -4 -2           -1 > -6     -1 > -3
+        2     -1 -3               -2 -2           -4 = -4     -2 = -2
+        """
+        chosen = [torch.tensor([-1.0, -1, -1]), torch.tensor([-1.0]), torch.tensor([-1.0, -3])]
+        rejected = [torch.tensor([-2.0]), torch.tensor([-4.0, -2]), torch.tensor([-2.0, -2])]
+        if not reference:
+            return join_pair_scores(chosen, rejected)
+        # Log-ratios: chosen -3+4=1, -1+1=0, -4+6=2; rejected -2+2=0, -6+5=-1, -4+3=-1; margins 1, 1, 3.
+        ref_chosen = [torch.tensor([-2.0, -1, -1]), torch.tensor([-1.0]), torch.tensor([-3.0, -3])]
+        ref_rejected = [torch.tensor([-2.0]), torch.tensor([-3.0, -2]), torch.tensor([-1.0, -2])]
+        return join_pair_scores(chosen, rejected, ref_chosen, ref_rejected)
+
+    def test_by_hand(self):
+        metrics = preference_metrics(self.scores(reference=True))
+        assert metrics["n"] == 3
+        assert metrics["summed"]["accuracy"] == pytest.approx(1 / 3), "the tie counts as wrong"
+        assert metrics["mean"]["accuracy"] == pytest.approx(2 / 3)
+        assert metrics["reference_corrected"]["accuracy"] == 1.0
+        assert metrics["summed"]["margin"] == pytest.approx((-1 + 5 + 0) / 3)
+        assert metrics["mean"]["margin"] == pytest.approx((1 + 2 + 0) / 3)
+        assert metrics["reference_corrected"]["margin"] == pytest.approx((1 + 1 + 3) / 3)
+        # Wilson for 3 of 3: n / (n + z^2) = 3 / (3 + 3.841459).
+        assert metrics["reference_corrected"]["low"] == pytest.approx(3 / 6.841459, abs=1e-6)
+
+    def test_without_a_reference_there_is_no_corrected_accuracy(self):
+        assert "reference_corrected" not in preference_metrics(self.scores(reference=False))
+
+
+class TestApproximateKL:
+    def test_by_hand(self):
+        """Two responses. Token differences d: (ln 2, 0) and (-ln 2); k3 = e^-d - 1 + d.
+
+        d = ln 2: 1/2 - 1 + 0.693147 = 0.193147; d = 0: 0; d = -ln 2: 2 - 1 - 0.693147 = 0.306853.
+        Totals 0.193147 and 0.306853: mean 0.25, sample standard deviation 0.0804, half width 1.96 * 0.0804 / sqrt 2.
+        """
+        ln2 = math.log(2)
+        policy = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+        base = [torch.tensor([-1.0 - ln2, -2.0]), torch.tensor([-3.0 + ln2])]
+        estimate = approximate_kl(policy, base)
+        assert estimate["mean"] == pytest.approx(0.25, abs=1e-6)
+        assert estimate["per_token"] == pytest.approx(0.5 / 3, abs=1e-6)
+        half_width = 1.96 * (0.306853 - 0.193147) / math.sqrt(2) / math.sqrt(2)
+        assert estimate["high"] - estimate["mean"] == pytest.approx(half_width, abs=1e-5)
+        assert estimate["n"] == 2
+
+    def test_expected_value_is_the_divergence_of_the_whole_response(self):
+        """Two tokens, the second drawn depending on the first: enumerate all four responses and weigh them."""
+        policy_first, base_first = [0.7, 0.3], [0.4, 0.6]
+        policy_second, base_second = [[0.2, 0.8], [0.5, 0.5]], [[0.3, 0.7], [0.9, 0.1]]
+        truth = expected = 0.0
+        for a in (0, 1):
+            for b in (0, 1):
+                p = [policy_first[a], policy_second[a][b]]
+                q = [base_first[a], base_second[a][b]]
+                probability = p[0] * p[1]
+                truth += probability * (math.log(p[0] * p[1]) - math.log(q[0] * q[1]))
+                one = approximate_kl([torch.tensor(p).double().log()], [torch.tensor(q).double().log()])
+                expected += probability * one["mean"]
+        assert expected == pytest.approx(truth, rel=1e-6)
+
+    def test_equal_models_are_at_zero(self):
+        log_probs = [torch.tensor([-1.5, -0.1]), torch.tensor([])]
+        assert approximate_kl(log_probs, log_probs)["mean"] == 0
+
+    def test_no_responses(self):
+        with pytest.raises(ValueError, match="no responses"):
+            approximate_kl([], [])
+
+
+class TestCompareGenerations:
+    @staticmethod
+    def generation(text: str, finished: bool = True) -> Generation:
+        return Generation([1], list(range(len(text))), text, finished)
+
+    def compare(self, own: list[Generation], other: list[Generation]):
+        """Scored by length, less 2 if cut."""
+
+        def score(prompt: str, response: str, finished: bool = True) -> float:
+            return len(response) - (0 if finished else 2)
+
+        rows = [
+            {
+                "row_id": str(i),
+                "prompt": [{"role": "user", "content": f"q{i}"}],
+                "kind": "even" if i % 2 == 0 else "odd",
+            }
+            for i in range(len(own))
+        ]
+        return compare_generations(
+            rows, own, other, max_new_tokens=9, judge=GroundTruthJudge(score), score_function=score
+        )
+
+    def test_by_hand(self):
+        own = [self.generation("aaa"), self.generation("bb"), self.generation("cccc", finished=False)]
+        other = [self.generation("a"), self.generation("bb"), self.generation("ccc")]
+        comparison = self.compare(own, other)
+        # Scores 3 to 1, 2 to 2, and 4 - 2 = 2 to 3: a win, a tie, a loss.
+        assert [row["outcome"] for row in comparison.rows] == ["candidate", "tie", "base"]
+        assert [row["score"] for row in comparison.rows] == [3, 2, 2]
+        summary = comparison.summary
+        assert summary["win_rate"]["half"]["rate"] == pytest.approx(0.5)
+        assert summary["win_rate"]["agreed"] == pytest.approx({**summary["win_rate"]["agreed"], "rate": 0.5, "n": 2})
+        assert summary["score"]["policy"] == pytest.approx(7 / 3) and summary["score"]["base"] == pytest.approx(2)
+        # Gains 2, 0, -1: mean 1/3, sample variance (25/9 + 1/9 + 16/9) / 2 = 7/3.
+        gain = summary["score"]["gain"]
+        assert gain["mean"] == pytest.approx(1 / 3)
+        assert gain["high"] - gain["mean"] == pytest.approx(1.96 * math.sqrt(7 / 3 / 3))
+        assert summary["score"]["by_kind"] == {
+            "even": {"policy": 2.5, "base": 2.0},
+            "odd": {"policy": 2.0, "base": 2.0},
+        }
+        assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
+
+    def test_without_judge_or_score(self):
+        rows = [{"row_id": "0", "prompt": [{"role": "user", "content": "q"}]}]
+        summary = compare_generations(rows, [self.generation("a")], [self.generation("b")], max_new_tokens=3).summary
+        assert summary["win_rate"] is None and summary["score"] is None
+
+
+class TestBasePolicy:
+    """Whatever was trained, `base_policy` answers as the model that training began from, and leaves the policy be."""
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            {"trainer": "DPOTrainer"},
+            {"trainer": "DPOTrainer", "args": {"precompute_ref_log_probs": True}},
+            {"trainer": "SimPOTrainer"},
+            {"trainer": "DPOTrainer", "lora": True},
+        ],
+        ids=["reference model", "precomputed", "reference-free", "adapter"],
+    )
+    def test_is_the_model_before_training(self, spec, tiny_model_path, tmp_path):
+        from transformers import AutoModelForCausalLM
+
+        from tests.train_once import train
+        from trl_ext.trainers.policies import base_policy, trained_policy
+
+        spec = {**spec, "model": tiny_model_path, "args": {"learning_rate": 0.1, "beta": 0.5, **spec.get("args", {})}}
+        trainer = train(spec, str(tmp_path))
+        ids = torch.arange(3, 40).unsqueeze(0)
+        logits = lambda model: model.eval()(input_ids=ids).logits.detach()  # noqa: E731
+        original = logits(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32))
+        with trained_policy(trainer) as policy:
+            trained = logits(policy)
+        with base_policy(trainer) as base:
+            assert torch.equal(logits(base), original)
+        with trained_policy(trainer) as policy:
+            assert torch.equal(logits(policy), trained)
+        assert (trained - original).abs().max() > 1e-3
+
+    def test_unknown_base_is_an_error(self, tiny_model_path, tmp_path):
+        from tests.train_once import train
+        from trl_ext.trainers.policies import base_policy
+
+        trainer = train({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
+        trainer.model.config._name_or_path = ""
+        with pytest.raises(ValueError, match="pass the trainer a model by name"), base_policy(trainer):
+            pass
