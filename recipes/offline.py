@@ -25,6 +25,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 from trl_ext import PreferenceConfig, PreferenceTrainer, load_benchmark
 from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.models import resolve_model_path
+from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings, evaluate_pairs
@@ -125,8 +126,7 @@ def main(
             total_seconds=time.time() - started,
         )
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    end_processes(trainer.accelerator)
 
 
 def _load_splits(arguments: RecipeArguments):

@@ -231,7 +231,7 @@ import sys
 from pathlib import Path
 
 from accelerate import Accelerator
-from trl_ext.rollouts import map_over_ranks
+from trl_ext.rollouts import end_processes, map_over_ranks
 
 accelerator = Accelerator(cpu=True)
 assert accelerator.num_processes == 2
@@ -241,9 +241,7 @@ for count in (0, 1, 2, 5):
     assert found == [f"{i}!" for i in range(count)], found
     assert seen == list(range(accelerator.process_index, count, 2)), seen
 Path(sys.argv[1], f"rank{accelerator.process_index}").touch()
-# Without it, a process that ends while gloo's threads run may abort.
-accelerator.wait_for_everyone()
-accelerator.end_training()
+end_processes(accelerator)
 """
 
 

@@ -168,6 +168,8 @@ def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[
 def main() -> None:
     from safetensors.torch import save_file
 
+    from trl_ext.rollouts import end_processes
+
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for index, spec in enumerate(specs):
         trainer = train(spec, str(folder / f"{index}-run"))
@@ -175,9 +177,7 @@ def main() -> None:
             run = result(trainer)
             metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
             save_file(run.parameters, folder / f"{index}.safetensors", metadata=metadata)
-    # Without it, a process that ends while gloo's threads run may abort.
-    trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
+    end_processes(trainer.accelerator)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rollouts: responses sampled from a model."""
 
 from trl_ext.rollouts.generation import Generation, generate_responses
-from trl_ext.rollouts.sharding import map_over_ranks
+from trl_ext.rollouts.sharding import end_processes, map_over_ranks
 
-__all__ = ["Generation", "generate_responses", "map_over_ranks"]
+__all__ = ["Generation", "end_processes", "generate_responses", "map_over_ranks"]

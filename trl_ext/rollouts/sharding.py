@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -29,3 +30,15 @@ def map_over_ranks(
     results = function([items[i] for i in own]) if own else []
     by_index = dict(gather_object(list(zip(own, results, strict=True))))
     return [by_index[i] for i in range(len(items))]
+
+
+def end_processes(accelerator: Accelerator) -> None:
+    """Leave the process group once every rank is done.
+
+    Gloo's threads drop the tensors of the last collective under Python's lock; a process that tears the group down
+    while one of them waits for it hangs for good. The pause lets them finish.
+    """
+    accelerator.wait_for_everyone()
+    if accelerator.num_processes > 1:
+        time.sleep(0.5)
+    accelerator.end_training()
