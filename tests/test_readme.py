@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from tests import recipes
+from trl_ext.registry import preference_losses
 
 README = (recipes.REPOSITORY / "README.md").read_text(encoding="utf-8")
 
@@ -20,6 +21,7 @@ COMMANDS = [
     line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
 ]
 COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", README)
+COMMANDS += re.findall(r"`(python -m [^`]*)`", README)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -59,7 +61,9 @@ def _check_launcher(words: list[str]) -> None:
 @pytest.mark.slow
 def test_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
+    # The names that the README registers are free again for other tests.
+    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
+    namespace: dict = {"__name__": "readme"}
     for block in blocks("python"):
         exec(block, namespace)
     assert namespace["trainer"].state.global_step == 2
@@ -76,7 +80,6 @@ def test_named_path_exists(path):
 def test_every_loss_and_trainer_is_in_the_table():
     import trl_ext.losses
     import trl_ext.trainers
-    from trl_ext.registry import preference_losses
 
     table = README.partition("## Losses")[2].partition("## ")[0]
     own = [

@@ -160,7 +160,8 @@ class Registry(Generic[EntryType]):
 
 
 def _origin(function: Callable) -> tuple[str, str]:
-    return function.__module__, function.__qualname__
+    # A function made by `exec` may have no module.
+    return str(function.__module__), function.__qualname__
 
 
 def _same(one: Callable, other: Callable) -> bool:
