@@ -43,10 +43,10 @@ class Alternate(TrainerCallback):
         args.aot_scope = "device" if args.aot_scope == "global" else "global"
 
 
-def equal_pairs(count: int, tokenizer, tokens: int) -> Dataset:
+def equal_pairs(count: int, tokens: int) -> Dataset:
     """Pairs whose prompt and responses all have about `tokens` tokens, so that every step does the same work."""
     source = random.Random(0)
-    words = [token for token in ("fox", "river", "seven", "blue") if len(tokenizer(token)["input_ids"]) > 0]
+    words = ("fox", "river", "seven", "blue")
     text = lambda: " ".join(source.choice(words) for _ in range(tokens))  # noqa: E731
     return Dataset.from_list([{"prompt": text(), "chosen": text(), "rejected": text()} for _ in range(count)])
 
@@ -94,9 +94,7 @@ def main() -> None:
                 report_to="none",
                 disable_tqdm=True,
             ),
-            train_dataset=equal_pairs(
-                steps * arguments.micro_batch * arguments.accumulation, tokenizer, arguments.tokens
-            ),
+            train_dataset=equal_pairs(steps * arguments.micro_batch * arguments.accumulation, arguments.tokens),
             processing_class=tokenizer,
             peft_config=LoraConfig(r=16, target_modules="all-linear") if arguments.lora else None,
             callbacks=[alternate],

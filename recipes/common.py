@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from trl_ext.files import write_text
 from trl_ext.registry import nearest
 from trl_ext.trainers.defaults import is_main_process
 
@@ -44,7 +44,7 @@ def parse_arguments(
 
     Args:
         dataclass_types: their fields become flags and keys.
-        default_config: used when neither `--config` nor `--dataset_name` is given.
+        default_config: used without `--config`, unless `--dataset_name` names another benchmark than toy.
         description: for `--help`.
 
     Raises:
@@ -61,7 +61,7 @@ def parse_arguments(
     arguments = [part for argument in sys.argv[1:] for part in _split_flag(argument)]
     given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
     config_path = _config_path(arguments)
-    if config_path is None and default_config is not None and "dataset_name" not in given:
+    if config_path is None and default_config is not None and _dataset_name(arguments) == "toy":
         config_path = default_config
         if is_main_process():
             print(f"configuration: {_relative(default_config)}")
@@ -89,6 +89,13 @@ def _split_flag(argument: str) -> list[str]:
     if argument.startswith("--") and "=" in argument:
         return argument.split("=", 1)
     return [argument]
+
+
+def _dataset_name(arguments: list[str]) -> str:
+    """The last `--dataset_name` on the command line, or the default."""
+    flags = [argument.replace("-", "_") for argument in arguments]
+    positions = [index for index, flag in enumerate(flags[:-1]) if flag == "__dataset_name"]
+    return arguments[positions[-1] + 1] if positions else "toy"
 
 
 def _config_path(arguments: list[str]) -> Path | None:
@@ -124,7 +131,10 @@ def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
         return None
     if isinstance(value, dict):
         return json.dumps(value)
-    if isinstance(value, list) != takes_list and key != "report_to":
+    # `report_to` is one value to the parser, and takes several.
+    if key == "report_to" and isinstance(value, list):
+        return value
+    if isinstance(value, list) != takes_list:
         raise ValueError(f"{path}: {key} takes {'a list' if takes_list else 'one value'}, got {value!r}")
     try:
         if takes_list:
@@ -138,17 +148,34 @@ def _relative(path: Path) -> str:
     return os.path.relpath(path)
 
 
-def write_config(path: Path, *instances: Any) -> None:
-    """Write the resolved arguments as YAML that `--config` reads back, without tokens and without what is empty."""
+# What is of one call and not of the run, and what `loss` and the device settle anew.
+_NOT_OF_THE_RUN = ("resume_from_checkpoint", "overwrite_output_dir", "loss_type", "use_cpu")
+
+
+def config_text(*instances: Any) -> str:
+    """The resolved arguments as YAML that `--config` reads back, without secrets and without what is empty."""
     values: dict[str, Any] = {}
     for instance in instances:
-        to_dict: Callable[[], dict] = getattr(instance, "to_dict", lambda i=instance: dataclasses.asdict(i))
-        own = {field.name for field in dataclasses.fields(instance) if field.init}
-        for name, value in to_dict().items():
-            if name in own and value is not None and not name.endswith("token"):
-                values[name] = value
-    plain = json.loads(json.dumps(values, default=str))
-    write_text(path, yaml.safe_dump(plain, sort_keys=True, allow_unicode=True))
+        for field in dataclasses.fields(instance):
+            value = getattr(instance, field.name)
+            if field.init and value is not None and field.name not in _NOT_OF_THE_RUN:
+                values[field.name] = value
+    values["report_to"] = values.get("report_to") or "none"
+    plain = _without_secrets(json.loads(json.dumps(values, default=_plain)))
+    return yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot hold as it is: configurations within the configuration, and types by their names."""
+    return value.to_dict() if hasattr(value, "to_dict") else str(value)
+
+
+def _without_secrets(value: Any) -> Any:
+    """Leave out keys that hold credentials, at any depth; `pad_token` and the like are none."""
+    if not isinstance(value, dict):
+        return value
+    secret = re.compile(r"^(hub_|push_to_hub_|auth_|use_auth_)?token$|api_key|password|secret", re.IGNORECASE)
+    return {key: _without_secrets(entry) for key, entry in value.items() if not secret.search(key)}
 
 
 def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint: str | None) -> str | None:

@@ -14,21 +14,24 @@ from pathlib import Path
 from common import (
     RECIPES,
     clear_run_folder,
+    config_text,
     one_line_errors,
     open_run_folder,
     parse_arguments,
-    write_config,
 )
 from results import print_results, write_results
+from transformers import TrainerState
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_ext import PreferenceConfig, PreferenceTrainer, load_benchmark
 from trl_ext.evaluation import GroundTruthJudge
+from trl_ext.files import write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings, evaluate_pairs
+from trl_ext.trainers.policies import remember_base
 
 
 @dataclass
@@ -91,12 +94,15 @@ def main(
             resume_from_checkpoint=training.resume_from_checkpoint,
         )
         benchmark = _load_splits(arguments)
+        resolved = config_text(arguments, model, training)
         trainer = _build_trainer(trainer_class, arguments, model, training, benchmark)
+        if len(benchmark) > 1:
+            remember_base(trainer)
     main_process = trainer.accelerator.is_main_process
     if main_process:
         if arguments.overwrite_output_dir:
             clear_run_folder(training.output_dir)
-        write_config(Path(training.output_dir) / "config.yaml", arguments, model, training)
+        write_text(Path(training.output_dir) / "config.yaml", resolved)
     evaluation = _generation_evaluation(trainer, arguments, training, benchmark)
     trainer.add_callback(MetricsFileCallback(Path(training.output_dir) / "metrics.jsonl"))
     if evaluation is not None and arguments.generation_eval_every:
@@ -107,14 +113,16 @@ def main(
         )
 
     training_started = time.time()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    if not _load_finished(trainer, checkpoint):
+        trainer.train(resume_from_checkpoint=checkpoint)
     training_seconds = time.time() - training_started
     trainer.save_model(training.output_dir)
 
     comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
     pairs = None
     if trainer.eval_dataset is not None:
-        pairs = evaluate_pairs(trainer, trainer.eval_dataset, progress=True)
+        batch_size = training.per_device_eval_batch_size
+        pairs = evaluate_pairs(trainer, trainer.eval_dataset, batch_size=batch_size, progress=True)
     if main_process:
         results = write_results(
             trainer,
@@ -170,6 +178,18 @@ def _build_trainer(trainer_class, arguments, model, training, benchmark) -> Pref
         quantization_config=get_quantization_config(model),
         peft_config=get_peft_config(model),
     )
+
+
+def _load_finished(trainer, checkpoint: str | None) -> bool:
+    """Load a checkpoint that is the end of the run; training on from it would take one step too many."""
+    if checkpoint is None or trainer.args.max_steps <= 0 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return False
+    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
+    if state.global_step < trainer.args.max_steps:
+        return False
+    trainer._load_from_checkpoint(checkpoint)
+    trainer.state = state
+    return True
 
 
 def _generation_evaluation(trainer, arguments, training, benchmark) -> GenerationEvaluation | None:

@@ -146,18 +146,21 @@ class TestBasePolicy:
             {"trainer": "DPOTrainer"},
             {"trainer": "DPOTrainer", "args": {"precompute_ref_log_probs": True}},
             {"trainer": "SimPOTrainer"},
+            {"trainer": "DPOTrainer", "args": {"sync_ref_model": True, "ref_model_sync_steps": 1}},
             {"trainer": "DPOTrainer", "lora": True},
         ],
-        ids=["reference model", "precomputed", "reference-free", "adapter"],
+        ids=["reference model", "precomputed", "reference-free", "synchronised reference", "adapter"],
     )
     def test_is_the_model_before_training(self, spec, tiny_model_path, tmp_path):
         from transformers import AutoModelForCausalLM
 
-        from tests.train_once import train
-        from trl_ext.trainers.policies import base_policy, trained_policy
+        from tests.train_once import build
+        from trl_ext.trainers.policies import base_policy, remember_base, trained_policy
 
         spec = {**spec, "model": tiny_model_path, "args": {"learning_rate": 0.1, "beta": 0.5, **spec.get("args", {})}}
-        trainer = train(spec, str(tmp_path))
+        trainer = build(spec, str(tmp_path))
+        remember_base(trainer)
+        trainer.train()
         ids = torch.arange(3, 40).unsqueeze(0)
         logits = lambda model: model.eval()(input_ids=ids).logits.detach()  # noqa: E731
         original = logits(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32))
@@ -169,11 +172,57 @@ class TestBasePolicy:
             assert torch.equal(logits(policy), trained)
         assert (trained - original).abs().max() > 1e-3
 
-    def test_unknown_base_is_an_error(self, tiny_model_path, tmp_path):
+    def test_an_error_leaves_the_policy_as_it_was(self, tiny_model_path, tmp_path):
+        from tests.train_once import build, parameters
+        from trl_ext.trainers.policies import base_policy, remember_base
+
+        trainer = build({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
+        remember_base(trainer)
+        trainer.train()
+        before = parameters(trainer)
+        with pytest.raises(RuntimeError, match="in between"), base_policy(trainer):
+            raise RuntimeError("in between")
+        after = parameters(trainer)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    def test_not_remembered_is_an_error(self, tiny_model_path, tmp_path):
         from tests.train_once import train
         from trl_ext.trainers.policies import base_policy
 
         trainer = train({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
-        trainer.model.config._name_or_path = ""
-        with pytest.raises(ValueError, match="pass the trainer a model by name"), base_policy(trainer):
+        with pytest.raises(ValueError, match="call remember_base"), base_policy(trainer):
             pass
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            {"trainer": "DPOTrainer", "args": {"bf16": True}},
+            {"trainer": "SimPOTrainer", "args": {"bf16": True}},
+            {"trainer": "SimPOTrainer", "lora": True, "args": {"bf16": True}},
+        ],
+        ids=["reference model", "reference-free", "adapter"],
+    )
+    def test_before_training_there_is_nothing_between_them(self, spec, tiny_model_path, tmp_path, monkeypatch):
+        """In mixed precision too: both models are run alike, so that the KL is 0 and every prompt is a tie."""
+        from tests.tiny import pairs
+        from tests.train_once import build
+        from trl_ext.trainers import defaults
+        from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings, evaluate_pairs
+        from trl_ext.trainers.policies import remember_base
+
+        monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: True)
+        trainer = build({**spec, "model": tiny_model_path, "pairs": 4}, str(tmp_path))
+        if spec.get("lora"):
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.zero_()
+        remember_base(trainer)
+        prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
+        settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=6)
+        comparison = GenerationEvaluation(trainer, prompts, settings, judge=GroundTruthJudge(lambda p, r, **k: len(r)))
+        summary = comparison.compare().summary
+        assert summary["kl"]["mean"] == 0.0
+        assert summary["win_rate"]["n_ties"] == 4
+        pairs_metrics = evaluate_pairs(trainer, trainer.train_dataset)
+        assert pairs_metrics["before"]["summed"] == pairs_metrics["after"]["summed"]
+        assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0

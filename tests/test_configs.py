@@ -50,22 +50,6 @@ def test_the_course_runs(method, beta, every, monkeypatch):
     assert model.dtype == "bfloat16" and "bf16: true" in path.read_text()
 
 
-def test_warm_up_then_constant():
-    """100 steps up to the full rate, constant after: the schedule that `constant_with_warmup` names."""
-    import torch
-    from transformers import get_scheduler
-
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=5e-5)
-    schedule = get_scheduler("constant_with_warmup", optimizer, num_warmup_steps=100, num_training_steps=1000)
-    rates = []
-    for _ in range(300):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates[0] == 0 and rates[50] == pytest.approx(2.5e-5)
-    assert set(rates[100:]) == {5e-5}
-
-
 @pytest.mark.parametrize("path", ACCELERATE_CONFIGS, ids=lambda path: path.stem)
 def test_accelerate_reads_its_configuration(path: Path):
     from accelerate.commands.config.config_args import load_config_from_file

@@ -168,9 +168,9 @@ class TestPromptRow:
         row = PromptRow(prompt="Once upon")
         assert (row.prompt, row.conversational) == ("Once upon", False)
 
-    def test_system_prompt_may_end_it(self):
-        system = {"role": "system", "content": "Be brief."}
-        assert PromptRow(prompt_messages=[system]).prompt == [system]
+    def test_system_message_may_not_end_it(self):
+        with pytest.raises(ValidationError, match="last message is from 'system', must be from 'user'"):
+            PromptRow(prompt_messages=[{"role": "system", "content": "Be brief."}])
 
     def test_missing(self):
         with pytest.raises(ValidationError, match="prompt_messages: missing"):

@@ -288,3 +288,22 @@ class TestDescribe:
             return -scores.margin
 
         assert PreferenceObjective("margin_only").describe() == "margin_only"
+
+
+class TestNormalisedWeightings:
+    """A weighting that is divided by its mean is known from columns alone, before the batch has been trained on."""
+
+    def test_one_that_reads_scores_is_refused(self):
+        @preference_weighting("by_score", normalize=True)
+        def by_score(scores):
+            return scores.chosen.detach().exp()
+
+        with pytest.raises(ValueError, match=r"may read scores\.columns only"):
+            PreferenceObjective("dpo", weightings=["by_score"])
+
+    def test_one_without_a_column_is_constant(self):
+        @preference_weighting("flat", normalize=True)
+        def flat(scores):
+            return torch.full_like(scores.chosen, 3.0)
+
+        assert PreferenceObjective("dpo", weightings=["flat"]).columns == ()

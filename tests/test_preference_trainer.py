@@ -14,7 +14,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import trl_ext.losses
 import trl_ext.trainers
 from tests.tiny import independent_scores, pairs, perturbed, token_ids, token_log_probs
-from tests.train_once import build, largest_difference, relative_difference, result, train, train_in_processes
+from tests.train_once import (
+    build,
+    largest_difference,
+    parameters,
+    relative_difference,
+    result,
+    train,
+    train_in_processes,
+)
 from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
 
@@ -395,3 +403,14 @@ def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch):
     difference = relative_difference(mixed.gradient(tiny_model_path), exact.gradient(tiny_model_path))
     assert 1e-4 < difference < 0.1
     assert all(parameter.dtype == torch.float32 for parameter in mixed.parameters.values())
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains(tiny_model_path, tmp_path):
+    """A compiled module has no truth value, which a reference chosen by `or` would ask for."""
+    spec = {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"max_steps": 2, "learning_rate": 0.1}}
+    plain = train(spec, str(tmp_path / "plain"))
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    trainer = train({**spec, "args": {**spec["args"], **compiled}}, str(tmp_path / "compiled"))
+    one, other = (parameters(t) for t in (plain, trainer))
+    assert max((a - b).abs().max().item() for a, b in zip(one.values(), other.values(), strict=True)) < 1e-6

@@ -117,10 +117,21 @@ class TestARun:
 
     def test_config_reads_back_to_the_same_run(self, toy_run, monkeypatch):
         path = toy_run / "runs" / "aot-toy" / "config.yaml"
-        arguments, model, training = recipes.parse(monkeypatch, "aot", "--config", str(path))
-        assert training.max_steps == 4 and training.learning_rate == 3e-4 and training.beta == 0.1
-        assert arguments.num_eval_prompts == 12 and model.model_name_or_path == "toy"
-        assert not any("token" in key and "tokens" not in key for key in yaml.safe_load(path.read_text()))
+        again = toy_run / "again"
+        recipes.run(monkeypatch, "aot", "--config", str(path), f"--output_dir={again}")
+        first, second = (json.loads((run / "results.json").read_text()) for run in (path.parent, again))
+        for key in ("win_rate", "score", "kl", "preferences"):
+            assert first[key] == second[key], key
+        written = {run: yaml.safe_load((run / "config.yaml").read_text()) for run in (path.parent, again)}
+        assert {**written[again], "output_dir": None} == {**written[path.parent], "output_dir": None}
+
+    def test_flags_override_what_was_read_back(self, toy_run, monkeypatch):
+        path = toy_run / "runs" / "aot-toy" / "config.yaml"
+        _, model, training = recipes.parse(
+            monkeypatch, "aot", "--config", str(path), "--attn_implementation=eager", "--beta=0.7"
+        )
+        assert (model.attn_implementation, training.beta) == ("eager", 0.7)
+        assert not training.model_init_kwargs, "settings of the model would hide the flags"
 
     def test_second_run_needs_a_word(self, toy_run, monkeypatch, capsys):
         monkeypatch.chdir(toy_run)
@@ -134,7 +145,6 @@ class TestARun:
 @pytest.mark.slow
 def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     """Ctrl-C in the middle, then --resume_from_checkpoint: the parameters equal those of a run without the break."""
-    import torch
     from safetensors.torch import load_file
 
     arguments = [*SHORT, "--max_steps=12", "--eval_strategy=no", "--generation_eval_every=0", "--num_eval_prompts=4"]
@@ -159,13 +169,16 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
     expected, resumed = (load_file(run / "model.safetensors") for run in (straight, broken))
     assert max((expected[name] - resumed[name]).abs().max().item() for name in expected) == 0.0
-    assert torch.is_tensor(next(iter(expected.values())))
     rows = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
-    assert (
-        json.loads((straight / "results.json").read_text())["win_rate"]
-        == (json.loads((broken / "results.json").read_text())["win_rate"])
-    )
+    results = [json.loads((run / "results.json").read_text()) for run in (straight, broken)]
+    assert results[0]["win_rate"] == results[1]["win_rate"]
+    # Resuming where training had ended, as after a crash in the evaluation, trains no further.
+    (broken / "results.json").unlink()
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
+    again = load_file(broken / "model.safetensors")
+    assert max((expected[name] - again[name]).abs().max().item() for name in expected) == 0.0
+    assert json.loads((broken / "results.json").read_text())["run"]["optimizer_steps"] == 12
 
 
 @pytest.mark.slow
@@ -174,19 +187,30 @@ def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch
     recipes.run(
         monkeypatch,
         "aot",
-        f"--dataset_name={wildchat / 'test_prefs.jsonl'}",
+        f"--dataset_name={wildchat}",
+        "--train_split=test_prefs",
         f"--model_name_or_path={tiny_model_path}",
         f"--output_dir={tmp_path / 'run'}",
         "--max_prompt_tokens=700",
         "--max_response_tokens=512",
         "--use_peft=true",
-        *SHORT[:3],
-        "--logging_steps=1",
-        "--report_to=none",
+        "--lora_target_modules",
+        *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        *SHORT,
+        "--learning_rate=1e-2",
+        "--warmup_steps=0",
     )
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
     assert results["win_rate"] is None and results["run"]["train_pairs"] == 256
-    assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
+    assert (run / "adapter_model.safetensors").is_file()
+    rows = [json.loads(line) for line in (run / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [json.loads(line) for line in (wildchat / "test_gen.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["prompt_text"] for row in rows] == [prompt["prompt_text"] for prompt in prompts[:12]]
+    kl = [json.loads(line).get("kl") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kl = [value for value in kl if value is not None]
+    assert kl[0] == 0.0 < kl[-1], "the adapter is off in the base, and on in the policy"
+    assert results["preferences"]["before"]["summed"] != results["preferences"]["after"]["summed"]
 
 
 def test_own_loss_from_a_file(tmp_path, monkeypatch, tiny_model_path):
@@ -280,6 +304,31 @@ def test_wrong_configuration_ends_in_one_line(text, phrases, tmp_path, monkeypat
     assert "config.yaml" in message
     for phrase in phrases:
         assert phrase in message
+
+
+def test_naming_the_default_changes_nothing(monkeypatch):
+    """`--dataset_name toy` is the run without arguments."""
+    plain, named = recipes.parse(monkeypatch, "aot"), recipes.parse(monkeypatch, "aot", "--dataset-name", "toy")
+    for one, other in zip(plain[:2], named[:2], strict=True):
+        assert one == other
+    assert plain[2].learning_rate == named[2].learning_rate == 3e-4
+
+
+def test_secrets_are_not_written(monkeypatch):
+    parsed = recipes.parse(
+        monkeypatch,
+        "aot",
+        "--hub_token=hf_secret",
+        '--model_init_kwargs={"token": "hf_secret", "deep": {"api_key": "hf_secret"}, "use_cache": false}',
+        "--pad_token=<|endoftext|>",
+    )
+    import common
+
+    text = common.config_text(*parsed)
+    assert "hf_secret" not in text
+    written = yaml.safe_load(text)
+    assert written["pad_token"] == "<|endoftext|>"
+    assert written["model_init_kwargs"] == {"deep": {}, "use_cache": False}
 
 
 def test_flags_override_the_configuration(monkeypatch, tmp_path):

@@ -83,7 +83,8 @@ class PreferenceWeighting(Entry):
     """A weight per pair, multiplied with any preference loss.
 
     Attributes:
-        normalize: whether weights are divided by their mean over the optimizer batch.
+        normalize: whether weights are divided by their mean over the optimizer batch; they may then read
+            `scores.columns` only.
         needs_policy_weights: whether it reads `chosen_policy_weight` and `rejected_policy_weight`.
         column_option: the option that names the dataset column it reads, if any.
     """

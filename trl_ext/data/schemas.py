@@ -17,7 +17,6 @@ from typing_extensions import TypedDict
 PROMPT_FIELDS = ("prompt_messages", "prompt", "prompt_text")
 CHOSEN_FIELDS = ("chosen_text", "chosen")
 REJECTED_FIELDS = ("rejected_text", "rejected")
-PROMPT_ENDING_ROLES = ("user", "system")
 
 
 class Message(TypedDict):
@@ -178,7 +177,7 @@ def _messages(name: str, value: Any) -> list[Message]:
 def _prompt_messages(name: str, value: Any) -> list[Message]:
     messages = [_message("user", value)] if isinstance(value, str) else _messages(name, value)
     _check_text("empty prompt", name, messages[-1]["content"])
-    if messages[-1]["role"] not in PROMPT_ENDING_ROLES:
+    if messages[-1]["role"] != "user":
         role = messages[-1]["role"]
         raise _problem("prompt not from the user", name, f"last message is from {role!r}, must be from 'user'")
     return messages

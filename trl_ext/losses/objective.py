@@ -163,11 +163,20 @@ class PreferenceObjective:
                 f"the preference loss {self.loss.name!r} reads the column {error.args[0]!r}: "
                 f"register it with columns=({error.args[0]!r},), or name the column in loss_columns"
             ) from error
+        self._check_normalised_weights()
         if not losses.requires_grad:
             raise ValueError(
                 f"the preference loss {self.loss.name!r} has no gradient: it must be computed from "
                 "scores.chosen or scores.rejected with torch operations"
             )
+
+    def _check_normalised_weights(self) -> None:
+        """Weights that are divided by their mean must be known from the columns, before the batch is trained on."""
+        unknown = torch.full((2,), float("nan"))
+        columns = {column: torch.full((2,), 0.5) for column in self.columns}
+        scores = PreferenceScores(unknown, unknown, unknown, unknown, unknown, unknown, columns)
+        if not bool(self.raw_weights(scores).isfinite().all()):
+            raise ValueError("a weighting that is normalised may read scores.columns only, and this one reads scores")
 
     def describe(self) -> str:
         """One line that names the loss, its beta and its options, for logs and reports."""

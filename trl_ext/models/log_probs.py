@@ -79,5 +79,10 @@ def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> li
         use_cache=False,
         logits_to_keep=kept + 1,
     ).logits[:, -kept - 1 : -1]
-    log_probs = selective_log_softmax(logits.float(), input_ids[:, -kept:]).cpu()
-    return [log_probs[row, kept - len(response) :].clone() for row, response in enumerate(responses)]
+    results = []
+    for row, response in enumerate(responses):
+        # Row by row: the whole batch of logits in float32 would be the largest tensor of all.
+        first = kept - len(response)
+        targets = input_ids[row, width - len(response) :]
+        results.append(selective_log_softmax(logits[row, first:].float(), targets).cpu())
+    return results

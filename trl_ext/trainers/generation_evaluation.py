@@ -39,7 +39,7 @@ class GenerationEvaluation:
     """Compares a trainer's policy with its base on fixed prompts.
 
     Args:
-        trainer: a `PreferenceTrainer`.
+        trainer: a `PreferenceTrainer`; call `remember_base` on it before it trains.
         prompts: dataset rows with `row_id` and `prompt`.
         settings: how to generate.
         judge: decides which response is better; None for no win rate.
@@ -97,7 +97,9 @@ class GenerationEvaluation:
                 )
 
     def _generate(self, model, prompts: list, temperature: float, progress: str | None) -> list[Generation]:
-        settings = self.settings
+        settings, accelerator = self.settings, self.trainer.accelerator
+        # Ranks that divide the prompts draw apart; under FSDP all do the same work and must draw alike.
+        rank = 0 if self.trainer.is_fsdp_enabled else accelerator.process_index
 
         def generate(own_prompts: list) -> list[Generation]:
             return generate_responses(
@@ -108,11 +110,11 @@ class GenerationEvaluation:
                 max_prompt_tokens=settings.max_prompt_tokens,
                 temperature=temperature,
                 batch_size=settings.batch_size,
-                seed=settings.seed,
+                seed=settings.seed + rank,
                 progress=self._on_main(progress),
             )
 
-        return map_over_ranks(generate, prompts, self.trainer.accelerator)
+        return map_over_ranks(generate, prompts, accelerator)
 
     def _score(self, model, generations: list[Generation], progress: str | None) -> list:
         rows = [(generation.prompt_ids, generation.response_ids) for generation in generations]

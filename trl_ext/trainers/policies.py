@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
@@ -14,12 +14,35 @@ from trl.trainer.utils import use_adapter
 @contextmanager
 def trained_policy(trainer) -> Iterator:
     """The policy under training, unwrapped, with its parameters gathered where an engine has sharded them."""
-    with unwrap_model_for_generation(
-        trainer.model_wrapped,
-        trainer.accelerator,
-        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
-    ) as model:
+    with (
+        unwrap_model_for_generation(
+            trainer.model_wrapped,
+            trainer.accelerator,
+            gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+        ) as model,
+        trainer.accelerator.autocast(),
+    ):
         yield model
+
+
+def remember_base(trainer) -> None:
+    """Keep what `base_policy` will need; call it before training.
+
+    With an adapter, or with a reference model that stays as it is, nothing is kept. Otherwise the initial weights are
+    copied to the CPU's memory, once.
+
+    Raises:
+        ValueError: the weights will be sharded by FSDP, where they cannot be exchanged in place.
+    """
+    if isinstance(trainer.model, PeftModel) or _fixed_reference(trainer) is not None:
+        return
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            "under FSDP, full fine-tuning that keeps no reference model cannot be compared with its base: train an "
+            "adapter, or leave out precompute_ref_log_probs and sync_ref_model"
+        )
+    with trained_policy(trainer) as model:
+        trainer.base_weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
 
 
 @contextmanager
@@ -27,27 +50,44 @@ def base_policy(trainer) -> Iterator:
     """The model that training began from.
 
     With an adapter, the policy with its adapter switched off (or its frozen copy switched on); else the trainer's
-    reference model; and where it keeps none, the base loaded anew for the while.
+    reference model; and where it keeps none, the policy with the weights that `remember_base` kept.
+
+    Raises:
+        ValueError: the base is needed and was not remembered.
     """
+    reference = _fixed_reference(trainer)
+    if reference is not None:
+        with unwrap_model_for_generation(reference, trainer.accelerator) as model, trainer.accelerator.autocast():
+            yield model
+        return
     with trained_policy(trainer) as policy:
         if isinstance(policy, PeftModel):
             with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                 yield policy
-            return
-    # A synchronised reference follows the policy and is no longer the base.
-    if trainer.ref_model is not None and not trainer.args.sync_ref_model:
-        with unwrap_model_for_generation(trainer.ref_model, trainer.accelerator) as model:
-            yield model
-        return
-    path = trainer.model.config._name_or_path
-    if not path:
-        raise ValueError(
-            "the base model is not known any more: the trainer keeps no reference, and the policy was not loaded "
-            "from a path; pass the trainer a model by name, or a ref_model"
-        )
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=trainer.model.dtype,
-        trust_remote_code=trainer.args.trust_remote_code,
-    )
-    yield model.to(trainer.accelerator.device).eval()
+        else:
+            if getattr(trainer, "base_weights", None) is None:
+                raise ValueError("the base is not known: call remember_base(trainer) before training")
+            with _weights(policy, trainer.base_weights):
+                yield policy
+
+
+def _fixed_reference(trainer):
+    """The trainer's reference model, unless it follows the policy."""
+    return None if trainer.args.sync_ref_model else trainer.ref_model
+
+
+@contextmanager
+def _weights(model, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Exchange the model's weights for the while, in place."""
+    own = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
+    _load(model, weights)
+    try:
+        yield
+    finally:
+        _load(model, own)
+
+
+@torch.no_grad()
+def _load(model, weights: dict[str, torch.Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        weight.copy_(weights[name])

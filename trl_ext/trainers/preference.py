@@ -7,6 +7,7 @@ accumulation window before it is trained on, which is what exact normalisation a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,10 @@ class PreferenceTrainer(TRLDPOTrainer):
     A batch-coupled loss (`aot`, `aot_paired`) with `aot_scope="global"` is evaluated on the whole optimizer batch.
     With accumulated micro-batches that costs a second forward pass of the policy, without gradients; with one
     micro-batch per step nothing but exchanging a few numbers per pair. Extra memory is a few numbers per pair.
+    Held-out losses of such a loss, and of a normalised weighting, are of each evaluation batch by itself.
+
+    The logged `rewards/*` are TRL's: beta times the log-ratio of summed log-probabilities to the reference (to
+    nothing, for a reference-free loss), whatever the loss itself compares. Held-out ones are means of batch means.
 
     Raises:
         TypeError: `args` is not a `PreferenceConfig`.
@@ -115,7 +120,8 @@ class PreferenceTrainer(TRLDPOTrainer):
                     f"it has {', '.join(have)}"
                 )
             for column in self.columns:
-                _number(next(iter(dataset)), column)
+                for row in itertools.islice(dataset, 1):
+                    _number(row, column)
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
@@ -186,7 +192,7 @@ class PreferenceTrainer(TRLDPOTrainer):
     def _raw_weights(self, batch: dict) -> Tensor:
         """Weights to be normalised, which depend on dataset columns alone. [n]."""
         blank = torch.zeros(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
-        return self.objective.raw_weights(PreferenceScores(blank, blank, columns=batch["columns"]))
+        return self.objective.raw_weights(PreferenceScores(blank, blank, columns=batch.get("columns", {})))
 
     # ---- Seam two: from log-probabilities to the loss ----
 
@@ -242,7 +248,9 @@ class PreferenceTrainer(TRLDPOTrainer):
         if all(key in inputs for key in _REFERENCE_KEYS):
             return tuple(inputs[key] for key in _REFERENCE_KEYS)
         if self.objective.needs_reference:
-            return self.compute_ref_log_probs(self.ref_model or self.model, inputs)
+            # Not `or`: a compiled model has no truth value.
+            model = self.model if self.ref_model is None else self.ref_model
+            return self.compute_ref_log_probs(model, inputs)
         zeros = torch.zeros(len(inputs["input_ids"]) // 2, device=inputs["input_ids"].device)
         return zeros, zeros
 

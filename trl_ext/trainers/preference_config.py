@@ -19,6 +19,10 @@ _NOT_CARRIED = {
     "ld_alpha": (None, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for LD-DPO"),
     "use_weighting": (False, "use `weighting=['wpo']`, which composes with every loss"),
     "f_divergence_type": ("reverse_kl", "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO"),
+    "f_alpha_divergence_coef": (0.5, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO"),
+    "discopop_tau": (0.05, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for DiscoPOP"),
+    "truncation_mode": ("keep_start", "prompts keep their end and responses their start"),
+    "padding_free": (False, "TRL has it switched off at present"),
     "max_length": (None, "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately"),
 }
 
@@ -140,7 +144,9 @@ class PreferenceConfig(TRLDPOConfig):
 
     def _refuse_what_is_not_carried(self) -> None:
         for name, (neutral, instead) in _NOT_CARRIED.items():
-            if getattr(self, name) != neutral:
+            given = getattr(self, name)
+            # TRL takes one loss type as text, too.
+            if given != neutral and [given] != neutral:
                 raise ValueError(f"{name} is not used by {type(self).__name__}: {instead}")
         if self._method is not None and self.loss != self._method:
             raise ValueError(
