@@ -6,7 +6,7 @@ STAMP := .venv/installed
 .PHONY: demo test lint clean
 
 demo: $(STAMP)
-	@if [ -e runs/aot-toy/results.json ] || [ -e runs/aot-toy/config.yaml ]; then \
+	@if [ -e runs/aot-toy ]; then \
 		kept=runs/aot-toy-$$(date +%Y%m%d-%H%M%S); mv runs/aot-toy $$kept; echo "the earlier run is kept as $$kept"; fi
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/aot.py
 

@@ -20,7 +20,7 @@ from trl_ext.registry import nearest
 from trl_ext.trainers.defaults import is_main_process
 
 RECIPES = Path(__file__).resolve().parent
-# What a run writes into its folder, beside checkpoints; what a new run there would overwrite.
+# What a run writes into its folder, beside checkpoints.
 RESULT_FILES = ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "report.png")
 
 
@@ -29,11 +29,11 @@ def one_line_errors() -> Iterator[None]:
     """End the program with one line for what a user can mend; the traceback shows with TRL_EXT_TRACEBACK=1."""
     try:
         yield
-    except (ValueError, FileNotFoundError, FileExistsError, ImportError, TypeError) as error:
+    except (ValueError, OSError, ImportError, TypeError, SyntaxError) as error:
         if os.environ.get("TRL_EXT_TRACEBACK"):
             raise
         if is_main_process():
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -44,7 +44,7 @@ def parse_arguments(
 
     Args:
         dataclass_types: their fields become flags and keys.
-        default_config: used without `--config`, unless `--dataset_name` names another benchmark than toy.
+        default_config: used without `--config` for the embedded model, whatever it is trained on.
         description: for `--help`.
 
     Raises:
@@ -61,10 +61,11 @@ def parse_arguments(
     arguments = [part for argument in sys.argv[1:] for part in _split_flag(argument)]
     given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
     config_path = _config_path(arguments)
-    if config_path is None and default_config is not None and _dataset_name(arguments) == "toy":
-        config_path = default_config
+    if config_path is None and default_config is not None:
+        embedded = _value_of("model_name_or_path", arguments, default="toy") == "toy"
+        config_path = default_config if embedded else None
         if is_main_process():
-            print(f"configuration: {_relative(default_config)}")
+            print(f"configuration: {os.path.relpath(default_config) if embedded else 'none but defaults and flags'}")
     if config_path is not None:
         parser.set_defaults_with_config(**_read_config(config_path, flags))
     unknown = sorted(name for name in given if name not in flags)
@@ -78,7 +79,11 @@ def parse_arguments(
 
 
 class _Parser(TrlParser):
-    """Raises what argparse would print below hundreds of lines of usage."""
+    """Raises what argparse would print below hundreds of lines of usage, and takes -1e-3 for the number it is."""
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
 
     def error(self, message: str):
         raise ValueError(message)
@@ -91,11 +96,11 @@ def _split_flag(argument: str) -> list[str]:
     return [argument]
 
 
-def _dataset_name(arguments: list[str]) -> str:
-    """The last `--dataset_name` on the command line, or the default."""
+def _value_of(name: str, arguments: list[str], *, default: str) -> str:
+    """What the last `--name` on the command line is given, or the default."""
     flags = [argument.replace("-", "_") for argument in arguments]
-    positions = [index for index, flag in enumerate(flags[:-1]) if flag == "__dataset_name"]
-    return arguments[positions[-1] + 1] if positions else "toy"
+    positions = [index for index, flag in enumerate(flags[:-1]) if flag == f"__{name}"]
+    return arguments[positions[-1] + 1] if positions else default
 
 
 def _config_path(arguments: list[str]) -> Path | None:
@@ -116,7 +121,8 @@ def _read_config(path: Path, flags: dict[str, Any]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{path} must hold `key: value` lines, and holds {type(config).__name__}")
+        found = "is empty" if config is None else f"holds a {type(config).__name__}"
+        raise ValueError(f"{path} must hold `key: value` lines, and {found}")
     values = {}
     for key, value in config.items():
         if key not in flags or key != flags[key].dest or key in ("config", "help"):
@@ -134,18 +140,16 @@ def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
     # `report_to` is one value to the parser, and takes several.
     if key == "report_to" and isinstance(value, list):
         return value
-    if isinstance(value, list) != takes_list:
-        raise ValueError(f"{path}: {key} takes {'a list' if takes_list else 'one value'}, got {value!r}")
+    if takes_list and not isinstance(value, list):
+        value = [value]
+    if isinstance(value, list) and not takes_list:
+        raise ValueError(f"{path}: {key} takes one value, got {value!r}")
     try:
         if takes_list:
             return [action.type(str(item)) if action.type else item for item in value]
         return action.type(str(value)) if action.type else value
     except Exception as error:
         raise ValueError(f"{path}: {key} does not take {value!r}: {error}") from error
-
-
-def _relative(path: Path) -> str:
-    return os.path.relpath(path)
 
 
 # What is of one call and not of the run, and what `loss` and the device settle anew.
@@ -183,6 +187,7 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
 
     Raises:
         FileExistsError: the folder holds an earlier run, and neither flag says what to do with it.
+        OSError: the folder cannot be made or written to.
         FileNotFoundError: there is no checkpoint to resume from.
         ValueError: both flags are given.
     """
@@ -199,7 +204,10 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
         if not complete:
             raise FileNotFoundError(f"{output_dir} has no checkpoint to resume: leave out --resume_from_checkpoint")
         return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
-    earlier = [name for name in RESULT_FILES if (folder / name).exists()]
+    _check_writable(folder)
+    # Arguments alone are of a run that failed before its first step.
+    files = [folder / name for name in RESULT_FILES if name != "config.yaml"]
+    earlier = [path.name for path in files if path.exists() and path.stat().st_size]
     earlier += [path.name for path in sorted(folder.glob("checkpoint-*"))]
     if earlier and not overwrite:
         raise FileExistsError(
@@ -207,6 +215,14 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
             "with --resume_from_checkpoint, or give --overwrite_output_dir"
         )
     return None
+
+
+def _check_writable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output_dir {folder} cannot be written to: no permission in {parent}")
 
 
 def clear_run_folder(output_dir: str) -> None:

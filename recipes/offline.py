@@ -29,7 +29,7 @@ from trl_ext.files import write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback
-from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.defaults import is_main_process, warn_once_per_run
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings, evaluate_pairs
 from trl_ext.trainers.policies import remember_base
 
@@ -79,6 +79,15 @@ def main(
     trainer_class: type[PreferenceTrainer] = PreferenceTrainer,
 ) -> None:
     """Read the arguments, train, evaluate, and write the run folder."""
+    try:
+        _run(config_class, trainer_class)
+    except KeyboardInterrupt:
+        if is_main_process():
+            print("\ninterrupted; the same command with --resume_from_checkpoint goes on from the last checkpoint")
+        raise SystemExit(130) from None
+
+
+def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTrainer]) -> None:
     started = time.time()
     with one_line_errors():
         arguments, model, training = parse_arguments(
@@ -87,7 +96,8 @@ def main(
             description=config_class.__doc__,
         )
         if training.output_dir == "trainer_output":
-            training.output_dir = f"runs/{training.loss.rpartition(':')[2]}-{Path(arguments.dataset_name).stem}"
+            name = Path(arguments.dataset_name).stem
+            training.output_dir = f"runs/{training.loss.rpartition(':')[2]}-{name}"
         checkpoint = open_run_folder(
             training.output_dir,
             overwrite=arguments.overwrite_output_dir,
@@ -146,6 +156,8 @@ def _load_splits(arguments: RecipeArguments):
             f"it has {', '.join(benchmark)}; name one with --train_split"
         )
     splits = {"train": benchmark[arguments.train_split]}
+    if "chosen" not in splits["train"].column_names:
+        raise ValueError(f"the split {arguments.train_split!r} holds prompts and no pairs: name another --train_split")
     for role, name, what in (
         ("eval", arguments.eval_split, "held-out pairs"),
         ("prompts", arguments.prompt_split, "generations"),
@@ -170,14 +182,20 @@ def _build_trainer(trainer_class, arguments, model, training, benchmark) -> Pref
         "dtype": dtype,
         **(training.model_init_kwargs or {}),
     }
-    return trainer_class(
-        model_path,
-        args=training,
-        train_dataset=benchmark["train"],
-        eval_dataset=benchmark.get("eval"),
-        quantization_config=get_quantization_config(model),
-        peft_config=get_peft_config(model),
-    )
+    try:
+        return trainer_class(
+            model_path,
+            args=training,
+            train_dataset=benchmark["train"],
+            eval_dataset=benchmark.get("eval"),
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+        )
+    except OSError as error:
+        raise ValueError(
+            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
+            f"with --model_name_or_path. ({error})"
+        ) from error
 
 
 def _load_finished(trainer, checkpoint: str | None) -> bool:

@@ -67,7 +67,10 @@ def print_results(results: dict[str, Any], generations: list[dict[str, Any]], ou
     for name, base, policy in rows:
         print(f"{name:{width}}  {base:>10}  {policy}")
     _print_samples(_three(generations))
-    names = "results.json, generations.jsonl, metrics.jsonl, config.yaml, report.png"
+    if results["win_rate"] is None and generations:
+        print("\nno win rate: only the embedded benchmark comes with a judge; generations.jsonl holds both responses")
+    files = ("results.json", "generations.jsonl", "metrics.jsonl", "config.yaml", "report.png")
+    names = ", ".join(name for name in files if (Path(output_dir) / name).exists())
     print(
         f"\n{run['total_seconds']:.0f} s in all, {run['training_seconds']:.0f} s of training; in {output_dir}: {names}"
     )
@@ -83,7 +86,8 @@ def _win_rate(results):
         return
     for label, rule in (("win rate, ties as half", "half"), ("win rate, ties dropped", "agreed")):
         interval = win_rate[rule]
-        yield label, "", f"{_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"
+        figure = _interval(interval["rate"], interval["low"], interval["high"]) if interval["n"] else "-"
+        yield label, "", f"{figure}  n {interval['n']}"
 
 
 def _score(results):
@@ -100,7 +104,9 @@ def _preferences(results):
     for key, label in (("summed", "summed log-prob"), ("mean", "mean log-prob"), ("reference_corrected", "log-ratio")):
         base = f"{before[key]['accuracy']:.3f}" if key in before else ""
         own = after[key]
-        yield f"held-out accuracy, {label}", base, _interval(own["accuracy"], own["low"], own["high"])
+        # Where the model has not moved, every log-ratio is a tie, and an accuracy of 0 would mislead.
+        figure = "-" if own["ties"] == after["n"] else _interval(own["accuracy"], own["low"], own["high"])
+        yield f"held-out accuracy, {label}", base, figure
 
 
 def _kl(results):

@@ -39,6 +39,7 @@ class TestPreferenceMetrics:
         assert metrics["summed"]["margin"] == pytest.approx((-1 + 5 + 0) / 3)
         assert metrics["mean"]["margin"] == pytest.approx((1 + 2 + 0) / 3)
         assert metrics["reference_corrected"]["margin"] == pytest.approx((1 + 1 + 3) / 3)
+        assert [metrics[name]["ties"] for name in ("summed", "mean", "reference_corrected")] == [1, 1, 0]
         # Wilson for 3 of 3: n / (n + z^2) = 3 / (3 + 3.841459).
         assert metrics["reference_corrected"]["low"] == pytest.approx(3 / 6.841459, abs=1e-6)
 

@@ -26,6 +26,7 @@ COMMANDS += re.findall(r"`(python -m [^`]*)`", README)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_valid(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
     words = shlex.split(command)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (recipes.REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
@@ -37,10 +38,7 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
     assert words[:2] == ["accelerate", "launch"]
     at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
     _check_launcher(words[2:at])
-    own_loss = next(block for block in blocks("python") if "@preference_loss" in block)
-    (tmp_path / "my_losses.py").write_text(
-        own_loss.partition("config =")[0].replace('"squared_hinge"', '"readme_loss"')
-    )
+    _write_own_loss(tmp_path)
     monkeypatch.chdir(tmp_path)
     arguments = [
         str(recipes.REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]
@@ -48,6 +46,26 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
     script = words[at].removeprefix("recipes/").removesuffix(".py")
     assert (recipes.RECIPES / f"{script}.py").is_file()
     recipes.parse(monkeypatch, script, *arguments)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
+    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
+    _write_own_loss(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(block)
+    _, _, training = recipes.parse(monkeypatch, "preference", "--config", "mine.yaml")
+    assert training.build_objective().describe().startswith("readme_loss (beta 0.5, weighted by confidence")
+
+
+def test_nothing_is_left_to_fill_in():
+    assert not re.search(r"<!--|TODO|TESTTIME|LINES", README)
+
+
+def _write_own_loss(folder) -> None:
+    own_loss = next(block for block in blocks("python") if "@preference_loss" in block)
+    text = own_loss.partition("config =")[0].replace('"squared_hinge"', '"readme_loss"')
+    (folder / "my_losses.py").write_text(text)
 
 
 def _check_launcher(words: list[str]) -> None:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests import recipes
+from trl_ext.registry import preference_losses
 
 # Few and short enough for seconds, over every part of a run.
 SHORT = [
@@ -267,6 +268,19 @@ def test_own_loss_from_a_file(tmp_path, monkeypatch, tiny_model_path):
         ("aot", ["--resume_from_checkpoint", "--output_dir=empty"], ["empty has no checkpoint to resume"]),
         ("aot", ["--max_new_tokens=0"], ["max_new_tokens must be at least 1"]),
         ("aot", ["--train_split=nope"], ["no split 'nope'", "train_prefs"]),
+        ("aot", ["--train_split=test_gen"], ["'test_gen' holds prompts and no pairs"]),
+        ("aot", ["--per_device_train_batch_size=0"], ["per_device_train_batch_size must be at least 1, got 0"]),
+        ("aot", ["--per_device_eval_batch_size=0"], ["per_device_eval_batch_size must be at least 1"]),
+        ("aot", ["--gradient_accumulation_steps=0"], ["gradient_accumulation_steps must be at least 1"]),
+        ("aot", ["--learning_rate=nan"], ["learning_rate must be a number from 0 up, got nan"]),
+        ("aot", ["--learning_rate", "-1e-3"], ["learning_rate must be a number from 0 up, got -0.001"]),
+        ("aot", ["--max_steps=0"], ["max_steps must be at least 1, got 0"]),
+        ("preference", ["--loss=mine.py"], ["'mine.py' is a file", "mine.py:function"]),
+        (
+            "aot",
+            ["--model_name_or_path=nobody/no-model"],
+            ["'nobody/no-model' could not be loaded", "give a copy's folder"],
+        ),
     ],
 )
 def test_wrong_arguments_end_in_one_line(script, arguments, phrases, tmp_path, monkeypatch, capsys):
@@ -287,9 +301,8 @@ def test_wrong_arguments_end_in_one_line(script, arguments, phrases, tmp_path, m
         ("lerning_rate: 1.0e-4", ["unknown key 'lerning_rate'; did you mean 'learning_rate'?"]),
         ("learning_rate: fast", ["learning_rate does not take 'fast'"]),
         ("beta: [0.1, 0.2]", ["beta takes one value"]),
-        ("lora_target_modules: q_proj", ["lora_target_modules takes a list"]),
         ("bf16: maybe", ["bf16 does not take 'maybe'"]),
-        ("", ["must hold `key: value` lines"]),
+        ("", ["must hold `key: value` lines, and is empty"]),
         ("a: [", ["is not valid YAML"]),
         ("no_disable_dropout: true", ["unknown key 'no_disable_dropout'"]),
     ],
@@ -329,6 +342,46 @@ def test_secrets_are_not_written(monkeypatch):
     written = yaml.safe_load(text)
     assert written["pad_token"] == "<|endoftext|>"
     assert written["model_init_kwargs"] == {"deep": {}, "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("body", "phrases"),
+    [
+        ("return torch.relu(1 - beta * scores.margn)", ["fails on four made-up pairs", "no attribute 'margn'"]),
+        ("return scores.margin * float('nan')", ["returns [nan, nan, nan, nan] for made-up pairs"]),
+        ("return scores.margin.mean()", ["one value per pair"]),
+        ("return 1 -", ["invalid syntax", "mine.py, line"]),
+    ],
+)
+def test_faulty_own_loss_ends_in_one_line(body, phrases, tmp_path, monkeypatch, capsys):
+    source = "import torch\nfrom trl_ext import preference_loss\n\n@preference_loss('faulty_of_a_test')\n"
+    (tmp_path / "mine.py").write_text(source + f"def faulty(scores, *, beta):\n    {body}\n")
+    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, "preference", "--loss=mine.py:faulty")
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    for phrase in phrases:
+        assert phrase in message
+
+
+def test_output_dir_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "aot", f"--output_dir={tmp_path / 'taken'}")
+    assert "is a file: name a folder" in capsys.readouterr().err
+
+
+def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch):
+    """Only arguments are there: no earlier run to lose."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import common
+
+    (tmp_path / "config.yaml").write_text("beta: 1\n")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert common.open_run_folder(str(tmp_path), overwrite=False, resume_from_checkpoint=None) is None
 
 
 def test_flags_override_the_configuration(monkeypatch, tmp_path):

@@ -120,6 +120,8 @@ class Registry(Generic[EntryType]):
         self._entries[entry.name] = entry
 
     def __getitem__(self, name: str) -> EntryType:
+        if name.endswith(".py"):
+            raise ValueError(f"{name!r} is a file: name the {self.kind} in it, as {name}:function")
         if name not in self._entries:
             raise ValueError(
                 f"unknown {self.kind} {name!r}{nearest(name, list(self))} Known: {', '.join(sorted(self))}; "

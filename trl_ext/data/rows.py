@@ -144,7 +144,7 @@ def _describe(split: RawSplit, problems: list[Problem]) -> str:
     if hidden:
         shown.append(f"and {hidden} more")
     count = f"{len(problems)} bad row" + "s" * (len(problems) > 1)
-    return f"{split.source}: {count}: {'; '.join(shown)} (fix the data, or drop such rows with skip_bad_rows=True)"
+    return f"{split.source}: {count}: {'; '.join(shown)} (fix the data, or drop such rows with skip_bad_rows)"
 
 
 def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[str, ...]) -> datasets.Dataset:

@@ -22,7 +22,7 @@ def preference_metrics(scores: PreferenceScores) -> dict[str, Any]:
     Returns:
         `n`, and for each of `summed` (log-probability of the response), `mean` (of a token) and, with a reference,
         `reference_corrected` (log-ratio to the reference): `accuracy` with its Wilson 95% interval `low` and `high`,
-        and `margin`, the mean difference chosen minus rejected, in nats. A tie counts as wrong.
+        `margin`, the mean difference chosen minus rejected, in nats, and the number of `ties`, which count as wrong.
 
     Raises:
         ValueError: there are no pairs.
@@ -40,7 +40,13 @@ def preference_metrics(scores: PreferenceScores) -> dict[str, Any]:
     for name, margin in margins.items():
         correct = int((margin > 0).sum())
         low, high = wilson_interval(correct, size)
-        metrics[name] = {"accuracy": correct / size, "low": low, "high": high, "margin": float(margin.mean())}
+        metrics[name] = {
+            "accuracy": correct / size,
+            "low": low,
+            "high": high,
+            "margin": float(margin.mean()),
+            "ties": int((margin == 0).sum()),
+        }
     return metrics
 
 

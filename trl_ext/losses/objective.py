@@ -163,6 +163,14 @@ class PreferenceObjective:
                 f"the preference loss {self.loss.name!r} reads the column {error.args[0]!r}: "
                 f"register it with columns=({error.args[0]!r},), or name the column in loss_columns"
             ) from error
+        except ValueError:
+            raise
+        except Exception as error:
+            raise ValueError(
+                f"the preference loss {self.loss.name!r} fails on four made-up pairs: {type(error).__name__}: {error}"
+            ) from error
+        if not bool(losses.isfinite().all()):
+            raise ValueError(f"the preference loss {self.loss.name!r} returns {losses.tolist()} for made-up pairs")
         self._check_normalised_weights()
         if not losses.requires_grad:
             raise ValueError(

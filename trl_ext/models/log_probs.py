@@ -82,7 +82,7 @@ def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> li
     results = []
     for row, response in enumerate(responses):
         # Row by row: the whole batch of logits in float32 would be the largest tensor of all.
-        first = kept - len(response)
-        targets = input_ids[row, width - len(response) :]
-        results.append(selective_log_softmax(logits[row, first:].float(), targets).cpu())
+        own_logits = logits[row : row + 1, kept - len(response) :].float()
+        targets = input_ids[row : row + 1, width - len(response) :]
+        results.append(selective_log_softmax(own_logits, targets)[0].cpu())
     return results

@@ -21,6 +21,7 @@ from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
+from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.preference_config import PreferenceConfig
 from trl_ext.trainers.window import Window, coupled_shares
 
@@ -137,8 +138,26 @@ class PreferenceTrainer(TRLDPOTrainer):
             segments = truncate_pair(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"], **limits)
             return dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), segments, strict=True))
 
+        if isinstance(dataset, Dataset):
+            self._say_what_is_cut(dataset, dataset_name, args)
         described = {"desc": f"Truncating {dataset_name} dataset"} if isinstance(dataset, Dataset) else {}
         return dataset.map(truncate, **described)
+
+    @staticmethod
+    def _say_what_is_cut(dataset: Dataset, dataset_name: str, args: PreferenceConfig) -> None:
+        """One line that counts what the limits cut, since a cut response loses the token that ends it."""
+        for columns, limit in (
+            (("prompt_ids",), "max_prompt_tokens"),
+            (("chosen_ids", "rejected_ids"), "max_response_tokens"),
+        ):
+            most = getattr(args, limit)
+            cut = sum(len(ids) > most for column in columns for ids in dataset[column]) if most else 0
+            if cut:
+                total = len(columns) * len(dataset)
+                what = columns[0].removesuffix("_ids") + "s" if len(columns) == 1 else "responses"
+                warn_once_per_run(
+                    f"{dataset_name}: {cut} of {total} {what} are longer than {limit} {most} and are cut"
+                )
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:

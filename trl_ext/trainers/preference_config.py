@@ -159,6 +159,13 @@ class PreferenceConfig(TRLDPOConfig):
             limit = getattr(self, name)
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1, got {limit}; leave it None for no limit")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise ValueError(f"learning_rate must be a number from 0 up, got {self.learning_rate}")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}; -1 trains num_train_epochs")
 
 
 def _parse_json(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
