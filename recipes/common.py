@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -215,6 +216,23 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
             "with --resume_from_checkpoint, or give --overwrite_output_dir"
         )
     return None
+
+
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Fail before the model loads, rather than after, where a tracker cannot be used.
+
+    Raises:
+        ValueError: its package is missing, or wandb would ask for a login.
+    """
+    for tracker in report_to:
+        if tracker in ("wandb", "trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
+            raise ValueError(f"--report_to {tracker} needs its package: pip install {tracker}")
+    online = os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
+    if "wandb" in report_to and online and not os.environ.get("WANDB_API_KEY") and is_main_process():
+        import wandb
+
+        if not wandb.login(prompt=False):
+            raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
 
 
 def _check_writable(folder: Path) -> None:

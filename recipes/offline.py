@@ -13,6 +13,7 @@ from pathlib import Path
 
 from common import (
     RECIPES,
+    check_trackers,
     clear_run_folder,
     config_text,
     one_line_errors,
@@ -103,6 +104,7 @@ def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTra
             overwrite=arguments.overwrite_output_dir,
             resume_from_checkpoint=training.resume_from_checkpoint,
         )
+        check_trackers(training.report_to)
         benchmark = _load_splits(arguments)
         resolved = config_text(arguments, model, training)
         trainer = _build_trainer(trainer_class, arguments, model, training, benchmark)

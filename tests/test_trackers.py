@@ -43,6 +43,18 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert [event.step for event in events.Scalars("train/kl")] == [0, 2, 4]
 
 
+def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, capsys):
+    """It would otherwise end in the middle of the start, after the model and the data were prepared."""
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, "dpo", "--report_to=wandb", f"--output_dir={tmp_path / 'run'}")
+    assert stopped.value.code == 2
+    assert "run `wandb login`, or set WANDB_MODE=offline" in capsys.readouterr().err
+
+
 def test_nothing_is_reported_unless_asked(monkeypatch):
     _, _, training = recipes.parse(monkeypatch, "aot")
     assert training.report_to == []
