@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from tests import recipes
+from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import preference_losses
 
 README = (recipes.REPOSITORY / "README.md").read_text(encoding="utf-8")

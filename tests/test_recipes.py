@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests import recipes
+from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import preference_losses
 
 # Few and short enough for seconds, over every part of a run.
