@@ -72,7 +72,7 @@ def parse_arguments(
     unknown = sorted(name for name in given if name not in flags)
     if unknown:
         raise ValueError(f"unknown flag --{unknown[0]}{nearest(unknown[0], list(flags))}")
-    *instances, rest = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    *instances, rest = parser.parse_args_into_dataclasses(args=sys.argv[1:], return_remaining_strings=True)
     if rest:
         raise ValueError(f"unexpected {rest[0]!r} on the command line: values follow a --flag")
     # The last is the namespace that holds --config.
@@ -163,7 +163,9 @@ def config_text(*instances: Any) -> str:
     for instance in instances:
         for field in dataclasses.fields(instance):
             value = getattr(instance, field.name)
-            if field.init and value is not None and field.name not in _NOT_OF_THE_RUN:
+            # An empty value says something where it is not the default.
+            told = value is not None or field.default not in (None, dataclasses.MISSING)
+            if field.init and told and field.name not in _NOT_OF_THE_RUN:
                 values[field.name] = value
     values["report_to"] = values.get("report_to") or "none"
     plain = _without_secrets(json.loads(json.dumps(values, default=_plain)))
@@ -177,9 +179,12 @@ def _plain(value: Any) -> Any:
 
 def _without_secrets(value: Any) -> Any:
     """Leave out keys that hold credentials, at any depth; `pad_token` and the like are none."""
+    if isinstance(value, list):
+        return [_without_secrets(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    secret = re.compile(r"^(hub_|push_to_hub_|auth_|use_auth_)?token$|api_key|password|secret", re.IGNORECASE)
+    credential = r"^token$|(^|_)(hf|hub|auth|access)_?token$|api_?key|authorization|password|secret"
+    secret = re.compile(credential, re.IGNORECASE)
     return {key: _without_secrets(entry) for key, entry in value.items() if not secret.search(key)}
 
 
@@ -195,13 +200,14 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
     folder = Path(output_dir)
     if overwrite and resume_from_checkpoint:
         raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
-    if resume_from_checkpoint:
+    if resume_from_checkpoint and resume_from_checkpoint.lower() != "false":
         if resume_from_checkpoint.lower() not in ("last", "true"):
             if not (Path(resume_from_checkpoint) / "trainer_state.json").is_file():
                 raise FileNotFoundError(f"{resume_from_checkpoint!r} is no checkpoint: it has no trainer_state.json")
             return resume_from_checkpoint
         # The state is written last: a checkpoint without it was interrupted.
         complete = [path.parent for path in folder.glob("checkpoint-*/trainer_state.json")]
+        complete = [path for path in complete if path.name.rpartition("-")[2].isdigit()]
         if not complete:
             raise FileNotFoundError(f"{output_dir} has no checkpoint to resume: leave out --resume_from_checkpoint")
         return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
@@ -227,11 +233,11 @@ def check_trackers(report_to: Sequence[str]) -> None:
     for tracker in report_to:
         if tracker in ("wandb", "trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
             raise ValueError(f"--report_to {tracker} needs its package: pip install {tracker}")
-    online = os.environ.get("WANDB_MODE", "online") not in ("offline", "disabled", "dryrun")
-    if "wandb" in report_to and online and not os.environ.get("WANDB_API_KEY") and is_main_process():
+    if "wandb" in report_to and not os.environ.get("WANDB_API_KEY") and is_main_process():
         import wandb
 
-        if not wandb.login(prompt=False):
+        online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
+        if online and not wandb.login(prompt=False):
             raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
 
 
@@ -246,7 +252,8 @@ def _check_writable(folder: Path) -> None:
 def clear_run_folder(output_dir: str) -> None:
     """Remove what an earlier run left, so that no file of it passes for the new one's."""
     folder = Path(output_dir)
-    for name in RESULT_FILES:
-        (folder / name).unlink(missing_ok=True)
+    model_files = ("adapter_*", "model*.safetensors*", "config.json", "generation_config.json", "training_args.bin")
+    for path in [*(folder / name for name in RESULT_FILES), *(p for name in model_files for p in folder.glob(name))]:
+        path.unlink(missing_ok=True)
     for path in [*folder.glob("checkpoint-*"), folder / "samples"]:
         shutil.rmtree(path, ignore_errors=True)

@@ -84,7 +84,10 @@ def main(
         _run(config_class, trainer_class)
     except KeyboardInterrupt:
         if is_main_process():
-            print("\ninterrupted; the same command with --resume_from_checkpoint goes on from the last checkpoint")
+            print(
+                "\ninterrupted; once there is a checkpoint in the output folder, the same command goes on from it "
+                "with --resume_from_checkpoint (and without --overwrite_output_dir)"
+            )
         raise SystemExit(130) from None
 
 
@@ -208,7 +211,11 @@ def _load_finished(trainer, checkpoint: str | None) -> bool:
     if state.global_step < trainer.args.max_steps:
         return False
     trainer._load_from_checkpoint(checkpoint)
+    state.is_world_process_zero = trainer.is_world_process_zero()
+    state.is_local_process_zero = trainer.is_local_process_zero()
     trainer.state = state
+    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
+        trainer._load_best_model()
     return True
 
 

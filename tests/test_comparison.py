@@ -186,6 +186,21 @@ class TestBasePolicy:
         after = parameters(trainer)
         assert all(torch.equal(before[name], after[name]) for name in before)
 
+    @pytest.mark.parametrize("spec", [{"trainer": "SimPOTrainer"}, {"trainer": "DPOTrainer", "lora": True}])
+    def test_compiled(self, spec, tiny_model_path, tmp_path):
+        from tests.train_once import build
+        from trl_ext.trainers.policies import base_policy, remember_base
+
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        trainer = build({**spec, "model": tiny_model_path, "args": compiled}, str(tmp_path))
+        remember_base(trainer)
+        ids = torch.arange(3, 40).unsqueeze(0)
+        with base_policy(trainer) as base:
+            before = base.eval()(input_ids=ids).logits.detach()
+        trainer.train()
+        with base_policy(trainer) as base:
+            assert torch.equal(base.eval()(input_ids=ids).logits, before)
+
     def test_not_remembered_is_an_error(self, tiny_model_path, tmp_path):
         from tests.train_once import train
         from trl_ext.trainers.policies import base_policy

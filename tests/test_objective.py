@@ -151,7 +151,7 @@ class TestRefusals:
         [
             (lambda losses: losses.mean(), r"\[\]"),
             (lambda losses: losses.sum(dim=0, keepdim=True), r"\[1\]"),
-            (lambda losses: losses[:, None], r"\[4, 1\]"),
+            (lambda losses: losses[:, None], r"\[8, 1\]"),
         ],
     )
     def test_a_loss_must_not_reduce(self, reduce, shape):
@@ -160,7 +160,7 @@ class TestRefusals:
             return reduce(-beta * scores.margin)
 
         with pytest.raises(
-            ValueError, match=f"'reduced' returned shape {shape} for 4 pairs; it must return one value"
+            ValueError, match=f"'reduced' returned shape {shape} for 8 pairs; it must return one value"
         ):
             PreferenceObjective("reduced")
 
@@ -300,6 +300,24 @@ class TestNormalisedWeightings:
 
         with pytest.raises(ValueError, match=r"may read scores\.columns only"):
             PreferenceObjective("dpo", weightings=["by_score"])
+
+    def test_one_that_compares_scores_is_refused(self):
+        """A comparison is finite whatever is compared, so that no NaN would show it."""
+
+        @preference_weighting("by_order", normalize=True)
+        def by_order(scores):
+            return torch.where(scores.chosen > scores.rejected, 2.0, 1.0)
+
+        with pytest.raises(ValueError, match=r"may read scores\.columns only"):
+            PreferenceObjective("dpo", weightings=["by_order"])
+
+    def test_a_loss_that_standardises_a_column_is_accepted(self):
+        @preference_loss("standardised", columns=("strength",))
+        def standardised(scores, *, beta):
+            strength = scores.columns["strength"]
+            return -beta * scores.margin * (strength - strength.mean()) / strength.std()
+
+        assert PreferenceObjective("standardised").columns == ("strength",)
 
     def test_one_without_a_column_is_constant(self):
         @preference_weighting("flat", normalize=True)

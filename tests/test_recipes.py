@@ -333,7 +333,7 @@ def test_secrets_are_not_written(monkeypatch):
         monkeypatch,
         "aot",
         "--hub_token=hf_secret",
-        '--model_init_kwargs={"token": "hf_secret", "deep": {"api_key": "hf_secret"}, "use_cache": false}',
+        '--model_init_kwargs={"token": "hf_secret", "deep": [{"api_key": "hf_secret"}], "use_cache": false}',
         "--pad_token=<|endoftext|>",
     )
     import common
@@ -342,14 +342,36 @@ def test_secrets_are_not_written(monkeypatch):
     assert "hf_secret" not in text
     written = yaml.safe_load(text)
     assert written["pad_token"] == "<|endoftext|>"
-    assert written["model_init_kwargs"] == {"deep": {}, "use_cache": False}
+    assert written["model_init_kwargs"] == {"deep": [{}], "use_cache": False}
+
+
+def test_no_limit_is_written_as_such(monkeypatch, tmp_path):
+    """An explicit null must not come back as the default of 512."""
+    (tmp_path / "one.yaml").write_text("max_prompt_tokens: null\nmax_response_tokens: 9\n")
+    parsed = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "one.yaml"))
+    import common
+
+    (tmp_path / "two.yaml").write_text(common.config_text(*parsed))
+    _, _, again = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "two.yaml"))
+    assert (again.max_prompt_tokens, again.max_response_tokens) == (None, 9)
+
+
+def test_overwriting_leaves_no_other_model_behind(tmp_path, monkeypatch):
+    """An adapter beside a whole model would be loaded on top of it."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import common
+
+    for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors", "results.json", "mine.txt"):
+        (tmp_path / name).write_text("x")
+    common.clear_run_folder(str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
 @pytest.mark.parametrize(
     ("body", "phrases"),
     [
-        ("return torch.relu(1 - beta * scores.margn)", ["fails on four made-up pairs", "no attribute 'margn'"]),
-        ("return scores.margin * float('nan')", ["returns [nan, nan, nan, nan] for made-up pairs"]),
+        ("return torch.relu(1 - beta * scores.margn)", ["fails on 8 made-up pairs", "no attribute 'margn'"]),
+        ("return scores.margin * float('nan')", ["returns [nan, nan", "for made-up pairs"]),
         ("return scores.margin.mean()", ["one value per pair"]),
         ("return 1 -", ["invalid syntax", "mine.py, line"]),
     ],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -43,16 +45,15 @@ def test_tensorboard(tmp_path, monkeypatch):
     assert [event.step for event in events.Scalars("train/kl")] == [0, 2, 4]
 
 
-def test_wandb_without_a_login_is_one_line(tmp_path, monkeypatch, capsys):
+def test_wandb_without_a_login_is_one_line(tmp_path):
     """It would otherwise end in the middle of the start, after the model and the data were prepared."""
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    with pytest.raises(SystemExit) as stopped:
-        recipes.run(monkeypatch, "dpo", "--report_to=wandb", f"--output_dir={tmp_path / 'run'}")
-    assert stopped.value.code == 2
-    assert "run `wandb login`, or set WANDB_MODE=offline" in capsys.readouterr().err
+    environment = {name: value for name, value in recipes.environment().items() if not name.startswith("WANDB")}
+    environment |= {"HOME": str(tmp_path), "NETRC": str(tmp_path / "netrc"), "RANK": "0"}
+    arguments = ["--report_to=wandb", f"--output_dir={tmp_path / 'run'}"]
+    command = [sys.executable, str(recipes.RECIPES / "dpo.py"), *arguments]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "error: --report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline" in done.stderr
 
 
 def test_nothing_is_reported_unless_asked(monkeypatch):

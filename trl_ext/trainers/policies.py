@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from peft import PeftModel
+from accelerate.utils import is_peft_model
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
 
@@ -22,24 +22,25 @@ def trained_policy(trainer) -> Iterator:
         ) as model,
         trainer.accelerator.autocast(),
     ):
-        yield model
+        # What torch.compile wraps has the names and the type that are asked for.
+        yield getattr(model, "_orig_mod", model)
 
 
 def remember_base(trainer) -> None:
     """Keep what `base_policy` will need; call it before training.
 
-    With an adapter, or with a reference model that stays as it is, nothing is kept. Otherwise the initial weights are
-    copied to the CPU's memory, once.
+    With an adapter, or with a reference model that stays as it is, nothing is kept. Otherwise every process copies the
+    initial weights to the CPU's memory, and the trained ones beside them while `base_policy` is in use.
 
     Raises:
         ValueError: the weights will be sharded by FSDP, where they cannot be exchanged in place.
     """
-    if isinstance(trainer.model, PeftModel) or _fixed_reference(trainer) is not None:
+    if is_peft_model(trainer.model) or _fixed_reference(trainer) is not None:
         return
     if trainer.is_fsdp_enabled:
         raise ValueError(
             "under FSDP, full fine-tuning that keeps no reference model cannot be compared with its base: train an "
-            "adapter, or leave out precompute_ref_log_probs and sync_ref_model"
+            "adapter, leave out precompute_ref_log_probs and sync_ref_model, or train without held-out splits"
         )
     with trained_policy(trainer) as model:
         trainer.base_weights = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
@@ -61,7 +62,7 @@ def base_policy(trainer) -> Iterator:
             yield model
         return
     with trained_policy(trainer) as policy:
-        if isinstance(policy, PeftModel):
+        if is_peft_model(policy):
             with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                 yield policy
         else:
@@ -80,8 +81,8 @@ def _fixed_reference(trainer):
 def _weights(model, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Exchange the model's weights for the while, in place."""
     own = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
-    _load(model, weights)
     try:
+        _load(model, weights)
         yield
     finally:
         _load(model, own)
@@ -91,3 +92,5 @@ def _weights(model, weights: dict[str, torch.Tensor]) -> Iterator[None]:
 def _load(model, weights: dict[str, torch.Tensor]) -> None:
     for name, weight in model.named_parameters():
         weight.copy_(weights[name])
+    # An autocast that is already open may hold copies of the weights that were there.
+    torch.clear_autocast_cache()
