@@ -51,5 +51,5 @@ def launch_command(script: str, *arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """The environment without what this test session put in, so that a run is as a user's."""
+    """The environment of this process, without the hub."""
     return {**os.environ, "HF_HUB_OFFLINE": "1"}
