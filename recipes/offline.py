@@ -176,6 +176,12 @@ def _load_splits(arguments: RecipeArguments):
 
 def _build_trainer(trainer_class, arguments, model, training, benchmark) -> PreferenceTrainer:
     model_path = resolve_model_path(model.model_name_or_path)
+    output, source = Path(training.output_dir).resolve(), Path(model_path).resolve()
+    if source.is_dir() and output in (source, source.parent):
+        raise ValueError(
+            f"the model to train, {model.model_name_or_path}, lies in --output_dir {training.output_dir}, where the "
+            "run would replace it: choose another --output_dir"
+        )
     dtype = model.dtype
     if training.use_cpu and not training.bf16 and dtype not in (None, "float32"):
         warn_once_per_run(f"dtype {dtype} was asked for: the weights are loaded in float32, which this CPU trains in")

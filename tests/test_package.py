@@ -106,6 +106,21 @@ def test_imports_point_down():
                 assert level[parts[1]] <= level[room], f"{path} imports {module}, which stands above it"
 
 
+def test_the_trainer_repeats_no_two_lines_of_trl():
+    """The README says so: TRL's methods are called, and not copied."""
+    import inspect
+
+    from trl.trainer import dpo_trainer
+
+    def pairs_of_lines(text: str) -> set[tuple[str, str]]:
+        lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+        return set(zip(lines, lines[1:], strict=False))
+
+    own = pairs_of_lines((PACKAGE / "trainers" / "preference.py").read_text())
+    assert len(own) > 200
+    assert not own & pairs_of_lines(inspect.getsource(dpo_trainer))
+
+
 def test_files_can_be_read_in_one_sitting():
     for path in SOURCES:
         assert len(path.read_text().splitlines()) <= 400, path

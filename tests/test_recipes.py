@@ -356,6 +356,19 @@ def test_no_limit_is_written_as_such(monkeypatch, tmp_path):
     assert (again.max_prompt_tokens, again.max_response_tokens) == (None, 9)
 
 
+@pytest.mark.parametrize("place", [".", "checkpoint-7"])
+def test_the_model_to_train_is_not_overwritten(place, tmp_path, monkeypatch, capsys):
+    """Training on from an earlier run into its own folder would delete what is trained."""
+    from tests.tiny import save_tiny_model
+
+    save_tiny_model(tmp_path / place)
+    arguments = [f"--model_name_or_path={tmp_path / place}", f"--output_dir={tmp_path}", "--overwrite_output_dir"]
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "dpo", *arguments)
+    assert "choose another --output_dir" in capsys.readouterr().err
+    assert (tmp_path / place / "model.safetensors").is_file()
+
+
 def test_overwriting_leaves_no_other_model_behind(tmp_path, monkeypatch):
     """An adapter beside a whole model would be loaded on top of it."""
     monkeypatch.syspath_prepend(str(recipes.RECIPES))

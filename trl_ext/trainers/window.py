@@ -10,7 +10,7 @@ contributes its scores times those derivatives, a local term whose gradient is t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ def coupled_shares(
     Returns:
         One share per part, in order.
     """
-    own = join_scores([detach_scores(part) for part in parts])
+    own = join_scores([map_scores(Tensor.detach, part) for part in parts])
     size = own.chosen.numel()
     window = map_scores(gather, own)
     window.chosen.requires_grad_()
@@ -105,10 +105,6 @@ def map_scores(function: Callable[[Tensor], Tensor], scores: PreferenceScores) -
     return PreferenceScores(**mapped, columns={name: function(v) for name, v in sorted(scores.columns.items())})
 
 
-def detach_scores(scores: PreferenceScores) -> PreferenceScores:
-    return map_scores(Tensor.detach, scores)
-
-
 def join_scores(parts: list[PreferenceScores]) -> PreferenceScores:
     """Concatenate scores of several micro-batches into those of one."""
     joined = {
@@ -117,4 +113,4 @@ def join_scores(parts: list[PreferenceScores]) -> PreferenceScores:
         if f.name != "columns" and getattr(parts[0], f.name) is not None
     }
     columns = {name: torch.cat([part.columns[name] for part in parts]) for name in parts[0].columns}
-    return replace(PreferenceScores(chosen=joined["chosen"], rejected=joined["rejected"]), **joined, columns=columns)
+    return PreferenceScores(**joined, columns=columns)
