@@ -85,9 +85,12 @@ def test_nothing_experimental_and_trl_only_where_it_belongs():
 ROOMS = [
     {"registry", "files"},
     {"losses"},
+    {"advantages"},
+    {"algorithms"},
     {"toy"},
     {"data"},
     {"models"},
+    {"rewards"},
     {"rollouts"},
     {"evaluation"},
     {"trainers"},

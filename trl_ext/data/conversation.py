@@ -1,0 +1,74 @@
+"""A prompt and a response as token ids, cut separately: what reward models read, in training and in scoring alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trl_ext.data.truncation import truncate_pair
+
+Messages = list[dict[str, Any]]
+
+
+def encode_turn(
+    tokenizer,
+    prompt: Messages | str,
+    response: Messages | str,
+    *,
+    finished: bool = True,
+    max_prompt_tokens: int | None = None,
+    max_response_tokens: int | None = None,
+) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt and of the response to it, the two tokenized apart, as in generation.
+
+    Args:
+        tokenizer: with a chat template where the prompt is messages.
+        prompt: messages, or plain text.
+        response: text, or the one assistant message that holds it.
+        finished: False for a response that was cut at a length limit: it then has no end-of-turn token.
+        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
+        max_response_tokens: longer responses lose their end, the end-of-turn token included; None for no limit.
+
+    Returns:
+        Prompt ids and response ids; joined, they are what a reward model reads.
+
+    Raises:
+        ValueError: the chat template does not render a conversation as its prompt followed by the response, or a limit
+            is below 1.
+    """
+    text = response if isinstance(response, str) else _text(response)
+    if isinstance(prompt, str):
+        prompt_ids = tokenizer(prompt)["input_ids"]
+        response_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if finished:
+            response_ids = [*response_ids, tokenizer.eos_token_id]
+    else:
+        rendered, turn = _render(tokenizer, prompt, response, text)
+        if not finished:
+            if not turn.startswith(text):
+                raise ValueError("the chat template changes a response's text, so one that was cut cannot be rendered")
+            turn = text
+        prompt_ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+        response_ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+    limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+    prompt_ids, response_ids, _ = truncate_pair(prompt_ids, response_ids, [], **limits)
+    return prompt_ids, response_ids
+
+
+def _text(response: Sequence[dict[str, Any]]) -> str:
+    if len(response) != 1:
+        raise ValueError(f"a response is one assistant message, got {len(response)} messages")
+    return response[0]["content"]
+
+
+def _render(tokenizer, prompt: Messages, response: Messages | str, text: str) -> tuple[str, str]:
+    """The prompt as rendered for generation, and what a full conversation adds to it."""
+    message = {"role": "assistant", "content": text} if isinstance(response, str) else response[0]
+    rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    conversation = tokenizer.apply_chat_template([*prompt, message], tokenize=False)
+    if not conversation.startswith(rendered):
+        raise ValueError(
+            "the chat template renders a conversation differently from its prompt followed by the response: "
+            "give the tokenizer one whose generation prompt is the start of an assistant turn"
+        )
+    return rendered, conversation[len(rendered) :]

@@ -1,0 +1,59 @@
+"""Scores that a reward model gives to token sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+
+@torch.no_grad()
+def score_sequences(
+    model,
+    sequences: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 16,
+    pad_token_id: int = 0,
+    progress: str | None = None,
+) -> Tensor:
+    """One score per sequence, in batches of similar length, padded on the right.
+
+    Args:
+        model: called with `input_ids` and `attention_mask`, returns an output whose `logits` have the shape [B, 1]: a
+            transformers model for sequence classification with one label. Put into evaluation mode for the while.
+        sequences: N lists of token ids, none empty.
+        batch_size: rows per forward pass.
+        pad_token_id: the model's padding token, by which it finds the last token of a row.
+        progress: what a progress bar calls the work; None for no bar.
+
+    Returns:
+        Float32 scores on the CPU, in the order of the sequences, [N].
+
+    Raises:
+        ValueError: an empty sequence.
+    """
+    for index, sequence in enumerate(sequences):
+        if not len(sequence):
+            raise ValueError(f"sequence {index} is empty: there is no token to read a score at")
+    device = next(model.parameters()).device
+    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    scores = torch.empty(len(sequences))
+    was_training = model.training
+    model.eval()
+    try:
+        starts = range(0, len(order), batch_size)
+        for start in tqdm(starts, desc=progress, disable=progress is None, leave=False):
+            rows = order[start : start + batch_size]
+            width = len(sequences[rows[0]])
+            input_ids = torch.full((len(rows), width), pad_token_id)
+            attention_mask = torch.zeros_like(input_ids)
+            for position, row in enumerate(rows):
+                input_ids[position, : len(sequences[row])] = torch.tensor(sequences[row])
+                attention_mask[position, : len(sequences[row])] = 1
+            logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device)).logits
+            scores[rows] = logits.squeeze(-1).float().cpu()
+    finally:
+        model.train(was_training)
+    return scores
