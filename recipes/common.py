@@ -22,7 +22,15 @@ from trl_ext.trainers.defaults import is_main_process
 
 RECIPES = Path(__file__).resolve().parent
 # What a run writes into its folder, beside checkpoints.
-RESULT_FILES = ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "report.png")
+RESULT_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "generations.jsonl",
+    "scores.jsonl",
+    "reward_mistakes.jsonl",
+    "results.json",
+    "report.png",
+)
 
 
 @contextmanager
@@ -255,5 +263,5 @@ def clear_run_folder(output_dir: str) -> None:
     model_files = ("adapter_*", "model*.safetensors*", "config.json", "generation_config.json", "training_args.bin")
     for path in [*(folder / name for name in RESULT_FILES), *(p for name in model_files for p in folder.glob(name))]:
         path.unlink(missing_ok=True)
-    for path in [*folder.glob("checkpoint-*"), folder / "samples"]:
+    for path in [*folder.glob("checkpoint-*"), *(folder / name for name in ("samples", "best", "best.partial"))]:
         shutil.rmtree(path, ignore_errors=True)

@@ -21,16 +21,14 @@ from common import (
     parse_arguments,
 )
 from results import print_results, write_results
-from transformers import TrainerState
-from trl import ModelConfig, get_peft_config, get_quantization_config
+from training import ModelArguments, can_be_resumed, load_finished, load_pairs, load_trainer
 
-from trl_ext import PreferenceConfig, PreferenceTrainer, load_benchmark
+from trl_ext import PreferenceConfig, PreferenceTrainer
 from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.files import write_text
-from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback
-from trl_ext.trainers.defaults import is_main_process, warn_once_per_run
+from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings, evaluate_pairs
 from trl_ext.trainers.policies import remember_base
 
@@ -66,29 +64,13 @@ class RecipeArguments:
             raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
 
 
-@dataclass
-class ModelArguments(ModelConfig):
-    """TRL's model arguments, with the embedded model as the default."""
-
-    model_name_or_path: str | None = field(
-        default="toy", metadata={"help": "toy, a folder, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."}
-    )
-
-
 def main(
     config_class: type[PreferenceConfig] = PreferenceConfig,
     trainer_class: type[PreferenceTrainer] = PreferenceTrainer,
 ) -> None:
     """Read the arguments, train, evaluate, and write the run folder."""
-    try:
+    with can_be_resumed():
         _run(config_class, trainer_class)
-    except KeyboardInterrupt:
-        if is_main_process():
-            print(
-                "\ninterrupted; once there is a checkpoint in the output folder, the same command goes on from it "
-                "with --resume_from_checkpoint (and without --overwrite_output_dir)"
-            )
-        raise SystemExit(130) from None
 
 
 def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTrainer]) -> None:
@@ -110,7 +92,9 @@ def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTra
         check_trackers(training.report_to)
         benchmark = _load_splits(arguments)
         resolved = config_text(arguments, model, training)
-        trainer = _build_trainer(trainer_class, arguments, model, training, benchmark)
+        trainer = load_trainer(
+            trainer_class, model, training, train_dataset=benchmark["train"], eval_dataset=benchmark.get("eval")
+        )
         if len(benchmark) > 1:
             remember_base(trainer)
     main_process = trainer.accelerator.is_main_process
@@ -128,7 +112,7 @@ def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTra
         )
 
     training_started = time.time()
-    if not _load_finished(trainer, checkpoint):
+    if not load_finished(trainer, checkpoint):
         trainer.train(resume_from_checkpoint=checkpoint)
     training_seconds = time.time() - training_started
     trainer.save_model(training.output_dir)
@@ -139,30 +123,24 @@ def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTra
         batch_size = training.per_device_eval_batch_size
         pairs = evaluate_pairs(trainer, trainer.eval_dataset, batch_size=batch_size, progress=True)
     if main_process:
-        results = write_results(
-            trainer,
-            comparison,
-            pairs,
-            model=model.model_name_or_path,
-            dataset=arguments.dataset_name,
-            training_seconds=training_seconds,
-            total_seconds=time.time() - started,
-        )
+        run = {
+            "loss": training.loss,
+            "objective": trainer.objective.describe(),
+            "model": model.model_name_or_path,
+            "dataset": arguments.dataset_name,
+            "train_pairs": len(trainer.train_dataset),
+            "training_seconds": training_seconds,
+            "total_seconds": time.time() - started,
+        }
+        results = write_results(trainer, comparison, pairs, run)
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
     end_processes(trainer.accelerator)
 
 
 def _load_splits(arguments: RecipeArguments):
     """The benchmark's splits by role: `train`, and where they exist `eval` and `prompts`."""
-    benchmark = load_benchmark(arguments.dataset_name, skip_bad_rows=arguments.skip_bad_rows)
-    if arguments.train_split not in benchmark:
-        raise ValueError(
-            f"{arguments.dataset_name} has no split {arguments.train_split!r} to train on: "
-            f"it has {', '.join(benchmark)}; name one with --train_split"
-        )
+    benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
     splits = {"train": benchmark[arguments.train_split]}
-    if "chosen" not in splits["train"].column_names:
-        raise ValueError(f"the split {arguments.train_split!r} holds prompts and no pairs: name another --train_split")
     for role, name, what in (
         ("eval", arguments.eval_split, "held-out pairs"),
         ("prompts", arguments.prompt_split, "generations"),
@@ -172,57 +150,6 @@ def _load_splits(arguments: RecipeArguments):
         else:
             warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {what} will not be evaluated")
     return splits
-
-
-def _build_trainer(trainer_class, arguments, model, training, benchmark) -> PreferenceTrainer:
-    model_path = resolve_model_path(model.model_name_or_path)
-    output, source = Path(training.output_dir).resolve(), Path(model_path).resolve()
-    if source.is_dir() and output in (source, source.parent):
-        raise ValueError(
-            f"the model to train, {model.model_name_or_path}, lies in --output_dir {training.output_dir}, where the "
-            "run would replace it: choose another --output_dir"
-        )
-    dtype = model.dtype
-    if training.use_cpu and not training.bf16 and dtype not in (None, "float32"):
-        warn_once_per_run(f"dtype {dtype} was asked for: the weights are loaded in float32, which this CPU trains in")
-        dtype = "float32"
-    # By name and not as an instance: ZeRO-3 must see the model being built.
-    training.model_init_kwargs = {
-        "revision": model.model_revision,
-        "attn_implementation": model.attn_implementation,
-        "dtype": dtype,
-        **(training.model_init_kwargs or {}),
-    }
-    try:
-        return trainer_class(
-            model_path,
-            args=training,
-            train_dataset=benchmark["train"],
-            eval_dataset=benchmark.get("eval"),
-            quantization_config=get_quantization_config(model),
-            peft_config=get_peft_config(model),
-        )
-    except OSError as error:
-        raise ValueError(
-            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
-            f"with --model_name_or_path. ({error})"
-        ) from error
-
-
-def _load_finished(trainer, checkpoint: str | None) -> bool:
-    """Load a checkpoint that is the end of the run; training on from it would take one step too many."""
-    if checkpoint is None or trainer.args.max_steps <= 0 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        return False
-    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-    if state.global_step < trainer.args.max_steps:
-        return False
-    trainer._load_from_checkpoint(checkpoint)
-    state.is_world_process_zero = trainer.is_world_process_zero()
-    state.is_local_process_zero = trainer.is_local_process_zero()
-    trainer.state = state
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
-        trainer._load_best_model()
-    return True
 
 
 def _generation_evaluation(trainer, arguments, training, benchmark) -> GenerationEvaluation | None:

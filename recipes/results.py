@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation import PolicyComparison, plot_run
+from trl_ext.evaluation.plots import PREFERENCE_PANELS
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.trainers.callbacks import read_metrics
 
@@ -16,32 +17,25 @@ def write_results(
     trainer,
     comparison: PolicyComparison | None,
     pairs: dict[str, Any] | None,
-    *,
-    model: str,
-    dataset: str,
-    training_seconds: float,
-    total_seconds: float,
+    run: dict[str, Any],
+    panels: dict[str, dict[str, str]] = PREFERENCE_PANELS,
 ) -> dict[str, Any]:
-    """Write `generations.jsonl`, `results.json` and `report.png` into the run folder; returns the results."""
+    """Write `generations.jsonl`, `results.json` and `report.png` into the run folder; returns the results.
+
+    Args:
+        trainer: what was trained.
+        comparison: of the policy with its base; None if there was none.
+        pairs: preference metrics of held-out pairs; None if there are none.
+        run: what was run, with `objective`, `model`, `dataset`, `training_seconds` and `total_seconds`.
+        panels: of the plot.
+    """
     folder = Path(trainer.args.output_dir)
     summary = {} if comparison is None else comparison.summary
     results = {
-        "run": {
-            "loss": trainer.args.loss,
-            "objective": trainer.objective.describe(),
-            "model": model,
-            "dataset": dataset,
-            "train_pairs": len(trainer.train_dataset),
-            "optimizer_steps": trainer.state.global_step,
-            "seed": trainer.args.seed,
-            "processes": trainer.accelerator.num_processes,
-            "device": trainer.accelerator.device.type,
-            "training_seconds": round(training_seconds, 1),
-            "total_seconds": round(total_seconds, 1),
-            "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")},
-        },
+        "run": describe_run(trainer, run),
         "win_rate": summary.get("win_rate"),
         "score": summary.get("score"),
+        "rewards": summary.get("rewards"),
         "preferences": pairs,
         "kl": summary.get("kl"),
         "generations": summary.get("generations"),
@@ -50,17 +44,33 @@ def write_results(
         write_json_lines(folder / "generations.jsonl", comparison.rows)
     write_json(folder / "results.json", results)
     try:
-        plot_run(read_metrics(folder / "metrics.jsonl"), results, folder / "report.png")
+        plot_run(read_metrics(folder / "metrics.jsonl"), results, folder / "report.png", panels)
     except ImportError as error:
         print(f"report.png was not drawn: {error}")
     return results
+
+
+def describe_run(trainer, run: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a run, with its times rounded, and what its trainer knows of it."""
+    seconds = {name: round(run[name], 1) for name in ("training_seconds", "total_seconds")}
+    return {
+        **run,
+        **seconds,
+        "optimizer_steps": trainer.state.global_step,
+        "seed": trainer.args.seed,
+        "processes": trainer.accelerator.num_processes,
+        "device": trainer.accelerator.device.type,
+        "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch", "peft")},
+    }
 
 
 def print_results(results: dict[str, Any], generations: list[dict[str, Any]], output_dir: str) -> None:
     """Print one table of the figures, and three responses beside the base's: a win, a loss and a tie."""
     run = results["run"]
     print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
-    rows = [row for section in (_win_rate, _score, _preferences, _kl, _diagnostics) for row in section(results)]
+    rows = [
+        row for section in (_win_rate, _score, _rewards, _preferences, _kl, _diagnostics) for row in section(results)
+    ]
     width = max((len(name) for name, _, _ in rows), default=0)
     print(f"\n{'':{width}}  {'base':>10}  policy")
     print("-" * (width + 45))
@@ -95,6 +105,19 @@ def _score(results):
     if score is not None:
         yield "ground-truth score", f"{score['base']:.3f}", f"{score['policy']:.3f}"
         yield "  gain", "", _interval(score["gain"]["mean"], score["gain"]["low"], score["gain"]["high"])
+
+
+def _rewards(results):
+    for name, reward in (results["rewards"] or {}).items():
+        base, policy = (_figure(reward.get(source)) for source in ("base", "policy"))
+        yield f"reward, {name}", base, policy
+        for key, label in (("gain", "  gain"), ("gain_over_reference", "  gain over the reference responses")):
+            if key in reward:
+                yield label, "", _interval(reward[key]["mean"], reward[key]["low"], reward[key]["high"])
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _preferences(results):

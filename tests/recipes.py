@@ -11,32 +11,61 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = REPOSITORY / "recipes"
 
 
+PREFERENCE = {"aot": "AOT", "dpo": "DPO", "ipo": "IPO", "preference": "Preference"}
+ONLINE = {
+    "grpo": "GRPO",
+    "dr_grpo": "DrGRPO",
+    "gspo": "GSPO",
+    "rloo": "RLOO",
+    "remax": "ReMax",
+    "policy": "Policy",
+}
+
+
 def parse(monkeypatch, script: str, *arguments: str):
-    """The dataclasses that `recipes/{script}.py` would run with."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    """The dataclasses that `recipes/{script}.py` would run with: the recipe's own, the model's and the trainer's."""
+    _as_script(monkeypatch, script, arguments)
     import common
     import offline
+    import online
+    import reward
+    import training
 
     import trl_ext
 
-    config = {"aot": "AOTConfig", "dpo": "DPOConfig", "ipo": "IPOConfig", "preference": "PreferenceConfig"}[script]
+    if script == "reward_model":
+        own, config = reward.RewardArguments, trl_ext.RewardConfig
+    elif script in ONLINE:
+        own, config = online.OnlineArguments, getattr(trl_ext, f"{ONLINE[script]}Config")
+    else:
+        own, config = offline.RecipeArguments, getattr(trl_ext, f"{PREFERENCE[script]}Config")
     return common.parse_arguments(
-        (offline.RecipeArguments, offline.ModelArguments, getattr(trl_ext, config)),
-        default_config=RECIPES / "configs" / "toy" / f"{script}.yaml",
+        (own, training.ModelArguments, config), default_config=RECIPES / "configs" / "toy" / f"{script}.yaml"
     )
 
 
 def run(monkeypatch, script: str, *arguments: str) -> None:
     """Run a recipe in this process."""
-    monkeypatch.syspath_prepend(str(RECIPES))
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    _as_script(monkeypatch, script, arguments)
     import offline
+    import online
+    import reward
 
     import trl_ext
 
-    names = {"aot": "AOT", "dpo": "DPO", "ipo": "IPO", "preference": "Preference"}
-    offline.main(getattr(trl_ext, f"{names[script]}Config"), getattr(trl_ext, f"{names[script]}Trainer"))
+    if script == "reward_model":
+        reward.main()
+    elif script in ONLINE:
+        name = ONLINE[script]
+        online.main(getattr(trl_ext, f"{name}Config"), getattr(trl_ext, f"{name}Trainer"))
+    else:
+        name = PREFERENCE[script]
+        offline.main(getattr(trl_ext, f"{name}Config"), getattr(trl_ext, f"{name}Trainer"))
+
+
+def _as_script(monkeypatch, script: str, arguments: tuple[str, ...]) -> None:
+    monkeypatch.syspath_prepend(str(RECIPES))
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
 
 
 def launch(script: str, *arguments: str, folder: Path, **popen) -> subprocess.CompletedProcess:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
-    "trl_ext.registry": ["preference_loss", "preference_weighting"],
+    "trl_ext.registry": ["preference_loss", "preference_weighting", "policy_algorithm"],
     "trl_ext.data": ["load_benchmark"],
     "trl_ext.trainers": [
         "PreferenceConfig",
@@ -48,6 +48,20 @@ _NAMES_BY_MODULE = {
         "SPPOTrainer",
         "NCAConfig",
         "NCATrainer",
+        "RewardConfig",
+        "RewardTrainer",
+        "PolicyConfig",
+        "PolicyTrainer",
+        "GRPOConfig",
+        "GRPOTrainer",
+        "DrGRPOConfig",
+        "DrGRPOTrainer",
+        "GSPOConfig",
+        "GSPOTrainer",
+        "RLOOConfig",
+        "RLOOTrainer",
+        "ReMaxConfig",
+        "ReMaxTrainer",
     ],
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
@@ -56,7 +70,7 @@ __all__ = ["__version__", *_MODULE_OF_NAME]
 
 if TYPE_CHECKING:
     from trl_ext.data import load_benchmark  # noqa: F401
-    from trl_ext.registry import preference_loss, preference_weighting  # noqa: F401
+    from trl_ext.registry import policy_algorithm, preference_loss, preference_weighting  # noqa: F401
     from trl_ext.trainers import *  # noqa: F403
 
 

@@ -1,6 +1,7 @@
 """Names for objectives: a table from a name to a pure function and to what that function needs.
 
-A course or a notebook adds its own with `@preference_loss("name")`; the command line takes `file.py:function` as well.
+A course or a notebook adds its own with `@preference_loss("name")` or `@policy_algorithm("name")`; the command line
+takes `file.py:function` as well.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import importlib.util
 import inspect
 import sys
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -92,6 +93,55 @@ class PreferenceWeighting(Entry):
     normalize: bool = False
     needs_policy_weights: bool = False
     column_option: str | None = None
+
+
+@dataclass(frozen=True)
+class Algorithm(Entry):
+    """An online algorithm as data; the function is its surrogate loss. `trl_ext.algorithms` holds the table.
+
+    Attributes:
+        summary: one line for the table.
+        paper: where it comes from.
+        advantage: a name of `trl_ext.algorithms.ADVANTAGES`, or a function `f(rewards, group_size, ...) -> [N]`.
+        std_ddof, advantage_eps: `std_ddof` and `eps` of that function; None for its own defaults.
+        advantage_options: its other options.
+        advantage_clip: advantages are clipped to plus and minus this; None for no clip.
+        ratio: importance ratio per `token` or per `sequence`, or `none`.
+        surrogate: `clip`, `no_clip`, `cispo`, `reinforce`, `quadratic_ratio`, or `own` for a function of
+            `PolicyScores`.
+        epsilon, epsilon_high, dual_clip: for `clip`; an `epsilon_high` of None is `epsilon`.
+        ratio_cap: for `cispo`.
+        aggregation: `sequence_mean`, `token_mean`, `constant` or `sum`.
+        beta: coefficient of the KL divergence to the reference; 0 for none.
+        kl_estimator: `k1`, `k2` or `k3`.
+        kl_in: whether the divergence is a term of the `loss` or taken off the `reward`.
+        kl_ratio_correction: whether it is multiplied by the importance ratio.
+        kl_aggregation: None for a term of each token's loss; `token_mean` for a mean of its own beside it.
+        group_size: responses per prompt.
+        fixed: what makes the name: a setting, its permitted values, and why no other.
+    """
+
+    summary: str = ""
+    paper: str = ""
+    advantage: str | Callable = "group_normalized"
+    std_ddof: int | None = None
+    advantage_eps: float | None = None
+    advantage_options: Mapping[str, Any] = field(default_factory=dict)
+    advantage_clip: float | None = None
+    ratio: str = "token"
+    surrogate: str = "own"
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    dual_clip: float | None = None
+    ratio_cap: float | None = None
+    aggregation: str = "sequence_mean"
+    beta: float = 0.0
+    kl_estimator: str = "k3"
+    kl_in: str = "loss"
+    kl_ratio_correction: bool = False
+    kl_aggregation: str | None = None
+    group_size: int = 8
+    fixed: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
 
 EntryType = TypeVar("EntryType", bound=Entry)
@@ -204,8 +254,30 @@ def _load_module(source: str) -> ModuleType:
     return module
 
 
+def load_function(name: str, kind: str) -> Callable:
+    """The function that `file.py:function` or `module:function` names.
+
+    Args:
+        name: where it is.
+        kind: what error messages call it, such as "reward function".
+
+    Raises:
+        ValueError: no such file, module or function.
+    """
+    source, separator, function_name = name.rpartition(":")
+    if not separator:
+        raise ValueError(f"the {kind} {name!r} must be given as file.py:function or module:function")
+    module = _load_module(source)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        defined = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
+        raise ValueError(f"{source} has no {kind} {function_name!r}{nearest(function_name, defined)}")
+    return function
+
+
 preference_losses: Registry[PreferenceLoss] = Registry("preference loss")
 preference_weightings: Registry[PreferenceWeighting] = Registry("preference weighting")
+policy_algorithms: Registry[Algorithm] = Registry("policy algorithm")
 
 
 def preference_loss(
@@ -245,6 +317,39 @@ def preference_weighting(
 
     def register(function: Callable) -> Callable:
         preference_weightings.add(PreferenceWeighting(name, function, normalize, needs_policy_weights, column_option))
+        return function
+
+    return register
+
+
+# Settings of a built-in surrogate; a function of one's own has keyword options for such things.
+_OF_BUILT_IN_SURROGATES = ("surrogate", "epsilon", "epsilon_high", "dual_clip", "ratio_cap", "fixed")
+
+
+def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
+    """Register a policy loss `f(scores, *, option=default) -> [B, T] or [B, 1]` as the algorithm `name`.
+
+    The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response.
+
+    Args:
+        name: what `--algorithm` and `PolicyConfig(algorithm=...)` call it.
+        settings: `advantage` (a name, or a function), `ratio`, `aggregation`, `beta`, `group_size` and the other
+            attributes of `Algorithm` that are not of a built-in surrogate.
+
+    Raises:
+        ValueError: the name is taken, or there is no such setting.
+    """
+    known = [f.name for f in fields(Algorithm) if f.name not in ("name", "function", *_OF_BUILT_IN_SURROGATES)]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(
+                f"the policy algorithm {name!r} has no setting {setting!r}: it takes {', '.join(known)}"
+                f"{nearest(setting, known)}"
+            )
+
+    def register(function: Callable) -> Callable:
+        summary = (inspect.getdoc(function) or "").partition("\n")[0]
+        policy_algorithms.add(Algorithm(name, function, **{"summary": summary, **settings}))
         return function
 
     return register

@@ -14,10 +14,15 @@ from trl_ext.evaluation.win_rate import Interval, PairOutcome, WinRate, wilson_i
 _MODULE_OF_NAME = {
     "PolicyComparison": "trl_ext.evaluation.comparison",
     "approximate_kl": "trl_ext.evaluation.preferences",
+    "best_of_n": "trl_ext.evaluation.reward_models",
     "compare_generations": "trl_ext.evaluation.comparison",
     "join_pair_scores": "trl_ext.evaluation.preferences",
+    "plot_reward_run": "trl_ext.evaluation.reward_plots",
     "plot_run": "trl_ext.evaluation.plots",
     "preference_metrics": "trl_ext.evaluation.preferences",
+    "reward_metrics": "trl_ext.evaluation.reward_models",
+    "reward_mistakes": "trl_ext.evaluation.reward_models",
+    "true_order_metrics": "trl_ext.evaluation.reward_models",
 }
 
 __all__ = [

@@ -19,9 +19,10 @@ class PolicyComparison:
     """What a comparison found.
 
     Attributes:
-        summary: JSON-ready figures: `win_rate` (None without a judge), `score` (None without a score function) and the
-            diagnostics of both models' responses under `generations`.
-        rows: one per prompt, JSON-ready: both responses, their lengths, whether each ended, and the outcome.
+        summary: JSON-ready figures: `win_rate` (None without a judge), `score` (None without a score function),
+            `rewards` by reward function (None without one) and the diagnostics of both models' responses under
+            `generations`.
+        rows: one per prompt, JSON-ready: both responses, their lengths, whether each ended, the outcome, and scores.
     """
 
     summary: dict[str, Any]
@@ -36,6 +37,7 @@ def compare_generations(
     max_new_tokens: int,
     judge: PairwiseJudge | None = None,
     score_function: Callable[..., float] | None = None,
+    rewards: Mapping[str, Mapping[str, Sequence[float | None]]] | None = None,
 ) -> PolicyComparison:
     """Compare two models' responses to the same prompts.
 
@@ -46,6 +48,8 @@ def compare_generations(
         max_new_tokens: the limit under which both were generated.
         judge: decides each prompt, in both orders of showing; None for no win rate.
         score_function: `f(prompt_text, response, finished=...) -> float`, a known quality; None for no scores.
+        rewards: what reward functions gave, by function name and then by whose response it was: `policy`, `base`, and
+            `reference` where the dataset has responses; one per prompt, None where there is none.
     """
     rows = [
         {
@@ -60,7 +64,7 @@ def compare_generations(
         }
         for prompt, own, other in zip(prompts, policy, base, strict=True)
     ]
-    summary: dict[str, Any] = {"n_prompts": len(rows), "win_rate": None, "score": None}
+    summary: dict[str, Any] = {"n_prompts": len(rows), "win_rate": None, "score": None, "rewards": None}
     if judge is not None:
         outcomes = compare(
             judge,
@@ -81,6 +85,9 @@ def compare_generations(
             )
         kinds = [prompt.get("kind") for prompt in prompts]
         summary["score"] = _score_summary(rows, kinds)
+    if rewards:
+        _add_rewards(rows, prompts, rewards)
+        summary["rewards"] = {name: _reward_summary(by_source) for name, by_source in rewards.items()}
     summary["generations"] = {
         name: diagnose_generations(
             [generation.text for generation in generations],
@@ -93,11 +100,41 @@ def compare_generations(
     return PolicyComparison(summary, rows)
 
 
+def _add_rewards(rows: list[dict], prompts: Sequence[Mapping[str, Any]], rewards: Mapping[str, Mapping]) -> None:
+    for row, prompt in zip(rows, prompts, strict=True):
+        if prompt.get("reference_response_text"):
+            row["reference_response_text"] = prompt["reference_response_text"]
+    for name, by_source in rewards.items():
+        for source, values in by_source.items():
+            key = f"reward/{name}" if source == "policy" else f"{source}_reward/{name}"
+            for row, value in zip(rows, values, strict=True):
+                row[key] = value
+
+
+def _reward_summary(by_source: Mapping[str, Sequence[float | None]]) -> dict[str, Any]:
+    """Means by whose responses they are, and the gain over the base with its interval, over rows that have both."""
+    summary: dict[str, Any] = {}
+    for source, values in by_source.items():
+        known = [value for value in values if value is not None]
+        summary[source] = _mean(known) if known else None
+    for other in ("base", "reference"):
+        pairs = zip(by_source["policy"], by_source.get(other, ()), strict=False)
+        gains = [own - value for own, value in pairs if own is not None and value is not None]
+        if gains:
+            summary["gain" if other == "base" else "gain_over_reference"] = _mean_with_interval(gains)
+    return summary
+
+
+def _mean_with_interval(values: Sequence[float]) -> dict[str, float]:
+    """The mean and its 95% interval under a normal approximation."""
+    mean = _mean(values)
+    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    half_width = 1.96 * math.sqrt(variance / len(values))
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
+
+
 def _score_summary(rows: list[dict], kinds: list[str | None]) -> dict[str, Any]:
     gains = [row["score"] - row["base_score"] for row in rows]
-    gain = _mean(gains)
-    variance = sum((value - gain) ** 2 for value in gains) / max(len(gains) - 1, 1)
-    half_width = 1.96 * math.sqrt(variance / len(gains))
     by_kind: dict[str, dict[str, list[float]]] = defaultdict(lambda: {"policy": [], "base": []})
     for row, kind in zip(rows, kinds, strict=True):
         if kind is not None:
@@ -106,10 +143,10 @@ def _score_summary(rows: list[dict], kinds: list[str | None]) -> dict[str, Any]:
     return {
         "policy": _mean([row["score"] for row in rows]),
         "base": _mean([row["base_score"] for row in rows]),
-        "gain": {"mean": gain, "low": gain - half_width, "high": gain + half_width},
+        "gain": _mean_with_interval(gains),
         "by_kind": {kind: {name: _mean(values) for name, values in by_kind[kind].items()} for kind in sorted(by_kind)},
     }
 
 
-def _mean(values: list[float]) -> float:
+def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)

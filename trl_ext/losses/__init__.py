@@ -1,6 +1,20 @@
 """Losses as pure functions of tensors; none of them knows a trainer."""
 
+from trl_ext.losses.kl import kl_estimate
+from trl_ext.losses.masking import masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.losses.policy import (
+    PolicyScores,
+    aggregate,
+    cispo,
+    clipped_surrogate,
+    quadratic_ratio,
+    reinforce,
+    sequence_log_ratio,
+    token_log_ratio,
+    unclipped_surrogate,
+)
+from trl_ext.losses.policy_objective import PolicyLoss
 from trl_ext.losses.preference import (
     PreferenceScores,
     aot,
@@ -20,27 +34,43 @@ from trl_ext.losses.preference import (
     simpo,
     sppo,
 )
+from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.weighting import confidence, wpo
 
 __all__ = [
+    "PolicyLoss",
+    "PolicyScores",
     "PreferenceObjective",
     "PreferenceScores",
+    "aggregate",
     "aot",
     "aot_paired",
     "apo_down",
     "apo_zero",
+    "bradley_terry",
     "cdpo",
+    "cispo",
+    "clipped_surrogate",
     "confidence",
     "cpo",
     "dpo",
     "dpop",
     "hinge",
     "ipo",
+    "kl_estimate",
+    "masked_mean",
+    "masked_normalize",
+    "masked_sum",
     "nca",
     "orpo",
+    "quadratic_ratio",
+    "reinforce",
     "repo",
     "robust_dpo",
+    "sequence_log_ratio",
     "simpo",
     "sppo",
+    "token_log_ratio",
+    "unclipped_surrogate",
     "wpo",
 ]

@@ -185,12 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=MODEL_DIR, help="folder to write (default: the embedded model)")
     parser.add_argument("--steps", type=int, default=STEPS, help="training steps; fewer for a trial")
+    parser.add_argument("--seed", type=int, default=SEED, help="of weights and batches; the tokenizer stays the same")
     arguments = parser.parse_args()
+    if arguments.seed != SEED and arguments.output == MODEL_DIR:
+        parser.error("another --seed needs an --output: the embedded model is that of the default seed")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     tokenizer = train_tokenizer()
-    model = new_model(tokenizer)
-    pretrain(model, tokenizer, steps=arguments.steps)
+    model = new_model(tokenizer, arguments.seed)
+    pretrain(model, tokenizer, steps=arguments.steps, seed=arguments.seed)
     save(model, tokenizer, arguments.output)
     print(f"{model.num_parameters():,} parameters in {arguments.output}, {time.process_time():.0f} CPU s")
 

@@ -1,5 +1,19 @@
 """TRL trainers, each connected to a row of the tables of losses by two narrow seams."""
 
+from trl_ext.trainers.policy import PolicyTrainer
+from trl_ext.trainers.policy_config import PolicyConfig
+from trl_ext.trainers.policy_methods import (
+    DrGRPOConfig,
+    DrGRPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    GSPOConfig,
+    GSPOTrainer,
+    ReMaxConfig,
+    ReMaxTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from trl_ext.trainers.preference import PreferenceTrainer
 from trl_ext.trainers.preference_config import PreferenceConfig
 from trl_ext.trainers.preference_methods import (
@@ -36,8 +50,22 @@ from trl_ext.trainers.preference_methods import (
     SPPOConfig,
     SPPOTrainer,
 )
+from trl_ext.trainers.reward import RewardTrainer
+from trl_ext.trainers.reward_config import RewardConfig
 
 __all__ = [
+    "PolicyConfig",
+    "PolicyTrainer",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "DrGRPOConfig",
+    "DrGRPOTrainer",
+    "GSPOConfig",
+    "GSPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "ReMaxConfig",
+    "ReMaxTrainer",
     "AOTConfig",
     "AOTPairedConfig",
     "AOTPairedTrainer",
@@ -66,6 +94,8 @@ __all__ = [
     "PreferenceTrainer",
     "RePOConfig",
     "RePOTrainer",
+    "RewardConfig",
+    "RewardTrainer",
     "RobustDPOConfig",
     "RobustDPOTrainer",
     "SPPOConfig",

@@ -60,12 +60,19 @@ class GenerationTableCallback(TrainerCallback):
     The figures go where the trainer's metrics go, under TRL's names for completions. The table is written to
     `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio)
     or text (tensorboard), as `samples/generation_table` at its step; earlier tables stay.
+
+    Args:
+        evaluation: what to generate for and how.
+        every: steps between tables.
+        prompts: how many prompts.
+        prefix: before the figures' names, where the trainer logs its own of the same names.
     """
 
-    def __init__(self, evaluation: GenerationEvaluation, *, every: int, prompts: int):
+    def __init__(self, evaluation: GenerationEvaluation, *, every: int, prompts: int, prefix: str = ""):
         self.evaluation = evaluation
         self.every = every
         self.prompts = prompts
+        self.prefix = prefix
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -81,7 +88,8 @@ class GenerationTableCallback(TrainerCallback):
         # TRL's own `log` would add the training metrics gathered so far and forget them; and any logging ends a
         # pending request for it, which here is for the training metrics of this step.
         should_log = control.should_log
-        Trainer.log(trainer, _figures(comparison.summary))
+        figures = _figures(comparison.summary)
+        Trainer.log(trainer, {f"{self.prefix}{name}": value for name, value in figures.items()})
         control.should_log = should_log
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / "samples"
@@ -104,6 +112,9 @@ def _figures(summary: dict[str, Any]) -> dict[str, float]:
         figures["score"] = summary["score"]["policy"]
     if summary["win_rate"] is not None:
         figures["win_rate"] = summary["win_rate"]["half"]["rate"]
+    for name, reward in (summary["rewards"] or {}).items():
+        figures[f"rewards/{name}/mean"] = reward["policy"]
+        figures[f"rewards/{name}/reference_mean"] = reward.get("reference")
     return {name: value for name, value in figures.items() if value is not None}
 
 

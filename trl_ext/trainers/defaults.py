@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +18,11 @@ logger = logging.getLogger(__name__)
 def is_main_process() -> bool:
     """Whether this is the first process, readable before any distributed state exists."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def world_size() -> int:
+    """The number of processes, readable before any distributed state exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def warn_once_per_run(message: str) -> None:
@@ -54,3 +60,22 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.bf16 = False
         device = "CPU" if args.use_cpu else "GPU"
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
+
+
+def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
+    """An option that is a JSON object, from a dictionary or from text.
+
+    Raises:
+        ValueError: text that is no JSON object; the message names the option.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{name} must be a JSON object such as '{{\"gamma\": 0.5}}', got {value!r}: {error}"
+        ) from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} must be a JSON object with one entry per option, got {value!r}")
+    return parsed

@@ -44,6 +44,8 @@ class GenerationEvaluation:
         settings: how to generate.
         judge: decides which response is better; None for no win rate.
         score_function: a known quality of a response; None for none.
+        reward_columns: `f(rows, responses, finished) -> {name: rewards}`, what reward functions give; None for none.
+            The prompts' own `reference_response_text` is scored as well.
     """
 
     def __init__(
@@ -54,13 +56,17 @@ class GenerationEvaluation:
         *,
         judge: PairwiseJudge | None = None,
         score_function: Callable[..., float] | None = None,
+        reward_columns: Callable[[list[dict], list[str], list[bool]], dict[str, list[float | None]]] | None = None,
     ):
         self.trainer = trainer
         self.prompts = list(prompts)
         self.settings = settings
         self.judge = judge
         self.score_function = score_function
+        self.reward_columns = reward_columns
         self._base_generations: list[Generation] = []
+        # What does not change from one comparison to the next: rewards of references and of the base's responses.
+        self._fixed_rewards: dict[tuple[str, int], dict[str, list[float | None]]] = {}
 
     def compare(self, count: int | None = None, *, progress: bool = False) -> PolicyComparison:
         """Generate for the first `count` prompts (None for all) and compare with the base.
@@ -84,6 +90,7 @@ class GenerationEvaluation:
             max_new_tokens=self.settings.max_new_tokens,
             judge=self.judge,
             score_function=self.score_function,
+            rewards=self._rewards(own, count),
         )
         comparison.summary["kl"] = approximate_kl(policy_log_probs, base_log_probs)
         return comparison
@@ -95,6 +102,32 @@ class GenerationEvaluation:
                 self._base_generations += self._generate(
                     base, missing, self.settings.temperature, "base responses" if progress else None
                 )
+
+    def _rewards(self, own: list[Generation], count: int) -> dict[str, dict[str, list[float | None]]] | None:
+        """Rewards by function name and by whose response: the policy's, the base's, and the dataset's reference."""
+        if self.reward_columns is None:
+            return None
+        by_source = {"policy": self._reward(self.prompts[:count], [(g.text, g.finished) for g in own])}
+        base = [(generation.text, generation.finished) for generation in self._base_generations[:count]]
+        references = [(row.get("reference_response_text"), True) for row in self.prompts[:count]]
+        for source, responses in (("base", base), ("reference", references)):
+            if all(text for text, _ in references) or source == "base":
+                key = (source, count)
+                if key not in self._fixed_rewards:
+                    self._fixed_rewards[key] = self._reward(self.prompts[:count], responses)
+                by_source[source] = self._fixed_rewards[key]
+        names = by_source["policy"]
+        return {name: {source: columns[name] for source, columns in by_source.items()} for name in names}
+
+    def _reward(self, rows: list[dict], responses: list[tuple[str, bool]]) -> dict[str, list[float | None]]:
+        def score(items: list[tuple[dict, tuple[str, bool]]]) -> list[dict[str, float | None]]:
+            columns = self.reward_columns(
+                [row for row, _ in items], [text for _, (text, _) in items], [ended for _, (_, ended) in items]
+            )
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+        scored = map_over_ranks(score, list(zip(rows, responses, strict=True)), self.trainer.accelerator)
+        return {name: [row[name] for row in scored] for name in scored[0]}
 
     def _generate(self, model, prompts: list, temperature: float, progress: str | None) -> list[Generation]:
         settings, accelerator = self.settings, self.trainer.accelerator

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -10,7 +9,7 @@ from trl import DPOConfig as TRLDPOConfig
 
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.registry import preference_losses
-from trl_ext.trainers.defaults import resolve_device_defaults
+from trl_ext.trainers.defaults import parse_json_option, resolve_device_defaults
 
 # Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -100,8 +99,8 @@ class PreferenceConfig(TRLDPOConfig):
 
     def __post_init__(self):
         self._refuse_what_is_not_carried()
-        self.loss_kwargs = _parse_json("loss_kwargs", self.loss_kwargs)
-        self.weighting_kwargs = _parse_json("weighting_kwargs", self.weighting_kwargs)
+        self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
+        self.weighting_kwargs = parse_json_option("weighting_kwargs", self.weighting_kwargs)
         objective = self.build_objective()
         self.beta = objective.beta
         resolve_device_defaults(self)
@@ -166,17 +165,3 @@ class PreferenceConfig(TRLDPOConfig):
             raise ValueError(f"learning_rate must be a number from 0 up, got {self.learning_rate}")
         if self.max_steps < 1 and self.max_steps != -1:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}; -1 trains num_train_epochs")
-
-
-def _parse_json(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    if not isinstance(value, str):
-        return value
-    try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{name} must be a JSON object such as '{{\"gamma\": 0.5}}', got {value!r}: {error}"
-        ) from error
-    if not isinstance(parsed, dict):
-        raise ValueError(f"{name} must be a JSON object with one entry per option, got {value!r}")
-    return parsed

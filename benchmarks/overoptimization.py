@@ -1,0 +1,261 @@
+"""Over-optimisation on the embedded benchmark: learned reward against true score as a policy leaves its base.
+
+GRPO without a KL penalty and with a high learning rate runs against a reward model until it has found what the model
+gets wrong. `python -m benchmarks.overoptimization` compares, over several seeds, a single reward model that takes cut
+responses for finished ones, one that scores them as cut, one with a penalty for a missing end, and pessimistic
+ensembles whose members differ by the order of the data, by the data, or by the base that they were trained from. It
+writes a row per evaluation to `curves.jsonl`, a table to `table.md` and a plot to `curves.png` in `--folder`; what is
+there already is kept, so an interrupted run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trl_ext.files import replacing, write_json, write_text
+
+MEMBERS = 3
+# Bases of members that differ by base, beside the embedded one: seeds of its pretraining recipe.
+BASE_SEEDS = (101, 102)
+# Condition -> members, how they are combined, whether cut responses are scored as cut, penalty for a missing end.
+CONDITIONS: dict[str, tuple[str, str, bool, float]] = {
+    "single, cut scored as finished": ("single", "mean", False, 0.0),
+    "single": ("single", "mean", True, 0.0),
+    "single, missing end costs 1": ("single", "mean", True, 1.0),
+    "min over data orders": ("order", "min", True, 0.0),
+    "min over data subsets": ("subset", "min", True, 0.0),
+    "min over bases": ("base", "min", True, 0.0),
+    "mean over bases": ("base", "mean", True, 0.0),
+}
+
+
+def member_folders(kind: str, seed: int, folder: Path) -> list[Path]:
+    """Reward models of a condition; trained if they are not there."""
+    count = 1 if kind == "single" else MEMBERS
+    return [_member("order" if kind == "single" else kind, seed, index, folder) for index in range(count)]
+
+
+def _member(kind: str, seed: int, index: int, folder: Path) -> Path:
+    # The first member of orders and of bases is the single model.
+    kind = "order" if index == 0 and kind == "base" else kind
+    output = folder / "members" / f"{kind}-{seed}-{index}"
+    if not (output / "config.json").is_file():
+        _train_member(kind, seed, index, folder, output)
+    return output
+
+
+def _train_member(kind: str, seed: int, index: int, folder: Path, output: Path) -> None:
+    import random
+
+    from trl_ext import RewardConfig, RewardTrainer, load_benchmark
+    from trl_ext.toy import MODEL_DIR
+
+    base = _base(BASE_SEEDS[index - 1], folder) if kind == "base" else MODEL_DIR
+    pairs = load_benchmark("toy")["train_prefs"]
+    if kind == "subset":
+        # Two thirds each, so that any two share half of theirs.
+        pairs = pairs.select(sorted(random.Random(f"{seed} {index}").sample(range(len(pairs)), 2 * len(pairs) // 3)))
+    args = RewardConfig(
+        output_dir=str(output),
+        # Seeds of members and of repetitions must not meet.
+        seed=seed if kind == "subset" else seed + 100 * index,
+        learning_rate=1e-3,
+        lr_scheduler_type="linear",
+        warmup_steps=10,
+        per_device_train_batch_size=32,
+        num_train_epochs=3,
+        select_best="none",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        logging_strategy="no",
+    )
+    trainer = RewardTrainer(str(base), args, train_dataset=pairs)
+    trainer.train()
+    trainer.save_model()
+
+
+def _base(seed: int, folder: Path) -> Path:
+    output = folder / f"base-{seed}"
+    if not (output / "config.json").is_file():
+        command = [sys.executable, "-m", "trl_ext.toy.build_model", "--seed", str(seed), "--output", str(output)]
+        subprocess.run(command, check=True)
+    return output
+
+
+def reward_function(condition: str, seed: int, folder: Path) -> Callable[..., list[float]]:
+    """The reward of a condition; members of an ensemble are centred and scaled on the base's own responses."""
+    from trl_ext import load_benchmark
+    from trl_ext.rewards import RewardEnsemble, RewardModel
+
+    kind, aggregate, _, _ = CONDITIONS[condition]
+    members = [
+        RewardModel(path, name=f"{kind}{index}", batch_size=64)
+        for index, path in enumerate(member_folders(kind, seed, folder))
+    ]
+    ensemble = RewardEnsemble(members, aggregate=aggregate)
+    rows = load_benchmark("toy")["train_gen"].select(range(256))
+    ensemble.calibrate(rows["prompt"], rows["reference_response_text"])
+    return ensemble
+
+
+def run(condition: str, seed: int, folder: Path, steps: int, every: int) -> list[dict[str, Any]]:
+    """Rows of one run: step, KL, learned reward, true score and length on sampled held-out responses."""
+    from trl_ext import GRPOConfig, GRPOTrainer, load_benchmark, toy
+    from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback, read_metrics
+    from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
+    from trl_ext.trainers.policies import remember_base
+
+    output = folder / "runs" / f"{condition.replace(' ', '-').replace(',', '')}-{seed}"
+    done = output / "done.json"
+    if not done.is_file():
+        print(f"{condition}, seed {seed}", file=sys.stderr)
+        benchmark = load_benchmark("toy")
+        scored = reward_function(condition, seed, folder)
+        _, _, cut_as_cut, penalty = CONDITIONS[condition]
+
+        def learned(prompts, completions, finished, **columns):
+            return scored(prompts, completions, finished=finished if cut_as_cut else None)
+
+        def true_score(prompt: str, response: str, finished: bool = True) -> float:
+            return toy.score(prompt, response, finished=finished)
+
+        args = GRPOConfig(
+            output_dir=str(output),
+            seed=seed,
+            beta=0.0,
+            learning_rate=5e-4,
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=5,
+            per_device_train_batch_size=64,
+            max_steps=steps,
+            max_completion_length=toy.MAX_NEW_TOKENS,
+            missing_eos_penalty=penalty,
+            logging_steps=every,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        trainer = GRPOTrainer(str(toy.MODEL_DIR), learned, args, train_dataset=benchmark["train_gen"])
+        remember_base(trainer)
+
+        def columns(rows, responses, finished):
+            prompts = [row["prompt"] for row in rows]
+            return {"learned": learned(prompts, [[{"role": "assistant", "content": t}] for t in responses], finished)}
+
+        settings = GenerationSettings(
+            max_prompt_tokens=None, max_new_tokens=toy.MAX_NEW_TOKENS, temperature=1.0, batch_size=160, seed=seed
+        )
+        evaluation = GenerationEvaluation(
+            trainer, benchmark["test_gen"], settings, score_function=true_score, reward_columns=columns
+        )
+        output.mkdir(parents=True, exist_ok=True)
+        trainer.add_callback(MetricsFileCallback(output / "metrics.jsonl"))
+        trainer.add_callback(GenerationTableCallback(evaluation, every=every, prompts=160, prefix="eval_"))
+        trainer.train()
+        rows = [
+            {
+                "condition": condition,
+                "seed": seed,
+                "step": row["step"],
+                "kl": row["eval_kl"],
+                "learned": row["eval_rewards/learned/mean"],
+                "true": row["eval_score"],
+                "length": row["eval_completions/mean_length"],
+                "cut": row["eval_completions/clipped_ratio"],
+            }
+            for row in read_metrics(output / "metrics.jsonl")
+            if "eval_kl" in row
+        ]
+        write_json(done, rows)
+    return json.loads(done.read_text())
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Peak and last true score by condition, mean over seeds, with the KL at which they were reached."""
+    lines = [
+        "| reward | best true score (each seed) | at KL | last true score (each seed) | at KL "
+        "| learned, first to last | length | cut |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for condition in dict.fromkeys(row["condition"] for row in rows):
+        own = [row for row in rows if row["condition"] == condition]
+        by_seed = [[row for row in own if row["seed"] == seed] for seed in sorted({row["seed"] for row in own})]
+        best = [max(seed_rows, key=lambda row: row["true"]) for seed_rows in by_seed]
+        first, last = [seed_rows[0] for seed_rows in by_seed], [seed_rows[-1] for seed_rows in by_seed]
+        lines.append(
+            f"| {condition} | {_mean(best, 'true'):.3f} ({_each(best, 'true')}) | {_mean(best, 'kl'):.1f} "
+            f"| {_mean(last, 'true'):.3f} ({_each(last, 'true')}) | {_mean(last, 'kl'):.1f} "
+            f"| {_mean(first, 'learned'):.2f} to {_mean(last, 'learned'):.2f} | {_mean(last, 'length'):.0f} "
+            f"| {_mean(last, 'cut'):.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> float:
+    return sum(row[name] for row in rows) / len(rows)
+
+
+def _each(rows: list[dict[str, Any]], name: str) -> str:
+    return ", ".join(f"{row[name]:.2f}" for row in rows)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """True score (solid) and learned reward (dashed) over the square root of KL, one panel per condition."""
+    from trl_ext.evaluation.plots import new_figure
+
+    conditions = list(dict.fromkeys(row["condition"] for row in rows))
+    columns = (len(conditions) + 1) // 2
+    figure, axes = new_figure(2, columns)
+    for axis, condition in zip(axes, conditions, strict=False):
+        right = axis.twinx()
+        for seed in sorted({row["seed"] for row in rows}):
+            own = [row for row in rows if row["condition"] == condition and row["seed"] == seed]
+            distance = [max(row["kl"], 0) ** 0.5 for row in own]
+            axis.plot(distance, [row["true"] for row in own], marker=".")
+            right.plot(distance, [row["learned"] for row in own], linestyle="--", alpha=0.5)
+        axis.set_title(condition)
+        axis.set_xlabel("square root of KL to the base (nats per response)")
+        axis.set_ylabel("true score (solid)")
+        axis.set_ylim(0, 1)
+        right.set_ylabel("learned reward (dashed)")
+        axis.grid(alpha=0.3)
+    for axis in axes[len(conditions) :]:
+        axis.set_axis_off()
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=10, help="steps between evaluations")
+    parser.add_argument("--folder", type=Path, default=Path("runs/overoptimization"))
+    parser.add_argument("--json", action="store_true", help="print the rows instead of the table")
+    arguments = parser.parse_args()
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    rows = [
+        row
+        for seed in arguments.seeds
+        for condition in arguments.conditions
+        for row in run(condition, seed, arguments.folder, arguments.steps, arguments.every)
+    ]
+    order = {condition: index for index, condition in enumerate(CONDITIONS)}
+    rows.sort(key=lambda row: (order[row["condition"]], row["seed"], row["step"]))
+    write_text(arguments.folder / "curves.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(arguments.folder / "table.md", table(rows))
+    plot(rows, arguments.folder / "curves.png")
+    print(json.dumps(rows, indent=2) if arguments.json else table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""What the online recipes share: sample, score with reward models, update; then compare the policy with its base."""
+
+from __future__ import annotations
+
+import os
+
+# A run says nothing to anybody unless it is asked to.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from common import (
+    RECIPES,
+    check_trackers,
+    clear_run_folder,
+    config_text,
+    one_line_errors,
+    open_run_folder,
+    parse_arguments,
+)
+from results import print_results, write_results
+from training import ModelArguments, can_be_resumed, load_finished, load_trainer
+
+from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
+from trl_ext.evaluation import GroundTruthJudge
+from trl_ext.evaluation.plots import ONLINE_PANELS
+from trl_ext.files import write_text
+from trl_ext.registry import load_function
+from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.rollouts import end_processes
+from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback
+from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
+from trl_ext.trainers.policies import remember_base
+from trl_ext.trainers.reward_functions import reward_columns
+
+
+@dataclass
+class OnlineArguments:
+    """Data, rewards, evaluation and output of a run."""
+
+    dataset_name: str = field(
+        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
+    )
+    train_split: str = field(default="train_gen", metadata={"help": "Prompts to train on."})
+    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; not evaluated if missing."})
+    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    reward_model: list[str] | None = field(
+        default=None,
+        metadata={"help": "Folder or hub name of a reward model, full or adapter; several make an ensemble."},
+    )
+    reward_function: list[str] | None = field(
+        default=None,
+        metadata={"help": "Further rewards, as file.py:function or module:function with TRL's reward signature."},
+    )
+    reward_aggregate: str = field(
+        default="mean",
+        metadata={"help": "How several reward models are combined: mean, min, mean_minus_std, uwo or quantile."},
+    )
+    reward_coefficient: float | None = field(
+        default=None, metadata={"help": "Weight of the deviation in mean_minus_std, of the variance in uwo."}
+    )
+    reward_quantile: float = field(default=0.25, metadata={"help": "Which quantile of the members."})
+    calibrate_rewards: bool = field(
+        default=False,
+        metadata={"help": "Centre and scale each reward model on the reference responses of the training prompts."},
+    )
+    generation_eval_every: int | None = field(
+        default=None,
+        metadata={"help": "Steps between evaluations on held-out prompts; 0 for none. Default: eval_steps, or 50."},
+    )
+    num_generation_prompts: int = field(default=32, metadata={"help": "Prompts in each of these evaluations."})
+    num_eval_prompts: int | None = field(
+        default=None, metadata={"help": "Prompts of the comparison at the end. Default: all of prompt_split."}
+    )
+    generation_temperature: float = field(default=0.0, metadata={"help": "Of the evaluations; 0 for greedy decoding."})
+    generation_eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluations."})
+
+    def __post_init__(self):
+        for name, least in (("generation_eval_every", 0), ("num_generation_prompts", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.generation_temperature < 0:
+            raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
+
+
+def main(
+    config_class: type[PolicyConfig] = PolicyConfig,
+    trainer_class: type[PolicyTrainer] = PolicyTrainer,
+) -> None:
+    """Read the arguments, train, evaluate, and write the run folder."""
+    with can_be_resumed():
+        _run(config_class, trainer_class)
+
+
+def _run(config_class: type[PolicyConfig], trainer_class: type[PolicyTrainer]) -> None:
+    started = time.time()
+    with one_line_errors():
+        arguments, model, training = parse_arguments(
+            (OnlineArguments, ModelArguments, config_class),
+            default_config=RECIPES / "configs" / "toy" / f"{config_class._method or 'policy'}.yaml",
+            description=config_class.__doc__,
+        )
+        if training.output_dir == "trainer_output":
+            name = Path(arguments.dataset_name).stem
+            training.output_dir = f"runs/{training.algorithm.rpartition(':')[2]}-{name}"
+        checkpoint = open_run_folder(
+            training.output_dir,
+            overwrite=arguments.overwrite_output_dir,
+            resume_from_checkpoint=training.resume_from_checkpoint,
+        )
+        check_trackers(training.report_to)
+        splits = _load_splits(arguments)
+        rewards = _rewards(arguments, training, splits["train"])
+        resolved = config_text(arguments, model, training)
+        trainer = load_trainer(
+            partial(trainer_class, reward_funcs=rewards), model, training, train_dataset=splits["train"]
+        )
+        if "prompts" in splits:
+            remember_base(trainer)
+    main_process = trainer.accelerator.is_main_process
+    if main_process:
+        if arguments.overwrite_output_dir:
+            clear_run_folder(training.output_dir)
+        write_text(Path(training.output_dir) / "config.yaml", resolved)
+    trainer.add_callback(MetricsFileCallback(Path(training.output_dir) / "metrics.jsonl"))
+    evaluation = _evaluation(trainer, arguments, training, splits)
+    every = _evaluate_every(arguments, training)
+    if evaluation is not None and every:
+        trainer.add_callback(
+            GenerationTableCallback(evaluation, every=every, prompts=arguments.num_generation_prompts, prefix="eval_")
+        )
+
+    training_started = time.time()
+    with one_line_errors():
+        if not load_finished(trainer, checkpoint):
+            trainer.train(resume_from_checkpoint=checkpoint)
+    training_seconds = time.time() - training_started
+    trainer.save_model(training.output_dir)
+
+    comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
+    if main_process:
+        run = _describe(trainer, arguments, model)
+        seconds = {"training_seconds": training_seconds, "total_seconds": time.time() - started}
+        results = write_results(trainer, comparison, None, {**run, **seconds}, panels=ONLINE_PANELS)
+        print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
+    end_processes(trainer.accelerator)
+
+
+def _load_splits(arguments: OnlineArguments) -> dict:
+    """The benchmark's prompts to train on (`train`), and those that are held out (`prompts`) where there are any."""
+    benchmark = load_benchmark(arguments.dataset_name, skip_bad_rows=arguments.skip_bad_rows)
+    if arguments.train_split not in benchmark:
+        raise ValueError(
+            f"{arguments.dataset_name} has no split {arguments.train_split!r} to train on: "
+            f"it has {', '.join(benchmark)}; name one with --train_split"
+        )
+    splits = {"train": benchmark[arguments.train_split]}
+    if arguments.prompt_split in benchmark:
+        splits["prompts"] = benchmark[arguments.prompt_split]
+    else:
+        warn_once_per_run(f"{arguments.dataset_name} has no split {arguments.prompt_split!r}: no held-out evaluation")
+    return splits
+
+
+def _rewards(arguments: OnlineArguments, training: PolicyConfig, train_split) -> list:
+    """The reward models, as one ensemble where there are several, and the further reward functions."""
+    if not arguments.reward_model and not arguments.reward_function:
+        raise ValueError(
+            "nothing to reward responses with: give --reward_model FOLDER, as recipes/reward_model.py trains one, "
+            "or --reward_function file.py:function"
+        )
+    limits = {
+        "max_prompt_tokens": training.max_prompt_tokens,
+        "max_response_tokens": training.max_completion_length,
+        "batch_size": training.per_device_eval_batch_size,
+    }
+    models = [RewardModel(name, **limits) for name in arguments.reward_model or ()]
+    functions = [load_function(name, "reward function") for name in arguments.reward_function or ()]
+    if len(models) > 1:
+        models = [
+            RewardEnsemble(
+                models,
+                aggregate=arguments.reward_aggregate,
+                coefficient=arguments.reward_coefficient,
+                quantile=arguments.reward_quantile,
+            )
+        ]
+    if arguments.calibrate_rewards:
+        _calibrate(models, train_split)
+    return [*models, *functions]
+
+
+def _calibrate(models: list, train_split) -> None:
+    if not models or not isinstance(models[0], RewardEnsemble):
+        raise ValueError("--calibrate_rewards is for an ensemble: give several --reward_model")
+    if "reference_response_text" not in train_split.column_names:
+        raise ValueError("--calibrate_rewards needs reference_response_text in the training prompts")
+    rows = train_split.select(range(min(256, len(train_split))))
+    models[0].calibrate(rows["prompt"], rows["reference_response_text"])
+
+
+def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
+    if arguments.generation_eval_every is not None:
+        return arguments.generation_eval_every
+    return int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
+
+
+def _evaluation(trainer, arguments, training, splits) -> GenerationEvaluation | None:
+    if "prompts" not in splits:
+        return None
+    settings = GenerationSettings(
+        max_prompt_tokens=training.max_prompt_tokens,
+        max_new_tokens=training.max_completion_length,
+        temperature=arguments.generation_temperature,
+        batch_size=arguments.generation_eval_batch_size,
+        seed=training.seed,
+    )
+    # Only the embedded benchmark comes with a known quality of every response.
+    judge = GroundTruthJudge() if arguments.dataset_name == "toy" else None
+    return GenerationEvaluation(
+        trainer,
+        splits["prompts"],
+        settings,
+        judge=judge,
+        score_function=judge.score_function if judge else None,
+        reward_columns=partial(reward_columns, trainer),
+    )
+
+
+def _describe(trainer, arguments: OnlineArguments, model: ModelArguments) -> dict:
+    args = trainer.args
+    rollouts = -(-trainer.state.global_step // args.updates_per_rollout)
+    return {
+        "algorithm": args.algorithm,
+        "objective": trainer.objective.describe(),
+        "settings": trainer.objective.to_dict(),
+        "model": model.model_name_or_path,
+        "dataset": arguments.dataset_name,
+        "reward_models": arguments.reward_model or [],
+        "reward_functions": arguments.reward_function or [],
+        "train_prompts": len(trainer.train_dataset),
+        "rollouts": rollouts,
+        "sampled_responses": rollouts * args.generation_batch_size,
+        "skipped_updates": dict(trainer.update_guard.skipped),
+    }

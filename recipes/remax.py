@@ -1,0 +1,8 @@
+"""REINFORCE with a greedy baseline. Trains the embedded model by default; needs a --reward_model."""
+
+from online import main
+
+from trl_ext import ReMaxConfig, ReMaxTrainer
+
+if __name__ == "__main__":
+    main(ReMaxConfig, ReMaxTrainer)

@@ -1,0 +1,217 @@
+"""Train a tiny policy on its own samples as a specification says, in this process or in several.
+
+Tests call `train` in their own process. `train_in_processes` runs this file under torchrun, several specifications to
+one launch: `rollout_once.py SPECS.json FOLDER`. Rewards here are functions of the sampled token ids, which a model of
+random weights makes varied enough.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+from tests.train_once import Run, parameters, result
+
+DEFAULTS = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 8,
+    "max_steps": 1,
+    "learning_rate": 1.0,
+    # Plain SGD without clipping: the change of the parameters is minus the gradient.
+    "optim": "sgd",
+    "lr_scheduler_type": "constant",
+    "max_grad_norm": 0.0,
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "disable_dropout": True,
+    "shuffle_dataset": False,
+    "seed": 0,
+}
+WORDS = ["the cat", "a mat", "six red birds in a tree", "one", "old", "where is the sun?", "go on", "up and down"]
+
+
+def save_policy(tiny_model_path: str, path: Path) -> str:
+    """The tiny model with an end-of-turn token likely enough that some responses end and some are cut.
+
+    Its row of the head is turned towards the mean of hidden states, to a logit of about 4: with the other 258 logits
+    of a standard deviation near 0.8, a probability of about 0.1 per token.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    with torch.no_grad():
+        mean = model.model(torch.arange(3, 200)[None]).last_hidden_state[0].mean(0)
+        model.lm_head.weight[tokenizer.eos_token_id] = 8 * mean / mean.square().sum()
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def prompts(count: int = 8) -> list[dict]:
+    """Conversational prompts of different lengths with a row_id and a further column."""
+    return [
+        {
+            "row_id": f"row{index}",
+            "prompt": [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index // len(WORDS))}],
+            "bonus": index / 8,
+        }
+        for index in range(count)
+    ]
+
+
+# ---- Rewards ----
+
+
+def thirds(completion_ids, **_) -> list[float]:
+    """The fraction of ids that 3 divides, and a tenth per token."""
+    return [sum(token % 3 == 0 for token in ids) / max(len(ids), 1) + len(ids) / 10 for ids in completion_ids]
+
+
+def evens(completion_ids, **_) -> list[float]:
+    """How many ids are even."""
+    return [float(sum(token % 2 == 0 for token in ids)) for ids in completion_ids]
+
+
+def not_a_number(completion_ids, row_id, **_) -> list[float]:
+    """`thirds`, but NaN for the responses to row2."""
+    return [
+        float("nan") if row == "row2" else reward for row, reward in zip(row_id, thirds(completion_ids), strict=True)
+    ]
+
+
+REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number)}
+
+
+class FixedRollouts:
+    """Responses that depend on the prompt and on the place in its group alone: the same however they are split."""
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images=False):
+        first = self.accelerator.process_index * len(prompt_ids)
+        group = self.args.num_generations
+        responses = []
+        for index, ids in enumerate(prompt_ids):
+            digits = zlib.crc32(repr((list(ids), (first + index) % group)).encode())
+            length = 1 + digits % self.max_completion_length
+            tokens = [3 + zlib.crc32(f"{digits} {position}".encode()) % 250 for position in range(length)]
+            cut = length == self.max_completion_length
+            responses.append(tokens if cut else [*tokens[:-1], self.eos_token_ids[0]])
+        return responses, None
+
+
+def build(spec: dict, output_dir: str, **trainer_arguments: Any):
+    """The trainer of a specification, not yet trained.
+
+    Keys: `trainer` (a name in trl_ext, or "trl.GRPOTrainer"), `model` (path), `perturb` (move the policy off its
+    reference by this seed), `rewards` (names of `REWARDS`, or folders), `prompts` (how many), `lora`, `lora_seed`,
+    `fixed` (`FixedRollouts`), `patch` (names of functions of `PATCHES` to call with the trainer's class), and `args`.
+    """
+    import torch
+    import trl
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import trl_ext
+    from tests.tiny import perturbed
+
+    name = spec.get("trainer", "PolicyTrainer")
+    stock = name.startswith("trl.")
+    trainer_class = trl.GRPOTrainer if stock else getattr(trl_ext, name)
+    config_class = trl.GRPOConfig if stock else trainer_class._config_class
+    trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
+    if spec.get("fixed"):
+        trainer_class = type(trainer_class.__name__, (FixedRollouts, trainer_class), {})
+    if "fault" in spec:
+        trainer_class = type(trainer_class.__name__, (FAULTS[spec["fault"]], trainer_class), {})
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    if "perturb" in spec:
+        perturbed(model, seed=spec["perturb"], scale=0.02)
+    lora = None
+    if spec.get("lora"):
+        lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
+        lora.init_lora_weights = False  # B is zero otherwise, and the first gradients of A with it
+        torch.manual_seed(0)
+    defaults = {
+        "reward_funcs": [REWARDS.get(reward, reward) for reward in spec.get("rewards", ["thirds"])],
+        "train_dataset": Dataset.from_list(prompts(spec.get("prompts", 8))),
+        "processing_class": AutoTokenizer.from_pretrained(spec["model"]),
+        "peft_config": lora,
+    }
+    arguments = {**defaults, **trainer_arguments}
+    reward_functions = arguments.pop("reward_funcs")
+    args = config_class(**{**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir})
+    return trainer_class(model, reward_functions, args=args, **arguments)
+
+
+class LossFaultOnTheLastRank:
+    """At the second optimizer step, the last process's loss is NaN."""
+
+    def _compute_loss(self, model, inputs):
+        last = self.accelerator.process_index == self.accelerator.num_processes - 1
+        if last and self.state.global_step == 1:
+            inputs = {**inputs, "advantages": inputs["advantages"] * float("nan")}
+        return super()._compute_loss(model, inputs)
+
+
+FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
+
+
+def train(spec: dict, output_dir: str, **trainer_arguments: Any):
+    """The trainer of a specification, trained; a further key is `resume_from_checkpoint`."""
+    trainer = build(spec, output_dir, **trainer_arguments)
+    trainer.train(resume_from_checkpoint=spec.get("resume_from_checkpoint"))
+    return trainer
+
+
+def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
+    """Train each specification in turn in one launch of several processes on the CPU."""
+    from safetensors import safe_open
+
+    (folder / "specs.json").write_text(json.dumps(specs))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    launched = subprocess.run(
+        [*launcher, "-m", "tests.rollout_once", str(folder / "specs.json"), str(folder)],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert launched.returncode == 0, launched.stderr[-8000:]
+    runs = []
+    for index in range(len(specs)):
+        with safe_open(folder / f"{index}.safetensors", "pt") as file:
+            assert file.metadata()["processes"] == str(processes)
+            runs.append(Run({n: file.get_tensor(n) for n in file.keys()}, json.loads(file.metadata()["logs"])))  # noqa: SIM118
+    return runs
+
+
+def main() -> None:
+    from safetensors.torch import save_file
+
+    from trl_ext.rollouts import end_processes
+
+    specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    for index, spec in enumerate(specs):
+        trainer = train(spec, str(folder / f"{index}-run"))
+        if trainer.accelerator.is_main_process:
+            run = result(trainer)
+            metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
+            save_file(parameters(trainer), folder / f"{index}.safetensors", metadata=metadata)
+    end_processes(trainer.accelerator)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""Advantages: values worked by hand, rewards that could not be scored, invariances, and expected updates.
+
+The group g = [3, 1, 0, -1]: mean 0.75, deviations 2.25, 0.25, -0.75, -1.75 with squares that sum to 8.75, so that the
+standard deviation is sqrt(8.75 / 4) = 1.479020 (population) or sqrt(8.75 / 3) = 1.707825 (sample).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from trl_ext.advantages import (
+    ADVANTAGES,
+    AdvantageEstimator,
+    batch_normalized,
+    clip_advantages,
+    gae,
+    greedy_baseline,
+    group_centered,
+    group_normalized,
+    group_rank,
+    leave_one_out,
+    length_weighted,
+    mean_normalized,
+    no_baseline,
+)
+
+G = [3.0, 1.0, 0.0, -1.0]
+TIES = [1.0, 1.0, 0.0, 0.0]
+NAN, INF = float("nan"), float("inf")
+
+
+def lengths_of(count):
+    return torch.arange(count) % 5 + 1
+
+
+def call(name, rewards, group_size, **options):
+    """An estimator by name, with lengths and greedy rewards of 0.25 where it takes them."""
+    rewards = torch.as_tensor(rewards, dtype=torch.float64)
+    if name == "length_weighted":
+        options.setdefault("lengths", lengths_of(len(rewards)))
+    if name == "greedy_baseline":
+        options.setdefault("greedy_rewards", torch.full((len(rewards) // group_size,), 0.25))
+    return ADVANTAGES[name](rewards, group_size, **options)
+
+
+# Those that compare a group's responses with one another.
+COMPARING = [
+    "group_normalized",
+    "group_centered",
+    "leave_one_out",
+    "group_rank",
+    "batch_normalized",
+    "mean_normalized",
+    "length_weighted",
+]
+
+# ---------------------------------------------------------------------------------------------- values worked by hand
+
+TABLE = [
+    # 2.25 / 1.479020 and so on.
+    ("group_normalized", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
+    # 2.25 / 1.707825; TRL's eps takes 0.006 % off.
+    ("group_normalized", G, {"std_ddof": 1}, [1.317464, 0.146385, -0.439155, -1.024694]),
+    ("group_normalized", G, {"std_ddof": 1, "eps": 1e-4}, [1.317388, 0.146376, -0.439129, -1.024635]),
+    ("group_centered", G, {}, [2.25, 0.25, -0.75, -1.75]),
+    # 4/3 of the centred ones: 3 - (1 + 0 - 1) / 3 and so on.
+    ("leave_one_out", G, {}, [3.0, 0.333333, -1.0, -2.333333]),
+    ("greedy_baseline", G, {"greedy_rewards": torch.tensor([0.8])}, [2.2, 0.2, -0.8, -1.8]),
+    # (3 below - 0 above) / 3, (2 - 1) / 3, ...
+    ("group_rank", G, {}, [1.0, 0.333333, -0.333333, -1.0]),
+    ("group_rank", G, {"scale": 2.0}, [2.0, 0.666667, -0.666667, -2.0]),
+    # Two above or below, none of the other kind: 2 / 3, times 2.
+    ("group_rank", TIES, {"scale": 2.0}, [1.333333, 1.333333, -1.333333, -1.333333]),
+    # Baseline (2 * 3 + 4 * 1 + 3 * 0 - 1) / 10 = 0.9.
+    ("length_weighted", G, {"lengths": torch.tensor([2, 4, 3, 1])}, [2.1, 0.1, -0.9, -1.9]),
+    ("no_baseline", G, {}, G),
+    # Mean 0.25; std sqrt(0.25 * 0.75) = 0.433013, or 0.5 of the sample.
+    ("group_normalized", [1, 0, 0, 0], {}, [1.732047, -0.577349, -0.577349, -0.577349]),
+    ("group_normalized", [1, 0, 0, 0], {"std_ddof": 1, "eps": 0.0}, [1.5, -0.5, -0.5, -0.5]),
+    # 0.75 / 0.250001.
+    ("mean_normalized", [1, 0, 0, 0], {}, [2.999988, -0.999996, -0.999996, -0.999996]),
+    # Mean 0.275, deviations -0.075, 0.225, -0.275, 0.125; squares sum to 0.1475; std 0.221736, or 0.192029.
+    ("group_normalized", [0.2, 0.5, 0, 0.4], {"std_ddof": 1}, [-0.338239, 1.014718, -1.240210, 0.563732]),
+    ("group_normalized", [0.2, 0.5, 0, 0.4], {}, [-0.390565, 1.171694, -1.432071, 0.650941]),
+]
+
+
+@pytest.mark.parametrize("name, rewards, options, expected", TABLE)
+def test_values(name, rewards, options, expected):
+    assert call(name, rewards, 4, **options).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_every_estimator_has_values_worked_by_hand():
+    assert {name for name, *_ in TABLE} | {"batch_normalized"} == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize(
+    "group_size, options, expected",
+    [
+        # The 8 rewards have mean 0.625 and squared deviations 9.875: sqrt(9.875 / 7) + 1e-4 = 1.187834 divides the
+        # centred rewards 2.25, 0.25, -0.75, -1.75, 0.5, 0.5, -0.5, -0.5.
+        (
+            4,
+            {"std_ddof": 1, "eps": 1e-4},
+            [1.894203, 0.210467, -0.631401, -1.473269, 0.420934, 0.420934, -0.420934, -0.420934],
+        ),
+        # The centred rewards' own squares are 8.75 + 1: sqrt(9.75 / 8) = 1.103970.
+        (
+            4,
+            {"std_of": "advantages", "eps": 0.0},
+            [2.038099, 0.226455, -0.679366, -1.585188, 0.452911, 0.452911, -0.452911, -0.452911],
+        ),
+        # Deviations from 0.625 over sqrt(9.875 / 8) = 1.111024.
+        (
+            1,
+            {"baseline": "batch", "eps": 0.0},
+            [2.137667, 0.337526, -0.562544, -1.462614, 0.337526, 0.337526, -0.562544, -0.562544],
+        ),
+    ],
+)
+def test_batch_normalized(group_size, options, expected):
+    assert call("batch_normalized", G + TIES, group_size, **options).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("gap", [1.0, 0.01, 250.0])
+def test_in_a_group_of_two_the_gap_does_not_matter(gap):
+    """Deviations of half the gap, over a deviation of half the gap, or of gap / sqrt(2) for the sample's."""
+    rewards = torch.tensor([gap, 0.0], dtype=torch.float64)
+    assert group_normalized(rewards, 2, eps=0.0).tolist() == pytest.approx([1.0, -1.0])
+    sample = group_normalized(rewards, 2, std_ddof=1, eps=0.0)
+    assert sample.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+
+
+def test_sample_over_population_deviation():
+    """sqrt((G - 1) / G) = 0.866025 for a group of 4."""
+    rewards = torch.tensor(G, dtype=torch.float64)
+    ratio = group_normalized(rewards, 4, 1, 0.0) / group_normalized(rewards, 4, 0, 0.0)
+    assert ratio.tolist() == pytest.approx([0.866025] * 4, abs=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------- no signal
+
+
+# Values of which the mean in floating point is not always the value.
+@pytest.mark.parametrize("constant", [0.1, 1.0, 0.7, 1e-8, 3.3e5])
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_group_of_equal_rewards_has_no_signal(name, constant):
+    for dtype in (torch.float32, torch.float64):
+        group = torch.full((3,), constant, dtype=dtype)
+        other = torch.tensor([0.0, 0.5, 1.0], dtype=dtype)
+        advantages = call(name, torch.cat([group, other]).to(dtype), 3)
+        assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
+        assert advantages[3:].abs().min() >= 0 and advantages[3:].any()
+        alone = ADVANTAGES[name](group, 3, **({"lengths": lengths_of(3)} if name == "length_weighted" else {}))
+        assert alone.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_equal_rewards_where_responses_are_not_compared():
+    """ReMax has no signal where all are equal to the greedy response; REINFORCE++ where the whole batch is equal."""
+    rewards = torch.full((4,), 0.1)
+    assert greedy_baseline(rewards, 2, torch.full((2,), 0.1)).tolist() == [0.0] * 4
+    assert batch_normalized(rewards, 2, baseline="batch").tolist() == [0.0] * 4
+    assert no_baseline(torch.zeros(4), 2).tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("junk", [NAN, INF, -INF])
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_what_could_not_be_scored_is_left_out(name, junk):
+    """The other three responses have the advantages that a group of three has, and it has 0."""
+    options, three = {}, {}
+    if name == "length_weighted":
+        options, three = {"lengths": torch.tensor([2, 9, 3, 1])}, {"lengths": torch.tensor([2, 3, 1])}
+    advantages = call(name, [3.0, junk, 0.5, 1.0], 4, **options)
+    assert advantages[1].item() == 0.0
+    expected = call(name, [3.0, 0.5, 1.0], 3, **three)
+    assert torch.allclose(advantages[[0, 2, 3]], expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"std_ddof": 1}])
+@pytest.mark.parametrize("name", COMPARING)
+def test_groups_that_leave_nothing_to_compare(name, options):
+    """No reward at all, and one among three that could not be scored."""
+    if options and name not in ("group_normalized", "batch_normalized"):
+        pytest.skip("no standard deviation")
+    assert call(name, [NAN] * 3 + [NAN, 2.0, NAN], 3, **options).tolist() == [0.0] * 6
+    assert call(name, [2.0, 5.0], 1, **options).tolist() == [0.0, 0.0]
+
+
+def test_a_greedy_response_that_could_not_be_scored():
+    advantages = greedy_baseline(torch.tensor([1.0, 2.0, 3.0, 4.0]), 2, torch.tensor([NAN, 0.5]))
+    assert advantages.tolist() == [0.0, 0.0, 2.5, 3.5]
+
+
+def test_responses_without_tokens_have_no_weight():
+    assert length_weighted(torch.tensor([1.0, 3.0]), 2, torch.tensor([0, 4])).tolist() == [-2.0, 0.0]
+    assert length_weighted(torch.tensor([1.0, 3.0]), 2, torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+
+
+# ------------------------------------------------------------------------------------------------------- invariances
+
+SEVERAL = torch.tensor([0.3, 1.2, 0.3, 2.0, 5.0, 0.1, 0.2, 4.0, 1.0, 1.0, 0.0, 2.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_permuting_a_group_permutes_its_advantages(name):
+    order = torch.tensor([2, 0, 3, 1, 4, 5, 6, 7, 11, 10, 9, 8])
+    lengths = {"lengths": lengths_of(12)} if name == "length_weighted" else {}
+    permuted = {key: value[order] for key, value in lengths.items()}
+    advantages = call(name, SEVERAL, 4, **lengths)
+    assert torch.allclose(call(name, SEVERAL[order], 4, **permuted), advantages[order], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"batch_normalized"}))
+def test_groups_do_not_see_one_another(name):
+    lengths = {"lengths": lengths_of(4)} if name == "length_weighted" else {}
+    first = call(name, SEVERAL[:4], 4, **lengths)
+    assert torch.equal(call(name, SEVERAL, 4)[:4], first)
+
+
+def test_affine_transforms():
+    advantages = group_normalized(SEVERAL, 4, eps=0.0)
+    assert torch.allclose(group_normalized(250 * SEVERAL - 17, 4, eps=0.0), advantages, atol=1e-10)
+    assert torch.allclose(group_normalized(-SEVERAL, 4, eps=0.0), -advantages, atol=1e-12)
+    for shift_only in (group_centered, leave_one_out):
+        assert torch.allclose(shift_only(3 * SEVERAL + 5, 4), 3 * shift_only(SEVERAL, 4), atol=1e-10)
+
+
+def test_monotone_transforms_leave_ranks_alone_and_change_the_rest():
+    bent = SEVERAL.exp() + SEVERAL.pow(3)
+    assert torch.equal(group_rank(bent, 4), group_rank(SEVERAL, 4))
+    assert not torch.allclose(group_normalized(bent, 4), group_normalized(SEVERAL, 4), atol=0.05)
+
+
+@pytest.mark.parametrize("name", ["group_normalized", "group_centered", "leave_one_out", "group_rank"])
+def test_advantages_of_a_group_sum_to_zero(name):
+    assert call(name, SEVERAL, 4).reshape(3, 4).sum(1).abs().max() < 1e-12
+
+
+def test_dtypes():
+    """Half precision is computed in single, where 1000.5 and 1000 differ; whole numbers become floats."""
+    low = group_centered(torch.tensor([1.0, 2.0, 4.0, 4.5], dtype=torch.bfloat16), 4)
+    assert low.dtype == torch.float32 and low.tolist() == [-1.875, -0.875, 1.125, 1.625]
+    assert group_centered(torch.tensor([1, 2]), 2).tolist() == [-0.5, 0.5]
+    assert not group_centered(torch.tensor([1.0, 2.0], requires_grad=True), 2).requires_grad
+
+
+# ------------------------------------------------------------------- expected updates for rewards of 0 and 1, exactly
+
+
+def expected_coefficient(estimator, probability=0.3, size=4):
+    """Expected update over the gradient of the success probability p, every outcome of the group counted.
+
+    The score of a success is 1 / p times that gradient, and of a failure -1 / (1 - p).
+    """
+    total = 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=size):
+        rewards = torch.tensor(outcome, dtype=torch.float64)
+        weight = math.prod(probability if reward else 1 - probability for reward in outcome)
+        scores = torch.where(rewards == 1, 1 / probability, -1 / (1 - probability))
+        total += weight * (estimator(rewards, size) * scores).mean().item()
+    return total
+
+
+@pytest.mark.parametrize(
+    "estimator, expected",
+    [
+        (leave_one_out, 1.0),
+        (no_baseline, 1.0),
+        (lambda rewards, size: greedy_baseline(rewards, size, torch.tensor([0.37])), 1.0),
+        # (G - 1) / G.
+        (group_centered, 0.75),
+        (lambda rewards, size: group_normalized(rewards, size, eps=0.0), 1.634589),
+        # 1 + 0.7 + 0.49: the gradient of the sum of pass@k / k for k = 1, 2, 3.
+        (lambda rewards, size: mean_normalized(rewards, size, eps=0.0), 2.19),
+    ],
+)
+def test_expected_updates(estimator, expected):
+    assert expected_coefficient(estimator) == pytest.approx(expected, abs=1e-6)
+
+
+def test_variance_of_baselines():
+    """A leave-one-out baseline is unbiased with far less variance than none: four arms with rewards 1 to 2."""
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
+    arms = torch.tensor([1.0, 1.2, 1.6, 2.0], dtype=torch.float64)
+    scores = torch.eye(4, dtype=torch.float64) - probabilities
+    exact = (probabilities * arms) @ scores
+
+    def moments(estimator):
+        mean, square = torch.zeros(4, dtype=torch.float64), 0.0
+        for draw in itertools.product(range(4), repeat=3):
+            draw = torch.tensor(draw)
+            update = (estimator(arms[draw], 3)[:, None] * scores[draw]).mean(0)
+            mean += probabilities[draw].prod() * update
+            square += (probabilities[draw].prod() * update.square().sum()).item()
+        return mean, square - mean.square().sum().item()
+
+    (none, none_variance), (loo, loo_variance) = moments(no_baseline), moments(leave_one_out)
+    assert torch.allclose(none, exact, atol=1e-12) and torch.allclose(loo, exact, atol=1e-12)
+    assert loo_variance < none_variance / 5
+    assert torch.allclose(moments(group_centered)[0], exact * 2 / 3, atol=1e-12)
+
+
+# ---------------------------------------------------------------------------------- generalized advantage estimation
+
+
+def test_gae():
+    """gamma 1, lambda 0.95. Last: 1 - 0.7 = 0.3. Before: 0.7 - 0.6 + 0.95 * 0.3 = 0.385. First: 0.6 - 0.5 + 0.95 *
+    0.385 = 0.46575. Returns: 0.5 + 0.46575 and so on. Whitened with the sample's deviation 0.082892."""
+    rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.7]])
+    advantages, returns = gae(rewards, values, torch.ones(1, 3), 1.0, 0.95)
+    assert advantages[0].tolist() == pytest.approx([0.465750, 0.385000, 0.300000], abs=1e-6)
+    assert returns[0].tolist() == pytest.approx([0.965750, 0.985000, 1.0], abs=1e-6)
+    whitened = (advantages - advantages.mean()) / advantages.std()
+    assert whitened[0].tolist() == pytest.approx([0.991344, 0.017092, -1.008436], abs=1e-5)
+
+
+def test_gae_at_its_ends():
+    """lambda 0: one-step differences. lambda 1, gamma 1: the rest of the rewards less the value."""
+    rewards, values = torch.tensor([[1.0, -2.0, 4.0]]), torch.tensor([[0.5, 1.5, -1.0]])
+    one_step, _ = gae(rewards, values, torch.ones(1, 3), 0.5, 0.0)
+    # 1 + 0.75 - 0.5, -2 - 0.5 - 1.5, 4 + 1.
+    assert one_step[0].tolist() == [1.25, -4.0, 5.0]
+    whole, returns = gae(rewards, values, torch.ones(1, 3), 1.0, 1.0)
+    assert whole[0].tolist() == [2.5, 0.5, 5.0]
+    assert returns[0].tolist() == [3.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("where", ["right", "left", "middle"])
+def test_gae_passes_over_what_does_not_count(where):
+    rewards, values = torch.tensor([0.2, -0.1, 1.0]), torch.tensor([0.5, 0.6, 0.7])
+    alone = gae(rewards[None], values[None], torch.ones(1, 3), 0.9, 0.8)
+    at = {"right": [0, 1, 2], "left": [2, 3, 4], "middle": [0, 3, 4]}[where]
+    wide_rewards, wide_values, mask = torch.full((1, 5), NAN), torch.full((1, 5), INF), torch.zeros(1, 5)
+    wide_rewards[0, at], wide_values[0, at], mask[0, at] = rewards, values, 1.0
+    for result, expected in zip(gae(wide_rewards, wide_values, mask, 0.9, 0.8), alone, strict=True):
+        assert torch.allclose(result[:, at], expected)
+        assert result[mask == 0].tolist() == [0.0, 0.0]
+
+
+# --------------------------------------------------------------------------------------------- clipping and refusals
+
+
+def test_clip_advantages():
+    assert clip_advantages(torch.tensor([-7.0, 0.5, 9.0]), 5.0).tolist() == [-5.0, 0.5, 5.0]
+    with pytest.raises(ValueError, match="limit, which must be positive, got 0"):
+        clip_advantages(torch.zeros(2), 0)
+
+
+@pytest.mark.parametrize(
+    "run, message",
+    [
+        (lambda: group_centered(torch.zeros(6), 4), "6 rewards do not divide into groups of 4"),
+        (lambda: group_centered(torch.zeros(6), 0), "6 rewards do not divide into groups of 0"),
+        (lambda: group_centered(torch.zeros(2, 3), 3), r"must be one-dimensional, got shape \[2, 3\]"),
+        (lambda: group_normalized(torch.zeros(4), 4, std_ddof=2), "std_ddof must be 0 .* or 1 .*got 2"),
+        (lambda: greedy_baseline(torch.zeros(4), 2, torch.zeros(4)), r"one reward per group, \[2\], got shape \[4\]"),
+        (lambda: length_weighted(torch.zeros(4), 2, torch.zeros(2)), r"the rewards' shape \[4\], got \[2\]"),
+        (lambda: mean_normalized(torch.tensor([1.0, -0.5]), 2), "rewards from 0 up, got -0.5"),
+        (lambda: batch_normalized(torch.zeros(4), 2, baseline="grup"), "'group' or 'batch', got 'grup'"),
+        (lambda: batch_normalized(torch.zeros(4), 2, std_of="x"), "'rewards' or 'advantages', got 'x'"),
+        (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 3), 1, 1), r"one shape \[B, T\]"),
+        (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 1.1, 1), r"lie in \[0, 1\], got 1.1"),
+        (lambda: AdvantageEstimator("leave_two_out"), "unknown --advantage 'leave_two_out'; did you mean 'leave_one"),
+        (lambda: AdvantageEstimator("group_rank", eps=1.0), "--advantage_eps 1.0 and --advantage group_rank"),
+        (lambda: AdvantageEstimator("greedy_baseline")(torch.zeros(2), 1), "needs greedy_rewards, and there are none"),
+        (lambda: AdvantageEstimator(lambda rewards, size: rewards.sum()), r"returned shape \[\] for 4 rewards"),
+    ],
+)
+def test_refusals(run, message):
+    with pytest.raises(ValueError, match=message):
+        run()
+
+
+def test_estimator_of_ones_own():
+    def others(rewards, group_size, strength=2.0):
+        groups = rewards.reshape(-1, group_size)
+        return (strength * (groups - (groups.sum(1, keepdim=True) - groups) / (group_size - 1))).reshape(-1)
+
+    estimator = AdvantageEstimator(others, options={"strength": 3.0}, clip=4.0)
+    assert estimator(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
+    assert estimator(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
+    assert estimator.name == "others" and estimator.group_relative and not estimator.needs_greedy

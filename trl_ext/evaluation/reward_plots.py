@@ -1,0 +1,77 @@
+"""The picture of a reward model's training: its loss and held-out ranking over steps, its calibration, its margins."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.plots import draw_curves, new_figure
+from trl_ext.files import replacing
+
+# Panel title -> label of each curve -> metric name in the run's metrics.
+_PANELS = {
+    "Loss": {"train": "loss", "held out": "eval_loss"},
+    "Accuracy": {"train": "accuracy", "held out": "eval_accuracy", "selection split": "selection/accuracy"},
+    "Margin (chosen minus rejected)": {
+        "train": "margin",
+        "held out": "eval_margin",
+        "selection split": "selection/margin",
+    },
+    "Negative log-likelihood (nats)": {"selection split": "selection/nll"},
+}
+
+
+def plot_reward_run(
+    metrics: Sequence[dict[str, Any]],
+    pairs: dict[str, Any] | None,
+    margins: Sequence[float],
+    path: str | Path,
+    *,
+    title: str = "",
+) -> None:
+    """Draw a run of a reward model into a PNG.
+
+    Args:
+        metrics: rows of the run's `metrics.jsonl`.
+        pairs: `reward_metrics` of the held-out pairs; None if there are none.
+        margins: chosen minus rejected score of each held-out pair.
+        path: where to write; replaced atomically.
+        title: above the panels.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    figure, axes = new_figure(2, 3)
+    for axis, (name, curves) in zip(axes, _PANELS.items(), strict=False):
+        draw_curves(axis, name, curves, metrics)
+    _draw_reliability(axes[-2], pairs)
+    _draw_margins(axes[-1], margins)
+    figure.suptitle(title)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _draw_reliability(axis, pairs: dict[str, Any] | None) -> None:
+    """Accuracy of the pairs in each bin against their mean confidence; the area of a point is its number of pairs."""
+    axis.set_title("Reliability, held-out pairs")
+    axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
+    if pairs is not None:
+        filled = [row for row in pairs["calibration"] if row["n"]]
+        confidence, accuracy = ([row[name] for row in filled] for name in ("confidence", "accuracy"))
+        axis.scatter(confidence, accuracy, s=[10 + 600 * row["n"] / pairs["n"] for row in filled], alpha=0.6)
+        axis.text(0.52, 0.95, f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins", va="center")
+    axis.set_xlabel("confidence, max(p, 1 - p)")
+    axis.set_ylabel("share ranked as labelled")
+    axis.set_xlim(0.5, 1)
+    axis.set_ylim(0, 1.03)
+    axis.grid(alpha=0.3)
+
+
+def _draw_margins(axis, margins: Sequence[float]) -> None:
+    axis.set_title("Margins, held-out pairs")
+    axis.set_xlabel("chosen minus rejected score")
+    axis.axvline(0, color="grey", linestyle="--", linewidth=1)
+    if len(margins):
+        axis.hist([float(margin) for margin in margins], bins=30, alpha=0.7)
+        axis.set_ylabel("pairs")

@@ -1,0 +1,59 @@
+"""Estimates of the KL divergence between the policy and the reference, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trl_ext.registry import nearest
+
+KL_ESTIMATORS = ("k1", "k2", "k3")
+
+# exp(20) is 5e8: what exceeds it is a fault of the numbers and not a probability ratio.
+MAX_EXPONENT = 20.0
+
+
+def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Estimate of the reverse KL divergence `KL(policy || reference)` at each sampled token.
+
+    With `d = log_probs - ref_log_probs` at a token sampled from the policy:
+
+    - `k1 = d`: unbiased, either sign;
+    - `k2 = d^2 / 2`: biased, never negative, low variance;
+    - `k3 = exp(-d) - 1 + d`: unbiased, never negative.
+
+    They estimate one quantity and have different gradients. On-policy, the expected gradient is that of
+
+    | kind | as a loss                | in the reward (detached, times the score function) |
+    |------|--------------------------|----------------------------------------------------|
+    | k1   | nothing: it is zero      | the reverse KL                                     |
+    | k2   | the reverse KL           | neither                                            |
+    | k3   | the forward KL           | neither                                            |
+
+    and k1 or k3 as a loss, times the importance ratio with its gradient, is that of the reverse KL, off-policy as
+    well. Token by token, a loss ignores how a token changes the divergence at later ones; k1 summed over the response
+    and put in the reward does not.
+
+    Args:
+        log_probs: log-probabilities of the sampled tokens under the policy, in nats, any shape.
+        ref_log_probs: the same under the reference.
+        kind: `k1`, `k2` or `k3`. The exponent of k3 is bounded at 20.
+
+    Raises:
+        ValueError: an unknown kind.
+
+    Schulman 2020, "Approximating KL divergence"; gradients: arXiv 2510.01555, 2506.09477; with the importance ratio:
+    DeepSeek-V3.2, arXiv 2512.02556.
+    """
+    difference = log_probs - ref_log_probs
+    if kind == "k1":
+        return difference
+    if kind == "k2":
+        return difference.square() / 2
+    if kind == "k3":
+        # Bounded in both terms: with the exponential alone bounded, the gradient beyond would have the wrong sign.
+        inverse = (-difference).clamp(max=MAX_EXPONENT)
+        return torch.expm1(inverse) - inverse
+    raise ValueError(
+        f"unknown KL estimator {kind!r}{nearest(str(kind), list(KL_ESTIMATORS))} Known: {', '.join(KL_ESTIMATORS)}"
+    )

@@ -1,0 +1,313 @@
+"""One frozen base under many LoRA adapters: the policy's, and those of reward models, each with a score head."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from trl_ext.models.loading import resolve_model_path
+from trl_ext.models.reward_adapter import (
+    RewardAdapter,
+    policy_obstacle,
+    read_reward_adapter,
+    sharing_obstacle,
+)
+from trl_ext.models.sequence_scores import score_sequences
+
+
+class SharedBackbone:
+    """Scores sequences with several LoRA reward models on one copy of the base they were trained on.
+
+    The base is the policy's own, whose adapter goes on training, or a frozen copy that no policy uses (`load`). Only
+    the reward adapters' LoRA weights are added to the model; their heads stay outside of it, so that no checkpoint,
+    optimizer or engine sees them. `model.save_pretrained` saves the other adapters only.
+
+    Args:
+        model: a `PeftModel` of a causal language model, unwrapped, with exactly one active LoRA adapter.
+
+    Raises:
+        ValueError: the model's base is or will be changed, or cannot be shared for another reason.
+    """
+
+    def __init__(self, model: PeftModel):
+        obstacle = policy_obstacle(model)
+        if obstacle:
+            raise ValueError(f"reward adapters cannot sit on the policy's backbone: {obstacle}")
+        self.model = model
+        self.base_name_or_path: str = model.peft_config[model.active_adapters[0]].base_model_name_or_path
+        self._heads: dict[str, Tensor] = {}
+        _save_without_rewards(model, self._heads)
+
+    @classmethod
+    def load(cls, base_name_or_path: str, *, dtype: torch.dtype = torch.float32, device=None) -> SharedBackbone:
+        """A frozen copy of a base for reward adapters alone, where no policy with an adapter holds one."""
+        backbone = cls.__new__(cls)
+        backbone.base_name_or_path = resolve_model_path(base_name_or_path)
+        backbone.model = load_classifier(backbone.base_name_or_path, dtype=dtype, device=device)
+        backbone._heads = {}
+        return backbone
+
+    @property
+    def reward_adapters(self) -> tuple[str, ...]:
+        """Names of the reward adapters, in the order in which they were added."""
+        return tuple(self._heads)
+
+    def add_reward_adapter(self, folder: str | Path, name: str | None = None, *, base: str | None = None) -> str:
+        """Put a saved LoRA reward model onto the backbone, frozen, and keep its head beside it.
+
+        Nothing else changes: not the active adapter, nor what requires gradients or is in training mode, nor the
+        state of the random number generators.
+
+        Args:
+            folder: a folder with `adapter_config.json` and `adapter_model.safetensors`.
+            name: what PEFT is to call the adapter; None for `reward0`, `reward1` and so on.
+            base: the folder or hub name of the base, where the adapter's configuration names one that has moved.
+
+        Returns:
+            The name, for `score`.
+
+        Raises:
+            FileNotFoundError, ValueError: no such adapter, or one that would change the base or does not fit it.
+        """
+        adapter = read_reward_adapter(folder, base=base)
+        obstacle = sharing_obstacle(self.model, self.base_name_or_path, adapter)
+        if obstacle:
+            raise ValueError(f"{folder}: cannot sit on the shared backbone: {obstacle}")
+        name = self._free_name() if name is None else self._checked_name(name)
+        tensors = load_file(adapter.weights)
+        head = tensors.pop(adapter.head).float()
+        with preserved_random_state():
+            self._inject(adapter, name, tensors)
+        self._heads[name] = head
+        return name
+
+    @contextmanager
+    def adapter(self, name: str | None) -> Iterator[PeftModel]:
+        """The model in evaluation mode under one of its adapters, or under none (None: the base itself).
+
+        On leaving, and after an exception as well, the active adapter, whether adapters are disabled, what requires
+        gradients and what is in training mode are as before. It may be entered inside `disable_adapter()`.
+
+        Raises:
+            ValueError: no such adapter, or an adapter is merged into the base.
+        """
+        if name is not None and name not in getattr(self.model, "peft_config", {}):
+            raise ValueError(f"the model has no adapter {name!r}; it has {', '.join(self.model.peft_config)}")
+        with _restored(self.model):
+            self.model.eval()
+            if isinstance(self.model, PeftModel):
+                tuner = self.model.base_model
+                (tuner.disable_adapter_layers if name is None else tuner.enable_adapter_layers)()
+                if name is not None:
+                    self.model.set_adapter(name, inference_mode=True)
+            yield self.model
+
+    @torch.no_grad()
+    def score(
+        self,
+        name: str,
+        sequences: Sequence[Sequence[int]],
+        *,
+        batch_size: int = 16,
+        pad_token_id: int = 0,
+        progress: str | None = None,
+    ) -> Tensor:
+        """Scores of token sequences by one reward adapter, as `score_sequences` gives for a separate copy of it.
+
+        Args:
+            name: what `add_reward_adapter` returned.
+            sequences, batch_size, progress: as for `score_sequences`.
+            pad_token_id: the reward model's padding token; a score is read at the last token that is another.
+
+        Returns:
+            Float32 scores on the CPU, without gradient, [N].
+        """
+        if name not in self._heads:
+            names = ", ".join(self._heads) or "none"
+            raise ValueError(f"no reward adapter {name!r} on this backbone; there are: {names}")
+        with self.adapter(name) as model:
+            scorer = _Scorer(model, self._heads[name], pad_token_id)
+            return score_sequences(
+                scorer, sequences, batch_size=batch_size, pad_token_id=pad_token_id, progress=progress
+            )
+
+    def _free_name(self) -> str:
+        taken = getattr(self.model, "peft_config", {})
+        return next(name for name in (f"reward{i}" for i in range(len(taken) + 1)) if name not in taken)
+
+    def _checked_name(self, name: str) -> str:
+        if not name or "." in name or "lora_" in name:
+            raise ValueError(
+                f"the adapter name {name!r} must not be empty or contain '.' or 'lora_': PEFT splits at it"
+            )
+        if name in getattr(self.model, "peft_config", {}):
+            raise ValueError(f"the model already has an adapter {name!r}: choose another name")
+        return name
+
+    def _inject(self, adapter: RewardAdapter, name: str, tensors: dict[str, Tensor]) -> None:
+        config = deepcopy(adapter.config)
+        config.modules_to_save, config.task_type, config.inference_mode = None, None, True
+        # Every weight is loaded over; other initialisations would look at the base or at data first.
+        config.init_lora_weights = True
+        existing = {id(part) for part in (*self.model.parameters(), *self.model.modules())}
+        first = not isinstance(self.model, PeftModel)
+        with _restored(self.model):
+            if first:
+                self.model = get_peft_model(self.model, config, adapter_name=name)
+            else:
+                self.model.add_adapter(name, config, autocast_adapter_dtype=_has_float32_adapter(self.model))
+            try:
+                _load_exactly(self.model, name, tensors, adapter.folder)
+            except ValueError:
+                if first:
+                    self.model = self.model.unload()
+                else:
+                    self.model.delete_adapter(name)
+                raise
+        for parameter in self.model.parameters():
+            if id(parameter) not in existing:
+                parameter.requires_grad_(False)
+        for module in self.model.modules():
+            if id(module) not in existing:
+                module.training = False
+
+
+class _Scorer:
+    """The backbone under its active adapter with one head, called like a model for sequence classification."""
+
+    training = False
+
+    def __init__(self, model: PeftModel, head: Tensor, pad_token_id: int):
+        self.transformer = model.get_base_model().base_model
+        self.head = head.to(next(self.parameters()).device)
+        self.pad_token_id = pad_token_id
+
+    def parameters(self) -> Iterator[Tensor]:
+        return self.transformer.parameters()
+
+    def eval(self) -> None:
+        """The backbone is in evaluation mode already."""
+
+    def train(self, mode: bool) -> None:
+        """The backbone returns to its modes when the adapter is left."""
+
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        hidden = self.transformer(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
+        # The rule of transformers' sequence classification: where padding is the end-of-turn token as well, the
+        # score is read before it.
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        last = (positions * (input_ids != self.pad_token_id)).argmax(dim=-1)
+        # At every position, as a separate copy does it: picking rows first would change the last bits.
+        with torch.autocast(hidden.device.type, enabled=False):
+            scores = linear(hidden.float(), self.head)
+        return SimpleNamespace(logits=scores[torch.arange(len(scores), device=scores.device), last])
+
+
+def load_classifier(name_or_path: str, *, dtype: torch.dtype, device=None, has_head: bool = False):
+    """A frozen model for sequence classification with one label, whole on this process, in evaluation mode.
+
+    Without `has_head` it is the base of an adapter that brings the head: its own is random, and nothing warns of it.
+    The random state is left as it was. The device is by default this process's GPU, or the CPU where there is none.
+    """
+    from accelerate.state import AcceleratorState, is_initialized
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    # DeepSpeed ZeRO-3 would shard every model that is loaded, this one too, which no engine will gather.
+    plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
+    verbosity = logging.get_verbosity()
+    if not has_head:
+        logging.set_verbosity_error()
+    try:
+        with preserved_random_state(), _unsharded(plugin):
+            model = AutoModelForSequenceClassification.from_pretrained(name_or_path, num_labels=1, dtype=dtype)
+    finally:
+        logging.set_verbosity(verbosity)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.requires_grad_(False).eval().to(device)
+
+
+@contextmanager
+def _unsharded(deepspeed_plugin) -> Iterator[None]:
+    if deepspeed_plugin is None:
+        yield
+    else:
+        with deepspeed_plugin.zero3_init_context_manager(enable=False):
+            yield
+
+
+def preserved_random_state():
+    """A context after which torch's generators, on the CPU and on this process's GPU, are as before."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    return torch.random.fork_rng(devices=devices)
+
+
+@contextmanager
+def _restored(model) -> Iterator[None]:
+    """Afterwards the active adapter, its being disabled, gradients and training modes are as before."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    if any(layer.merged for layer in layers):
+        raise ValueError("an adapter is merged into the base: unmerge it before another one is used")
+    active = model.active_adapters if isinstance(model, PeftModel) else []
+    if isinstance(model, PeftModel) and len(active) != 1:
+        raise ValueError(f"exactly one adapter must be active, and there are {len(active)}: {', '.join(active)}")
+    disabled = any(layer.disable_adapters for layer in layers)
+    gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        if active:
+            model.set_adapter(active[0])
+            tuner = model.base_model
+            (tuner.disable_adapter_layers if disabled else tuner.enable_adapter_layers)()
+        # PEFT's switches turn gradients on and off as well.
+        for parameter, requires_grad in gradients:
+            parameter.requires_grad_(requires_grad)
+        for module, training in modes:
+            module.training = training
+
+
+def _has_float32_adapter(model: PeftModel) -> bool:
+    """Whether the adapters there are have float32 weights: under ZeRO-3 all of them must have the base's type."""
+    return any(p.dtype == torch.float32 for name, p in model.named_parameters() if ".lora_" in name)
+
+
+def _load_exactly(model: PeftModel, name: str, tensors: dict[str, Tensor], folder: Path) -> None:
+    try:
+        result = set_peft_model_state_dict(model, tensors, adapter_name=name)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        raise ValueError(f"{folder}: the adapter does not fit the base: {' '.join(lines[:2])}") from error
+    missing = [key for key in result.missing_keys if f".{name}." in f"{key}."]
+    for kind, keys in (("lacks", missing), ("has, and the base has no place for,", result.unexpected_keys)):
+        if keys:
+            raise ValueError(f"{folder}: the adapter {kind} {len(keys)} tensors, such as {keys[0]}")
+
+
+def _save_without_rewards(model: PeftModel, heads: MutableMapping[str, Tensor]) -> None:
+    """Let `model.save_pretrained` leave out reward adapters unless the caller selects adapters."""
+    # Of every backbone that was ever made of this model.
+    model.reward_heads = [*getattr(model, "reward_heads", []), heads]
+
+    def save_pretrained(self, save_directory, safe_serialization=True, selected_adapters=None, *args, **kwargs):
+        """As `PeftModel.save_pretrained`; by default without the reward adapters."""
+        if selected_adapters is None:
+            rewards = {name for own in self.reward_heads for name in own}
+            selected_adapters = [name for name in self.peft_config if name not in rewards]
+        return type(self).save_pretrained(self, save_directory, safe_serialization, selected_adapters, *args, **kwargs)
+
+    # A bound method, and not a closure over the model, so that a deep copy of the model saves the copy.
+    model.save_pretrained = types.MethodType(save_pretrained, model)

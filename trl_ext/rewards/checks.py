@@ -1,0 +1,94 @@
+"""Whether a folder holds a reward model, from its configuration and the headers of its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trl_ext.models import resolve_model_path
+from trl_ext.models.reward_adapter import HEADS, RewardAdapter, read_reward_adapter, tensor_shapes
+
+# What a reward model is loaded from; pickled weights are left on the hub.
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None) -> tuple[Path, RewardAdapter | None]:
+    """The folder of a reward model and, where it is one, its adapter; None for a full model.
+
+    A hub name is downloaded, or taken from the hub's cache; of a folder no weights are read.
+
+    Raises:
+        FileNotFoundError: no such folder, or nothing that is a model in it.
+        ValueError: not a reward model of one label.
+    """
+    folder = _local_folder(str(folder_or_hub_name))
+    if (folder / "adapter_config.json").is_file():
+        return folder, read_reward_adapter(folder, base=base)
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{folder}: neither config.json nor adapter_config.json: no saved model{_hint_at_models_inside(folder)}"
+        )
+    if base is not None:
+        raise ValueError(f"{folder}: base={base} is for adapters, and this is a full model")
+    _check_full_model(folder)
+    return folder, None
+
+
+def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
+    """The folder or hub name whose tokenizer the reward model uses: its own, else its base's."""
+    candidates = [str(folder)] if adapter is None else [str(folder), adapter.base]
+    for name in candidates:
+        # What a base on the hub holds shows when it is loaded.
+        if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
+            return name
+    raise FileNotFoundError(
+        f"{folder}: no tokenizer_config.json here{' or at its base' if adapter else ''}; "
+        "save the tokenizer there, or give one with tokenizer="
+    )
+
+
+def _local_folder(name: str) -> Path:
+    if Path(name).is_dir():
+        return Path(name)
+    name = resolve_model_path(name)
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
+        ) from error
+
+
+def _hint_at_models_inside(folder: Path) -> str:
+    inside = [
+        child.name
+        for child in sorted(folder.iterdir())
+        if (child / "config.json").is_file() or (child / "adapter_config.json").is_file()
+    ]
+    if not inside:
+        return ""
+    best = "best" if "best" in inside else inside[-1]
+    return f"; it looks like a folder of runs, did you mean {folder / best}?"
+
+
+def _check_full_model(folder: Path) -> None:
+    """Refuse a full model without a trained head of one label."""
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        shapes |= tensor_shapes(path)
+    if not shapes:
+        raise FileNotFoundError(f"{folder}: no *.safetensors with weights; save the model again (save_pretrained)")
+    heads = [name for name in shapes if name.split(".")[0] in HEADS and name.endswith("weight")]
+    if not heads:
+        architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+        kind = f"a {architectures[0]}" if architectures else "a model"
+        raise ValueError(
+            f"{folder}: {kind} without a score head, so its scores would be random: train a reward model from it first"
+        )
+    labels = shapes[heads[-1]][0]
+    if labels != 1:
+        raise ValueError(f"{folder}: the head gives {labels} labels; a reward model gives one (num_labels=1)")

@@ -1,0 +1,292 @@
+"""Several rewards as one: aggregation over an ensemble's members, and the calibration that makes it meaningful."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+Aggregate = Literal["mean", "min", "mean_minus_std", "uwo", "quantile"]
+AGGREGATES: tuple[str, ...] = get_args(Aggregate)
+DEFAULT_COEFFICIENTS = {"mean_minus_std": 1.0, "uwo": 0.5}
+
+
+def combine(
+    scores: Tensor,
+    aggregate: Aggregate = "mean",
+    *,
+    coefficient: float | None = None,
+    quantile: float = 0.25,
+    ddof: int = 0,
+) -> Tensor:
+    """One reward per completion from the scores of K members.
+
+    `mean`; `min`, the worst case; `uwo`, uncertainty-weighted: mean minus coefficient times *variance*;
+    `mean_minus_std`, a lower confidence bound: mean minus coefficient times standard deviation; `quantile` over the
+    members, linearly interpolated. Coste et al. 2023, arXiv 2310.02743, section 3, has the mean, the worst case and
+    the uncertainty-weighted form; its code takes the sample variance in PPO and the population's in best-of-n.
+
+    Args:
+        scores: members' scores, [K, N]; a NaN makes its completion's reward NaN.
+        aggregate: as above.
+        coefficient: at least 0; by default 0.5 for `uwo` and 1 for `mean_minus_std`, and none for the others.
+        quantile: in [0, 1].
+        ddof: 0 for the variance of the population of members, 1 for the sample's.
+
+    Returns:
+        Rewards, [N].
+
+    Raises:
+        ValueError: a shape, a name or a value that does not fit.
+    """
+    coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
+    if scores.ndim != 2 or not len(scores):
+        raise ValueError(f"scores must have the shape [members, completions], got {list(scores.shape)}")
+    if aggregate == "mean":
+        return scores.mean(dim=0)
+    if aggregate == "min":
+        return scores.min(dim=0).values
+    if aggregate == "quantile":
+        return scores.quantile(quantile, dim=0)
+    if len(scores) <= ddof:
+        raise ValueError(f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {len(scores)}")
+    variance = scores.var(dim=0, correction=ddof)
+    return scores.mean(dim=0) - coefficient * (variance if aggregate == "uwo" else variance.sqrt())
+
+
+def check_aggregate(aggregate: str, coefficient: float | None, quantile: float, ddof: int) -> float | None:
+    """The coefficient to use; raises ValueError where the settings do not go together."""
+    if aggregate not in AGGREGATES:
+        raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof}")
+    default = DEFAULT_COEFFICIENTS.get(aggregate)
+    if coefficient is None:
+        return default
+    if default is None:
+        raise ValueError(f"aggregate {aggregate!r} takes no coefficient; leave it out, or use mean_minus_std or uwo")
+    if not (math.isfinite(coefficient) and coefficient >= 0):
+        raise ValueError(f"coefficient must be a number of at least 0, got {coefficient}: it weighs a penalty")
+    return coefficient
+
+
+class RewardEnsemble:
+    """A reward function for TRL's trainers that aggregates the rewards of several.
+
+    Scores of different reward models have neither a common zero nor a common scale: `calibrate` them before their
+    minimum, mean or spread is taken. A completion that any member cannot score (None or NaN) has no reward as a
+    whole: it is None.
+
+    Args:
+        members: `RewardModel`s, or any functions with TRL's signature of a reward function that are not async.
+        aggregate, coefficient, quantile, ddof: as for `combine`.
+        names: one for each member, all different; None for the members' own, told apart by a number where they agree.
+
+    Attributes:
+        members, names: as above.
+        shifts, scales: what is subtracted from each member's scores, and what they are then divided by.
+
+    Raises:
+        ValueError: no members, a member that is not a function, names that agree, or settings as for `combine`.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Callable[..., Sequence[float | None]]],
+        *,
+        aggregate: Aggregate = "mean",
+        coefficient: float | None = None,
+        quantile: float = 0.25,
+        ddof: int = 0,
+        names: Sequence[str] | None = None,
+    ):
+        self.members = list(members)
+        if not self.members:
+            raise ValueError("an ensemble needs at least one member")
+        for index, member in enumerate(self.members):
+            call = getattr(member, "__call__", None)  # noqa: B004
+            if call is None or inspect.iscoroutinefunction(member) or inspect.iscoroutinefunction(call):
+                kind = "an async function" if callable(member) else f"a {type(member).__name__}"
+                raise ValueError(f"member {index} is {kind}; give a RewardModel or a plain reward function")
+        self.coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
+        if aggregate in DEFAULT_COEFFICIENTS and len(self.members) <= ddof:
+            raise ValueError(
+                f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {len(self.members)}"
+            )
+        self.aggregate, self.quantile, self.ddof = aggregate, quantile, ddof
+        self.names = _member_names(self.members, names)
+        self.shifts = [0.0] * len(self.members)
+        self.scales = [1.0] * len(self.members)
+        self.calibrated_on = 0
+        self.__name__ = "ensemble"
+        self._warned = False
+
+    def calibrate(
+        self,
+        prompts: Sequence,
+        completions: Sequence,
+        finished: Sequence[bool] | None = None,
+        *,
+        center: bool = True,
+        scale: bool = True,
+        **columns: Any,
+    ) -> RewardEnsemble:
+        """Give every member the same mean (0) and the same standard deviation (1, the population's) on this set.
+
+        An earlier calibration is replaced. `columns` are passed on to the members.
+
+        Raises:
+            ValueError: fewer than two completions, one that a member cannot score, or a member that scores all alike.
+        """
+        if len(completions) < 2:
+            raise ValueError(f"calibration needs at least 2 completions, got {len(completions)}")
+        raw = self._raw_scores(prompts, completions, finished, **columns).double()
+        for name, scores in zip(self.names, raw, strict=True):
+            bad = (~scores.isfinite()).nonzero().flatten().tolist()
+            if bad:
+                raise ValueError(
+                    f"member {name}: no finite score for {len(bad)} of {len(scores)} calibration completions, the "
+                    f"first of them number {bad[0]}; leave those out"
+                )
+        shifts, scales = raw.mean(dim=1), raw.std(dim=1, correction=0)
+        for name, scores, spread in zip(self.names, raw, scales.tolist(), strict=True):
+            # Equal scores can differ in the last bits of float32.
+            if scale and spread <= 1e-6 * max(1.0, scores.abs().max().item()):
+                raise ValueError(
+                    f"member {name}: all {len(scores)} calibration completions score {scores[0].item():.6g}, so it "
+                    "has no scale; calibrate on more varied completions, or with scale=False"
+                )
+        self.shifts = shifts.tolist() if center else [0.0] * len(self.members)
+        self.scales = scales.tolist() if scale else [1.0] * len(self.members)
+        self.calibrated_on = len(completions)
+        return self
+
+    def member_scores(
+        self, prompts: Sequence, completions: Sequence, finished: Sequence[bool] | None = None, **kwargs: Any
+    ) -> Tensor:
+        """The members' calibrated scores, float32, [K, N]; NaN where a member has none."""
+        raw = self._raw_scores(prompts, completions, finished, **kwargs).double()
+        shifts, scales = (torch.tensor(values).double()[:, None] for values in (self.shifts, self.scales))
+        return ((raw - shifts) / scales).float()
+
+    def __call__(
+        self,
+        prompts: Sequence,
+        completions: Sequence,
+        finished: Sequence[bool] | None = None,
+        log_extra: Callable[[str, list], None] | None = None,
+        log_metric: Callable[[str, float], None] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """TRL's signature of a reward function; everything that it passes goes to the members as well.
+
+        Logs each member's scores as the column `reward/<name>` and their mean as `rewards/<name>/mean`, calibrated
+        where the ensemble is, and as `ensemble_std` the standard deviation over the members, averaged over the
+        completions: that it grows in training is the first sign of over-optimisation.
+        """
+        hooks = {"log_extra": log_extra, "log_metric": log_metric}
+        kwargs |= {name: hook for name, hook in hooks.items() if hook is not None}
+        scores = self.member_scores(prompts, completions, finished, **kwargs)
+        if log_extra is not None:
+            for name, values in zip(self.names, scores, strict=True):
+                log_extra(f"reward/{name}", _none_for_nan(values))
+        if log_metric is not None:
+            self._log_metrics(scores, log_metric)
+        self._warn_of_unscored(scores)
+        settings = {"coefficient": self.coefficient, "quantile": self.quantile, "ddof": self.ddof}
+        return _none_for_nan(combine(scores, self.aggregate, **settings))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Settings, members and calibration, for a JSON file."""
+        members = [
+            {
+                "name": name,
+                "source": str(getattr(member, "folder", "") or type(member).__name__),
+                "shift": shift,
+                "scale": scale,
+            }
+            for name, member, shift, scale in zip(self.names, self.members, self.shifts, self.scales, strict=True)
+        ]
+        settings = {"aggregate": self.aggregate, "coefficient": self.coefficient, "ddof": self.ddof}
+        if self.aggregate == "quantile":
+            settings["quantile"] = self.quantile
+        return {**settings, "calibrated_on": self.calibrated_on, "members": members}
+
+    def describe(self) -> str:
+        """Settings, members and calibration, a line each."""
+        settings = {
+            "mean_minus_std": f" (coefficient {self.coefficient})",
+            "uwo": f" (coefficient {self.coefficient})",
+        }
+        settings["quantile"] = f" {self.quantile}"
+        lines = [f"{self.aggregate}{settings.get(self.aggregate, '')} of {len(self.members)} rewards"]
+        if self.calibrated_on:
+            lines[0] += f", calibrated on {self.calibrated_on} completions"
+        elif len(self.members) > 1:
+            lines[0] += ", not calibrated"
+        for member in self.to_dict()["members"]:
+            lines.append(f"  {member['name']}: shift {member['shift']:.4g}, scale {member['scale']:.4g}")
+        return "\n".join(lines)
+
+    def _raw_scores(self, prompts, completions, finished, **kwargs) -> Tensor:
+        # Reward functions written for TRL do not expect the flags, so they come only where there are any.
+        if finished is not None:
+            kwargs["finished"] = finished
+        rows = []
+        for name, member in zip(self.names, self.members, strict=True):
+            values = list(member(prompts=prompts, completions=completions, **kwargs))
+            if len(values) != len(completions):
+                raise ValueError(f"member {name} returned {len(values)} rewards for {len(completions)} completions")
+            rows.append([math.nan if value is None else float(value) for value in values])
+        return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(completions))
+
+    def _log_metrics(self, scores: Tensor, log_metric: Callable[[str, float], None]) -> None:
+        for name, values in zip(self.names, scores, strict=True):
+            if not values.isnan().all():
+                log_metric(f"rewards/{name}/mean", values.nanmean().item())
+        deviations = scores.std(dim=0, correction=min(self.ddof, len(scores) - 1))
+        if not deviations.isnan().all():
+            log_metric("ensemble_std", deviations.nanmean().item())
+
+    def _warn_of_unscored(self, scores: Tensor) -> None:
+        missing = scores.isnan()
+        if missing.any() and not self._warned:
+            counts = ", ".join(
+                f"{name} {count}" for name, count in zip(self.names, missing.sum(dim=1).tolist(), strict=True) if count
+            )
+            logger.warning(
+                "%d of %d completions have no reward, since a member has none for them (%s); said once",
+                missing.any(dim=0).sum().item(),
+                scores.shape[1],
+                counts,
+            )
+            self._warned = True
+
+
+def _member_names(members: Sequence, names: Sequence[str] | None) -> list[str]:
+    if names is not None:
+        if len(names) != len(members) or len(set(names)) != len(names):
+            raise ValueError(f"names must be {len(members)} different ones, one for each member; got {list(names)}")
+        return list(names)
+    own = [getattr(member, "__name__", None) or type(member).__name__ for member in members]
+    unique: list[str] = []
+    for name in own:
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        # A number must not make a name that another member has.
+        free = (candidate for candidate in numbered if candidate not in (*own, *unique))
+        unique.append(name if name not in unique else next(free))
+    return unique
+
+
+def _none_for_nan(values: Tensor) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]

@@ -1,0 +1,219 @@
+"""A saved reward model as a reward function: on a copy of its own, or on a base that it shares with others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_ext.data import encode_turn
+from trl_ext.data.conversation import Messages
+from trl_ext.models import score_sequences
+from trl_ext.models.reward_adapter import policy_obstacle, sharing_obstacle
+from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
+from trl_ext.rewards.checks import find_reward_model, require_tokenizer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class RewardModel:
+    """Scores completions of prompts with a saved reward model: a full model with a score head, or a LoRA adapter.
+
+    Making one reads and checks configuration files and the headers of weights; the weights follow at the first score,
+    on `load`, or never, where `share` puts the adapter on a backbone that is there already. It is also a reward
+    function for TRL's trainers.
+
+    Args:
+        folder_or_hub_name: where the model was saved.
+        name: what its rewards are logged as; None for the folder's name, with its parent's before one that says
+            little (`reward-model-toy/best` becomes `reward-model-toy-best`).
+        max_prompt_tokens, max_response_tokens: limits as in training. Longer prompts lose their beginning, longer
+            completions their end; None for no limit.
+        batch_size: completions per forward pass.
+        dtype: of a copy of its own: float32, bfloat16 or float16. A shared backbone has its owner's.
+        base: folder or hub name of an adapter's base, where it is not where the adapter's configuration says.
+        tokenizer: None for the one saved with the model, or with its base.
+
+    Attributes:
+        name: as above.
+        is_adapter: whether it is a LoRA adapter.
+        base_name_or_path: an adapter's base; None for a full model.
+
+    Raises:
+        FileNotFoundError: no such folder, nothing that is a model in it, or its base or tokenizer is missing.
+        ValueError: not a reward model of one label, or an argument out of range.
+    """
+
+    def __init__(
+        self,
+        folder_or_hub_name: str | Path,
+        *,
+        name: str | None = None,
+        max_prompt_tokens: int | None = 512,
+        max_response_tokens: int | None = 512,
+        batch_size: int = 16,
+        dtype: str = "float32",
+        base: str | None = None,
+        tokenizer=None,
+    ):
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+        limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+        for argument, value in {**limits, "batch_size": batch_size}.items():
+            if value is not None and value < 1:
+                raise ValueError(f"{argument} must be at least 1, got {value}")
+        self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
+        self.name = name or telling_name(str(folder_or_hub_name))
+        self.__name__ = self.name
+        self.limits = limits
+        self.batch_size = batch_size
+        self.dtype = DTYPES[dtype]
+        self._tokenizer = tokenizer
+        self._tokenizer_from = require_tokenizer(self.folder, self.adapter) if tokenizer is None else None
+        self.model = None
+        self.backbone: SharedBackbone | None = None
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.adapter is not None
+
+    @property
+    def base_name_or_path(self) -> str | None:
+        return self.adapter.base if self.adapter else None
+
+    @property
+    def tokenizer(self):
+        """The tokenizer that completions are read with."""
+        if self._tokenizer is None:
+            from transformers import AutoTokenizer
+
+            self._tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_from)
+        return self._tokenizer
+
+    @cached_property
+    def pad_token_id(self) -> int:
+        """The padding token, by which the last token of a row is found, as in training."""
+        if self.adapter is None:
+            from transformers import AutoConfig
+
+            saved = AutoConfig.from_pretrained(self.folder).get_text_config().pad_token_id
+            if saved is not None:
+                return saved
+        tokenizer = self.tokenizer
+        return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def load(self, device=None) -> RewardModel:
+        """Load a copy of its own, or move the one there is. Does nothing where it shares a backbone.
+
+        Args:
+            device: None for where it is, and at first for this process's GPU, or the CPU where there is none.
+        """
+        if self.backbone is not None:
+            return self
+        if self.model is None:
+            source = self.base_name_or_path or str(self.folder)
+            model = load_classifier(source, dtype=self.dtype, device=device, has_head=not self.is_adapter)
+            model.config.get_text_config().pad_token_id = self.pad_token_id
+            self.model = _with_adapter(model, self.folder) if self.adapter else model
+        elif device is not None:
+            self.model = self.model.to(device)
+        return self
+
+    def can_share(self, policy) -> str | None:
+        """None if it can be scored on this policy's backbone; otherwise the reason why not, in one line.
+
+        Args:
+            policy: the policy, unwrapped: a `PeftModel` of a causal language model.
+        """
+        if self.adapter is None:
+            return "it is a full model, not an adapter"
+        obstacle = policy_obstacle(policy)
+        if obstacle:
+            return obstacle
+        base = policy.peft_config[policy.active_adapters[0]].base_model_name_or_path
+        return sharing_obstacle(policy, base, self.adapter)
+
+    def share(self, backbone: SharedBackbone) -> RewardModel:
+        """Score on this backbone from now on; a copy of its own is dropped.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        if self.adapter is None:
+            raise ValueError(f"{self.folder}: a full model cannot share a backbone; only adapters can")
+        if self.backbone is not backbone:
+            self._shared_name = backbone.add_reward_adapter(self.folder, base=self.adapter.base)
+            self.backbone, self.model = backbone, None
+        return self
+
+    def score(
+        self,
+        prompts: Sequence[Messages | str],
+        completions: Sequence[Messages | str],
+        *,
+        finished: Sequence[bool] | None = None,
+        progress: str | None = None,
+    ) -> Tensor:
+        """One score for each completion.
+
+        Args:
+            prompts: messages, or plain texts.
+            completions: texts, or lists of the one assistant message.
+            finished: False where a completion was cut at a length limit: it then has no end-of-turn token, and is
+                scored at its last one. None where all ended.
+            progress: what a progress bar calls the work; None for no bar.
+
+        Returns:
+            Float32 scores on the CPU, [N].
+
+        Raises:
+            ValueError: the lengths differ, or a completion cannot be encoded.
+        """
+        sequences = self._encode(prompts, completions, finished)
+        options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
+        if self.backbone is not None:
+            return self.backbone.score(self._shared_name, sequences, **options)
+        return score_sequences(self.load().model, sequences, **options)
+
+    def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
+        """TRL's signature of a reward function; columns and hooks that it passes beside are not used."""
+        return self.score(prompts, completions, finished=finished).tolist()
+
+    def _encode(self, prompts, completions, finished) -> list[list[int]]:
+        for argument, values in (("prompts", prompts), ("finished", finished)):
+            if values is not None and len(values) != len(completions):
+                raise ValueError(f"{argument}: {len(values)} for {len(completions)} completions; give one for each")
+        finished = [True] * len(completions) if finished is None else finished
+        sequences = []
+        for index, (prompt, completion, ended) in enumerate(zip(prompts, completions, finished, strict=True)):
+            try:
+                turn = encode_turn(self.tokenizer, prompt, completion, finished=bool(ended), **self.limits)
+            except ValueError as error:
+                raise ValueError(f"reward model {self.name}: completion {index}: {error}") from error
+            if not any(turn):
+                raise ValueError(
+                    f"reward model {self.name}: completion {index} and its prompt are empty: there is nothing to score"
+                )
+            sequences.append([*turn[0], *turn[1]])
+        return sequences
+
+
+def telling_name(path: str) -> str:
+    """The last part of a path, with its parent's name before one that many runs have, such as `best`."""
+    *parents, last = [part for part in Path(path).absolute().parts if part not in ("/", "\\")] or ["reward"]
+    says_little = last in ("best", "last", "final", "model", "adapter") or last.startswith("checkpoint-")
+    return f"{parents[-1]}-{last}" if says_little and parents else last
+
+
+def _with_adapter(model, folder: Path):
+    """The base under a saved adapter and its head."""
+    from peft import PeftModel
+
+    # `AutoModelForSequenceClassification.from_pretrained(folder)` leaves the head random in transformers 5.17.
+    with preserved_random_state():
+        adapted = PeftModel.from_pretrained(model, str(folder))
+    return adapted.requires_grad_(False).eval().to(model.device)

@@ -1,0 +1,99 @@
+"""Where reward models sit: on the policy's backbone, together on one frozen base, or each on a copy of its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+from trl_ext.models import SharedBackbone
+from trl_ext.models.reward_adapter import adapter_obstacle
+from trl_ext.rewards.reward_model import RewardModel
+
+
+def share_or_load(
+    models: Sequence[RewardModel],
+    policy=None,
+    mode: Literal["auto", "always", "never"] = "auto",
+    *,
+    policy_reason: str | None = None,
+    device=None,
+) -> list[str]:
+    """Load reward models with as few copies of their bases as can be.
+
+    Adapters that can go onto the policy's backbone do. Of those that cannot, two or more with one base share a frozen
+    copy of it. Every other model gets a copy of its own.
+
+    Args:
+        models: the reward models; those that share a backbone already stay there.
+        policy: the policy under training, unwrapped; None where there is none to share with.
+        mode: `auto`; `never` for copies of their own throughout; `always` to raise where the policy's backbone cannot
+            be used.
+        policy_reason: why the policy's backbone cannot be used, where the caller knows (a sharded engine).
+        device: where copies are loaded to; None for this process's GPU, or the CPU where there is none.
+
+    Returns:
+        For each model a line that says where it is and, where it is not on the policy's backbone, why.
+
+    Raises:
+        ValueError: `mode` is `always` and a model cannot sit on the policy's backbone.
+    """
+    if mode not in ("auto", "always", "never"):
+        raise ValueError(f"mode must be auto, always or never, got {mode!r}")
+    reasons: dict[int, str] = {}
+    lines: dict[int, str] = {}
+    backbone = None
+    for index, model in enumerate(models):
+        if model.backbone is not None:
+            lines[index] = "where it was, on a shared backbone"
+            continue
+        reason = "sharing is switched off" if mode == "never" else _obstacle(model, policy, policy_reason)
+        if reason is None:
+            try:
+                backbone = backbone or SharedBackbone(policy)
+                model.share(backbone)
+            except ValueError as error:
+                reason = str(error)
+            else:
+                lines[index] = f"on the policy's backbone, {model.base_name_or_path}"
+                continue
+        if mode == "always":
+            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reason}")
+        reasons[index] = reason
+    if mode == "auto":
+        lines |= _share_frozen(models, reasons, device)
+    for index, reason in reasons.items():
+        if index not in lines:
+            models[index].load(device)
+            lines[index] = f"a copy of its own: {reason}"
+    return [f"{model.name}: {lines[index]}" for index, model in enumerate(models)]
+
+
+def _obstacle(model: RewardModel, policy, policy_reason: str | None) -> str | None:
+    if model.adapter is None:
+        return "it is a full model, not an adapter"
+    if policy_reason is not None:
+        return policy_reason
+    return "there is no policy" if policy is None else model.can_share(policy)
+
+
+def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device) -> dict[int, str]:
+    """Put adapters with one base onto one frozen copy of it; the lines of those that it was done for."""
+    by_base = defaultdict(list)
+    for index in reasons:
+        model = models[index]
+        if model.adapter is not None and adapter_obstacle(model.adapter) is None:
+            by_base[model.base_name_or_path, model.dtype].append(index)
+    lines = {}
+    for (base, dtype), indices in by_base.items():
+        if len(indices) < 2:
+            continue
+        backbone = SharedBackbone.load(base, dtype=dtype, device=device)
+        for index in indices:
+            try:
+                models[index].share(backbone)
+            except ValueError as error:
+                reasons[index] = f"{reasons[index]}; and {error}"
+            else:
+                lines[index] = f"on one frozen copy of {base} with others: {reasons[index]}"
+    return lines

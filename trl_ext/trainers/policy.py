@@ -1,0 +1,377 @@
+"""`PolicyTrainer`: TRL's `GRPOTrainer` with rewards -> advantages and log-probabilities -> loss replaced.
+
+Two seams carry it. `_generate_and_score_completions` lets TRL generate, score and log, and then puts in the advantages
+of the named algorithm. `_compute_loss` lets TRL run the forward pass and log its metrics, and replaces the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather, gather_object, is_peft_model
+from torch import Tensor
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from trl_ext.evaluation import diagnose_generations
+from trl_ext.losses import PolicyScores
+from trl_ext.rewards import share_or_load
+from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.greedy import greedy_rewards
+from trl_ext.trainers.policy_config import PolicyConfig
+from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
+from trl_ext.trainers.reward_guard import RewardGuard
+from trl_ext.trainers.update_guard import UpdateGuard
+
+
+class PolicyTrainer(TRLGRPOTrainer):
+    """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
+
+    Takes what `trl.GRPOTrainer` takes, with a `PolicyConfig`, and keeps what it does: generation with transformers or
+    vLLM, tools, adapters, checkpointing, metrics, distribution. Different from it: advantages and loss are the
+    algorithm's; prompts lose their beginning at `max_prompt_tokens`; reward functions are told which responses are
+    `finished`, and may be `trl_ext.rewards.RewardModel`s, whose adapters share the policy's own backbone where that
+    can be done; a token mean divides by the tokens of the whole optimizer batch; and updates that are not finite are
+    skipped.
+
+    Logged beside TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
+    `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
+    rollout, `skipped_updates`, and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of
+    k3 per token, whatever the loss uses.
+
+    Raises:
+        TypeError: `args` is not a `PolicyConfig`.
+        ValueError: no reward function, a token budget that the model's context does not hold, or a reward model that
+            cannot be used as asked.
+    """
+
+    _tag_names = ["trl", "trl_ext", "policy-optimization"]
+    _name = "Policy optimization"
+    _paper: ClassVar[dict] = {}
+    _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+
+    def __init__(self, model, reward_funcs, args: PolicyConfig | None = None, **kwargs: Any):
+        if args is None:
+            args = self._config_class()
+        if not isinstance(args, self._config_class):
+            raise TypeError(
+                f"{type(self).__name__} takes a {self._config_class.__name__}, got {type(args).__name__}: "
+                f"from trl_ext import {self._config_class.__name__}"
+            )
+        self.objective = args.build_objective()
+        functions = as_reward_functions(reward_funcs, args.max_prompt_tokens, args.max_completion_length)
+        if not functions:
+            raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
+        self._reward_models = reward_models(functions)
+        self.reward_guard = RewardGuard(args.reward_errors)
+        self.update_guard = UpdateGuard(self, args.max_skipped_updates)
+        # The latest rollout's rewards and which responses ended, and the latest forward pass, as they go by.
+        self._rollout: tuple[Tensor, list[bool]] | None = None
+        self._forward: tuple | None = None
+        self._window_tokens: Tensor | None = None
+        self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
+        super().__init__(model, guarded, args, **kwargs)
+        self._check_context()
+        self._fit_trl_to_objective()
+        self.add_callback(self.update_guard)
+        self._place_reward_models()
+
+    # ---- What TRL prepares ----
+
+    def _fit_trl_to_objective(self) -> None:
+        """Settings by which TRL's metrics describe this algorithm; its loss is discarded."""
+        objective = self.objective
+        self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
+        self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
+        clips = objective.surrogate == "clip"
+        self.epsilon_low = objective.epsilon if clips else float("inf")
+        self.epsilon_high = objective.epsilon_high if clips else float("inf")
+        if objective.surrogate == "cispo":
+            self.epsilon_high = objective.ratio_cap
+
+    def _check_context(self) -> None:
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        prompt, response = self.args.max_prompt_tokens or 0, self.max_completion_length
+        if context is not None and prompt + response > context:
+            raise ValueError(
+                f"max_prompt_tokens {prompt} and max_completion_length {response} together exceed the model's context "
+                f"of {context} tokens: lower --max_completion_length (max_new_tokens) or --max_prompt_tokens"
+            )
+
+    def _place_reward_models(self) -> None:
+        if not self._reward_models:
+            return
+        reason = None
+        if not is_peft_model(self.model):
+            reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
+        elif self.is_fsdp_enabled:
+            reason = "FSDP shards the policy"
+        elif self.use_vllm:
+            reason = "what vLLM receives of the policy has not been tried with further adapters on it"
+        for line in share_or_load(
+            self._reward_models,
+            self.model if reason is None else None,
+            self.args.share_backbone,
+            policy_reason=reason,
+            device=self.accelerator.device,
+        ):
+            warn_once_per_run(f"reward model {line}")
+
+    def _tokenize_prompts(self, prompts: list):
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        limit = self.args.max_prompt_tokens
+        return [ids if limit is None else ids[-limit:] for ids in prompt_ids], images, multimodal_fields
+
+    # ---- Seam one: from rewards to advantages ----
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        finished = [bool(ids) and ids[-1] in self.eos_token_ids for ids in completion_ids_list]
+        inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
+        self.reward_guard.begin()
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._rollout = rewards, finished
+        return rewards
+
+    def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
+        """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
+
+        Args:
+            inputs: dataset rows of this process's responses.
+            prompts: their prompts.
+            completions: the responses, as text or messages.
+            completion_ids: the responses as token ids.
+
+        Returns:
+            Rewards over all processes, NaN where no function could score, [N].
+        """
+        rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        return self._weighted_sum(rewards) - self._missing_end_penalty()
+
+    def _weighted_sum(self, rewards: Tensor) -> Tensor:
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
+
+    def _missing_end_penalty(self) -> Tensor:
+        rewards, finished = self._rollout
+        cut = torch.tensor([not ended for ended in finished], dtype=rewards.dtype, device=rewards.device)
+        return self.args.missing_eos_penalty * gather(cut)
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
+        rewards = self._weighted_sum(self._rollout[0])
+        shaped = rewards - self._missing_end_penalty()
+        if self.objective.kl_in == "reward" and self.beta != 0.0:
+            shaped = shaped - gather(self._kl_penalty(output))
+        self._log_rollout(mode, rewards, shaped, output)
+        known = {"lengths": gather(self._token_mask(output).sum(dim=1))}
+        if self.objective.needs_greedy:
+            known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
+            bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
+        advantages = self.objective.advantages(shaped, group_size, **known)
+        first = self.accelerator.process_index * len(inputs)
+        output["advantages"] = advantages[first : first + len(inputs)]
+        output["bad_reward"] = torch.tensor(bad, device=advantages.device)
+        self._log_advantages(mode, advantages)
+        return output
+
+    def _greedy_baseline(self, inputs, group_size: int, mode: str) -> tuple[Tensor, list[bool]]:
+        """Rewards of greedy responses over all processes, and which of this process's were not finite."""
+        rewards, lengths = greedy_rewards(self, inputs, group_size)
+        lengths = gather(torch.tensor(lengths, device=rewards.device))
+        if mode == "train":
+            self.state.num_input_tokens_seen += int(lengths.sum())
+        metrics = self._metrics[mode]
+        metrics["greedy/reward"].append(rewards.nanmean().item())
+        metrics["greedy/mean_length"].append(lengths.float().mean().item())
+        metrics["greedy/num_rollouts"].append(float(len(lengths)))
+        return rewards, [index in self.reward_guard.not_finite for index in range(len(inputs) // group_size)]
+
+    @torch.no_grad()
+    def _kl_penalty(self, output: dict) -> Tensor:
+        """What the divergence from the reference takes off the reward of each of this process's responses. [n]."""
+        log_probs = output.get("old_per_token_logps")
+        if log_probs is None:
+            input_ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
+                self.model,
+                input_ids,
+                attention_mask,
+                output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
+
+    @staticmethod
+    def _token_mask(inputs: dict) -> Tensor:
+        """1 where the policy chose the token: not padding, and not what a tool returned. [B, T]."""
+        mask = inputs["completion_mask"]
+        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+    def _log_rollout(self, mode: str, rewards: Tensor, shaped: Tensor, output: dict) -> None:
+        metrics = self._metrics[mode]
+        known = rewards[~rewards.isnan()]
+        if len(known):
+            metrics["reward_min"].append(known.min().item())
+            metrics["reward_max"].append(known.max().item())
+            if not torch.equal(rewards.nan_to_num(), shaped.nan_to_num()):
+                metrics["shaped_reward"].append(shaped.nanmean().item())
+        metrics["unscorable"].append(rewards.isnan().float().mean().item())
+        if self.args.reward_errors == "skip":
+            metrics["reward_errors"].append(float(sum(gather_object([self.reward_guard.errors]))))
+        ids = [row[kept.bool()].tolist() for row, kept in zip(*self._on_cpu(output), strict=True)]
+        diagnostics = diagnose_generations(
+            self.processing_class.batch_decode(ids, skip_special_tokens=True),
+            token_ids=ids,
+            finished=self._rollout[1],
+            max_new_tokens=self.max_completion_length,
+        )
+        if diagnostics.distinct_2 is not None:
+            metrics["distinct_2"].append(diagnostics.distinct_2)
+        metrics["collapsed"].append(float(diagnostics.collapsed))
+
+    @staticmethod
+    def _on_cpu(output: dict) -> tuple[Tensor, Tensor]:
+        return output["completion_ids"].cpu(), output["completion_mask"].cpu()
+
+    def _log_advantages(self, mode: str, advantages: Tensor) -> None:
+        metrics = self._metrics[mode]
+        for name, value in (
+            ("mean", advantages.mean()),
+            ("std", advantages.std(correction=0)),
+            ("min", advantages.min()),
+            ("max", advantages.max()),
+        ):
+            metrics[f"advantages/{name}"].append(value.item())
+        if mode == "train":
+            metrics["skipped_updates"] = [float(sum(self.update_guard.skipped.values()))]
+        # TRL has just added its own advantages to the table of completions.
+        logged = self._logs["advantages"]
+        for _ in range(min(len(advantages), len(logged))):
+            logged.pop()
+        logged.extend(advantages.tolist())
+
+    # ---- Seam two: from log-probabilities to the loss ----
+
+    def _prepare_inputs(self, generation_batch):
+        inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self._needs_token_count:
+            inputs = {**inputs, "mean_tokens": self._mean_tokens_of_window(inputs)}
+        return inputs
+
+    @property
+    def _needs_token_count(self) -> bool:
+        return "token_mean" in (self.objective.aggregation, self.objective.kl_aggregation)
+
+    def _mean_tokens_of_window(self, inputs: dict) -> Tensor:
+        """Tokens per micro-batch, on average over the micro-batches and processes of this optimizer step."""
+        accumulation, per_rollout = self.current_gradient_accumulation_steps, self.args.steps_per_generation
+        index = self._step % per_rollout
+        if per_rollout % accumulation:
+            # A step that spans several rollouts begins before the later ones exist: the rollout's average stands in.
+            return inputs["num_items_in_batch"] / (self.accelerator.num_processes * per_rollout)
+        if index % accumulation == 0 or self._window_tokens is None:
+            start = index - index % accumulation
+            window = self._buffered_inputs[start : start + accumulation]
+            tokens = sum(self._token_mask(batch).sum() for batch in window).float()
+            total = self.accelerator.reduce(tokens, reduction="sum")
+            self._window_tokens = total / (self.accelerator.num_processes * accumulation)
+        return self._window_tokens
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self._forward = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self._forward
+
+    def _compute_loss(self, model, inputs):
+        training = self.model.training
+        entropy_coefficient = self._entropy_coefficient()
+        with self._plain_kl():
+            super()._compute_loss(model, inputs)
+        log_probs, entropies, auxiliary_loss = self._forward
+        self._forward = None
+        mask, advantages = self._token_mask(inputs), inputs["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        old_log_probs = inputs.get("old_per_token_logps")
+        scores = PolicyScores(
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
+            mask=mask,
+            advantages=advantages,
+            ratio=self.objective.ratio,
+        )
+        entropy_mask = None
+        if self.top_entropy_quantile < 1.0:
+            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        loss = self.objective(
+            scores,
+            ref_log_probs=inputs.get("ref_per_token_logps"),
+            weights=self._weights(inputs, scores, entropy_mask),
+            token_count=inputs.get("mean_tokens"),
+            constant=self.max_completion_length,
+        )
+        if entropy_coefficient:
+            counted = mask if entropy_mask is None else mask * entropy_mask
+            loss = loss - entropy_coefficient * (entropies * counted).sum() / counted.sum().clamp(min=1)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * auxiliary_loss
+        if not training:
+            return loss
+        bad_reward = bool(inputs["bad_reward"].any()) if "bad_reward" in inputs else False
+        self.update_guard.observe_micro_batch(loss, bad_reward)
+        return loss / self.current_gradient_accumulation_steps
+
+    def _entropy_coefficient(self) -> float:
+        """Of the entropy bonus of this step; TRL's own loss may change it for the next."""
+        if not self._entropy_bonus_enabled:
+            return 0.0
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    @contextmanager
+    def _plain_kl(self) -> Iterator[None]:
+        """TRL's `kl` metric without the importance ratio that its loss multiplies it by."""
+        saved = self.args.use_bias_correction_kl
+        self.args.use_bias_correction_kl = False
+        try:
+            yield
+        finally:
+            self.args.use_bias_correction_kl = saved
+
+    def _weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
+        """What TRL multiplies the surrogate by: masks of tokens and sequences, and vLLM's importance ratio."""
+        factors = [] if entropy_mask is None else [entropy_mask]
+        if self.off_policy_mask_threshold is not None:
+            factors.append(
+                self.get_off_policy_mask(
+                    advantages=scores.advantages,
+                    per_token_logps=scores.log_probs,
+                    sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
+                    mask=scores.mask,
+                    off_policy_threshold=self.off_policy_mask_threshold,
+                )
+            )
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            factors.append(inputs["importance_sampling_ratio"])
+        weights = None
+        for factor in factors:
+            weights = factor if weights is None else weights * factor
+        return weights
+
+    # ---- Updates that are not finite ----
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.update_guard.observe_gradient_norm(norm)
+        return norm
+
+    def train(self, *args: Any, **kwargs: Any):
+        result = super().train(*args, **kwargs)
+        if self.update_guard.failure is not None:
+            raise FloatingPointError(self.update_guard.failure)
+        return result

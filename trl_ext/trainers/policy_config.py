@@ -1,0 +1,268 @@
+"""`PolicyConfig`: TRL's `GRPOConfig` with a named algorithm, and defaults that hold on any device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trl import GRPOConfig as TRLGRPOConfig
+
+from trl_ext.algorithms import PolicyObjective
+from trl_ext.trainers.defaults import parse_json_option, resolve_device_defaults, warn_once_per_run, world_size
+
+# Options of GRPOConfig that act inside TRL's own advantage or loss: option -> (neutral value, what to use).
+_NOT_CARRIED = {
+    "loss_type": ("dapo", "name the reduction with `aggregation`, or a whole algorithm with `algorithm`"),
+    "importance_sampling_level": ("token", "use `ratio`"),
+    "scale_rewards": ("group", "name the estimator with `advantage`"),
+    "multi_objective_aggregation": ("sum_then_normalize", "combine rewards with `trl_ext.rewards.RewardEnsemble`"),
+    "use_bias_correction_kl": (True, "use `kl_ratio_correction`"),
+    "delta": (None, "use `dual_clip`"),
+}
+# Fields that override one setting of the algorithm; None leaves it as the algorithm has it.
+_OBJECTIVE_FIELDS = (
+    "advantage",
+    "std_ddof",
+    "advantage_eps",
+    "advantage_clip",
+    "ratio",
+    "surrogate",
+    "epsilon",
+    "epsilon_high",
+    "ratio_cap",
+    "dual_clip",
+    "aggregation",
+    "loss_constant",
+    "beta",
+    "kl_estimator",
+    "kl_in",
+    "kl_ratio_correction",
+    "kl_aggregation",
+)
+
+
+def _override(text: str) -> Any:
+    return field(default=None, metadata={"help": f"{text} Default: the algorithm's own."})
+
+
+@dataclass
+class PolicyConfig(TRLGRPOConfig):
+    """Configuration of `PolicyTrainer`: everything of `trl.GRPOConfig` but its loss, and the fields below.
+
+    Raises:
+        ValueError: an unknown algorithm, settings that contradict the algorithm's name or one another, or a batch that
+            does not divide into groups; the message names the flags and what to use instead.
+    """
+
+    # The algorithm that a named configuration stands for; None where `algorithm` is free.
+    _method: ClassVar[str | None] = None
+
+    algorithm: str = field(
+        default="grpo",
+        metadata={
+            "help": "A named algorithm (python -m trl_ext.algorithms lists them), or your own as file.py:function."
+        },
+    )
+    algorithm_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of your own algorithm's function, as JSON."}
+    )
+    advantage: str | None = _override("How rewards become advantages, e.g. group_normalized, leave_one_out.")
+    std_ddof: int | None = _override("0 for the population's standard deviation, 1 for the sample's (TRL's).")
+    advantage_eps: float | None = _override("Added to the standard deviation.")
+    advantage_clip: float | None = _override("Advantages are clipped to plus and minus this.")
+    ratio: str | None = _override("Importance ratio: token, sequence or none.")
+    surrogate: str | None = _override("clip, no_clip, cispo, reinforce or quadratic_ratio.")
+    epsilon: float | None = _override("The ratio is clipped below 1 - epsilon.")
+    epsilon_high: float | None = _override("The ratio is clipped above 1 + epsilon_high.")
+    ratio_cap: float | None = _override("Cap on the ratio of cispo.")
+    dual_clip: float | None = _override("Cap on the loss where the advantage is negative, in advantages.")
+    aggregation: str | None = _override("sequence_mean, token_mean, constant or sum.")
+    loss_constant: float | None = field(
+        default=None,
+        metadata={"help": "Tokens that `constant` divides by. Default: max_completion_length, the token budget."},
+    )
+    beta: float | None = _override("Coefficient of the KL divergence to the reference; 0 loads none.")
+    kl_estimator: str | None = _override("k1, k2 or k3.")
+    kl_in: str | None = _override("Where the KL term goes: loss or reward.")
+    kl_ratio_correction: bool | None = _override("Multiply the KL term in the loss by the ratio, as TRL does.")
+    kl_aggregation: str | None = _override("token_mean to average the KL term apart from the surrogate.")
+    num_generations: int | None = _override("Group size: responses per prompt.")
+    max_prompt_tokens: int | None = field(
+        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
+    )
+    min_new_tokens: int = field(default=0, metadata={"help": "Shortest response, in tokens."})
+    missing_eos_penalty: float = field(
+        default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_completion_length."}
+    )
+    reward_errors: str = field(
+        default="raise",
+        metadata={"help": "When a reward function fails: raise, or skip (the response gets no reward; counted)."},
+    )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
+    )
+    share_backbone: str = field(
+        default="auto",
+        metadata={
+            "help": "Put reward adapters on the policy's own copy of their base: auto where it can be done, always to "
+            "refuse anything else, never."
+        },
+    )
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
+        },
+    )
+
+    def __post_init__(self):
+        self._refuse_what_is_not_carried()
+        self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
+        objective = self.build_objective()
+        self.beta = objective.beta
+        if self.num_generations is None:
+            self.num_generations = objective.algorithm.group_size
+        self._check_values()
+        self._check_group(objective)
+        self._give_min_new_tokens()
+        resolve_device_defaults(self)
+        self._post_init_of_any_group_size()
+        self._check_batch()
+        self._save_between_rollouts()
+
+    def build_objective(self) -> PolicyObjective:
+        """The algorithm with its settings resolved.
+
+        Raises:
+            ValueError: as the class says.
+        """
+        overrides = {name: getattr(self, name) for name in _OBJECTIVE_FIELDS}
+        return PolicyObjective(self.algorithm, options=self.algorithm_kwargs, **overrides)
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimizer steps after which a rollout is used up, so that the next step samples anew."""
+        micro_batches = self.steps_per_generation * self.num_iterations
+        return math.lcm(micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+
+    def _refuse_what_is_not_carried(self) -> None:
+        for name, (neutral, instead) in _NOT_CARRIED.items():
+            if getattr(self, name) != neutral:
+                raise ValueError(f"{name} is not used by {type(self).__name__}: {instead}")
+        if self._method is not None and self.algorithm != self._method:
+            raise ValueError(
+                f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
+                "use PolicyConfig to choose an algorithm by name"
+            )
+
+    def _check_values(self) -> None:
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("max_completion_length", "max_skipped_updates"):
+            if getattr(self, name) is None or getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        if not 0 <= self.min_new_tokens <= self.max_completion_length:
+            raise ValueError(
+                f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
+                f"got {self.min_new_tokens}"
+            )
+        if not 0 <= self.missing_eos_penalty < math.inf:
+            raise ValueError(f"missing_eos_penalty must be a number from 0 up, got {self.missing_eos_penalty}")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
+        if self.reward_errors not in ("raise", "skip"):
+            raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
+        if self.share_backbone not in ("auto", "always", "never"):
+            raise ValueError(f"share_backbone must be 'auto', 'always' or 'never', got {self.share_backbone!r}")
+        if not 0 <= self.learning_rate < math.inf:
+            raise ValueError(f"learning_rate must be a number from 0 up, got {self.learning_rate}")
+        if self.max_steps < 1 and self.max_steps != -1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}; -1 trains num_train_epochs")
+
+    def _check_group(self, objective: PolicyObjective) -> None:
+        if self.num_generations < 1:
+            raise ValueError(f"num_generations must be at least 1, got {self.num_generations}")
+        if self.num_generations == 1 and objective.group_relative:
+            raise ValueError(
+                f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
+                "nothing to compare: use at least 2, or --algorithm remax or reinforce"
+            )
+        if self.per_device_eval_batch_size < 1:
+            raise ValueError(f"per_device_eval_batch_size must be at least 1, got {self.per_device_eval_batch_size}")
+
+    def _give_min_new_tokens(self) -> None:
+        if not self.min_new_tokens:
+            return
+        name = "min_tokens" if self.use_vllm else "min_new_tokens"
+        self.generation_kwargs = {
+            **(parse_json_option("generation_kwargs", self.generation_kwargs) or {}),
+            name: self.min_new_tokens,
+        }
+
+    def _post_init_of_any_group_size(self) -> None:
+        """TRL's own checks, which know no group of 1, and which name no batch size that would do."""
+        group, processes = self.num_generations, world_size()
+        global_batch = self.per_device_train_batch_size * processes
+        batch = self.generation_batch_size or global_batch * (
+            self.steps_per_generation or self.gradient_accumulation_steps
+        )
+        if self.generation_batch_size is not None and batch % global_batch:
+            raise ValueError(
+                f"generation_batch_size {batch} does not divide into the {global_batch} responses of one forward pass "
+                f"(per_device_train_batch_size {self.per_device_train_batch_size} x {processes} processes): the "
+                f"nearest that does is {_nearest_multiple(batch, math.lcm(global_batch, group))}"
+            )
+        if batch % group:
+            nearest = _nearest_multiple(batch, math.lcm(global_batch, group))
+            raise ValueError(
+                f"a rollout of {batch} responses does not divide into groups of num_generations {group}: set "
+                f"generation_batch_size {nearest}, the nearest that does, or change per_device_train_batch_size"
+            )
+        if group == 1:
+            if batch == 1:
+                raise ValueError("a rollout of one response: set generation_batch_size to at least 2")
+            self.num_generations_eval = self.num_generations_eval or 1
+            # Any size that passes TRL's checks.
+            self.num_generations = batch
+        super().__post_init__()
+        self.num_generations = group
+
+    def _check_batch(self) -> None:
+        local = self.per_device_train_batch_size * self.steps_per_generation
+        if self.build_objective().needs_greedy and local % self.num_generations:
+            raise ValueError(
+                f"a greedy baseline needs whole groups on every process, and {local} responses per process do not "
+                f"divide into groups of num_generations {self.num_generations}: the nearest that does is "
+                f"{_nearest_multiple(local, self.num_generations)}; change per_device_train_batch_size or "
+                "generation_batch_size"
+            )
+
+    def _save_between_rollouts(self) -> None:
+        """Move checkpoints to where a rollout is used up: it is not saved, and a resumed run would draw anew."""
+        period = self.updates_per_rollout
+        if self.save_strategy != "steps" or self.save_steps < 1 or int(self.save_steps) % period == 0:
+            return
+        later = int(math.ceil(self.save_steps / period) * period)
+        if self.max_steps < 0 or self.save_steps <= self.max_steps:
+            warn_once_per_run(
+                f"a rollout serves {period} updates and is not part of a checkpoint: saving every {later} steps "
+                f"instead of every {int(self.save_steps)}, so that a resumed run goes on exactly as it would have"
+            )
+        self.save_steps = later
+
+
+def _nearest_multiple(number: int, of: int) -> int:
+    return max(round(number / of), 1) * of

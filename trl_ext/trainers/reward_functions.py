@@ -1,0 +1,95 @@
+"""A trainer's reward functions: what is given made into named functions, and what they give outside a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+from torch.nn import Module
+
+from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.trainers.reward_guard import RewardGuard
+
+
+def as_reward_functions(given: Any, limit: int | None, response_limit: int | None) -> list:
+    """The reward functions as a list, a folder or hub name as the `RewardModel` that is saved there."""
+    functions = given if isinstance(given, (list, tuple)) else [given]
+    limits = {"max_prompt_tokens": limit, "max_response_tokens": response_limit}
+    return [RewardModel(function, **limits) if isinstance(function, str) else function for function in functions]
+
+
+def reward_models(functions: list) -> list[RewardModel]:
+    """The `RewardModel`s among the functions and among the members of ensembles."""
+    members = [m for f in functions for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
+    return [member for member in members if isinstance(member, RewardModel)]
+
+
+def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, Any], list]:
+    """The functions by a name of their own, and as a list with their faults handled; modules are left to TRL."""
+    by_name: dict[str, Any] = {}
+    guarded = []
+    for function in functions:
+        if isinstance(function, Module):
+            guarded.append(function)
+            continue
+        wrapped = guard.wrap(function)
+        name, number = wrapped.__name__, 1
+        while wrapped.__name__ in by_name:
+            number += 1
+            wrapped.__name__ = f"{name}_{number}"
+        by_name[wrapped.__name__] = function
+        guarded.append(wrapped)
+    return by_name, guarded
+
+
+def reward_columns(
+    trainer, rows: list[dict[str, Any]], responses: list[str], finished: list[bool]
+) -> dict[str, list[float | None]]:
+    """Rewards of responses by function name.
+
+    Args:
+        trainer: a `PolicyTrainer`.
+        rows: dataset rows with `prompt`; their other columns reach the functions as they do in training.
+        responses: one text per row.
+        finished: which of them ended by themselves.
+
+    Returns:
+        Name -> one reward per row, None where the function gave none. Modules, which TRL scores itself, are left out.
+    """
+    prompts = [row["prompt"] for row in rows]
+    messages = isinstance(prompts[0], list)
+    arguments = {
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": t}] for t in responses] if messages else responses,
+        "completion_ids": [trainer.processing_class(text)["input_ids"] for text in responses],
+        "finished": finished,
+        "trainer_state": trainer.state,
+        "log_extra": _ignore,
+        "log_metric": _ignore,
+        **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
+    }
+    columns: dict[str, list[float | None]] = {}
+    for name, function in trainer.plain_reward_functions.items():
+        if isinstance(function, RewardEnsemble):
+            report = _Report()
+            columns[name] = function(**{**arguments, "log_extra": report})
+            columns.update(report.columns)
+        else:
+            rewards = function(**arguments)
+            columns[name] = list(asyncio.run(rewards) if inspect.isawaitable(rewards) else rewards)
+    return {name: [None if value is None else float(value) for value in values] for name, values in columns.items()}
+
+
+class _Report:
+    """Collects the columns that an ensemble reports of its members."""
+
+    def __init__(self):
+        self.columns: dict[str, list[float | None]] = {}
+
+    def __call__(self, column: str, values: list[float | None]) -> None:
+        self.columns[column.removeprefix("reward/")] = values
+
+
+def _ignore(*arguments: Any) -> None:
+    return None

@@ -1,0 +1,129 @@
+"""What stands between a trainer and its reward functions: errors get a row, and only finite numbers pass."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+# Arguments by which a function reports to the trainer; a second call for the same rows must not report twice.
+_REPORTS = ("log_extra", "log_metric")
+
+
+class RewardError(RuntimeError):
+    """A reward function failed; the message names the function and the row."""
+
+
+class RewardGuard:
+    """Wraps the reward functions of one trainer and counts what went wrong in the latest rollout.
+
+    A function may return None for a response that it cannot score. A number that is not finite is a fault: it is
+    reported with its row, counted, passed on as None, and its row is remembered in `not_finite`.
+
+    Args:
+        on_error: what to do when a function raises: "raise" a `RewardError` that names the row, or "skip" the rows
+            that it fails on, which then have no reward.
+    """
+
+    def __init__(self, on_error: str):
+        self.on_error = on_error
+        self.errors = 0
+        self.not_finite: set[int] = set()
+
+    def begin(self) -> None:
+        """Forget the previous rollout's faults."""
+        self.errors = 0
+        self.not_finite = set()
+
+    def wrap(self, function: Callable) -> Callable:
+        """The function with faults handled; asynchronous where it is."""
+        name = function_name(function)
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+
+            async def guarded(**arguments: Any) -> list[float | None]:
+                try:
+                    rewards = await function(**arguments)
+                except Exception as error:
+                    rewards = [await self._one_async(function, row) for row in self._rows(arguments)]
+                    self._check_joint_failure(name, rewards, arguments, error)
+                return self._finite(name, rewards, arguments)
+        else:
+
+            def guarded(**arguments: Any) -> list[float | None]:
+                try:
+                    rewards = function(**arguments)
+                except Exception as error:
+                    rewards = [self._one(function, row) for row in self._rows(arguments)]
+                    self._check_joint_failure(name, rewards, arguments, error)
+                return self._finite(name, rewards, arguments)
+
+        guarded.__name__ = name
+        return guarded
+
+    def _rows(self, arguments: dict[str, Any]):
+        """The arguments of a call for each row by itself."""
+        count = len(arguments["prompts"])
+        for index in range(count):
+            row = {
+                name: [value[index]] if isinstance(value, list) and len(value) == count else value
+                for name, value in arguments.items()
+            }
+            yield {**row, **{name: _ignore for name in _REPORTS if name in row}}
+
+    def _one(self, function: Callable, row: dict[str, Any]) -> float | None:
+        try:
+            return function(**row)[0]
+        except Exception as error:
+            return self._failed(function_name(function), row, error)
+
+    async def _one_async(self, function: Callable, row: dict[str, Any]) -> float | None:
+        try:
+            return (await function(**row))[0]
+        except Exception as error:
+            return self._failed(function_name(function), row, error)
+
+    def _failed(self, name: str, row: dict[str, Any], error: Exception) -> None:
+        message = f"the reward function {name!r} failed on {_describe(row)}: {type(error).__name__}: {error}"
+        if self.on_error == "raise":
+            raise RewardError(f"{message} (--reward_errors skip trains on without such rows)") from error
+        logger.warning(message)
+        self.errors += 1
+
+    def _check_joint_failure(self, name: str, rewards: list, arguments: dict[str, Any], error: Exception) -> None:
+        """An error that no row shows by itself is of the whole call."""
+        if self.on_error == "raise":
+            count = len(arguments["prompts"])
+            raise RewardError(
+                f"the reward function {name!r} failed on {count} responses together, though on none of them alone "
+                f"(the first is {_describe(next(self._rows(arguments)))}): {type(error).__name__}: {error}"
+            ) from error
+
+    def _finite(self, name: str, rewards: list[float | None], arguments: dict[str, Any]) -> list[float | None]:
+        values = [None if reward is None else float(reward) for reward in rewards]
+        faults = [index for index, value in enumerate(values) if value is not None and not math.isfinite(value)]
+        for index in faults:
+            row = next(row for position, row in enumerate(self._rows(arguments)) if position == index)
+            logger.warning(f"the reward function {name!r} gave {values[index]} for {_describe(row)}")
+            values[index] = None
+        self.not_finite.update(faults)
+        return values
+
+
+def function_name(function: Callable) -> str:
+    """What a reward function is called in metrics."""
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _ignore(*arguments: Any) -> None:
+    return None
+
+
+def _describe(row: dict[str, Any]) -> str:
+    """A row by its row_id where the dataset has one, else by its prompt."""
+    if "row_id" in row:
+        return f"row_id {row['row_id'][0]!r}"
+    return f"the prompt {str(row['prompts'][0])[:120]!r}"

@@ -1,0 +1,90 @@
+"""Skips updates that are not finite, counts them, and stops a run in which nothing else happens."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateGuard(TrainerCallback):
+    """Drops the gradients of an optimizer step whose gradient norm, loss or rewards are not finite.
+
+    The step then changes neither the parameters nor the optimizer's state; the step counter and the learning-rate
+    schedule go on. After `limit` such steps in a row, the run saves a checkpoint and stops.
+
+    Attributes:
+        skipped: skipped steps so far, by what was not finite: `reward`, `loss` or `gradient`.
+        failure: why the run was stopped, None if it was not.
+    """
+
+    def __init__(self, trainer, limit: int):
+        self.trainer = trainer
+        self.limit = limit
+        self.skipped = {"reward": 0, "loss": 0, "gradient": 0}
+        self.in_a_row = 0
+        self.failure: str | None = None
+        self._gradient_norm = 0.0
+        # Of the micro-batches of this optimizer step, on this process.
+        self._faults = {"reward": False, "loss": False}
+
+    def observe_gradient_norm(self, norm: torch.Tensor | float | None) -> None:
+        """Note the norm of the step's gradient over all processes, which any non-finite entry makes non-finite."""
+        self._gradient_norm = 0.0 if norm is None else float(norm)
+
+    def observe_micro_batch(self, loss: torch.Tensor, bad_rewards: bool) -> None:
+        """Note a loss, and whether it was computed from a reward that was not finite.
+
+        Raises:
+            FloatingPointError: under DeepSpeed, whose engine takes the step inside the backward pass.
+        """
+        bad_loss = not bool(loss.detach().isfinite())
+        self._faults["loss"] |= bad_loss
+        self._faults["reward"] |= bad_rewards
+        if (bad_loss or bad_rewards) and self.trainer.is_deepspeed_enabled:
+            what = "loss" if bad_loss else "reward"
+            raise FloatingPointError(
+                f"a {what} at step {self.trainer.state.global_step} was not finite; DeepSpeed cannot skip an update: "
+                "resume from the last checkpoint with a lower learning rate, or look into the reward function"
+            )
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        fault = self._fault()
+        self._faults = {"reward": False, "loss": False}
+        if fault is None:
+            self.in_a_row = 0
+            return
+        # Without gradients, an optimizer leaves parameters and its own state as they are.
+        self.trainer.model.zero_grad(set_to_none=True)
+        self.skipped[fault] += 1
+        self.in_a_row += 1
+        logger.warning(f"step {state.global_step + 1}: the {fault} was not finite, the update is skipped")
+        if self.in_a_row >= self.limit:
+            counts = ", ".join(f"{count} x {name}" for name, count in self.skipped.items() if count)
+            self.failure = (
+                f"stopped at step {state.global_step + 1}: {self.in_a_row} updates in a row were not finite "
+                f"(in all: {counts}); a checkpoint of the last finite parameters is in {args.output_dir}. Lower the "
+                "learning rate, look at the reward function, or raise max_skipped_updates"
+            )
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.failure is not None:
+            control.should_save = True
+            control.should_training_stop = True
+
+    def _fault(self) -> str | None:
+        accelerator = self.trainer.accelerator
+        flags = torch.tensor([self._faults["reward"], self._faults["loss"]], dtype=torch.float32)
+        rewards, losses = accelerator.reduce(flags.to(accelerator.device), reduction="sum").tolist()
+        if rewards:
+            return "reward"
+        if losses:
+            return "loss"
+        # In float16 an overflow is routine: the loss scaler skips the step itself, and lowers its scale.
+        if not math.isfinite(self._gradient_norm) and accelerator.scaler is None:
+            return "gradient"
+        return None
