@@ -17,7 +17,7 @@ def load_base(path: str, **keywords):
 
 
 def randomize(model, part: str, seed: int, scale: float = 0.3) -> None:
-    """Give random values to the parameters with `part` in their name: B of a new LoRA is zero, a trained one is not."""
+    """Give random values to the parameters with `part` in their name: B of a new LoRA is zero, a trained one not."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

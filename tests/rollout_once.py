@@ -43,8 +43,8 @@ WORDS = ["the cat", "a mat", "six red birds in a tree", "one", "old", "where is 
 def save_policy(tiny_model_path: str, path: Path) -> str:
     """The tiny model with an end-of-turn token likely enough that some responses end and some are cut.
 
-    Its row of the head is turned towards the mean of hidden states, to a logit of about 4: with the other 258 logits
-    of a standard deviation near 0.8, a probability of about 0.1 per token.
+    Its row of the head is turned towards the mean of the hidden states, which gives it a logit of 6 there; the other
+    258 have a standard deviation near 0.8.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,7 +53,7 @@ def save_policy(tiny_model_path: str, path: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
     with torch.no_grad():
         mean = model.model(torch.arange(3, 200)[None]).last_hidden_state[0].mean(0)
-        model.lm_head.weight[tokenizer.eos_token_id] = 8 * mean / mean.square().sum()
+        model.lm_head.weight[tokenizer.eos_token_id] = 6 * mean / mean.square().sum()
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
@@ -75,8 +75,8 @@ def prompts(count: int = 8) -> list[dict]:
 
 
 def thirds(completion_ids, **_) -> list[float]:
-    """The fraction of ids that 3 divides, and a tenth per token."""
-    return [sum(token % 3 == 0 for token in ids) / max(len(ids), 1) + len(ids) / 10 for ids in completion_ids]
+    """The fraction of ids that 3 divides, less a twentieth per token."""
+    return [sum(token % 3 == 0 for token in ids) / max(len(ids), 1) - len(ids) / 20 for ids in completion_ids]
 
 
 def evens(completion_ids, **_) -> list[float]:
@@ -126,6 +126,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     import trl_ext
     from tests.tiny import perturbed
 
+    # More threads than one only slow so small a model down.
+    torch.set_num_threads(1)
     name = spec.get("trainer", "PolicyTrainer")
     stock = name.startswith("trl.")
     trainer_class = trl.GRPOTrainer if stock else getattr(trl_ext, name)

@@ -15,7 +15,7 @@ from trl_ext.trainers import AOTConfig, CDPOConfig, IPOConfig, PreferenceConfig,
 NAMED = [
     getattr(trl_ext.trainers, name)
     for name in trl_ext.trainers.__all__
-    if name.endswith("Config") and name != "PreferenceConfig"
+    if issubclass(getattr(trl_ext.trainers, name), PreferenceConfig) and name != "PreferenceConfig"
 ]
 
 

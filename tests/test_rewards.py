@@ -25,7 +25,7 @@ from tests.reward_adapters import (
     turns,
 )
 from trl_ext.models import SharedBackbone
-from trl_ext.rewards import RewardModel, share_or_load
+from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -396,7 +396,9 @@ def test_share_or_load(tiny_model_path, folders, tmp_path):
     check(models)
 
     models = [RewardModel(path) for path in paths]
-    assert share_or_load(models)[2] == f"rank6: on one frozen copy of {tiny_model_path} with others: there is no policy"
+    assert (
+        share_or_load(models)[2] == f"rank6: on one frozen copy of {tiny_model_path} with others: there is no policy"
+    )
     assert copies(models) == 3
     check(models)
 
@@ -443,3 +445,58 @@ def test_an_adapter_that_turns_out_not_to_fit_gets_a_copy_of_its_own(tiny_model_
     assert "short: a copy of its own: " in line
     assert "the adapter lacks 1 tensors" in line
     assert list(policy.peft_config) == ["default"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["always", "never"])
+def test_stock_trl_trains_with_them(mode, tiny_model_path, folders, tmp_path):
+    """GRPO of TRL with an ensemble and a single model as reward functions: logs, checkpoints, and equal runs."""
+    from datasets import Dataset
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer
+
+    def train(sharing: str, folder: Path):
+        members = [RewardModel(folders["adapter"]), RewardModel(folders["rank6"])]
+        single = RewardModel(folders["rank6"], name="single")
+        trainer = GRPOTrainer(
+            tiny_model_path,
+            reward_funcs=[RewardEnsemble(members, aggregate="uwo"), single],
+            args=GRPOConfig(
+                str(folder),
+                max_steps=2,
+                save_steps=2,
+                logging_steps=1,
+                per_device_train_batch_size=4,
+                num_generations=2,
+                max_completion_length=8,
+                learning_rate=1e-2,
+                beta=0.1,
+                report_to="none",
+                use_cpu=True,
+                bf16=False,
+                seed=3,
+            ),
+            train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS * 2]),
+            peft_config=LoraConfig(r=2, target_modules=["q_proj", "o_proj"]),
+        )
+        share_or_load([*members, single], trainer.model, sharing)
+        trainer.train()
+        assert trainer.reward_func_names == ["ensemble", "single"]
+        return trainer
+
+    trainer = train(mode, tmp_path / "run")
+    logged = trainer.state.log_history[0]
+    for name in ("adapter-run", "rank6", "ensemble", "single"):
+        assert f"rewards/{name}/mean" in logged
+    assert logged["ensemble_std"] > 0
+    assert logged["rewards/single/mean"] == pytest.approx(logged["rewards/rank6/mean"], abs=1e-5)
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    assert [path.parent.name for path in checkpoint.rglob("adapter_model.safetensors")] == ["checkpoint-2"]
+    saved = load_file(checkpoint / "adapter_model.safetensors")
+    assert len(saved) == 8, "A and B of two modules in two layers"
+    if mode == "always":
+        separate = train("never", tmp_path / "separate")
+        expected = load_file(tmp_path / "separate" / "checkpoint-2" / "adapter_model.safetensors")
+        assert max((saved[name] - expected[name]).abs().max().item() for name in expected) <= 1e-6
+        rewards = [[entry["rewards/ensemble/mean"] for entry in t.state.log_history[:2]] for t in (trainer, separate)]
+        assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)

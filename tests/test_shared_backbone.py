@@ -468,7 +468,12 @@ def test_names(tiny_model_path, adapters):
     backbone = SharedBackbone(load_policy(tiny_model_path))
     assert backbone.add_reward_adapter(adapters["plain"], "helpful") == "helpful"
     assert backbone.add_reward_adapter(adapters["plain"]) == "reward0"
-    for name, message in (("helpful", "already has an adapter"), ("default", "already"), ("a.b", "must not"), ("", "must not be empty")):
+    for name, message in (
+        ("helpful", "already has an adapter"),
+        ("default", "already"),
+        ("a.b", "must not"),
+        ("", "must not be empty"),
+    ):
         with pytest.raises(ValueError, match=message):
             backbone.add_reward_adapter(adapters["plain"], name)
     with pytest.raises(ValueError, match="no reward adapter 'default' on this backbone; there are: helpful, reward0"):
@@ -504,4 +509,3 @@ def test_the_head_stays_in_float32_under_autocast(tiny_model_path, adapters):
         scores = backbone.score(name, SEQUENCES, pad_token_id=0)
     assert scores.dtype == torch.float32
     assert not torch.equal(scores, scores.bfloat16().float())
-

@@ -391,7 +391,8 @@ class AdvantageEstimator:
         except Exception as error:
             raise ValueError(f"the advantage {self.name!r} fails on groups of two made-up rewards: {error}") from error
         try:
-            return not bool(self._try(1).nan_to_num().any())
+            advantages = self._try(1)
+            return not bool(advantages[advantages.isfinite()].any())
         except Exception:
             # A division by the number of other responses, for one.
             return True

@@ -248,8 +248,6 @@ class PolicyTrainer(TRLGRPOTrainer):
             ("max", advantages.max()),
         ):
             metrics[f"advantages/{name}"].append(value.item())
-        if mode == "train":
-            metrics["skipped_updates"] = [float(sum(self.update_guard.skipped.values()))]
         # TRL has just added its own advantages to the table of completions.
         logged = self._logs["advantages"]
         for _ in range(min(len(advantages), len(logged))):
@@ -314,6 +312,10 @@ class PolicyTrainer(TRLGRPOTrainer):
             token_count=inputs.get("mean_tokens"),
             constant=self.max_completion_length,
         )
+        if self._entropy_bonus_enabled:
+            # TRL has logged that of its own loss.
+            policy_losses = self._metrics["train" if training else "eval"]["policy_loss"]
+            policy_losses[-1] = gather(loss.detach()).nanmean().item()
         if entropy_coefficient:
             counted = mask if entropy_mask is None else mask * entropy_mask
             loss = loss - entropy_coefficient * (entropies * counted).sum() / counted.sum().clamp(min=1)

@@ -103,14 +103,28 @@ class RewardGuard:
             ) from error
 
     def _finite(self, name: str, rewards: list[float | None], arguments: dict[str, Any]) -> list[float | None]:
-        values = [None if reward is None else float(reward) for reward in rewards]
-        faults = [index for index, value in enumerate(values) if value is not None and not math.isfinite(value)]
-        for index in faults:
-            row = next(row for position, row in enumerate(self._rows(arguments)) if position == index)
-            logger.warning(f"the reward function {name!r} gave {values[index]} for {_describe(row)}")
-            values[index] = None
-        self.not_finite.update(faults)
+        values = _numbers(name, rewards, len(arguments["prompts"]))
+        for index, row in enumerate(self._rows(arguments)):
+            if values[index] is not None and not math.isfinite(values[index]):
+                logger.warning(f"the reward function {name!r} gave {values[index]} for {_describe(row)}")
+                values[index] = None
+                self.not_finite.add(index)
         return values
+
+
+def _numbers(name: str, rewards: Any, count: int) -> list[float | None]:
+    """What a function returned, checked to be a number or None for each response."""
+    try:
+        values = [None if reward is None else float(reward) for reward in rewards]
+    except (TypeError, ValueError):
+        values = None
+    if values is None or len(values) != count:
+        found = f"{len(values)} rewards" if values is not None else f"{str(rewards)[:100]}"
+        raise RewardError(
+            f"the reward function {name!r} must return one number or None for each of {count} responses, "
+            f"and returned {found}"
+        )
+    return values
 
 
 def function_name(function: Callable) -> str:

@@ -52,12 +52,21 @@ class UpdateGuard(TrainerCallback):
                 "resume from the last checkpoint with a lower learning rate, or look into the reward function"
             )
 
+    def on_train_begin(self, args, state, control, **kwargs):
+        # Training may go on after a stop, with other settings.
+        self.failure = None
+        self.in_a_row = 0
+
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         fault = self._fault()
         self._faults = {"reward": False, "loss": False}
         if fault is None:
             self.in_a_row = 0
-            return
+        else:
+            self._skip(fault, args, state)
+        self.trainer._metrics["train"]["skipped_updates"] = [float(sum(self.skipped.values()))]
+
+    def _skip(self, fault: str, args, state) -> None:
         # Without gradients, an optimizer leaves parameters and its own state as they are.
         self.trainer.model.zero_grad(set_to_none=True)
         self.skipped[fault] += 1

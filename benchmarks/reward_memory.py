@@ -1,0 +1,210 @@
+"""Memory of a policy with LoRA reward models: on one shared backbone, against a base for each as stock TRL loads them.
+
+`python -m benchmarks.reward_memory` makes a Qwen2 of random weights and LoRA reward models on it, and measures the
+policy alone (its base is the reference as well), with one and with four reward models, each configuration in a process
+of its own. It prints a table; `--json` prints the figures. With `--device cuda` the figures are the GPU's, and their
+peak over one scoring pass of every reward model and one training step of the policy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import psutil
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from trl_ext.models import resolve_model_path, score_sequences
+from trl_ext.rewards import RewardModel, share_or_load
+
+MIB = 2**20
+
+
+def write_models(folder: Path, arguments: argparse.Namespace) -> None:
+    """The base, and as many reward adapters as the largest configuration needs."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+    config = Qwen2Config(
+        vocab_size=arguments.vocabulary,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=4 * arguments.hidden_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden_size // 64,
+        num_key_value_heads=max(1, arguments.hidden_size // 256),
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    # In another type than it is loaded as: weights that are not converted stay mapped to their file on the CPU, where
+    # copies share the file's pages and look smaller than they are once moved or trained.
+    stored = torch.float32 if arguments.dtype == "bfloat16" else torch.bfloat16
+    base = Qwen2ForCausalLM(config).to(stored)
+    base.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    del base
+    for index in range(max(arguments.adapters)):
+        model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+        model = get_peft_model(model, lora(arguments.rank, "SEQ_CLS"))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.02)
+        model.save_pretrained(folder / f"reward{index}")
+
+
+def lora(rank: int, task_type: str) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task_type)
+
+
+def measure(kind: str, count: int, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """Bytes that one configuration takes; `kind` is `shared` or `stock`. Called in a process of its own."""
+    dtype, device = getattr(torch, arguments.dtype), arguments.device
+    before = occupied_bytes(device)
+    policy = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype).to(device)
+    policy = get_peft_model(policy, lora(arguments.rank, "CAUSAL_LM"))
+    folders = [str(folder / f"reward{index}") for index in range(count)]
+    if kind == "shared":
+        rewards = [RewardModel(path) for path in folders]
+        share_or_load(rewards, policy, "always")
+        backbone = rewards[0].backbone if rewards else None
+        names = backbone.reward_adapters if rewards else ()
+        score = [lambda sequences, name=name: backbone.score(name, sequences) for name in names]
+        models = [policy]
+    else:
+        models = [policy, *(stock_reward_model(folder / "base", path, dtype, device) for path in folders)]
+        score = [lambda sequences, model=model: score_sequences(model, sequences) for model in models[1:]]
+    gc.collect()
+    figures = {"parameter_bytes": unique_bytes(models), "resident_bytes": occupied_bytes(device) - before}
+    if arguments.step:
+        started = time.perf_counter()
+        train_step(policy, score, arguments)
+        figures["step_seconds"] = time.perf_counter() - started
+        if device == "cuda":
+            figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    return figures
+
+
+def stock_reward_model(base: Path, folder: str, dtype: torch.dtype, device: str):
+    """As `GRPOTrainer(reward_funcs=folder)`: a base of its own. (Loaded by way of PEFT, for the head's sake.)"""
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=dtype)
+    return PeftModel.from_pretrained(model, folder).to(device).eval().requires_grad_(False)
+
+
+def train_step(policy, score: list, arguments: argparse.Namespace) -> None:
+    """Score a batch with every reward model, then one step of the policy on it."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (arguments.batch_size, arguments.tokens)
+    ids = torch.randint(10, arguments.vocabulary, shape, generator=generator)
+    policy.gradient_checkpointing_enable()
+    policy.enable_input_require_grads()
+    policy.train()
+    optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-5)
+    rewards = (
+        torch.stack([function(ids.tolist()) for function in score]).mean(dim=0) if score else torch.ones(len(ids))
+    )
+    ids = ids.to(arguments.device)
+    logits = policy(ids).logits[:, :-1]
+    log_probs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    loss = -(log_probs.view(len(ids), -1).mean(dim=1) * rewards.to(arguments.device)).mean()
+    loss.backward()
+    optimizer.step()
+
+
+def unique_bytes(models: list) -> int:
+    """Bytes of parameters, storages that several models hold counted once."""
+    storages = {}
+    for model in models:
+        for parameter in model.parameters():
+            storage = parameter.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def occupied_bytes(device: str) -> int:
+    """What this process occupies: of the GPU, or of physical memory, a page that is mapped twice counted once."""
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_full_info().pss
+
+
+def run(kind: str, count: int, folder: Path, arguments: list[str]) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.reward_memory", *arguments, "--worker", kind, str(count), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{kind} with {count} reward models failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--adapters", nargs="+", type=int, default=[1, 4], help="numbers of reward models")
+    parser.add_argument("--hidden_size", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--rank", type=int, default=16, help="of the LoRA adapters, on every linear layer")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--batch_size", type=int, default=8, help="of the scoring pass and the training step")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--step", action=argparse.BooleanOptionalAction, help="default: with --device cuda")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.step is None:
+        arguments.step = arguments.device == "cuda"
+    if arguments.worker:
+        kind, count, folder = arguments.worker
+        print(json.dumps(measure(kind, int(count), Path(folder), arguments)))
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_models(folder, arguments)
+        results = {"policy alone": run("shared", 0, folder, sys.argv[1:])}
+        for count in arguments.adapters:
+            for kind in ("shared", "stock"):
+                results[f"{kind}, {count}"] = run(kind, count, folder, sys.argv[1:])
+    report(results, arguments)
+
+
+def report(results: dict[str, dict[str, float]], arguments: argparse.Namespace) -> None:
+    settings = {name: value for name, value in vars(arguments).items() if name not in ("worker", "json")}
+    key = "peak_bytes" if "peak_bytes" in results["policy alone"] else "resident_bytes"
+    ratios = {
+        f"stock / shared, {count}": results[f"stock, {count}"][key] / results[f"shared, {count}"][key]
+        for count in arguments.adapters
+    }
+    if arguments.json:
+        versions = {"torch": torch.__version__, "device": arguments.device}
+        print(json.dumps({"results": results, "ratios": ratios, "settings": settings, **versions}, indent=2))
+        return
+    columns = [name for name in results["policy alone"] if name.endswith("_bytes")]
+    print("| policy and reference with | " + " | ".join(f"{c.removesuffix('_bytes')}, MiB" for c in columns) + " |")
+    print("|---" * (len(columns) + 1) + "|")
+    for label, figures in results.items():
+        print(f"| {label} | " + " | ".join(f"{figures[c] / MIB:.0f}" for c in columns) + " |")
+    for label, ratio in ratios.items():
+        print(f"{label}: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()

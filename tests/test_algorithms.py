@@ -1,0 +1,588 @@
+"""The table of algorithms: its rows, what overrides they permit, one's own, and the objective against plain loops."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import trl_ext
+from tests.test_policy_losses import ADVANTAGES, MASK, NEW, OLD, differences, naive_loss, ragged_batch
+from trl_ext.algorithms import PolicyObjective, algorithms, main
+from trl_ext.losses import PolicyScores, aggregate, kl_estimate
+from trl_ext.registry import policy_algorithm, policy_algorithms
+
+NAMES = list(algorithms)
+G = torch.tensor([3.0, 1.0, 0.0, -1.0])
+REFERENCE = NEW + torch.tensor([[0.1, -0.2, 0.05], [0.0, 0.1, 0.0]])
+
+
+@pytest.fixture
+def own_table(monkeypatch):
+    """Leave the library's table as it was."""
+    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
+
+
+def loss_on_the_batch(objective, **inputs):
+    return objective(PolicyScores(NEW, OLD, MASK, ADVANTAGES), **inputs).item()
+
+
+# -------------------------------------------------------------------------------------------------------- the table
+
+
+def test_the_table_has_its_rows():
+    assert NAMES[:17] == [
+        "grpo",
+        "dr_grpo",
+        "gspo",
+        "rloo",
+        "remax",
+        "reinforce",
+        "reinforce_with_baseline",
+        "grpo_no_clip",
+        "dapo",
+        "cispo",
+        "gopo",
+        "max_rl",
+        "opo",
+        "reinforce_plus_plus_baseline",
+        "berkeley_grpo",
+        "berkeley_dr_grpo",
+        "berkeley_gspo",
+    ]
+
+
+ROWS = {
+    "grpo": {"advantage": "group_normalized", "std_ddof": 0, "epsilon": 0.2, "epsilon_high": 0.2, "beta": 0.04},
+    "dr_grpo": {"advantage": "group_centered", "std_ddof": None, "aggregation": "constant", "beta": 0.0},
+    "gspo": {"ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregation": "sequence_mean"},
+    "rloo": {"advantage": "leave_one_out", "ratio": "none", "aggregation": "sum", "beta": 0.03, "kl_in": "reward"},
+    "remax": {"advantage": "greedy_baseline", "ratio": "none", "kl_estimator": "k1", "epsilon": None},
+    "reinforce": {"advantage": "no_baseline", "surrogate": "reinforce", "aggregation": "sequence_mean", "beta": 0.0},
+    "reinforce_with_baseline": {"std_ddof": 1, "advantage_eps": 1e-6, "surrogate": "reinforce"},
+    "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "std_ddof": 1},
+    "dapo": {"epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean", "beta": 0.0},
+    "cispo": {"surrogate": "cispo", "ratio_cap": 5.0, "aggregation": "token_mean", "epsilon": None},
+    "gopo": {"advantage": "group_rank", "aggregation": "token_mean"},
+    "berkeley_grpo": {"epsilon": 0.2, "beta": 0.01, "kl_aggregation": "token_mean", "advantage_clip": 5.0},
+    "berkeley_dr_grpo": {"advantage": "group_centered", "aggregation": "constant", "kl_aggregation": "token_mean"},
+    "berkeley_gspo": {"ratio": "sequence", "epsilon": 0.2, "epsilon_high": 0.2, "aggregation": "sequence_mean"},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_is_its_paper(name):
+    settings = PolicyObjective(name).to_dict()
+    assert {key: settings[key] for key in ROWS[name]} == ROWS[name]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_row_describes_itself(name):
+    objective = PolicyObjective(name)
+    assert json.loads(json.dumps(objective.to_dict())) == objective.to_dict()
+    line = objective.describe()
+    assert line.startswith(f"{name} (advantage {objective.advantage}") and "\n" not in line
+    assert ("beta" in line) == (objective.beta > 0) and "None" not in line
+    assert algorithms[name].summary and algorithms[name].paper
+
+
+def test_a_description_keeps_zeros():
+    assert PolicyObjective("gspo").describe() == (
+        "gspo (advantage group_normalized, std_ddof 0, advantage_eps 1e-06, surrogate clip, ratio sequence, "
+        "aggregation sequence_mean, epsilon 0.0003, epsilon_high 0.0004)"
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_settings_can_be_given_again_as_they_are(name):
+    settings = PolicyObjective(name).to_dict()
+    again = PolicyObjective(settings.pop("algorithm"), **settings)
+    assert again.to_dict() == PolicyObjective(name).to_dict()
+
+
+def test_what_an_algorithm_needs():
+    assert [n for n in NAMES if PolicyObjective(n).needs_greedy] == ["remax"]
+    assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce"]
+    referenced = {n for n in NAMES if PolicyObjective(n).needs_reference}
+    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline"} | {n for n in NAMES if "berk" in n}
+    assert not PolicyObjective("grpo", beta=0.0).needs_reference
+
+
+def test_the_command_lists_every_algorithm():
+    code = (
+        "import runpy, sys; sys.argv = ['algorithms']; runpy.run_module('trl_ext.algorithms', run_name='__main__'); "
+        "assert 'trl' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    head, *lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert head.split()[0] == "algorithm"
+    assert [line.split()[0] for line in lines] == NAMES
+    column = head.index("KL")
+    assert [line[column:].split()[0] for line in lines][:5] == ["0.04", "none", "none", "0.03", "0.05"]
+
+
+def test_the_command_as_json(capsys):
+    main(["--json"])
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["algorithm"] for row in rows] == NAMES
+    assert rows[0]["beta"] == 0.04 and rows[0]["paper"] == "2402.03300" and rows[0]["group_size"] == 8
+
+
+# ------------------------------------------------------------------------------------------------------- advantages
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("grpo", [1.521277, 0.169031, -0.507092, -1.183215]),
+        ("reinforce_with_baseline", [1.317464, 0.146385, -0.439155, -1.024694]),
+        ("dr_grpo", [2.25, 0.25, -0.75, -1.75]),
+        ("rloo", [3.0, 0.333333, -1.0, -2.333333]),
+        ("remax", [2.2, 0.2, -0.8, -1.8]),
+        ("gopo", [2.0, 0.666667, -0.666667, -2.0]),
+        ("opo", [2.1, 0.1, -0.9, -1.9]),
+        ("reinforce", [3.0, 1.0, 0.0, -1.0]),
+        # A batch of one group: its own population deviation.
+        ("reinforce_plus_plus_baseline", [1.521278, 0.169031, -0.507093, -1.183216]),
+    ],
+)
+def test_advantages_of_the_rows(name, expected):
+    known = {"greedy_rewards": torch.tensor([0.8]), "lengths": torch.tensor([2, 4, 3, 1])}
+    assert PolicyObjective(name).advantages(G, 4, **known).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_overrides_of_the_advantage():
+    sample = PolicyObjective("grpo", std_ddof=1, advantage_eps=1e-4).advantages(G, 4)
+    assert sample.tolist() == pytest.approx([1.317388, 0.146376, -0.439129, -1.024635], abs=1e-6)
+    # A rank of scale 1: that of 2 belongs to gopo. And 2.25 clipped at 2.
+    rank = PolicyObjective("grpo", advantage="group_rank").advantages(G, 4)
+    assert rank.tolist() == pytest.approx([1.0, 0.333333, -0.333333, -1.0], abs=1e-6)
+    assert PolicyObjective("dr_grpo", advantage_clip=2.0).advantages(G, 4).tolist() == [2.0, 0.25, -0.75, -1.75]
+    # The course clips at 5: 100 responses, one of them right, have an advantage of sqrt(99) = 9.95.
+    rewards = torch.zeros(100)
+    rewards[0] = 1.0
+    assert PolicyObjective("berkeley_grpo").advantages(rewards, 100)[0].item() == 5.0
+
+
+def test_an_advantage_of_ones_own():
+    def best_minus_second(rewards, group_size):
+        groups = rewards.reshape(-1, group_size)
+        top = groups.topk(2, dim=1).values
+        return torch.where(groups == top[:, :1], top[:, :1] - top[:, 1:], 0.0).reshape(-1)
+
+    objective = PolicyObjective("grpo", advantage=best_minus_second)
+    assert objective.advantages(G, 4).tolist() == [2.0, 0.0, 0.0, 0.0]
+    assert objective.to_dict()["advantage"] == "best_minus_second" and objective.std_ddof is None
+
+
+# ------------------------------------------------------------------------------------------- the objective as a loss
+
+
+@pytest.mark.parametrize(
+    "name, overrides, expected",
+    [
+        # The rows of the batch, worked in the tests of the losses.
+        ("grpo", {"beta": 0.0}, -0.020667),
+        ("dapo", {}, -0.242941),
+        ("dapo", {"epsilon_high": 0.2}, -0.226941),
+        ("dr_grpo", {"loss_constant": 4.0}, -0.141838),
+        ("dr_grpo", {"aggregation": "sum"}, -0.567353),
+        ("gspo", {}, -0.000350),
+        ("berkeley_gspo", {"beta": 0.0}, -0.091033),
+        ("cispo", {}, 0.160364),
+        ("cispo", {"ratio_cap": 1.2}, 0.131676),
+        ("grpo_no_clip", {}, -0.078064),
+        ("reinforce_with_baseline", {}, -0.208333),
+        ("grpo", {"ratio": "sequence", "aggregation": "sum", "beta": 0.0}, -0.725519),
+        (
+            "grpo",
+            {"surrogate": "quadratic_ratio", "options": {"strength": 1.0}, "ratio": "sequence", "beta": 0.0},
+            -0.086881,
+        ),
+        # k3 of -0.1, 0.2, -0.05 and 0, -0.1: 0.005171, 0.018731, 0.001271, 0, 0.005171. Inside, 0.04 times the mean
+        # of their means 0.008391 and 0.002585 is added; weighted by the ratios, 0.040 (0.008422 + 0.003158) / 2.
+        ("grpo", {}, -0.020448),
+        ("grpo", {"kl_ratio_correction": True}, -0.020436),
+        # By itself: 0.04 times the token mean 0.006069.
+        ("grpo", {"kl_aggregation": "token_mean"}, -0.020425),
+        ("berkeley_grpo", {"beta": 0.04}, -0.020425),
+        ("berkeley_grpo", {"beta": 0.04, "kl_aggregation": "inside"}, -0.020448),
+    ],
+)
+def test_values_on_the_batch(name, overrides, expected):
+    objective = PolicyObjective(name, **overrides)
+    assert loss_on_the_batch(objective, ref_log_probs=REFERENCE) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_generation_budget_of_dr_grpo():
+    """-1.134705 / (2 C) with C = 4 given, unless a constant of one's own, 2, replaces it."""
+    assert loss_on_the_batch(PolicyObjective("dr_grpo"), constant=4) == pytest.approx(-0.141838, abs=1e-6)
+    own = PolicyObjective("dr_grpo", loss_constant=2.0)
+    assert loss_on_the_batch(own, constant=4) == pytest.approx(-0.283676, abs=1e-6)
+    with pytest.raises(ValueError, match="'constant' divides by constant, which must be positive, got None"):
+        loss_on_the_batch(PolicyObjective("dr_grpo"))
+
+
+def test_weights_multiply_the_surrogate_and_not_the_kl_term():
+    """Weights of 0 leave 0.04 times the mean k3 per sequence, (0.008391 + 0.002585) / 2."""
+    objective = PolicyObjective("grpo")
+    nothing = loss_on_the_batch(objective, ref_log_probs=REFERENCE, weights=torch.zeros(2, 1))
+    assert nothing == pytest.approx(0.04 * 0.005488, abs=1e-6)
+    # The first response alone, and its second token alone: -1.052036 / 2 and -0.904837 / 3 / 2.
+    objective = PolicyObjective("grpo", beta=0.0)
+    assert loss_on_the_batch(objective, weights=torch.tensor([[1.0], [0.0]])) == pytest.approx(-0.526018, abs=1e-6)
+    one = torch.tensor([[0, 1.0, 0], [0, 0, float("nan")]])
+    log_probs = NEW.clone().requires_grad_()
+    loss = objective(PolicyScores(log_probs, OLD, MASK, ADVANTAGES), weights=one)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.150806, abs=1e-6)
+    assert log_probs.grad.flatten().tolist() == pytest.approx([0, -0.150806, 0, 0, 0, 0], abs=1e-6)
+    # One ratio per response, times a weight per token: -1.086904 / 6 from the first, shared by its three tokens.
+    log_probs.grad = None
+    loss = PolicyObjective("berkeley_gspo", beta=0.0)(PolicyScores(log_probs, OLD, MASK, ADVANTAGES), weights=one)
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.181151, abs=1e-6)
+    assert log_probs.grad.flatten().tolist() == pytest.approx([-0.060384] * 3 + [0, 0, 0], abs=1e-6)
+
+
+def test_token_count_serves_both_terms():
+    """Two parts, divided by the whole batch's 5 tokens and summed, are the whole batch."""
+    objective = PolicyObjective("dapo", beta=0.1, kl_aggregation="token_mean")
+    whole = objective(PolicyScores(NEW, OLD, MASK, ADVANTAGES), ref_log_probs=REFERENCE)
+    parts = [
+        objective(
+            PolicyScores(NEW[i : i + 1], OLD[i : i + 1], MASK[i : i + 1], ADVANTAGES[i : i + 1]),
+            ref_log_probs=REFERENCE[i : i + 1],
+            token_count=5,
+        )
+        for i in range(2)
+    ]
+    assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-7)
+
+
+# Rows as a naive function of settings; the KL term is a loop of its own below.
+NAIVE = {
+    "grpo": {"surrogate": "clip", "ratio": "token", "kind": "sequence_mean"},
+    "dr_grpo": {"surrogate": "clip", "ratio": "token", "kind": "constant", "constant": 9.0},
+    "gspo": {"surrogate": "clip", "ratio": "sequence", "kind": "sequence_mean", "epsilon": 3e-4, "epsilon_high": 4e-4},
+    "rloo": {"surrogate": "reinforce", "ratio": "none", "kind": "sum"},
+    "remax": {"surrogate": "reinforce", "ratio": "none", "kind": "sum"},
+    "reinforce": {"surrogate": "reinforce", "ratio": "none", "kind": "sequence_mean"},
+    "reinforce_with_baseline": {"surrogate": "reinforce", "ratio": "none", "kind": "sequence_mean"},
+    "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "kind": "sequence_mean"},
+    "dapo": {"surrogate": "clip", "ratio": "token", "kind": "token_mean", "epsilon_high": 0.28},
+    "cispo": {"surrogate": "cispo", "ratio": "token", "kind": "token_mean", "ratio_cap": 5.0},
+    "gopo": {"surrogate": "clip", "ratio": "token", "kind": "token_mean"},
+    "max_rl": {"surrogate": "clip", "ratio": "token", "kind": "token_mean"},
+    "opo": {"surrogate": "reinforce", "ratio": "none", "kind": "token_mean"},
+    "reinforce_plus_plus_baseline": {"surrogate": "clip", "ratio": "token", "kind": "token_mean"},
+    "berkeley_grpo": {"surrogate": "clip", "ratio": "token", "kind": "sequence_mean"},
+    "berkeley_dr_grpo": {"surrogate": "clip", "ratio": "token", "kind": "constant", "constant": 9.0},
+    "berkeley_gspo": {"surrogate": "clip", "ratio": "sequence", "kind": "sequence_mean"},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value_and_gradient_of_a_row_against_loops(name):
+    """At padding everything is NaN, and the loss and its gradient are those of loops that never look there."""
+    new, old, _, mask, advantages = ragged_batch(seed=len(name))
+    fixed = [old.tolist(), mask.tolist(), advantages.tolist()]
+
+    def naive(values):
+        return naive_loss(values, *fixed, frozen=new.tolist(), **NAIVE[name])
+
+    expected, slope = naive(new.tolist()), differences(naive, new.tolist())
+    padding = mask == 0
+    log_probs = new.masked_fill(padding, float("nan")).requires_grad_()
+    scores = PolicyScores(log_probs, old.masked_fill(padding, float("-inf")), mask, advantages)
+    loss = PolicyObjective(name, beta=0.0)(scores, constant=9.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, abs=1e-12)
+    assert torch.allclose(log_probs.grad, torch.tensor(slope, dtype=torch.float64), atol=1e-8)
+
+
+@pytest.mark.parametrize("kl_aggregation", ["inside", "token_mean"])
+@pytest.mark.parametrize("correction", [False, True])
+@pytest.mark.parametrize("ratio", ["token", "sequence"])
+def test_kl_term_and_its_gradient(ratio, correction, kl_aggregation):
+    """The gradient of k3 = exp(-d) - 1 + d is 1 - exp(-d); times the token's ratio r, r (1 - exp(-d) + k3)."""
+    new, old, reference, mask, advantages = ragged_batch(seed=11)
+    log_probs, padding = new.clone().requires_grad_(), mask == 0
+    overrides = {"kl_ratio_correction": correction, "kl_aggregation": kl_aggregation, "ratio": ratio, "beta": 0.3}
+    objective = PolicyObjective("grpo", **overrides)
+    scores = PolicyScores(log_probs, old, mask, torch.zeros_like(advantages))
+    loss = objective(scores, ref_log_probs=reference.masked_fill(padding, float("nan")))
+    loss.backward()
+
+    k3 = (reference - new).exp() - 1 + new - reference
+    slope = 1 - (reference - new).exp()
+    count, ratios = mask.double(), (new - old).exp()
+    length = count.sum(1, keepdim=True).clamp(min=1)
+    if ratio == "sequence":
+        ratios = (((new - old) * mask).sum(1, keepdim=True) / length).exp()
+    weight = 0.3 / count.sum() if kl_aggregation == "token_mean" else 0.3 / (length * len(mask))
+    if not correction:
+        expected, expected_slope = k3, slope
+    elif ratio == "token":
+        expected, expected_slope = ratios * k3, ratios * (slope + k3)
+    else:
+        # A token moves the ratio of every token of its response by 1 / L of it.
+        expected, expected_slope = ratios * k3, ratios * (slope + (k3 * mask).sum(1, keepdim=True) / length)
+    assert loss.item() == pytest.approx((weight * expected * mask).sum().item(), abs=1e-12)
+    assert torch.allclose(log_probs.grad, weight * expected_slope * mask, atol=1e-12)
+
+
+def test_no_kl_in_the_loss_where_it_is_in_the_reward():
+    objective = PolicyObjective("rloo")
+    assert loss_on_the_batch(objective) == pytest.approx(loss_on_the_batch(PolicyObjective("rloo", beta=0.0)))
+    with pytest.raises(ValueError, match="--beta 0.04 needs the reference's log-probabilities"):
+        loss_on_the_batch(PolicyObjective("grpo"))
+
+
+# --------------------------------------------------------------------------------------------------- contradictions
+
+
+@pytest.mark.parametrize(
+    "name, overrides, flags",
+    [
+        ("gspo", {"aggregation": "token_mean"}, "--algorithm gspo and --aggregation token_mean"),
+        ("gspo", {"ratio": "token"}, "--algorithm gspo and --ratio token"),
+        ("berkeley_gspo", {"surrogate": "no_clip"}, "--algorithm berkeley_gspo and --surrogate no_clip"),
+        ("gspo", {"epsilon": 0.2}, "--algorithm gspo and --epsilon 0.2"),
+        ("dr_grpo", {"advantage": "group_normalized"}, "--algorithm dr_grpo and --advantage group_normalized"),
+        ("dr_grpo", {"aggregation": "sequence_mean"}, "--algorithm dr_grpo and --aggregation sequence_mean"),
+        ("berkeley_dr_grpo", {"aggregation": "token_mean"}, "--algorithm berkeley_dr_grpo and --aggregation token_m"),
+        ("rloo", {"advantage": "group_centered"}, "--algorithm rloo and --advantage group_centered"),
+        ("remax", {"advantage": "no_baseline"}, "--algorithm remax and --advantage no_baseline"),
+        ("reinforce", {"advantage": "group_centered"}, "--algorithm reinforce and --advantage group_centered"),
+        ("reinforce", {"ratio": "token"}, "--algorithm reinforce and --ratio token"),
+        ("reinforce_with_baseline", {"ratio": "token"}, "--algorithm reinforce_with_baseline and --ratio token"),
+        ("grpo_no_clip", {"surrogate": "clip"}, "--algorithm grpo_no_clip and --surrogate clip"),
+        ("dapo", {"aggregation": "sequence_mean"}, "--algorithm dapo and --aggregation sequence_mean"),
+        ("dapo", {"surrogate": "reinforce"}, "--algorithm dapo and --surrogate reinforce"),
+        ("cispo", {"surrogate": "clip"}, "--algorithm cispo and --surrogate clip"),
+        ("cispo", {"ratio": "sequence"}, "--algorithm cispo and --ratio sequence"),
+        ("gopo", {"advantage": "group_normalized"}, "--algorithm gopo and --advantage group_normalized"),
+        ("max_rl", {"advantage": "group_normalized"}, "--algorithm max_rl and --advantage group_normalized"),
+        ("opo", {"advantage": "group_normalized"}, "--algorithm opo and --advantage group_normalized"),
+        ("grpo", {"surrogate": "reinforce"}, "--surrogate reinforce and --ratio token"),
+        ("grpo", {"ratio": "none"}, "--ratio none and --surrogate clip"),
+        ("cispo", {"ratio": "none"}, "--algorithm cispo and --ratio none"),
+        ("rloo", {"surrogate": "no_clip"}, "--ratio none and --surrogate no_clip"),
+        (
+            "grpo",
+            {"ratio": "sequence", "aggregation": "token_mean"},
+            "--ratio sequence and --aggregation token_mean",
+        ),
+        ("grpo", {"ratio_cap": 5.0}, "--ratio_cap 5.0 and --surrogate clip"),
+        ("cispo", {"epsilon": 0.2}, "--epsilon 0.2 and --surrogate cispo"),
+        ("rloo", {"epsilon_high": 0.2}, "--epsilon_high 0.2 and --surrogate reinforce"),
+        ("grpo_no_clip", {"dual_clip": 3.0}, "--dual_clip 3.0 and --surrogate no_clip"),
+        ("dr_grpo", {"std_ddof": 1}, "--std_ddof 1 and --advantage group_centered"),
+        ("gopo", {"advantage_eps": 1e-4}, "--advantage_eps 0.0001 and --advantage group_rank"),
+        ("grpo", {"loss_constant": 256}, "--loss_constant 256 and --aggregation sequence_mean"),
+        ("grpo", {"kl_in": "reward"}, "--kl_in reward and --kl_estimator k3"),
+        ("rloo", {"kl_estimator": "k2"}, "--kl_in reward and --kl_estimator k2"),
+        ("rloo", {"kl_ratio_correction": True}, "--kl_in reward and --kl_ratio_correction True"),
+        ("rloo", {"kl_aggregation": "token_mean"}, "--kl_in reward and --kl_aggregation token_mean"),
+        (
+            "reinforce",
+            {"beta": 0.1, "kl_ratio_correction": True},
+            "--kl_ratio_correction True and --ratio none",
+        ),
+        (
+            "grpo",
+            {"kl_estimator": "k2", "kl_ratio_correction": True},
+            "--kl_ratio_correction True and --kl_estimator k2",
+        ),
+    ],
+)
+def test_contradictions_name_both_flags(name, overrides, flags):
+    with pytest.raises(ValueError) as refusal:
+        PolicyObjective(name, **overrides)
+    message = str(refusal.value)
+    assert message.startswith(flags) and "contradict each other: " in message and "\n" not in message
+    assert "use --" in message or "leave it out" in message or "give --epsilon_high" in message
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_refusal_suggests_is_possible(name):
+    """Every value that a name rules out: the message's last suggestion is a combination that runs."""
+    choices = {
+        "advantage": ["group_normalized", "group_centered", "leave_one_out", "no_baseline"],
+        "ratio": ["token", "sequence", "none"],
+        "surrogate": ["clip", "no_clip", "cispo", "reinforce"],
+        "aggregation": ["sequence_mean", "token_mean", "constant", "sum"],
+    }
+    for flag, (permitted, _) in algorithms[name].fixed.items():
+        assert PolicyObjective(name).to_dict()[flag] in permitted
+        for value in set(choices[flag]) - set(permitted):
+            with pytest.raises(ValueError, match=f"--algorithm {name} and --{flag} {value} contradict") as refusal:
+                PolicyObjective(name, **{flag: value})
+            suggestion = str(refusal.value).split("or --algorithm ")[-1].split()
+            settings = dict(zip([f.removeprefix("--") for f in suggestion[1::2]], suggestion[2::2], strict=True))
+            assert PolicyObjective(suggestion[0], **settings).to_dict()[flag] == value
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ({"epsilon": -0.1}, "--epsilon must be a number from 0 up, got -0.1"),
+        ({"epsilon": "0.2"}, "--epsilon must be a number from 0 up, got '0.2'"),
+        ({"epsilon_high": float("inf")}, "--epsilon_high must be"),
+        ({"beta": -1.0}, "--beta must be a number from 0 up, got -1.0"),
+        ({"beta": float("nan")}, "--beta must be"),
+        ({"dual_clip": 1.0}, "--dual_clip must be above 1.*got 1.0"),
+        ({"surrogate": "cispo", "ratio_cap": 0.2}, "--ratio_cap must be at least 1: it is the cap itself.*got 0.2"),
+        ({"std_ddof": 2}, "--std_ddof must be 0 .population. or 1 .sample., got 2"),
+        ({"advantage_eps": -1e-6}, "--advantage_eps must be"),
+        ({"advantage_clip": 0.0}, "--advantage_clip must be positive"),
+        ({"aggregation": "constant", "loss_constant": 0}, "--loss_constant must be positive, got 0"),
+        ({"aggregation": "token_maen"}, "unknown --aggregation 'token_maen'; did you mean 'token_mean'. Known: seq"),
+        ({"advantage": "group_normalised"}, "unknown --advantage .* did you mean 'group_normalized'"),
+        ({"ratio": "tokens"}, "unknown --ratio 'tokens'; did you mean 'token'. Known: token, sequence, none"),
+        ({"surrogate": "own"}, "unknown --surrogate 'own'. Known: clip, no_clip"),
+        ({"kl_estimator": "k4"}, "unknown --kl_estimator 'k4'"),
+        ({"kl_in": "rewards"}, "unknown --kl_in 'rewards'; did you mean 'reward'"),
+        ({"kl_aggregation": "sum"}, "unknown --kl_aggregation 'sum'. Known: inside, token_mean"),
+        ({"epsilonn": 0.1}, "no setting 'epsilonn'; did you mean 'epsilon'"),
+        ({"options": {"strength": 1.0}}, "the surrogate 'clip' takes no options, and strength would not be read"),
+        ({"surrogate": "quadratic_ratio"}, "'quadratic_ratio' needs the option 'strength', which has no default"),
+        ({"surrogate": "quadratic_ratio", "options": {"strenght": 1.0}}, "did you mean 'strength'"),
+    ],
+)
+def test_values_out_of_range_and_unknown_names(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective("grpo", **overrides)
+
+
+def test_an_unknown_algorithm():
+    with pytest.raises(ValueError, match="unknown policy algorithm 'dr_grop'; did you mean 'dr_grpo'. Known: berkel"):
+        PolicyObjective("dr_grop")
+
+
+def test_combinations_that_no_name_rules_out():
+    """LUSPO, GSPO without its name, RLOO with PPO's clip, a KL estimator that nothing reads."""
+    assert PolicyObjective("grpo", ratio="sequence", aggregation="sum").ratio == "sequence"
+    clipped = PolicyObjective("rloo", ratio="token", surrogate="clip")
+    assert (clipped.epsilon, clipped.epsilon_high) == (0.2, 0.2)
+    assert PolicyObjective("grpo", beta=0.0, kl_estimator="k1").kl_estimator == "k1"
+    assert PolicyObjective("grpo", surrogate="cispo").ratio_cap == 5.0
+    assert PolicyObjective("gspo", epsilon=0.2, epsilon_high=0.2).epsilon_high == 0.2
+    assert PolicyObjective("grpo", epsilon=0.1).epsilon_high == 0.1
+    assert PolicyObjective("dapo", epsilon=0.1).epsilon_high == 0.28
+    assert PolicyObjective("grpo", surrogate="reinforce", ratio="none").epsilon is None
+
+
+# ------------------------------------------------------------------------------------------------ one's own algorithm
+
+FILE = '''
+import torch
+from trl_ext import policy_algorithm
+
+def halves(rewards, group_size):
+    return rewards / 2
+
+@policy_algorithm("soft_gate", advantage=halves, aggregation="token_mean", beta=0.02, group_size=2)
+def gate(scores, *, temperature=1.0):
+    """A smooth gate in place of a clip.
+
+    More words.
+    """
+    ratio = scores.log_ratio.exp()
+    return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * scores.advantages
+'''
+
+
+def test_an_algorithm_from_a_file(tmp_path, own_table):
+    """The smooth gate 4 sigmoid(ratio - 1), with a gradient of 1 at ratio 1. For the ratios of the batch
+    sigmoid(0.349859) = 0.586583, 0.476227, 0.512815 and 0.418318, 0.555126: 4 (-1.575625 + 0.973444) / 5."""
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    for name in ("gate", "soft_gate"):
+        objective = PolicyObjective(f"{path}:{name}", beta=0.0)
+        assert loss_on_the_batch(objective) == pytest.approx(-0.481745, abs=1e-6)
+    assert objective.algorithm.name == "soft_gate" and objective.algorithm.group_size == 2
+    assert objective.algorithm.summary == "A smooth gate in place of a clip."
+    assert objective.advantages(torch.tensor([1.0, 3.0]), 2).tolist() == [0.5, 1.5]
+    assert objective.surrogate == "own" and not objective.group_relative
+    assert PolicyObjective("soft_gate").needs_reference
+    hot = PolicyObjective("soft_gate", options={"temperature": 3.0})
+    assert "temperature 3.0" in hot.describe() and hot.to_dict()["options"] == {"temperature": 3.0}
+    # Its KL term is the library's: 0.02 times the token mean of k3.
+    plain = loss_on_the_batch(PolicyObjective("soft_gate", beta=0.0))
+    with_kl = loss_on_the_batch(PolicyObjective("soft_gate"), ref_log_probs=REFERENCE)
+    assert with_kl - plain == pytest.approx(0.02 * 0.006069, abs=1e-6)
+    assert trl_ext.policy_algorithm is policy_algorithm
+
+
+def test_one_loss_per_response(own_table):
+    @policy_algorithm("per_sequence", ratio="sequence")
+    def per_sequence(scores):
+        return -scores.log_ratio.exp() * scores.advantages
+
+    assert loss_on_the_batch(PolicyObjective("per_sequence")) == pytest.approx(-0.091033, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "function, settings, message",
+    [
+        (lambda scores: -scores.log_probs.mean(), {}, r"'mine' returned shape \[\] for 3 responses of 4 tokens"),
+        (lambda scores: 1.0, {}, "'mine' returned a float"),
+        (lambda scores: scores.log_probs.detach(), {}, "'mine' has no gradient"),
+        (lambda scores: scores.nothing, {}, "'mine' fails on made-up responses: AttributeError"),
+        (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
+        (lambda scores: (scores.log_probs - 9).log(), {}, "'mine' returns losses .* must be finite"),
+        (lambda scores, *, power: scores.log_probs, {}, "'mine' needs the option 'power'"),
+        (lambda scores: scores.log_ratio, {"ratio": "tokens"}, "unknown --ratio 'tokens'"),
+        (lambda scores: scores.log_ratio, {"advantage": "nope"}, "unknown --advantage 'nope'"),
+        (
+            lambda scores: scores.log_ratio,
+            {"ratio": "sequence", "aggregation": "token_mean"},
+            "--ratio sequence and --aggregation token_mean",
+        ),
+    ],
+)
+def test_functions_that_cannot_train_are_refused(function, settings, message, own_table):
+    policy_algorithm("mine", **settings)(function)
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective("mine")
+
+
+def test_overrides_of_ones_own(own_table):
+    policy_algorithm("mine")(lambda scores, *, width=0.2: -scores.log_ratio * scores.advantages * width)
+    with pytest.raises(ValueError, match="--algorithm mine and --surrogate clip contradict.*leave --surrogate out"):
+        PolicyObjective("mine", surrogate="clip")
+    with pytest.raises(ValueError, match="--epsilon 0.3 and --surrogate own contradict.*give your function an option"):
+        PolicyObjective("mine", epsilon=0.3)
+    with pytest.raises(ValueError, match="'mine' has no option 'widht': it takes width; did you mean 'width'"):
+        PolicyObjective("mine", options={"widht": 0.3})
+    assert PolicyObjective("mine", aggregation="sum", options={"width": 0.3}).aggregation == "sum"
+
+
+def test_options_of_an_advantage_belong_to_it(own_table):
+    settings = {"advantage": "group_rank", "advantage_options": {"scale": 3.0}}
+    policy_algorithm("mine", **settings)(lambda scores: -scores.log_ratio * scores.advantages)
+    assert PolicyObjective("mine").advantages(G, 4).tolist() == [3.0, 1.0, -1.0, -3.0]
+    other = PolicyObjective("mine", advantage="group_centered")
+    assert other.advantages(G, 4).tolist() == [2.25, 0.25, -0.75, -1.75]
+
+
+def test_the_decorator_refuses(own_table):
+    with pytest.raises(ValueError, match="'mine' has no setting 'advantages'.*did you mean 'advantage'"):
+        policy_algorithm("mine", advantages="group_rank")
+    with pytest.raises(ValueError, match="'mine' has no setting 'epsilon'"):
+        policy_algorithm("mine", epsilon=0.2)
+    with pytest.raises(ValueError, match="'grpo' is already defined"):
+        policy_algorithm("grpo")(lambda scores: scores.log_ratio)
+
+
+def test_the_kl_term_is_the_estimate_of_the_losses():
+    """An objective with advantages 0 is beta times the aggregated estimate, for each kind."""
+    for kind in ("k1", "k2", "k3"):
+        objective = PolicyObjective("grpo", kl_estimator=kind, beta=0.5)
+        loss = objective(PolicyScores(NEW, OLD, MASK, torch.zeros(2)), ref_log_probs=REFERENCE)
+        expected = 0.5 * aggregate(kl_estimate(NEW, REFERENCE, kind), MASK, "sequence_mean")
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-7)

@@ -1,0 +1,431 @@
+"""What stands between an online run and its faults: reward functions that fail, and updates that are not finite."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import statistics
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
+
+from tests.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
+from tests.rollout_once import build, prompts, save_policy, thirds, train
+from trl_ext import policy_algorithm
+from trl_ext.losses import clipped_surrogate
+from trl_ext.registry import policy_algorithms
+from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.trainers.reward_functions import reward_columns
+from trl_ext.trainers.reward_guard import RewardError
+
+
+@pytest.fixture(scope="module")
+def policy_path(tiny_model_path, tmp_path_factory) -> str:
+    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Whatever a test registers is gone after it."""
+    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
+
+
+def entries(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+# ---- Reward functions ----
+
+
+def test_a_function_gets_the_rows_and_which_responses_ended(policy_path, tmp_path):
+    """Rows 0 and 1, four times each; `finished` where the last id is the end of the turn."""
+    calls = []
+
+    def reward(**arguments):
+        calls.append(arguments)
+        return thirds(arguments["completion_ids"])
+
+    trainer = train({"model": policy_path}, str(tmp_path), reward_funcs=reward)
+    (call,) = calls
+    assert call["row_id"] == ["row0"] * 4 + ["row1"] * 4
+    assert call["bonus"] == [0.0] * 4 + [1 / 8] * 4
+    assert call["prompts"] == [row["prompt"] for row in prompts(2) for _ in range(4)]
+    end = trainer.processing_class.eos_token_id
+    assert call["finished"] == [ids[-1] == end for ids in call["completion_ids"]]
+    assert set(call["finished"]) == {True, False}
+    texts = trainer.processing_class.batch_decode(call["completion_ids"], skip_special_tokens=True)
+    assert call["completions"] == [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def test_none_is_unscorable(policy_path, tmp_path):
+    """Responses with None: advantage 0, and the mean and deviation of the others; all None is as good as all equal."""
+
+    def sometimes(completion_ids, row_id, **_):
+        return [
+            None if row == "row1" or index == 2 else reward
+            for index, (row, reward) in enumerate(zip(row_id, thirds(completion_ids), strict=True))
+        ]
+
+    trainer = train({"model": policy_path, "args": {"beta": 0.0}}, str(tmp_path), reward_funcs=[sometimes])
+    rewards = trainer._rollout[0][:, 0].tolist()
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    assert len(known) == 3
+    mean, deviation = statistics.fmean(known), statistics.pstdev(known)
+    expected = [0.0 if math.isnan(r) else (r - mean) / (deviation + 1e-6) for r in rewards]
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    (entry,) = entries(trainer)
+    assert entry["unscorable"] == 5 / 8
+    assert entry["reward"] == pytest.approx(mean, rel=1e-5)
+    assert (entry["reward_min"], entry["reward_max"]) == pytest.approx((min(known), max(known)), rel=1e-6)
+    assert entry["skipped_updates"] == 0
+
+
+def test_a_function_without_a_reward_leaves_the_others(policy_path, tmp_path):
+    """2 thirds + 0.5 where the second function gives 1 and not None: weights 2 and 0.5."""
+
+    def one_for_the_first_row(row_id, **_):
+        return [1.0 if row == "row0" else None for row in row_id]
+
+    seen = []
+
+    def recording(completion_ids, **_):
+        seen.extend(thirds(completion_ids))
+        return thirds(completion_ids)
+
+    args = {"advantage": "group_centered", "reward_weights": [2.0, 0.5], "beta": 0.0}
+    functions = [recording, one_for_the_first_row]
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=functions)
+    (entry,) = entries(trainer)
+    assert entry["reward"] == pytest.approx(statistics.fmean(2 * r for r in seen) + 0.25, rel=1e-5)
+    assert entry["unscorable"] == 0
+    expected = [2 * (r - statistics.fmean(seen[i : i + 4])) for i in (0, 4) for r in seen[i : i + 4]]
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_that_is_not_finite_skips_its_own_update(value, policy_path, tmp_path, caplog):
+    """One bad response in a rollout of 16 that serves 4 updates of 4: one update is skipped, whichever holds it."""
+    caplog.set_level(logging.WARNING)
+
+    def reward(completion_ids, **_):
+        return [value if index == 5 else r for index, r in enumerate(thirds(completion_ids))]
+
+    weights = Weights()
+    args = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 4, "learning_rate": 0.1}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward], callbacks=[weights])
+    assert trainer.update_guard.skipped == {"reward": 1, "loss": 0, "gradient": 0}
+    bad = [bool(batch["bad_reward"].any()) for batch in trainer._buffered_inputs]
+    assert sum(bad) == 1
+    assert [same(weights.after[i], weights.before[i]) for i in range(4)] == bad
+    assert f"the reward function 'reward' gave {value} for row_id 'row1'" in caplog.text
+    assert entries(trainer)[0]["unscorable"] == 1 / 16
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_that_raises_is_named_with_its_row(is_async, policy_path, tmp_path):
+    def judge(completion_ids, row_id, **_):
+        if "row1" in row_id:
+            raise KeyError("no answer")
+        return thirds(completion_ids)
+
+    async def judge_later(completion_ids, row_id, **_):
+        return judge(completion_ids, row_id)
+
+    function = judge_later if is_async else judge
+    with pytest.raises(RewardError) as caught:
+        train({"model": policy_path}, str(tmp_path), reward_funcs=[function])
+    expected = f"the reward function {function.__name__!r} failed on row_id 'row1': KeyError: 'no answer'"
+    assert str(caught.value).startswith(expected) and "--reward_errors skip" in str(caught.value)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_rows_that_fail_can_be_skipped(is_async, policy_path, tmp_path):
+    """Four of eight responses are of row1: half is unscorable, and the advantages of row0 are its own."""
+
+    def judge(completion_ids, row_id, **_):
+        if "row1" in row_id:
+            raise KeyError("no answer")
+        return thirds(completion_ids)
+
+    async def judge_later(completion_ids, row_id, **_):
+        return judge(completion_ids, row_id)
+
+    args = {"reward_errors": "skip", "beta": 0.0}
+    trainer = train(
+        {"model": policy_path, "args": args}, str(tmp_path), reward_funcs=judge_later if is_async else judge
+    )
+    (entry,) = entries(trainer)
+    assert (entry["reward_errors"], entry["unscorable"]) == (4.0, 0.5)
+    advantages = list(trainer._logs["advantages"])
+    assert advantages[4:] == [0.0] * 4
+    assert statistics.pstdev(advantages[:4]) == pytest.approx(1.0, abs=1e-3)
+    assert trainer.update_guard.skipped == {"reward": 0, "loss": 0, "gradient": 0}
+
+
+def test_a_failure_of_the_whole_call_says_so(policy_path, tmp_path):
+    def judge(completion_ids, **_):
+        if len(completion_ids) > 1:
+            raise OSError("too many at once")
+        return thirds(completion_ids)
+
+    with pytest.raises(RewardError, match=r"'judge' failed on 8 responses together.*row_id 'row0'.*too many at once"):
+        train({"model": policy_path}, str(tmp_path), reward_funcs=judge)
+    args = {"reward_errors": "skip"}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=judge)
+    assert entries(trainer)[0]["unscorable"] == 0
+
+
+@pytest.mark.parametrize("returned", [None, ["good"] * 8, [[1.0]] * 8, [1.0] * 7, [float("nan")] * 9], ids=repr)
+def test_what_a_function_must_return(returned, policy_path, tmp_path):
+    """One number or None for each response; whatever else is refused with the function's name."""
+
+    def judge(**_):
+        return returned
+
+    with pytest.raises((RewardError, ValueError), match="'judge'"):
+        train({"model": policy_path}, str(tmp_path), reward_funcs=judge)
+
+
+def test_functions_of_one_name_are_told_apart(policy_path, tmp_path):
+    def named(value):
+        def judge(completion_ids, **_):
+            return [value] * len(completion_ids)
+
+        return judge
+
+    trainer = train({"model": policy_path}, str(tmp_path), reward_funcs=[named(1.0), named(2.0), named(4.0)])
+    (entry,) = entries(trainer)
+    assert [entry[f"rewards/{name}/mean"] for name in ("judge", "judge_2", "judge_3")] == [1.0, 2.0, 4.0]
+    assert entry["reward"] == 7.0
+    assert list(trainer.plain_reward_functions) == ["judge", "judge_2", "judge_3"]
+
+
+def test_no_reward_function_is_refused(policy_path, tmp_path):
+    with pytest.raises(ValueError, match="no reward function: name a reward model or give a function"):
+        build({"model": policy_path}, str(tmp_path), reward_funcs=[])
+
+
+def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
+    """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
+    args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path))
+    rewards, finished = trainer._rollout
+    shaped = [r - (0.0 if ended else 2.0) for r, ended in zip(rewards[:, 0].tolist(), finished, strict=True)]
+    (entry,) = entries(trainer)
+    assert 0 < sum(finished) < 8
+    assert entry["reward"] == pytest.approx(statistics.fmean(rewards[:, 0].tolist()), rel=1e-5)
+    assert entry["shaped_reward"] == pytest.approx(statistics.fmean(shaped), rel=1e-5)
+    expected = [r - statistics.fmean(shaped[i : i + 4]) for i in (0, 4) for r in shaped[i : i + 4]]
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+
+
+# ---- Reward models ----
+
+
+def scores_by_hand(trainer, model) -> list[float]:
+    """Scores of the latest rollout row by row, from the logged prompts and texts."""
+    sequences = [
+        turns(trainer.processing_class, [prompt], [message["content"]], finished=ended)[0]
+        for prompt, (message,), ended in zip(
+            trainer._logs["prompt"], trainer._logs["completion"], trainer._rollout[1], strict=True
+        )
+    ]
+    return plain_scores(model, sequences).tolist()
+
+
+def test_reward_models_and_folders_give_their_true_scores(policy_path, tmp_path):
+    """An adapter's folder as text, a full model, and an ensemble of both, against one forward pass per response.
+
+    transformers 5.17 leaves the head of a folder with an adapter random where TRL would load it. Only printable ASCII
+    is sampled, the ids 3 to 96: bytes that are no text would come back from text as other bytes, and more of them.
+    """
+    args = {"generation_kwargs": {"suppress_tokens": [0, 1, *range(97, 259)]}}
+    adapter = save_adapter(policy_path, tmp_path / "judge")
+    full = save_full_model(policy_path, tmp_path / "full")
+    ensemble = RewardEnsemble([RewardModel(adapter), RewardModel(full)], aggregate="min")
+    functions = [adapter, RewardModel(full), ensemble]
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path / "run"), reward_funcs=functions)
+    assert set(trainer._rollout[1]) == {True, False}
+    own = AutoModelForSequenceClassification.from_pretrained(full, dtype=torch.float32)
+    expected = [
+        scores_by_hand(trainer, load_adapter(policy_path, adapter)),
+        scores_by_hand(trainer, own),
+    ]
+    expected.append([min(pair) for pair in zip(*expected, strict=True)])
+    rewards = trainer._rollout[0]
+    for column, scores in enumerate(expected):
+        assert rewards[:, column].tolist() == pytest.approx(scores, rel=1e-4, abs=1e-5)
+    (entry,) = entries(trainer)
+    for name, column in (("judge", 0), ("full", 1), ("ensemble", 2)):
+        assert entry[f"rewards/{name}/mean"] == pytest.approx(rewards[:, column].mean().item(), rel=1e-4, abs=1e-6)
+
+
+def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
+    """Functions by name, an ensemble's members beside it, an async function, and None where there is no reward."""
+
+    def length(completions, finished, bonus, **_):
+        return [
+            len(c[0]["content"]) + b if ended else None
+            for c, b, ended in zip(completions, bonus, finished, strict=True)
+        ]
+
+    async def later(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    def double(completions, **_):
+        return [2.0 * len(c[0]["content"]) for c in completions]
+
+    def flat(completions, **_):
+        return [3.0] * len(completions)
+
+    ensemble = RewardEnsemble([double, flat], aggregate="min")
+    trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[length, later, ensemble])
+    columns = reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False])
+    assert columns == {
+        "length": [1.0, None],
+        "later": [1.0, 3.0],
+        "ensemble": [2.0, 3.0],
+        "double": [2.0, 6.0],
+        "flat": [3.0, 3.0],
+    }
+
+
+# ---- Updates that are not finite ----
+
+
+class Weights(TrainerCallback):
+    """Keeps parameters and optimizer state before and after each update."""
+
+    def __init__(self):
+        self.before, self.after = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.before.append(self._copy(model, optimizer))
+
+    def on_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self.after.append(self._copy(model, optimizer))
+
+    @staticmethod
+    def _copy(model, optimizer) -> list[torch.Tensor]:
+        state = [optimizer.state[p] for p in model.parameters() if p in optimizer.state]
+        moments = [value for values in state for value in values.values() if isinstance(value, torch.Tensor)]
+        return copy.deepcopy([p.detach() for p in model.parameters()] + moments)
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+class At(TrainerCallback):
+    """Calls a function with whether the update that begins is one of `steps`, counted from 0."""
+
+    def __init__(self, steps, function):
+        self.steps, self.function = steps, function
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.function(state.global_step in self.steps)
+
+
+ADAM = {"optim": "adamw_torch", "learning_rate": 0.01, "weight_decay": 0.1, "max_steps": 5}
+
+
+def with_faulty_loss(policy_path, folder, steps, **args):
+    """Train an algorithm of one's own whose loss is NaN at these steps."""
+    factor = {"value": 1.0}
+
+    @policy_algorithm("sometimes_nan")
+    def sometimes_nan(scores):
+        """A clipped surrogate that goes wrong."""
+        return clipped_surrogate(scores.log_ratio, scores.advantages) * factor["value"]
+
+    weights = Weights()
+    at = At(steps, lambda now: factor.update(value=float("nan") if now else 1.0))
+    spec = {"model": policy_path, "args": {**ADAM, "algorithm": "sometimes_nan", **args}}
+    return build(spec, str(folder), callbacks=[weights, at]), weights
+
+
+def test_a_loss_that_is_not_finite_changes_nothing(policy_path, tmp_path, caplog):
+    """Steps 1 and 3 of five: parameters, Adam's moments and weight decay wait, the others move; both are counted."""
+    caplog.set_level(logging.WARNING)
+    trainer, weights = with_faulty_loss(policy_path, tmp_path, {1, 3})
+    trainer.train()
+    assert [same(*pair) for pair in zip(weights.before, weights.after, strict=True)] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert len(weights.before[1]) == 4 * len(weights.before[0]), "Adam has two moments and a count per parameter"
+    assert trainer.update_guard.skipped == {"reward": 0, "loss": 2, "gradient": 0}
+    assert trainer.state.global_step == 5
+    assert "step 2: the loss was not finite, the update is skipped" in caplog.text
+    assert [entry["skipped_updates"] for entry in entries(trainer)] == [0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_gradient_that_is_not_finite_changes_nothing(max_grad_norm, policy_path, tmp_path):
+    """The loss is finite, and one entry of one gradient infinite, at step 2 of four."""
+    fault = {"now": False}
+    at = At({2}, lambda now: fault.update(now=now))
+    weights = Weights()
+    spec = {"model": policy_path, "args": {**ADAM, "max_steps": 4, "max_grad_norm": max_grad_norm}}
+    trainer = build(spec, str(tmp_path), callbacks=[weights, at])
+
+    def spoil(gradient):
+        spoiled = gradient.clone()
+        spoiled.view(-1)[3] = float("inf") if fault["now"] else spoiled.view(-1)[3]
+        return spoiled
+
+    trainer.model.model.layers[0].mlp.up_proj.weight.register_hook(spoil)
+    trainer.train()
+    assert [same(*pair) for pair in zip(weights.before, weights.after, strict=True)] == [False, False, True, False]
+    assert trainer.update_guard.skipped == {"reward": 0, "loss": 0, "gradient": 1}
+
+
+def test_a_fault_in_one_micro_batch_skips_the_whole_update(policy_path, tmp_path):
+    trainer, weights = with_faulty_loss(policy_path, tmp_path, {1}, gradient_accumulation_steps=2, max_steps=3)
+    trainer.train()
+    assert [same(*pair) for pair in zip(weights.before, weights.after, strict=True)] == [False, True, False]
+    assert trainer.update_guard.skipped["loss"] == 1
+
+
+def test_too_many_in_a_row_stop_the_run_with_a_checkpoint(policy_path, tmp_path):
+    """Faults at 1 and at 3 to 5 with a limit of three: stopped after the third in a row, the sixth step."""
+    trainer, weights = with_faulty_loss(policy_path, tmp_path, {1, 3, 4, 5}, max_steps=9, max_skipped_updates=3)
+    with pytest.raises(FloatingPointError) as caught:
+        trainer.train()
+    message = str(caught.value)
+    assert message.startswith("stopped at step 6: 3 updates in a row were not finite (in all: 4 x loss)")
+    assert str(tmp_path) in message and "learning rate" in message
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6", dtype=torch.float32)
+    assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-6")
+    # Of step 2, the last that moved anything.
+    assert same(list(saved.parameters()), weights.after[2][: len(list(saved.parameters()))])
+
+
+def test_training_can_go_on_after_the_stop(policy_path, tmp_path):
+    """A second `train` of the same trainer begins anew, as it does after any other stop."""
+    trainer, _ = with_faulty_loss(policy_path, tmp_path, {0, 1}, max_steps=4, max_skipped_updates=2)
+    with pytest.raises(FloatingPointError):
+        trainer.train()
+    trainer.callback_handler.callbacks = [c for c in trainer.callback_handler.callbacks if not isinstance(c, At)]
+    trainer.objective.function = lambda scores: clipped_surrogate(scores.log_ratio, scores.advantages)
+    trainer.train()
+    assert trainer.state.global_step == 4
+
+
+def test_rewards_that_are_never_finite_stop_the_run(policy_path, tmp_path):
+    def reward(completion_ids, **_):
+        return [float("nan")] * len(completion_ids)
+
+    spec = {"model": policy_path, "args": {"max_steps": 6, "max_skipped_updates": 2}}
+    with pytest.raises(FloatingPointError, match="stopped at step 2: 2 updates in a row.*2 x reward.*reward function"):
+        train(spec, str(tmp_path), reward_funcs=reward)
