@@ -260,7 +260,7 @@ def _check_writable(folder: Path) -> None:
 def clear_run_folder(output_dir: str) -> None:
     """Remove what an earlier run left, so that no file of it passes for the new one's."""
     folder = Path(output_dir)
-    model_files = ("adapter_*", "model*.safetensors*", "config.json", "generation_config.json", "training_args.bin")
+    model_files = ("adapter_*", "model*.safetensors*", "*config.json", "training_args.bin", "reward_model.json")
     for path in [*(folder / name for name in RESULT_FILES), *(p for name in model_files for p in folder.glob(name))]:
         path.unlink(missing_ok=True)
     for path in [*folder.glob("checkpoint-*"), *(folder / name for name in ("samples", "best", "best.partial"))]:

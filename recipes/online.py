@@ -175,12 +175,8 @@ def _rewards(arguments: OnlineArguments, training: PolicyConfig, train_split) ->
             "nothing to reward responses with: give --reward_model FOLDER, as recipes/reward_model.py trains one, "
             "or --reward_function file.py:function"
         )
-    limits = {
-        "max_prompt_tokens": training.max_prompt_tokens,
-        "max_response_tokens": training.max_completion_length,
-        "batch_size": training.per_device_eval_batch_size,
-    }
-    models = [RewardModel(name, **limits) for name in arguments.reward_model or ()]
+    batch_size = training.per_device_eval_batch_size
+    models = [RewardModel(name, batch_size=batch_size) for name in arguments.reward_model or ()]
     functions = [load_function(name, "reward function") for name in arguments.reward_function or ()]
     if len(models) > 1:
         models = [

@@ -23,7 +23,7 @@ from common import (
 )
 from reward_results import print_reward_results, write_reward_results
 from training import ModelArguments, can_be_resumed, load_finished, load_pairs, load_trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, IntervalStrategy
 
 from trl_ext import RewardConfig, RewardTrainer, toy
 from trl_ext.data import encode_turn
@@ -82,23 +82,13 @@ def main() -> None:
 def _run() -> None:
     started = time.time()
     with one_line_errors():
-        arguments, model, training = parse_arguments(
-            (RewardArguments, ModelArguments, RewardConfig),
-            default_config=RECIPES / "configs" / "toy" / "reward_model.yaml",
-            description="Train a reward model on preference pairs.",
-        )
-        if training.output_dir == "trainer_output":
-            training.output_dir = f"runs/reward-model-{Path(arguments.dataset_name).stem}"
-        checkpoint = open_run_folder(
-            training.output_dir,
-            overwrite=arguments.overwrite_output_dir,
-            resume_from_checkpoint=training.resume_from_checkpoint,
-        )
-        check_trackers(training.report_to)
+        arguments, model, training, checkpoint = _read_arguments()
         benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         held_out = _split(benchmark, arguments.eval_split, arguments, "held-out pairs will not be evaluated")
         selection_split = _selection_split(benchmark, arguments, training)
         resolved = config_text(arguments, model, training)
+        if held_out is None:
+            training.eval_strategy = IntervalStrategy.NO
         trainer = load_trainer(
             RewardTrainer, model, training, train_dataset=benchmark[arguments.train_split], eval_dataset=held_out
         )
@@ -147,6 +137,24 @@ def _run() -> None:
         )
         print_reward_results(results, training.output_dir)
     end_processes(trainer.accelerator)
+
+
+def _read_arguments() -> tuple[RewardArguments, ModelArguments, RewardConfig, str | None]:
+    """The arguments, and the checkpoint to resume from, once the run folder and the trackers are found usable."""
+    arguments, model, training = parse_arguments(
+        (RewardArguments, ModelArguments, RewardConfig),
+        default_config=RECIPES / "configs" / "toy" / "reward_model.yaml",
+        description="Train a reward model on preference pairs.",
+    )
+    if training.output_dir == "trainer_output":
+        training.output_dir = f"runs/reward-model-{Path(arguments.dataset_name).stem}"
+    checkpoint = open_run_folder(
+        training.output_dir,
+        overwrite=arguments.overwrite_output_dir,
+        resume_from_checkpoint=training.resume_from_checkpoint,
+    )
+    check_trackers(training.report_to)
+    return arguments, model, training, checkpoint
 
 
 def _split(benchmark, name: str, arguments: RewardArguments, consequence: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import logging
 import math
@@ -295,6 +296,20 @@ def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
         "double": [2.0, 6.0],
         "flat": [3.0, 3.0],
     }
+
+
+def test_reward_columns_in_a_notebook(policy_path, tmp_path):
+    """An event loop is running there, and an async function must be awaited beside it."""
+
+    async def later(completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[later])
+
+    async def cell():
+        return reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False])
+
+    assert asyncio.run(cell()) == {"later": [1.0, 3.0]}
 
 
 # ---- Updates that are not finite ----

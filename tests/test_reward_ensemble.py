@@ -139,14 +139,17 @@ def test_an_ensemble_of_functions():
 
 
 def test_a_completion_that_a_member_cannot_score_has_no_reward(caplog):
-    """None and NaN alike, whatever the other members say, and it is said once."""
+    """Whatever the other members say, and it is said once; a NaN is a fault, and stays one to be seen."""
     partial = table([None, 2.0, math.nan, 4.0], "partial")
     whole = table([1.0, 1.0, 1.0, 2.0], "whole")
     ensemble = RewardEnsemble([whole, partial], aggregate="min")
     prompts, completions = ["p"] * 4, ["0", "1", "2", "3"]
     metrics, columns = {}, {}
-    assert ensemble(prompts, completions, None, columns.__setitem__, metrics.__setitem__) == [None, 1.0, None, 2.0]
-    assert ensemble.member_scores(prompts, completions).isnan().tolist() == [[False] * 4, [True, False, True, False]]
+    rewards = ensemble(prompts, completions, None, columns.__setitem__, metrics.__setitem__)
+    assert [rewards[index] for index in (0, 1, 3)] == [None, 1.0, 2.0] and math.isnan(rewards[2])
+    scores = ensemble.member_scores(prompts, completions)
+    assert scores.isfinite().tolist() == [[True] * 4, [False, True, False, True]]
+    assert scores[1].isnan().tolist() == [True, False, False, False], "no score, and one at fault"
     assert columns == {"reward/whole": [1.0, 1.0, 1.0, 2.0], "reward/partial": [None, 2.0, None, 4.0]}
     # Of the completions that both score, the population deviations of (1, 2) and (2, 4) are 0.5 and 1.
     assert metrics == {

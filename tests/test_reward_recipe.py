@@ -212,7 +212,8 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
     data = write_pairs(tmp_path / "pairs.jsonl")
     monkeypatch.chdir(tmp_path)
     model = f"--model_name_or_path={tiny_model_path}"
-    recipes.run(monkeypatch, "reward_model", data, model, "--max_steps=2", "--per_device_train_batch_size=4")
+    steps = ["--max_steps=2", "--per_device_train_batch_size=4", "--eval_strategy=steps", "--eval_steps=1"]
+    recipes.run(monkeypatch, "reward_model", data, model, *steps)
     run = tmp_path / "runs" / "reward-model-pairs"
     results = read(run, "results.json")
     assert results["run"]["weights"] == "last"

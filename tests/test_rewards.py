@@ -183,6 +183,29 @@ def test_loading_is_lazy_idempotent_and_draws_no_random_numbers(folders):
     assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
 
 
+def test_a_copy_is_whole_where_zero3_would_shard_it(folders):
+    """With the flag up, transformers asks DeepSpeed to shard what it loads; here the copy never does."""
+    from transformers.integrations import deepspeed
+
+    class Settings:
+        config: dict = {}
+
+        def is_zero3(self):
+            return True
+
+    settings = Settings()
+    deepspeed.set_hf_deepspeed_config(settings)
+    try:
+        for kind in ("adapter", "full"):
+            inner = RewardModel(folders[kind]).load().model
+            head = [parameter for name, parameter in inner.named_parameters() if "score" in name]
+            assert {tuple(parameter.shape) for parameter in head} == {(1, 16)}
+            assert not any(hasattr(parameter, "ds_id") for parameter in inner.parameters())
+            assert deepspeed.is_deepspeed_zero3_enabled(), "the flag is up again for the policy"
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+
+
 def test_what_it_says_of_itself(tiny_model_path, folders, tmp_path):
     adapter, full = RewardModel(folders["adapter"]), RewardModel(folders["full"], name="helpfulness")
     assert (adapter.is_adapter, adapter.base_name_or_path) == (True, tiny_model_path)
@@ -433,18 +456,37 @@ def test_share_or_load_always(tiny_model_path, folders):
         share_or_load([], None, "sometimes")
 
 
-def test_an_adapter_that_turns_out_not_to_fit_gets_a_copy_of_its_own(tiny_model_path, folders, tmp_path):
-    """Only attaching shows that tensors are missing; then the policy stays as it was."""
-    folder = tmp_path / "short"
+def test_an_adapter_that_turns_out_not_to_fit_the_policy(tiny_model_path, tmp_path):
+    """Its targets match the policy's output layer, which a reward model lacks: known only when it is attached."""
+    folder = save_adapter(tiny_model_path, tmp_path / "pattern", target_modules=".*(q_proj|lm_head)")
+    expected = RewardModel(folder).score(PROMPTS, COMPLETIONS)
+    policy = load_policy(tiny_model_path)
+    reward = RewardModel(folder)
+    (line,) = share_or_load([reward], policy)
+    assert line.startswith("pattern: a copy of its own: ")
+    assert line.endswith("the adapter lacks 2 tensors, such as base_model.model.lm_head.lora_A.reward0.weight")
+    assert list(policy.peft_config) == ["default"]
+    assert torch.equal(reward.score(PROMPTS, COMPLETIONS), expected)
+
+
+@pytest.mark.parametrize("damage", ["missing", "misshapen"])
+def test_an_adapter_with_damaged_tensors_never_scores(damage, tiny_model_path, folders, tmp_path):
+    folder = tmp_path / "damaged"
     shutil.copytree(folders["adapter"], folder)
     tensors = load_file(folder / "adapter_model.safetensors")
-    del tensors["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"]
+    name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    if damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(9, 4)
     save_file(tensors, folder / "adapter_model.safetensors")
-    policy = load_policy(tiny_model_path)
-    (line,) = share_or_load([RewardModel(folder)], policy)
-    assert "short: a copy of its own: " in line
-    assert "the adapter lacks 1 tensors" in line
-    assert list(policy.peft_config) == ["default"]
+    for attempt in (
+        lambda: RewardModel(folder).score(PROMPTS, COMPLETIONS),
+        lambda: share_or_load([RewardModel(folder)], load_policy(tiny_model_path)),
+    ):
+        with pytest.raises(ValueError, match="damaged: the adapter does not fit its base .*v_proj.lora_B") as caught:
+            attempt()
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.slow

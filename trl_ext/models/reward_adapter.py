@@ -13,6 +13,8 @@ from safetensors import safe_open
 from trl_ext.models.loading import resolve_model_path
 
 HEADS = ("score", "classifier")
+# Beside the weights of a reward model: the token limits that it was trained with.
+LIMITS_FILE = "reward_model.json"
 
 # Initialisations that leave the base's weights as they are; the others move a part of them into the adapter.
 HARMLESS_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")

@@ -220,17 +220,14 @@ def load_classifier(name_or_path: str, *, dtype: torch.dtype, device=None, has_h
     Without `has_head` it is the base of an adapter that brings the head: its own is random, and nothing warns of it.
     The random state is left as it was. The device is by default this process's GPU, or the CPU where there is none.
     """
-    from accelerate.state import AcceleratorState, is_initialized
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
 
-    # DeepSpeed ZeRO-3 would shard every model that is loaded, this one too, which no engine will gather.
-    plugin = AcceleratorState().deepspeed_plugin if is_initialized() else None
     verbosity = logging.get_verbosity()
     if not has_head:
         logging.set_verbosity_error()
     try:
-        with preserved_random_state(), _unsharded(plugin):
+        with preserved_random_state(), _unsharded():
             model = AutoModelForSequenceClassification.from_pretrained(name_or_path, num_labels=1, dtype=dtype)
     finally:
         logging.set_verbosity(verbosity)
@@ -240,12 +237,20 @@ def load_classifier(name_or_path: str, *, dtype: torch.dtype, device=None, has_h
 
 
 @contextmanager
-def _unsharded(deepspeed_plugin) -> Iterator[None]:
-    if deepspeed_plugin is None:
+def _unsharded() -> Iterator[None]:
+    """Models that are loaded here are whole; under ZeRO-3 they would be sharded, and no engine would gather them."""
+    from transformers.integrations import deepspeed
+
+    reference = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", None)
+    config = reference() if reference is not None else None
+    if config is None:
         yield
-    else:
-        with deepspeed_plugin.zero3_init_context_manager(enable=False):
-            yield
+        return
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed.set_hf_deepspeed_config(config)
 
 
 def preserved_random_state():

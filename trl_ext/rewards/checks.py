@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trl_ext.models import resolve_model_path
-from trl_ext.models.reward_adapter import HEADS, RewardAdapter, read_reward_adapter, tensor_shapes
+from trl_ext.models.reward_adapter import HEADS, LIMITS_FILE, RewardAdapter, read_reward_adapter, tensor_shapes
 
 # What a reward model is loaded from; pickled weights are left on the hub.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -32,6 +32,25 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
         raise ValueError(f"{folder}: base={base} is for adapters, and this is a full model")
     _check_full_model(folder)
     return folder, None
+
+
+def read_limits(folder: Path) -> dict[str, int | None]:
+    """`max_prompt_tokens` and `max_response_tokens` that a reward model was trained with; 512 where it does not say.
+
+    Raises:
+        ValueError: the file that says so is damaged.
+    """
+    limits: dict[str, int | None] = {"max_prompt_tokens": 512, "max_response_tokens": 512}
+    path = folder / LIMITS_FILE
+    if path.is_file():
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            limits = {name: saved[name] for name in limits}
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} is damaged: it must hold {' and '.join(limits)}; save the model again"
+            ) from error
+    return limits
 
 
 def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:

@@ -84,8 +84,8 @@ class RewardEnsemble:
     """A reward function for TRL's trainers that aggregates the rewards of several.
 
     Scores of different reward models have neither a common zero nor a common scale: `calibrate` them before their
-    minimum, mean or spread is taken. A completion that any member cannot score (None or NaN) has no reward as a
-    whole: it is None.
+    minimum, mean or spread is taken. A completion that any member cannot score (None) has no reward as a whole: it is
+    None; one for which a member returns a number that is not finite gets NaN, a fault for the trainer to see.
 
     Args:
         members: `RewardModel`s, or any functions with TRL's signature of a reward function that are not async.
@@ -174,7 +174,7 @@ class RewardEnsemble:
     def member_scores(
         self, prompts: Sequence, completions: Sequence, finished: Sequence[bool] | None = None, **kwargs: Any
     ) -> Tensor:
-        """The members' calibrated scores, float32, [K, N]; NaN where a member has none."""
+        """The members' calibrated scores, float32, [K, N]; NaN where there is none, infinite where one is at fault."""
         raw = self._raw_scores(prompts, completions, finished, **kwargs).double()
         shifts, scales = (torch.tensor(values).double()[:, None] for values in (self.shifts, self.scales))
         return ((raw - shifts) / scales).float()
@@ -204,7 +204,8 @@ class RewardEnsemble:
             self._log_metrics(scores, log_metric)
         self._warn_of_unscored(scores)
         settings = {"coefficient": self.coefficient, "quantile": self.quantile, "ddof": self.ddof}
-        return _none_for_nan(combine(scores, self.aggregate, **settings))
+        rewards = _none_for_nan(combine(scores, self.aggregate, **settings))
+        return [math.nan if fault else reward for reward, fault in zip(rewards, scores.isinf().any(0), strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """Settings, members and calibration, for a JSON file."""
@@ -247,19 +248,21 @@ class RewardEnsemble:
             values = list(member(prompts=prompts, completions=completions, **kwargs))
             if len(values) != len(completions):
                 raise ValueError(f"member {name} returned {len(values)} rewards for {len(completions)} completions")
-            rows.append([math.nan if value is None else float(value) for value in values])
+            rows.append([_as_number(value) for value in values])
         return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(completions))
 
     def _log_metrics(self, scores: Tensor, log_metric: Callable[[str, float], None]) -> None:
         for name, values in zip(self.names, scores, strict=True):
-            if not values.isnan().all():
-                log_metric(f"rewards/{name}/mean", values.nanmean().item())
+            known = values[values.isfinite()]
+            if len(known):
+                log_metric(f"rewards/{name}/mean", known.mean().item())
         deviations = scores.std(dim=0, correction=min(self.ddof, len(scores) - 1))
-        if not deviations.isnan().all():
-            log_metric("ensemble_std", deviations.nanmean().item())
+        deviations = deviations[deviations.isfinite()]
+        if len(deviations):
+            log_metric("ensemble_std", deviations.mean().item())
 
     def _warn_of_unscored(self, scores: Tensor) -> None:
-        missing = scores.isnan()
+        missing = ~scores.isfinite()
         if missing.any() and not self._warned:
             counts = ", ".join(
                 f"{name} {count}" for name, count in zip(self.names, missing.sum(dim=1).tolist(), strict=True) if count
@@ -288,5 +291,12 @@ def _member_names(members: Sequence, names: Sequence[str] | None) -> list[str]:
     return unique
 
 
+def _as_number(value: float | None) -> float:
+    """A member's score: NaN where it gave none, infinite where it gave anything else that is not finite."""
+    if value is None:
+        return math.nan
+    return float(value) if math.isfinite(value) else math.inf
+
+
 def _none_for_nan(values: Tensor) -> list[float | None]:
-    return [None if math.isnan(value) else value for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in values.tolist()]

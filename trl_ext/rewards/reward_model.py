@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from trl_ext.data.conversation import Messages
 from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import policy_obstacle, sharing_obstacle
 from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
-from trl_ext.rewards.checks import find_reward_model, require_tokenizer
+from trl_ext.rewards.checks import find_reward_model, read_limits, require_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,8 +32,9 @@ class RewardModel:
         folder_or_hub_name: where the model was saved.
         name: what its rewards are logged as; None for the folder's name, with its parent's before one that says
             little (`reward-model-toy/best` becomes `reward-model-toy-best`).
-        max_prompt_tokens, max_response_tokens: limits as in training. Longer prompts lose their beginning, longer
-            completions their end; None for no limit.
+        max_prompt_tokens, max_response_tokens: longer prompts lose their beginning, longer completions their end; None
+            for no limit. By default as in training, which `RewardTrainer` saves with the model; 512 where it is not
+            known.
         batch_size: completions per forward pass.
         dtype: of a copy of its own: float32, bfloat16 or float16. A shared backbone has its owner's.
         base: folder or hub name of an adapter's base, where it is not where the adapter's configuration says.
@@ -53,8 +55,8 @@ class RewardModel:
         folder_or_hub_name: str | Path,
         *,
         name: str | None = None,
-        max_prompt_tokens: int | None = 512,
-        max_response_tokens: int | None = 512,
+        max_prompt_tokens: int | Literal["as_trained"] | None = "as_trained",
+        max_response_tokens: int | Literal["as_trained"] | None = "as_trained",
         batch_size: int = 16,
         dtype: str = "float32",
         base: str | None = None,
@@ -62,11 +64,15 @@ class RewardModel:
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
+        self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
+        trained = read_limits(self.folder)
+        limits = {
+            name: trained[name] if given == "as_trained" else given
+            for name, given in (("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens))
+        }
         for argument, value in {**limits, "batch_size": batch_size}.items():
             if value is not None and value < 1:
                 raise ValueError(f"{argument} must be at least 1, got {value}")
-        self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
         self.name = name or telling_name(str(folder_or_hub_name))
         self.__name__ = self.name
         self.limits = limits
@@ -111,6 +117,9 @@ class RewardModel:
 
         Args:
             device: None for where it is, and at first for this process's GPU, or the CPU where there is none.
+
+        Raises:
+            ValueError: an adapter does not fit its base, in shape or because tensors are missing.
         """
         if self.backbone is not None:
             return self
@@ -214,6 +223,12 @@ def _with_adapter(model, folder: Path):
     from peft import PeftModel
 
     # `AutoModelForSequenceClassification.from_pretrained(folder)` leaves the head random in transformers 5.17.
-    with preserved_random_state():
-        adapted = PeftModel.from_pretrained(model, str(folder))
+    with preserved_random_state(), warnings.catch_warnings():
+        # PEFT only warns, and leaves what is missing at its initial value: the scores would be wrong.
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            adapted = PeftModel.from_pretrained(model, str(folder))
+        except (UserWarning, RuntimeError) as error:
+            problem = " ".join(line.strip() for line in str(error).splitlines()[:2])
+            raise ValueError(f"{folder}: the adapter does not fit its base {model.name_or_path}: {problem}") from error
     return adapted.requires_grad_(False).eval().to(model.device)

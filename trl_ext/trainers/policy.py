@@ -61,7 +61,7 @@ class PolicyTrainer(TRLGRPOTrainer):
                 f"from trl_ext import {self._config_class.__name__}"
             )
         self.objective = args.build_objective()
-        functions = as_reward_functions(reward_funcs, args.max_prompt_tokens, args.max_completion_length)
+        functions = as_reward_functions(reward_funcs)
         if not functions:
             raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
         self._reward_models = reward_models(functions)

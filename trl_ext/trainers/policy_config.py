@@ -227,9 +227,12 @@ class PolicyConfig(TRLGRPOConfig):
             )
         if batch % group:
             nearest = _nearest_multiple(batch, math.lcm(global_batch, group))
+            flag = f"generation_batch_size {nearest}"
+            if self.steps_per_generation is not None:
+                flag = f"steps_per_generation {nearest // global_batch}, which makes {nearest}"
             raise ValueError(
-                f"a rollout of {batch} responses does not divide into groups of num_generations {group}: set "
-                f"generation_batch_size {nearest}, the nearest that does, or change per_device_train_batch_size"
+                f"a rollout of {batch} responses does not divide into groups of num_generations {group}: set {flag}, "
+                "the nearest that does, or change per_device_train_batch_size"
             )
         if group == 1:
             if batch == 1:

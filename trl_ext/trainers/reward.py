@@ -21,8 +21,10 @@ from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
 
 from trl_ext.data import encode_turn, truncate_pair
+from trl_ext.files import write_json
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
+from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.rollouts import map_over_ranks
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.policies import trained_policy
@@ -149,6 +151,11 @@ class RewardTrainer(TRLRewardTrainer):
             logged = self._metrics["eval"][name]
             logged.pop()
             logged.extend(values.float().tolist())
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        limits = {name: getattr(self.args, name) for name in _CUT_COLUMNS.values()}
+        write_json(Path(output_dir or self.args.output_dir) / LIMITS_FILE, limits)
 
     # ---- Scores ----
 

@@ -12,11 +12,10 @@ from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.trainers.reward_guard import RewardGuard
 
 
-def as_reward_functions(given: Any, limit: int | None, response_limit: int | None) -> list:
+def as_reward_functions(given: Any) -> list:
     """The reward functions as a list, a folder or hub name as the `RewardModel` that is saved there."""
     functions = given if isinstance(given, (list, tuple)) else [given]
-    limits = {"max_prompt_tokens": limit, "max_response_tokens": response_limit}
-    return [RewardModel(function, **limits) if isinstance(function, str) else function for function in functions]
+    return [RewardModel(function) if isinstance(function, str) else function for function in functions]
 
 
 def reward_models(functions: list) -> list[RewardModel]:

@@ -1,0 +1,394 @@
+"""`PolicyConfig`: what it refuses and what it says then, what reaches generation, and how updates map to rollouts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from transformers import HfArgumentParser, TrainingArguments
+from trl import TrlParser
+
+import trl_ext
+from tests.rollout_once import DEFAULTS, build, prompts, save_policy, train
+from trl_ext import PolicyConfig
+from trl_ext.registry import policy_algorithms
+from trl_ext.trainers import policy_config
+
+NAMED = {
+    "GRPOConfig": "grpo",
+    "DrGRPOConfig": "dr_grpo",
+    "GSPOConfig": "gspo",
+    "RLOOConfig": "rloo",
+    "ReMaxConfig": "remax",
+}
+BUILT_IN = list(policy_algorithms)
+
+
+@pytest.fixture(scope="module")
+def policy_path(tiny_model_path, tmp_path_factory) -> str:
+    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """Whatever a test registers is gone after it."""
+    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
+
+
+@pytest.fixture
+def configure(tmp_path):
+    def config(name: str = "PolicyConfig", **settings):
+        return getattr(trl_ext, name)(**{**DEFAULTS, **settings}, output_dir=str(tmp_path))
+
+    return config
+
+
+# ---- Refusals: the flag, what is wrong, and a way out ----
+
+
+@pytest.mark.parametrize(
+    "settings, parts",
+    [
+        (
+            {"algorithm": "gspo", "aggregation": "token_mean"},
+            ["--algorithm gspo", "--aggregation token_mean", "contradict", "sequence_mean", "--algorithm grpo"],
+        ),
+        (
+            {"algorithm": "dr_grpo", "advantage": "group_normalized"},
+            ["--algorithm dr_grpo", "--advantage group_normalized", "contradict", "use --advantage group_centered"],
+        ),
+        ({"algorithm": "gpro"}, ["unknown policy algorithm 'gpro'", "grpo"]),
+        ({"advantage": "group_centred"}, ["--advantage 'group_centred'", "group_centered"]),
+        ({"algorithm": "reinforce", "epsilon": 0.1}, ["--epsilon 0.1", "reinforce", "--surrogate clip"]),
+        ({"epsilon": -0.1}, ["--epsilon must be a number from 0 up", "-0.1"]),
+        ({"algorithm": "gspo", "epsilon": 0.2}, ["--algorithm gspo", "--epsilon 0.2", "give --epsilon_high as well"]),
+        ({"algorithm": "dr_grpo", "std_ddof": 1}, ["--std_ddof 1", "group_centered", "--advantage group_normalized"]),
+        ({"loss_type": "grpo"}, ["loss_type", "PolicyConfig", "`aggregation`"]),
+        ({"scale_rewards": "none"}, ["scale_rewards", "`advantage`"]),
+        ({"importance_sampling_level": "sequence"}, ["importance_sampling_level", "`ratio`"]),
+        ({"use_bias_correction_kl": False}, ["use_bias_correction_kl", "`kl_ratio_correction`"]),
+        ({"delta": 4.0}, ["delta", "`dual_clip`"]),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, ["multi_objective_aggregation", "RewardEnsemble"]),
+        ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
+        ({"min_new_tokens": 9}, ["min_new_tokens", "max_completion_length (8)", "9"]),
+        ({"min_new_tokens": -1}, ["min_new_tokens", "from 0", "-1"]),
+        ({"reward_errors": "ignore"}, ["reward_errors", "'raise' or 'skip'", "'ignore'"]),
+        ({"share_backbone": "yes"}, ["share_backbone", "'auto', 'always' or 'never'", "'yes'"]),
+        ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty", "from 0 up", "-1.0"]),
+        ({"missing_eos_penalty": float("nan")}, ["missing_eos_penalty", "nan"]),
+        ({"max_completion_length": None}, ["max_completion_length must be at least 1", "None"]),
+        ({"max_prompt_tokens": 0}, ["max_prompt_tokens must be at least 1", "0"]),
+        ({"max_skipped_updates": 0}, ["max_skipped_updates must be at least 1", "0"]),
+        ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size must be at least 1", "0"]),
+        ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps must be at least 1", "0"]),
+        ({"num_iterations": 0}, ["num_iterations must be at least 1", "0"]),
+        ({"num_generations": 0}, ["num_generations must be at least 1", "0"]),
+        ({"max_steps": 0}, ["max_steps must be at least 1", "0", "num_train_epochs"]),
+        ({"learning_rate": -1.0}, ["learning_rate", "from 0 up", "-1.0"]),
+        ({"algorithm_kwargs": "gamma"}, ["algorithm_kwargs must be a JSON object", "'gamma'"]),
+        ({"algorithm_kwargs": "[1]"}, ["algorithm_kwargs must be a JSON object", "'[1]'"]),
+        ({"algorithm_kwargs": '{"gamma": 1}'}, ["takes no options", "gamma", "leave them out"]),
+        ({"algorithm": "nowhere.py:mine"}, ["no file 'nowhere.py'"]),
+    ],
+    ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_refused(settings, parts, configure):
+    with pytest.raises(ValueError) as caught:
+        configure(**settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+@pytest.mark.parametrize("name, method", NAMED.items())
+def test_a_named_configuration_is_its_algorithm(name, method, configure):
+    assert configure(name, num_generations=4).algorithm == method
+    other = "gspo" if method != "gspo" else "grpo"
+    with pytest.raises(
+        ValueError, match=f"{name} is the algorithm '{method}' and cannot be '{other}': use PolicyConfig"
+    ):
+        configure(name, algorithm=other)
+
+
+def test_the_budgets_must_fit_the_context(policy_path, tmp_path):
+    """The tiny model has 4096 positions: 3584 and 512 fit, one more does not."""
+    build({"model": policy_path, "args": {"max_completion_length": 3584}}, str(tmp_path))
+    with pytest.raises(
+        ValueError, match="512 and max_completion_length 3585 .* context of 4096 tokens: lower --max_c"
+    ):
+        build({"model": policy_path, "args": {"max_completion_length": 3585}}, str(tmp_path))
+
+
+def test_a_configuration_of_another_trainer_is_refused(policy_path, tmp_path):
+    trainer = build({"model": policy_path}, str(tmp_path))
+    with pytest.raises(TypeError, match="GSPOTrainer takes a GSPOConfig, got PolicyConfig"):
+        trl_ext.GSPOTrainer(trainer.model, len, args=trainer.args)
+
+
+# ---- Group sizes and batches ----
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_group_of_one(name, configure):
+    """Only where nothing is compared within a group; the default group size is the algorithm's."""
+    if name in ("remax", "reinforce"):
+        config = configure(algorithm=name, num_generations=1)
+        assert (config.num_generations, config.num_generations_eval) == (1, 1)
+        assert config.generation_batch_size == 8
+        return
+    with pytest.raises(
+        ValueError, match=rf"'{name}' compares the responses to one prompt.*at least 2, or --algorithm"
+    ):
+        configure(algorithm=name, num_generations=1)
+
+
+def test_the_group_size_is_the_algorithms(configure):
+    sizes = {
+        name: configure(algorithm=name, num_generations=None, per_device_train_batch_size=16).num_generations
+        for name in ("grpo", "rloo", "remax", "dapo")
+    }
+    assert sizes == {"grpo": 8, "rloo": 4, "remax": 1, "dapo": 16}
+
+
+def as_if_in_processes(count: int, monkeypatch) -> None:
+    monkeypatch.setattr(policy_config, "world_size", lambda: count)
+    monkeypatch.setattr(TrainingArguments, "world_size", property(lambda self: count))
+
+
+def _accepted(configure, **settings) -> bool:
+    try:
+        configure(**settings)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    "rows, group, batch, nearest",
+    [
+        # Multiples of lcm(rows x processes, group), in one process and in two.
+        (8, 4, 20, (24, 16)),
+        (8, 4, 12, (16, 16)),
+        (6, 4, 22, (24, 24)),
+        (4, 4, 6, (8, 8)),
+        (3, 4, 6, (12, 12)),
+        (8, 3, 8, (24, 48)),
+        (8, 6, 64, (72, 48)),
+    ],
+)
+def test_a_batch_that_does_not_divide_names_the_nearest_that_does(
+    rows, group, batch, nearest, processes, configure, monkeypatch
+):
+    """And it is: it is accepted, and nothing nearer is."""
+    as_if_in_processes(processes, monkeypatch)
+    settings = {"per_device_train_batch_size": rows, "num_generations": group}
+    with pytest.raises(ValueError, match="generation_batch_size|num_generations") as caught:
+        configure(**settings, generation_batch_size=batch)
+    named = int(re.search(r"(?:nearest that does is|generation_batch_size) (\d+)(?:$|,)", str(caught.value)).group(1))
+    assert _accepted(configure, **settings, generation_batch_size=named), caught.value
+    distance = abs(named - batch)
+    nearer = [size for size in range(batch - distance + 1, batch + distance) if size > 0]
+    assert not [size for size in nearer if _accepted(configure, **settings, generation_batch_size=size)]
+    if nearest[processes - 1] != named:
+        assert abs(nearest[processes - 1] - batch) == distance
+
+
+@pytest.mark.parametrize("given", [{}, {"steps_per_generation": 3}])
+def test_the_advice_for_a_derived_batch_can_be_followed(given, configure):
+    """6 responses, from 3 micro-batches of 2: whichever way they were asked for, the named flag must work with it."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **given}
+    with pytest.raises(ValueError, match="a rollout of 6 responses does not divide into groups") as caught:
+        configure(**settings)
+    flag, value = re.search(r"set (\w+) (\d+)", str(caught.value)).groups()
+    settings.pop(flag, None)
+    assert _accepted(configure, **settings, **{flag: int(value)}), caught.value
+
+
+def test_a_greedy_baseline_needs_whole_groups_on_every_process(configure, monkeypatch):
+    """Two processes of two rows hold one group of four together, but neither holds it whole."""
+    as_if_in_processes(2, monkeypatch)
+    settings = {"per_device_train_batch_size": 2, "num_generations": 4}
+    assert configure(algorithm="grpo", **settings).generation_batch_size == 4
+    with pytest.raises(ValueError, match="2 responses per process do not divide.*num_generations 4.*nearest.* is 4"):
+        configure(algorithm="remax", **settings)
+    assert configure(algorithm="remax", **settings, generation_batch_size=8).steps_per_generation == 2
+
+
+def test_a_rollout_of_one_response_is_refused(configure):
+    with pytest.raises(ValueError, match="a rollout of one response: set generation_batch_size to at least 2"):
+        configure(algorithm="remax", num_generations=1, per_device_train_batch_size=1)
+
+
+# ---- Command line ----
+
+
+@pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])
+@pytest.mark.parametrize("name", ["PolicyConfig", *NAMED])
+def test_command_line(parser_class, name, tmp_path):
+    arguments = ["--output_dir", str(tmp_path), "--beta", "0.2", "--learning_rate", "1e-5", "--num_generations", "4"]
+    arguments += ["--advantage_clip", "5", "--min_new_tokens", "3", "--missing_eos_penalty", "0.5", "--use_cpu"]
+    arguments += ["--generation_kwargs", '{"top_k": 9}', "--max_prompt_tokens", "9", "--share_backbone", "never"]
+    (config,) = parser_class(getattr(trl_ext, name)).parse_args_into_dataclasses(arguments)
+    assert type(config) is getattr(trl_ext, name)
+    assert config.algorithm == NAMED.get(name, "grpo")
+    objective = config.build_objective()
+    assert (config.beta, objective.beta, objective.advantage_clip) == (0.2, 0.2, 5.0)
+    assert config.generation_kwargs == {"top_k": 9, "min_new_tokens": 3}
+    assert (config.max_prompt_tokens, config.share_backbone, config.missing_eos_penalty) == (9, "never", 0.5)
+    assert (config.bf16, config.gradient_checkpointing, config.disable_dropout) == (False, False, True)
+
+
+@pytest.mark.parametrize("name", ["PolicyConfig", *NAMED])
+def test_the_defaults_of_the_command_line_are_the_papers(name, tmp_path):
+    (config,) = TrlParser(getattr(trl_ext, name)).parse_args_into_dataclasses(
+        ["--output_dir", str(tmp_path), "--use_cpu"]
+    )
+    expected = {"grpo": 0.04, "dr_grpo": 0.0, "gspo": 0.0, "rloo": 0.03, "remax": 0.05}
+    assert config.beta == expected[config.algorithm]
+
+
+def test_yaml_with_mappings(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"output_dir: {tmp_path}\nalgorithm: grpo\nsurrogate: quadratic_ratio\nalgorithm_kwargs:\n  strength: 0.5\n"
+        "generation_kwargs:\n  top_k: 5\nmax_prompt_tokens: null\nuse_cpu: true\n"
+    )
+    (config,) = TrlParser(PolicyConfig).parse_args_and_config(["--config", str(path)])
+    assert config.build_objective().options == {"strength": 0.5}
+    assert config.generation_kwargs == {"top_k": 5}
+    assert config.max_prompt_tokens is None
+
+
+# ---- Algorithms, built in and of one's own ----
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_every_algorithm_of_the_table_trains(name, policy_path, tmp_path):
+    """Two updates on one rollout, which move every parameter by a finite amount."""
+    args = {"algorithm": name, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.1}
+    trainer = build({"model": policy_path, "perturb": 1, "rewards": ["evens"], "args": args}, str(tmp_path))
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == 2 and torch.tensor(losses).isfinite().all()
+    assert trainer.update_guard.skipped == {"reward": 0, "loss": 0, "gradient": 0}
+    for n, parameter in trainer.model.named_parameters():
+        assert parameter.isfinite().all() and not torch.equal(parameter, before[n]), n
+
+
+def test_an_algorithm_of_ones_own_from_a_file(policy_path, tmp_path):
+    """`file.py:name` with a JSON option: `-A ratio` times 3 has three times the gradient of `grpo_no_clip` centred."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from trl_ext import policy_algorithm\n\n"
+        '@policy_algorithm("scaled", advantage="group_centered")\n'
+        "def scaled(scores, *, factor=1.0):\n"
+        '    """Scaled."""\n'
+        "    return -factor * scores.advantages * scores.log_ratio.exp()\n"
+    )
+    gradients = []
+    for args in (
+        {"algorithm": f"{path}:scaled", "algorithm_kwargs": '{"factor": 3}'},
+        {"algorithm": "grpo_no_clip", "advantage": "group_centered"},
+    ):
+        trainer = build({"model": policy_path, "args": args}, str(tmp_path))
+        before = [p.detach().clone() for p in trainer.model.parameters()]
+        trainer.train()
+        after = trainer.model.parameters()
+        gradients.append(torch.cat([(old - new).flatten() for old, new in zip(before, after, strict=True)]).detach())
+    assert ((gradients[0] - 3 * gradients[1]).norm() / gradients[0].norm()).item() < 1e-5
+
+
+# ---- What reaches generation ----
+
+
+def test_min_new_tokens(policy_path, tmp_path):
+    lengths = [
+        train({"model": policy_path, "args": args}, str(tmp_path)).state.log_history[0]["completions/min_length"]
+        for args in ({}, {"min_new_tokens": 7})
+    ]
+    assert lengths[0] < 7 <= lengths[1]
+
+
+def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
+    """The last 12 tokens, with the template's start of the answer at their end; reward functions see the whole."""
+    seen = []
+
+    def reward(prompts, completion_ids, **_):
+        seen.extend(prompts)
+        return [float(len(ids)) for ids in completion_ids]
+
+    trainer = train({"model": policy_path, "args": {"max_prompt_tokens": 12}}, str(tmp_path), reward_funcs=reward)
+    batch = trainer._buffered_inputs[0]
+    found = {
+        tuple(ids[mask.bool()].tolist()) for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    }
+    rows = [row["prompt"] for row in prompts(2)]
+    encode = trainer.processing_class.apply_chat_template
+    whole = [encode(row, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"] for row in rows]
+    assert all(len(ids) > 12 for ids in whole)
+    assert found == {tuple(ids[-12:]) for ids in whole}
+    assert seen[0] == rows[0] and seen[-1] == rows[1]
+
+
+# ---- Rollouts and updates ----
+
+
+@pytest.mark.parametrize(
+    "settings, expected",
+    [
+        # Rows in a rollout / rows per forward pass = micro-batches; times iterations, over accumulation.
+        ({"generation_batch_size": 64, "num_iterations": 2, "gradient_accumulation_steps": 2}, 8),
+        ({}, 1),
+        ({"gradient_accumulation_steps": 4}, 1),
+        ({"steps_per_generation": 4, "num_iterations": 3}, 12),
+        # 3 micro-batches, 2 to an update: after 3 updates, two rollouts are used up.
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, 3),
+    ],
+)
+def test_updates_per_rollout(settings, expected, configure):
+    assert configure(**settings).updates_per_rollout == expected
+
+
+def test_the_mapping_of_the_course(policy_path, tmp_path):
+    """64 responses to 16 prompts, twice over in updates of 16: 8 updates a rollout, and two rollouts for 16 steps."""
+    calls, sizes = [], []
+
+    def reward(completion_ids, row_id, **_):
+        calls.append(row_id)
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    class Counting(trl_ext.PolicyTrainer):
+        def _compute_loss(self, model, inputs):
+            sizes.append((self.state.global_step, len(inputs["completion_ids"])))
+            return super()._compute_loss(model, inputs)
+
+    args = {"generation_batch_size": 64, "num_generations": 4, "num_iterations": 2, "per_device_train_batch_size": 8}
+    args |= {"gradient_accumulation_steps": 2, "max_steps": 16, "learning_rate": 0.01}
+    spec = {"model": policy_path, "args": args, "prompts": 40}
+    trainer = train(spec, str(tmp_path), reward_funcs=reward, trainer_class=Counting)
+    assert trainer.args.updates_per_rollout == 8
+    assert trainer.state.global_step == 16
+    assert [len(call) for call in calls] == [64, 64]
+    assert [len(set(call)) for call in calls] == [16, 16]
+    assert not set(calls[0]) & set(calls[1])
+    assert sizes == [(step, 8) for step in range(16) for _ in range(2)]
+
+
+def test_evaluation_samples_as_often_as_asked(policy_path, tmp_path):
+    """Groups of 2 in evaluation, and of 4 in training; a greedy baseline is of the evaluation's own prompts."""
+    from datasets import Dataset
+
+    args = {"algorithm": "remax", "num_generations_eval": 2, "per_device_eval_batch_size": 4}
+    trainer = build(
+        {"model": policy_path, "args": args}, str(tmp_path), eval_dataset=Dataset.from_list(prompts(6)[2:])
+    )
+    metrics = trainer.evaluate()
+    assert {"eval_loss", "eval_reward", "eval_greedy/reward", "eval_advantages/mean"} <= metrics.keys()
+    assert metrics["eval_greedy/num_rollouts"] == 2
+    assert "eval_skipped_updates" not in metrics
+    trainer.train()
+    assert trainer.state.log_history[-2]["greedy/num_rollouts"] == 2
