@@ -11,6 +11,7 @@ there already is kept, so an interrupted run goes on.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -24,6 +25,9 @@ from trl_ext.files import replacing, write_json, write_text
 MEMBERS = 3
 # Bases of members that differ by base, beside the embedded one: seeds of its pretraining recipe.
 BASE_SEEDS = (101, 102)
+# KL to the base, in nats per response, at which curves are compared.
+TABLE_KL = (5, 10)
+
 # Condition -> members, how they are combined, whether cut responses are scored as cut, penalty for a missing end.
 CONDITIONS: dict[str, tuple[str, str, bool, float]] = {
     "single, cut scored as finished": ("single", "mean", False, 0.0),
@@ -179,24 +183,39 @@ def run(condition: str, seed: int, folder: Path, steps: int, every: int) -> list
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Peak and last true score by condition, mean over seeds, with the KL at which they were reached."""
+    """Best and last true score by condition, mean over seeds, and the true score where curves pass a given KL."""
+    at_kl = "".join(f"| true score at KL {kl} " for kl in TABLE_KL)
     lines = [
-        "| reward | best true score (each seed) | at KL | last true score (each seed) | at KL "
+        f"| reward | best true score (each seed) | at KL {at_kl}| last true score (each seed) | at KL "
         "| learned, first to last | length | cut |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---" * (8 + len(TABLE_KL)) + "|",
     ]
     for condition in dict.fromkeys(row["condition"] for row in rows):
         own = [row for row in rows if row["condition"] == condition]
         by_seed = [[row for row in own if row["seed"] == seed] for seed in sorted({row["seed"] for row in own})]
         best = [max(seed_rows, key=lambda row: row["true"]) for seed_rows in by_seed]
         first, last = [seed_rows[0] for seed_rows in by_seed], [seed_rows[-1] for seed_rows in by_seed]
+        passing = "".join(f"| {_at(by_seed, kl)} " for kl in TABLE_KL)
         lines.append(
-            f"| {condition} | {_mean(best, 'true'):.3f} ({_each(best, 'true')}) | {_mean(best, 'kl'):.1f} "
+            f"| {condition} | {_mean(best, 'true'):.3f} ({_each(best, 'true')}) | {_mean(best, 'kl'):.1f} {passing}"
             f"| {_mean(last, 'true'):.3f} ({_each(last, 'true')}) | {_mean(last, 'kl'):.1f} "
             f"| {_mean(first, 'learned'):.2f} to {_mean(last, 'learned'):.2f} | {_mean(last, 'length'):.0f} "
             f"| {_mean(last, 'cut'):.2f} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _at(by_seed: list[list[dict[str, Any]]], kl: float) -> str:
+    """The true score where each seed's curve first passes this KL, linearly interpolated; a dash where it does not."""
+    scores = []
+    for rows in by_seed:
+        for before, after in itertools.pairwise(rows):
+            if before["kl"] <= kl < after["kl"]:
+                share = (kl - before["kl"]) / (after["kl"] - before["kl"])
+                scores.append(before["true"] + share * (after["true"] - before["true"]))
+                break
+    each = ", ".join(f"{score:.2f}" for score in scores)
+    return f"{sum(scores) / len(scores):.3f} ({each})" if scores else "-"
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:

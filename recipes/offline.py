@@ -22,6 +22,7 @@ from common import (
 )
 from results import print_results, write_results
 from training import ModelArguments, can_be_resumed, load_finished, load_pairs, load_trainer
+from transformers.trainer_utils import IntervalStrategy
 
 from trl_ext import PreferenceConfig, PreferenceTrainer
 from trl_ext.evaluation import GroundTruthJudge
@@ -92,6 +93,8 @@ def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTra
         check_trackers(training.report_to)
         benchmark = _load_splits(arguments)
         resolved = config_text(arguments, model, training)
+        if "eval" not in benchmark:
+            training.eval_strategy = IntervalStrategy.NO
         trainer = load_trainer(
             trainer_class, model, training, train_dataset=benchmark["train"], eval_dataset=benchmark.get("eval")
         )

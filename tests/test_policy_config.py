@@ -217,6 +217,16 @@ def test_a_greedy_baseline_needs_whole_groups_on_every_process(configure, monkey
     assert configure(algorithm="remax", **settings, generation_batch_size=8).steps_per_generation == 2
 
 
+def test_a_greedy_baseline_needs_whole_groups_in_evaluation(configure, monkeypatch):
+    """The same for the batches of an evaluation, whose groups may be of another size."""
+    as_if_in_processes(2, monkeypatch)
+    settings = {"algorithm": "remax", "num_generations": 4, "eval_strategy": "steps", "eval_steps": 1}
+    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
+        configure(**settings, per_device_eval_batch_size=2)
+    assert configure(**settings, per_device_eval_batch_size=2, num_generations_eval=2).num_generations_eval == 2
+    assert configure(**settings, per_device_eval_batch_size=4).per_device_eval_batch_size == 4
+
+
 def test_a_rollout_of_one_response_is_refused(configure):
     with pytest.raises(ValueError, match="a rollout of one response: set generation_batch_size to at least 2"):
         configure(algorithm="remax", num_generations=1, per_device_train_batch_size=1)

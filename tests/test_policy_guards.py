@@ -8,6 +8,7 @@ import logging
 import math
 import statistics
 
+import pandas
 import pytest
 import torch
 from transformers import (
@@ -206,6 +207,32 @@ def test_functions_of_one_name_are_told_apart(policy_path, tmp_path):
     assert [entry[f"rewards/{name}/mean"] for name in ("judge", "judge_2", "judge_3")] == [1.0, 2.0, 4.0]
     assert entry["reward"] == 7.0
     assert list(trainer.plain_reward_functions) == ["judge", "judge_2", "judge_3"]
+
+
+def test_reports_are_of_the_sampled_responses(policy_path, tmp_path):
+    """A greedy baseline is scored as well, and must add no rows to the table and nothing to the metrics."""
+    called = []
+
+    def judge(completion_ids, log_extra, log_metric, **_):
+        lengths = [len(ids) for ids in completion_ids]
+        called.append(lengths)
+        log_extra("tokens", lengths)
+        log_metric("longest", float(max(lengths)))
+        return thirds(completion_ids)
+
+    args = {"algorithm": "remax", "log_completions": True, "beta": 0.0}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
+    sampled, greedy = called
+    assert (len(sampled), len(greedy)) == (8, 2)
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00001.parquet")
+    assert table["tokens"].tolist() == sampled
+    assert table["judge"].tolist() == pytest.approx(trainer._logs["rewards"]["judge"])
+    batch = trainer._buffered_inputs[0]
+    assert sorted(table["advantage"]) == pytest.approx(sorted(batch["advantages"].tolist()))
+    (entry,) = entries(trainer)
+    assert entry["longest"] == max(sampled)
+    baseline = statistics.fmean(table["judge"]) - statistics.fmean(table["advantage"])
+    assert entry["greedy/reward"] == pytest.approx(baseline, abs=1e-6)
 
 
 def test_no_reward_function_is_refused(policy_path, tmp_path):

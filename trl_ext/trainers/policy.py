@@ -196,12 +196,13 @@ class PolicyTrainer(TRLGRPOTrainer):
         """What the divergence from the reference takes off the reward of each of this process's responses. [n]."""
         log_probs = output.get("old_per_token_logps")
         if log_probs is None:
-            input_ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-            attention_mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            # In pieces of the size that a training pass has.
             log_probs, _, _ = super()._get_per_token_logps_and_entropies(
                 self.model,
-                input_ids,
-                attention_mask,
+                tokens,
+                attended,
                 output["completion_ids"].size(1),
                 batch_size=self.args.per_device_train_batch_size,
             )
@@ -302,9 +303,9 @@ class PolicyTrainer(TRLGRPOTrainer):
             advantages=advantages,
             ratio=self.objective.ratio,
         )
-        entropy_mask = None
-        if self.top_entropy_quantile < 1.0:
-            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - self.top_entropy_quantile)
+        entropy_mask, kept = None, self.top_entropy_quantile
+        if kept < 1:
+            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
         loss = self.objective(
             scores,
             ref_log_probs=inputs.get("ref_per_token_logps"),

@@ -244,8 +244,17 @@ class PolicyConfig(TRLGRPOConfig):
         self.num_generations = group
 
     def _check_batch(self) -> None:
+        if not self.build_objective().needs_greedy:
+            return
+        group = self.num_generations_eval or self.num_generations
+        if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
+            raise ValueError(
+                f"a greedy baseline needs whole groups on every process: per_device_eval_batch_size "
+                f"{self.per_device_eval_batch_size} does not divide into groups of {group}; the nearest that does is "
+                f"{_nearest_multiple(self.per_device_eval_batch_size, group)}"
+            )
         local = self.per_device_train_batch_size * self.steps_per_generation
-        if self.build_objective().needs_greedy and local % self.num_generations:
+        if local % self.num_generations:
             raise ValueError(
                 f"a greedy baseline needs whole groups on every process, and {local} responses per process do not "
                 f"divide into groups of num_generations {self.num_generations}: the nearest that does is "

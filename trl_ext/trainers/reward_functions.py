@@ -76,7 +76,10 @@ def reward_columns(
             columns.update(report.columns)
         else:
             rewards = function(**arguments)
-            columns[name] = list(asyncio.run(rewards) if inspect.isawaitable(rewards) else rewards)
+            if inspect.isawaitable(rewards):
+                # On TRL's own loop: a notebook has one running in this thread.
+                rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
+            columns[name] = list(rewards)
     return {name: [None if value is None else float(value) for value in values] for name, values in columns.items()}
 
 
