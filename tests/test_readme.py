@@ -8,8 +8,9 @@ import shlex
 import pytest
 
 from tests import recipes
+from trl_ext import PolicyTrainer, PreferenceTrainer
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
-from trl_ext.registry import preference_losses
+from trl_ext.registry import policy_algorithms, preference_losses
 
 README = (recipes.REPOSITORY / "README.md").read_text(encoding="utf-8")
 
@@ -27,7 +28,7 @@ COMMANDS += re.findall(r"`(python -m [^`]*)`", README)
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_valid(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
+    _forget_names_afterwards(monkeypatch)
     words = shlex.split(command)
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (recipes.REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
@@ -39,7 +40,7 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
     assert words[:2] == ["accelerate", "launch"]
     at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
     _check_launcher(words[2:at])
-    _write_own_loss(tmp_path)
+    _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
     arguments = [
         str(recipes.REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]
@@ -51,8 +52,8 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
-    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
-    _write_own_loss(tmp_path)
+    _forget_names_afterwards(monkeypatch)
+    _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(block)
     _, _, training = recipes.parse(monkeypatch, "preference", "--config", "mine.yaml")
@@ -63,10 +64,19 @@ def test_nothing_is_left_to_fill_in():
     assert not re.search(r"<!--|TODO|TESTTIME|LINES", README)
 
 
-def _write_own_loss(folder) -> None:
+def _forget_names_afterwards(monkeypatch) -> None:
+    """The names that the README registers are free again for other tests."""
+    for table in (preference_losses, policy_algorithms):
+        monkeypatch.setattr(table, "_entries", dict(table._entries))
+
+
+def _write_own_functions(folder) -> None:
+    """The README's own loss and algorithm as the files that its commands name."""
     own_loss = next(block for block in blocks("python") if "@preference_loss" in block)
     text = own_loss.partition("config =")[0].replace('"squared_hinge"', '"readme_loss"')
     (folder / "my_losses.py").write_text(text)
+    own_algorithm = next(block for block in blocks("python") if "@policy_algorithm" in block)
+    (folder / "my_algorithm.py").write_text(own_algorithm.partition("policy_config =")[0])
 
 
 def _check_launcher(words: list[str]) -> None:
@@ -80,8 +90,7 @@ def _check_launcher(words: list[str]) -> None:
 @pytest.mark.slow
 def test_python_blocks_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # The names that the README registers are free again for other tests.
-    monkeypatch.setattr(preference_losses, "_entries", dict(preference_losses._entries))
+    _forget_names_afterwards(monkeypatch)
     namespace: dict = {"__name__": "readme"}
     for block in blocks("python"):
         exec(block, namespace)
@@ -110,5 +119,19 @@ def test_every_loss_and_trainer_is_in_the_table():
     for name in own:
         assert f"`{name}`" in table
     for name in trl_ext.trainers.__all__:
-        if name.endswith("Trainer") and name != "PreferenceTrainer":
-            assert f"`{name}`" in table
+        if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PreferenceTrainer):
+            assert f"`{name}`" in table or name == "PreferenceTrainer"
+
+
+def test_every_algorithm_and_trainer_is_in_the_table():
+    import trl_ext.trainers
+    from trl_ext.algorithms import algorithms
+
+    section = README.partition("### Algorithms")[2].partition("\n### ")[0]
+    own = [name for name in algorithms if algorithms[name].surrogate != "own"]
+    assert len(own) == 17
+    for name in own:
+        assert f"`{name}`" in section
+    for name in trl_ext.trainers.__all__:
+        if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PolicyTrainer):
+            assert f"`{name}`" in section

@@ -1,0 +1,213 @@
+"""The online recipes end to end: what they leave, that they resume, and what they refuse in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests import recipes
+from trl_ext.toy import MODEL_DIR, score
+
+SHORT = [
+    "--max_steps=4",
+    "--per_device_train_batch_size=8",
+    "--num_generations=4",
+    "--generation_eval_every=2",
+    "--num_generation_prompts=4",
+    "--num_eval_prompts=8",
+    "--logging_steps=1",
+    "--save_steps=2",
+    "--save_total_limit=3",
+    "--disable_tqdm=true",
+]
+
+
+def save_reward_adapter(folder: Path, seed: int) -> Path:
+    """An untrained reward adapter of the embedded model with weights that are not zero."""
+    import torch
+
+    torch.manual_seed(seed)
+    base = AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, num_labels=1, dtype=torch.float32)
+    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
+    return folder
+
+
+def read(folder: Path, name: str):
+    text = (folder / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+def write_rewards(folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(
+        "from trl_ext.toy import score\n\n\n"
+        "def known(prompts, completions, finished, **columns):\n"
+        "    texts = zip(prompts, completions, finished, strict=True)\n"
+        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def ensemble_run(tmp_path_factory) -> Path:
+    """A run of LoRA on an ensemble of two adapters, on the policy's backbone, and a function besides."""
+    folder = tmp_path_factory.mktemp("online")
+    write_rewards(folder)
+    models = [str(save_reward_adapter(folder / f"rm-{seed}", seed)) for seed in (1, 2)]
+    done = recipes.launch(
+        "grpo",
+        *SHORT,
+        *("--reward_model", *models, "--reward_aggregate", "min", "--calibrate_rewards", "true"),
+        *("--reward_function", "my_rewards.py:known"),
+        *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
+        folder=folder,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stdout.txt").write_text(done.stdout)
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+@pytest.mark.slow
+class TestARun:
+    def test_files(self, ensemble_run):
+        run = ensemble_run / "runs" / "grpo-toy"
+        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json"):
+            assert (run / name).stat().st_size > 0, name
+        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+        assert sorted(path.name for path in (run / "samples").iterdir()) == [
+            f"step_{step:06d}.jsonl" for step in (0, 2, 4)
+        ]
+
+    def test_the_backbone_is_shared_and_only_the_policy_saved(self, ensemble_run):
+        assert (ensemble_run / "stderr.txt").read_text().count("on the policy's backbone") == 2
+        saved = load_file(ensemble_run / "runs" / "grpo-toy" / "adapter_model.safetensors")
+        assert saved and not any("reward" in name or "score" in name for name in saved)
+
+    def test_rows_hold_every_reward_and_the_reference(self, ensemble_run):
+        rows = read(ensemble_run / "runs" / "grpo-toy", "generations.jsonl")
+        assert len(rows) == 8
+        for row in rows:
+            members = [row[f"reward/rm-{seed}"] for seed in (1, 2)]
+            assert row["reward/ensemble"] == pytest.approx(min(members), abs=1e-6)
+            expected = score(row["prompt_text"], row["response_text"], finished=row["finished"])
+            assert row["reward/known"] == pytest.approx(expected) == pytest.approx(row["score"])
+            assert row["reference_response_text"]
+            # The reference of the embedded prompts is the base's own greedy response.
+            assert row["reference_reward/known"] == pytest.approx(row["base_reward/known"])
+
+    def test_results_are_those_of_the_rows(self, ensemble_run):
+        run = ensemble_run / "runs" / "grpo-toy"
+        results, rows = read(run, "results.json"), read(run, "generations.jsonl")
+        assert set(results["rewards"]) == {"ensemble", "rm-1", "rm-2", "known"}
+        for name, figures in results["rewards"].items():
+            own = [row[f"reward/{name}"] for row in rows]
+            base = [row[f"base_reward/{name}"] for row in rows]
+            assert figures["policy"] == pytest.approx(sum(own) / len(own))
+            assert figures["gain"]["mean"] == pytest.approx((sum(own) - sum(base)) / len(own))
+        settings = results["run"]
+        assert (settings["algorithm"], settings["rollouts"], settings["sampled_responses"]) == ("grpo", 4, 32)
+        assert settings["settings"]["beta"] == 0.02 and settings["skipped_updates"] == dict.fromkeys(
+            ("reward", "loss", "gradient"), 0
+        )
+
+    def test_metrics(self, ensemble_run):
+        metrics = read(ensemble_run / "runs" / "grpo-toy", "metrics.jsonl")
+        evaluations = [row for row in metrics if "eval_kl" in row]
+        assert [row["step"] for row in evaluations] == [0, 2, 4]
+        assert evaluations[0]["eval_kl"] == pytest.approx(0, abs=1e-5), "nothing has been trained yet"
+        for name in ("ensemble", "rm-1", "rm-2", "known"):
+            assert all(f"eval_rewards/{name}/mean" in row for row in evaluations)
+        training = [row for row in metrics if "loss" in row]
+        assert [row["step"] for row in training] == [1, 2, 3, 4]
+        expected = {"reward", "reward_std", "reward_min", "reward_max", "advantages/mean", "advantages/std", "kl"}
+        expected |= {"entropy", "clip_ratio/region_mean", "frac_reward_zero_std", "ensemble_std", "unscorable"}
+        expected |= {"distinct_2", "collapsed", "completions/mean_length", "skipped_updates", "rewards/rm-1/mean"}
+        for row in training:
+            assert expected <= row.keys()
+
+    def test_it_prints_what_it_found(self, ensemble_run):
+        printed = (ensemble_run / "stdout.txt").read_text()
+        for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
+            assert text in printed
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rewards(tmp_path)
+    arguments = [*SHORT, "--reward_function", "my_rewards.py:known", "--generation_eval_every=0"]
+    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "straight")
+    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken")
+    for path in (tmp_path / "broken").glob("checkpoint-4/*"):
+        path.unlink()
+    (tmp_path / "broken" / "checkpoint-4").rmdir()
+    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken", "--resume_from_checkpoint")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    steps = [row["step"] for row in read(tmp_path / "broken", "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4]
+
+
+def refused(monkeypatch, capsys, script: str, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, script, *arguments)
+    assert stopped.value.code == 2
+    message = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert len(message) == 1
+    return message[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "--reward_model FOLDER"),
+        (["--reward_model", "nowhere"], "nowhere"),
+        (["--reward_model", "toy"], "without a score head"),
+        (["--reward_function", "nothing.py:f"], "nothing.py"),
+        (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
+        (["--reward_function", "my_rewards.py"], "file.py:function"),
+        (["--reward_function", "my_rewards.py:known", "--num_generations", "1"], "num_generations 1"),
+        (["--reward_function", "my_rewards.py:known", "--num_generations", "7"], "generation_batch_size 448"),
+        (["--reward_function", "my_rewards.py:known", "--max_completion_length", "4000"], "--max_completion_length"),
+        (["--reward_function", "my_rewards.py:known", "--calibrate_rewards", "true"], "several --reward_model"),
+        (["--reward_function", "my_rewards.py:known", "--train_split", "nope"], "--train_split"),
+        (["--reward_function", "my_rewards.py:known", "--generation_eval_every", "-1"], "generation_eval_every"),
+    ],
+    ids=lambda value: "-".join(value)[-40:].replace("/", "") if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused_before_the_first_rollout(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_rewards(tmp_path)
+    assert expected in refused(monkeypatch, capsys, "grpo", *arguments)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("*.jsonl"))
+
+
+def test_the_course_runs_online(monkeypatch):
+    """The course's settings, number by number: 25 rollouts of 16 prompts x 4, each serving 8 updates."""
+    for method, epsilon in (("grpo", 0.2), ("dr_grpo", 0.2), ("gspo", 0.2)):
+        path = recipes.RECIPES / "configs" / "wildchat" / f"{method}.yaml"
+        arguments, model, training = recipes.parse(monkeypatch, method, "--config", str(path))
+        objective = training.build_objective()
+        assert arguments.reward_model == ["runs/reward-model-wildchat/checkpoint-200"]
+        assert (model.use_peft, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 32, 64, 0.05)
+        assert (training.generation_batch_size, training.num_generations, training.num_iterations) == (64, 4, 2)
+        assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (8, 2)
+        assert training.updates_per_rollout == 8 and training.max_steps == 8 * 25
+        assert (objective.epsilon, objective.epsilon_high) == (epsilon, epsilon)
+        assert (objective.beta, objective.kl_estimator, objective.kl_aggregation) == (0.01, "k3", "token_mean")
+        assert objective.advantage_clip == 5
+        assert (training.min_new_tokens, training.max_completion_length) == (32, 256)
+        assert training.generation_kwargs == {"min_new_tokens": 32}
+        assert (training.temperature, training.top_p, training.learning_rate) == (0.8, 0.95, 1e-5)
+        assert (training.warmup_steps, training.max_grad_norm) == (20, 0.5)
+        named = f"berkeley_{method}"
+        assert {**objective.to_dict(), "algorithm": named} == type(objective)(named).to_dict()
