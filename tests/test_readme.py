@@ -1,4 +1,4 @@
-"""The README stays true: its commands parse, its Python runs, and the files it names exist."""
+"""The README and the pages that it links to stay true: their commands parse, its Python runs, and the files it names exist."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses registe
 from trl_ext.registry import policy_algorithms, preference_losses
 
 README = (recipes.REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = sorted((recipes.REPOSITORY / "docs").glob("*.md"))
+TEXT = "\n".join([README, *(page.read_text(encoding="utf-8") for page in PAGES)])
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
 
 
 COMMANDS = [
     line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
 ]
-COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", README)
-COMMANDS += re.findall(r"`(python -m [^`]*)`", README)
+COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", TEXT)
+COMMANDS += re.findall(r"`(python -m [^`]*)`", TEXT)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -61,7 +63,7 @@ def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
 
 
 def test_nothing_is_left_to_fill_in():
-    assert not re.search(r"<!--|TODO|TESTTIME|LINES", README)
+    assert not re.search(r"<!--|TODO|TESTTIME|LINES", TEXT)
 
 
 def _forget_names_afterwards(monkeypatch) -> None:
@@ -99,7 +101,7 @@ def test_python_blocks_run(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"`((?:recipes|tests|accelerate_configs|trl_ext)/[\w./-]*)`", README)))
+    "path", sorted(set(re.findall(r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks)/[\w./-]*)`", TEXT)))
 )
 def test_named_path_exists(path):
     assert (recipes.REPOSITORY / path).exists()
