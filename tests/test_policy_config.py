@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 
 import pytest
 import torch
@@ -400,5 +401,8 @@ def test_evaluation_samples_as_often_as_asked(policy_path, tmp_path):
     assert {"eval_loss", "eval_reward", "eval_greedy/reward", "eval_advantages/mean"} <= metrics.keys()
     assert metrics["eval_greedy/num_rollouts"] == 2
     assert "eval_skipped_updates" not in metrics
+    # Fewer responses than a rollout of training has, so that nothing falls out of the table by itself.
+    assert len(trainer._logs["advantages"]) == len(trainer._logs["prompt"])
+    assert metrics["eval_advantages/mean"] == pytest.approx(statistics.fmean(trainer._logs["advantages"]), abs=1e-6)
     trainer.train()
     assert trainer.state.log_history[-2]["greedy/num_rollouts"] == 2

@@ -90,6 +90,12 @@ EQUAL = {
         {"loss_type": "grpo", "beta": 0.05},
         {},
     ),
+    "entropy bonus on top entropy": (
+        {**OFF_POLICY, "top_entropy_quantile": 0.4, "entropy_coef": 0.1},
+        {**STOCK, "beta": 0.0},
+        PLAIN_GRPO,
+        {},
+    ),
     "truncated masked": (
         {**OFF_POLICY, "mask_truncated_completions": True, "learning_rate": 0.02},
         {**STOCK, "beta": 0.0},

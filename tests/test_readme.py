@@ -1,4 +1,4 @@
-"""The README and the pages that it links to stay true: their commands parse, its Python runs, and the files it names exist."""
+"""The README and the pages it links to stay true: commands parse, Python runs, and the files they name exist."""
 
 from __future__ import annotations
 
