@@ -395,7 +395,7 @@ def test_evaluation_samples_as_often_as_asked(policy_path, tmp_path):
 
     args = {"algorithm": "remax", "num_generations_eval": 2, "per_device_eval_batch_size": 4}
     trainer = build(
-        {"model": policy_path, "args": args}, str(tmp_path), eval_dataset=Dataset.from_list(prompts(6)[2:])
+        {"model": policy_path, "args": args}, str(tmp_path), eval_dataset=Dataset.from_list(prompts(4)[2:])
     )
     metrics = trainer.evaluate()
     assert {"eval_loss", "eval_reward", "eval_greedy/reward", "eval_advantages/mean"} <= metrics.keys()
