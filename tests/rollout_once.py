@@ -114,8 +114,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     """The trainer of a specification, not yet trained.
 
     Keys: `trainer` (a name in trl_ext, or "trl.GRPOTrainer"), `model` (path), `perturb` (move the policy off its
-    reference by this seed), `rewards` (names of `REWARDS`, or folders), `prompts` (how many), `lora`, `lora_seed`,
-    `fixed` (`FixedRollouts`), `patch` (names of functions of `PATCHES` to call with the trainer's class), and `args`.
+    reference by this seed), `rewards` (names of `REWARDS`, or folders), `prompts` (how many), `lora`, `fixed`
+    (`FixedRollouts`), `fault` (a name of `FAULTS`), and `args` for the configuration.
     """
     import torch
     import trl

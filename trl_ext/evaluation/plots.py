@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ def plot_run(
     for axis in axes[count:]:
         axis.set_axis_off()
     run = results.get("run", {})
-    figure.suptitle(f"{run.get('objective', '')}, model {run.get('model', '')}, data {run.get('dataset', '')}")
+    title = f"{run.get('objective', '')}, model {run.get('model', '')}, data {run.get('dataset', '')}"
+    figure.suptitle(textwrap.fill(title, 35 * columns))
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=110)
 
