@@ -150,7 +150,7 @@ def run(condition: str, seed: int, folder: Path, steps: int, every: int) -> list
         trainer = GRPOTrainer(str(toy.MODEL_DIR), learned, args, train_dataset=benchmark["train_gen"])
         remember_base(trainer)
 
-        def columns(rows, responses, finished):
+        def columns(rows, responses, finished, completion_ids):
             prompts = [row["prompt"] for row in rows]
             return {"learned": learned(prompts, [[{"role": "assistant", "content": t}] for t in responses], finished)}
 

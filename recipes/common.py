@@ -19,6 +19,7 @@ from trl import TrlParser
 
 from trl_ext.registry import nearest
 from trl_ext.trainers.defaults import is_main_process
+from trl_ext.trainers.reward_guard import RewardError
 
 RECIPES = Path(__file__).resolve().parent
 # What a run writes into its folder, beside checkpoints.
@@ -33,15 +34,21 @@ RESULT_FILES = (
 )
 
 
+# What a user can mend: in the arguments and data, before training; and of what happens in training.
+MENDABLE = (ValueError, OSError, ImportError, TypeError, SyntaxError)
+MENDABLE_IN_TRAINING = (RewardError, FloatingPointError)
+
+
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[None]:
     """End the program with one line for what a user can mend; the traceback shows with TRL_EXT_TRACEBACK=1."""
     try:
         yield
-    except (ValueError, OSError, ImportError, TypeError, SyntaxError) as error:
+    except kinds as error:
         if os.environ.get("TRL_EXT_TRACEBACK"):
             raise
-        if is_main_process():
+        # Arguments fail alike on every process; a reward function may fail on one of them.
+        if is_main_process() or kinds is MENDABLE_IN_TRAINING:
             print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -161,8 +168,8 @@ def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
         raise ValueError(f"{path}: {key} does not take {value!r}: {error}") from error
 
 
-# What is of one call and not of the run, and what `loss` and the device settle anew.
-_NOT_OF_THE_RUN = ("resume_from_checkpoint", "overwrite_output_dir", "loss_type", "use_cpu")
+# What is of one call and not of the run, and what other arguments and the device settle anew.
+_NOT_OF_THE_RUN = ("resume_from_checkpoint", "overwrite_output_dir", "loss_type", "use_cpu", "steps_per_generation")
 
 
 def config_text(*instances: Any) -> str:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from common import (
+    MENDABLE_IN_TRAINING,
     RECIPES,
     check_trackers,
     clear_run_folder,
@@ -116,11 +117,14 @@ def _run(config_class: type[PolicyConfig], trainer_class: type[PolicyTrainer]) -
         )
         check_trackers(training.report_to)
         splits = _load_splits(arguments)
-        rewards = _rewards(arguments, training, splits["train"])
+        rewards = _rewards(arguments, training)
         resolved = config_text(arguments, model, training)
         trainer = load_trainer(
             partial(trainer_class, reward_funcs=rewards), model, training, train_dataset=splits["train"]
         )
+        if arguments.calibrate_rewards:
+            # Only now, when the members share what they can.
+            _calibrate(rewards, splits["train"])
         if "prompts" in splits:
             remember_base(trainer)
     main_process = trainer.accelerator.is_main_process
@@ -137,7 +141,7 @@ def _run(config_class: type[PolicyConfig], trainer_class: type[PolicyTrainer]) -
         )
 
     training_started = time.time()
-    with one_line_errors():
+    with one_line_errors(MENDABLE_IN_TRAINING):
         if not load_finished(trainer, checkpoint):
             trainer.train(resume_from_checkpoint=checkpoint)
     training_seconds = time.time() - training_started
@@ -168,7 +172,7 @@ def _load_splits(arguments: OnlineArguments) -> dict:
     return splits
 
 
-def _rewards(arguments: OnlineArguments, training: PolicyConfig, train_split) -> list:
+def _rewards(arguments: OnlineArguments, training: PolicyConfig) -> list:
     """The reward models, as one ensemble where there are several, and the further reward functions."""
     if not arguments.reward_model and not arguments.reward_function:
         raise ValueError(
@@ -187,18 +191,16 @@ def _rewards(arguments: OnlineArguments, training: PolicyConfig, train_split) ->
                 quantile=arguments.reward_quantile,
             )
         ]
-    if arguments.calibrate_rewards:
-        _calibrate(models, train_split)
+    if arguments.calibrate_rewards and len(arguments.reward_model or ()) < 2:
+        raise ValueError("--calibrate_rewards is for an ensemble: give several --reward_model")
     return [*models, *functions]
 
 
-def _calibrate(models: list, train_split) -> None:
-    if not models or not isinstance(models[0], RewardEnsemble):
-        raise ValueError("--calibrate_rewards is for an ensemble: give several --reward_model")
+def _calibrate(rewards: list, train_split) -> None:
     if "reference_response_text" not in train_split.column_names:
         raise ValueError("--calibrate_rewards needs reference_response_text in the training prompts")
     rows = train_split.select(range(min(256, len(train_split))))
-    models[0].calibrate(rows["prompt"], rows["reference_response_text"])
+    rewards[0].calibrate(rows["prompt"], rows["reference_response_text"])
 
 
 def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
@@ -231,7 +233,8 @@ def _evaluation(trainer, arguments, training, splits) -> GenerationEvaluation | 
 
 def _describe(trainer, arguments: OnlineArguments, model: ModelArguments) -> dict:
     args = trainer.args
-    rollouts = -(-trainer.state.global_step // args.updates_per_rollout)
+    micro_batches = trainer.state.global_step * args.gradient_accumulation_steps
+    rollouts = -(-micro_batches // (args.steps_per_generation * args.num_iterations))
     return {
         "algorithm": args.algorithm,
         "objective": trainer.objective.describe(),

@@ -122,6 +122,8 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     for row in proxies:
         if not 1 <= n <= len(row):
             raise ValueError(f"n must lie between 1 and the number of samples, {len(row)}, got {n}")
+    if not all(math.isfinite(value) for row in (*proxies, *golds) for value in row):
+        raise ValueError("proxy and gold must be finite: no order exists between other numbers")
     figures = {
         "gold": _mean([_expected_best(p, g, n) for p, g in zip(proxies, golds, strict=True)]),
         "proxy": _mean([_expected_best(p, p, n) for p in proxies]),

@@ -228,7 +228,9 @@ def load_classifier(name_or_path: str, *, dtype: torch.dtype, device=None, has_h
         logging.set_verbosity_error()
     try:
         with preserved_random_state(), _unsharded():
-            model = AutoModelForSequenceClassification.from_pretrained(name_or_path, num_labels=1, dtype=dtype)
+            model = AutoModelForSequenceClassification.from_pretrained(
+                name_or_path, num_labels=1, dtype=dtype, use_safetensors=True
+            )
     finally:
         logging.set_verbosity(verbosity)
     if device is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,6 +18,8 @@ from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import policy_obstacle, sharing_obstacle
 from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
 from trl_ext.rewards.checks import find_reward_model, read_limits, require_tokenizer
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -82,6 +85,7 @@ class RewardModel:
         self._tokenizer_from = require_tokenizer(self.folder, self.adapter) if tokenizer is None else None
         self.model = None
         self.backbone: SharedBackbone | None = None
+        self._said_that_ends_do_not_show = False
 
     @property
     def is_adapter(self) -> bool:
@@ -182,6 +186,8 @@ class RewardModel:
         Raises:
             ValueError: the lengths differ, or a completion cannot be encoded.
         """
+        if finished is not None and not all(finished):
+            self._say_whether_ends_show()
         sequences = self._encode(prompts, completions, finished)
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
@@ -191,6 +197,15 @@ class RewardModel:
     def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
         """TRL's signature of a reward function; columns and hooks that it passes beside are not used."""
         return self.score(prompts, completions, finished=finished).tolist()
+
+    def _say_whether_ends_show(self) -> None:
+        if self.pad_token_id == self.tokenizer.eos_token_id and not self._said_that_ends_do_not_show:
+            self._said_that_ends_do_not_show = True
+            logger.warning(
+                "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
+                "completion that was cut scores as if it had ended; said once",
+                self.name,
+            )
 
     def _encode(self, prompts, completions, finished) -> list[list[int]]:
         for argument, values in (("prompts", prompts), ("finished", finished)):

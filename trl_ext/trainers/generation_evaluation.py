@@ -44,7 +44,8 @@ class GenerationEvaluation:
         settings: how to generate.
         judge: decides which response is better; None for no win rate.
         score_function: a known quality of a response; None for none.
-        reward_columns: `f(rows, responses, finished) -> {name: rewards}`, what reward functions give; None for none.
+        reward_columns: `f(rows, responses, finished, completion_ids) -> {name: rewards}`, what reward functions give;
+            None for none.
             The prompts' own `reference_response_text` is scored as well.
     """
 
@@ -56,7 +57,7 @@ class GenerationEvaluation:
         *,
         judge: PairwiseJudge | None = None,
         score_function: Callable[..., float] | None = None,
-        reward_columns: Callable[[list[dict], list[str], list[bool]], dict[str, list[float | None]]] | None = None,
+        reward_columns: Callable[..., dict[str, list[float | None]]] | None = None,
     ):
         self.trainer = trainer
         self.prompts = list(prompts)
@@ -107,23 +108,28 @@ class GenerationEvaluation:
         """Rewards by function name and by whose response: the policy's, the base's, and the dataset's reference."""
         if self.reward_columns is None:
             return None
-        by_source = {"policy": self._reward(self.prompts[:count], [(g.text, g.finished) for g in own])}
-        base = [(generation.text, generation.finished) for generation in self._base_generations[:count]]
-        references = [(row.get("reference_response_text"), True) for row in self.prompts[:count]]
-        for source, responses in (("base", base), ("reference", references)):
-            if all(text for text, _ in references) or source == "base":
-                key = (source, count)
-                if key not in self._fixed_rewards:
-                    self._fixed_rewards[key] = self._reward(self.prompts[:count], responses)
-                by_source[source] = self._fixed_rewards[key]
+        by_source = {"policy": self._reward(self.prompts[:count], [_response(generation) for generation in own])}
+        references = [row.get("reference_response_text") for row in self.prompts[:count]]
+        if ("base", count) not in self._fixed_rewards:
+            base = [_response(generation) for generation in self._base_generations[:count]]
+            self._fixed_rewards["base", count] = self._reward(self.prompts[:count], base)
+            if all(references):
+                encoded = [self._encode(text) for text in references]
+                self._fixed_rewards["reference", count] = self._reward(self.prompts[:count], encoded)
+        for source in ("base", "reference"):
+            if (source, count) in self._fixed_rewards:
+                by_source[source] = self._fixed_rewards[source, count]
         names = by_source["policy"]
         return {name: {source: columns[name] for source, columns in by_source.items()} for name in names}
 
-    def _reward(self, rows: list[dict], responses: list[tuple[str, bool]]) -> dict[str, list[float | None]]:
-        def score(items: list[tuple[dict, tuple[str, bool]]]) -> list[dict[str, float | None]]:
-            columns = self.reward_columns(
-                [row for row, _ in items], [text for _, (text, _) in items], [ended for _, (_, ended) in items]
-            )
+    def _encode(self, text: str) -> tuple[str, bool, list[int]]:
+        tokenizer = self.trainer.processing_class
+        return text, True, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    def _reward(self, rows: list[dict], responses: list[tuple[str, bool, list[int]]]) -> dict[str, list[float | None]]:
+        def score(items: list[tuple[dict, tuple[str, bool, list[int]]]]) -> list[dict[str, float | None]]:
+            texts, finished, ids = (list(values) for values in zip(*(item for _, item in items), strict=True))
+            columns = self.reward_columns([row for row, _ in items], texts, finished, ids)
             return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
         scored = map_over_ranks(score, list(zip(rows, responses, strict=True)), self.trainer.accelerator)
@@ -195,3 +201,7 @@ def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_si
         )
 
     return map_over_ranks(score, rows, trainer.accelerator)
+
+
+def _response(generation: Generation) -> tuple[str, bool, list[int]]:
+    return generation.text, generation.finished, generation.response_ids

@@ -94,3 +94,9 @@ def _load(model, weights: dict[str, torch.Tensor]) -> None:
         weight.copy_(weights[name])
     # An autocast that is already open may hold copies of the weights that were there.
     torch.clear_autocast_cache()
+
+
+def is_zero3(accelerator) -> bool:
+    """Whether DeepSpeed divides every parameter among the processes."""
+    plugin = accelerator.state.deepspeed_plugin
+    return plugin is not None and plugin.zero_stage == 3

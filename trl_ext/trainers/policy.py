@@ -11,18 +11,19 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather, gather_object, is_peft_model
+from accelerate.utils import gather, is_peft_model
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
-from trl_ext.evaluation import diagnose_generations
 from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
+from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
+from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
 from trl_ext.trainers.update_guard import UpdateGuard
 
 
@@ -64,6 +65,7 @@ class PolicyTrainer(TRLGRPOTrainer):
         functions = as_reward_functions(reward_funcs)
         if not functions:
             raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
+        self._check_greedy(kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors)
         self.update_guard = UpdateGuard(self, args.max_skipped_updates)
@@ -91,6 +93,11 @@ class PolicyTrainer(TRLGRPOTrainer):
         if objective.surrogate == "cispo":
             self.epsilon_high = objective.ratio_cap
 
+    def _check_greedy(self, given: dict[str, Any]) -> None:
+        named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
+        if named and self.objective.needs_greedy:
+            raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
+
     def _check_context(self) -> None:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         prompt, response = self.args.max_prompt_tokens or 0, self.max_completion_length
@@ -106,8 +113,8 @@ class PolicyTrainer(TRLGRPOTrainer):
         reason = None
         if not is_peft_model(self.model):
             reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
-        elif self.is_fsdp_enabled:
-            reason = "FSDP shards the policy"
+        elif self.is_fsdp_enabled or is_zero3(self.accelerator):
+            reason = "the policy is sharded, and processes may score different numbers of responses"
         elif self.use_vllm:
             reason = "what vLLM receives of the policy has not been tried with further adapters on it"
         for line in share_or_load(
@@ -131,8 +138,20 @@ class PolicyTrainer(TRLGRPOTrainer):
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._watch_modules(rewards, len(prompts))
+        # What one function failed on has no reward, where a sum would take the part that is missing for 0.
+        faulty = self.reward_guard.failed | self.reward_guard.not_finite
+        flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
+        rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
         self._rollout = rewards, finished
         return rewards
+
+    def _watch_modules(self, rewards: Tensor, count: int) -> None:
+        """Note rows for which a module, which TRL scores itself, gave a number that is not finite."""
+        modules = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
+        first = self.accelerator.process_index * count
+        own = rewards[first : first + count, torch.tensor(modules, device=rewards.device)]
+        self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
 
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
         """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
@@ -167,16 +186,20 @@ class PolicyTrainer(TRLGRPOTrainer):
         shaped = rewards - self._missing_end_penalty()
         if self.objective.kl_in == "reward" and self.beta != 0.0:
             shaped = shaped - gather(self._kl_penalty(output))
-        self._log_rollout(mode, rewards, shaped, output)
+        log_rollout(self, mode, rewards, shaped, self._rollout[1], output)
         known = {"lengths": gather(self._token_mask(output).sum(dim=1))}
         if self.objective.needs_greedy:
+            errors = len(self.reward_guard.failed)
             known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
             bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
+            log_reward_errors(self, mode, errors + len(self.reward_guard.failed))
+        else:
+            log_reward_errors(self, mode, len(self.reward_guard.failed))
         advantages = self.objective.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
-        self._log_advantages(mode, advantages)
+        log_advantages(self, mode, advantages)
         return output
 
     def _greedy_baseline(self, inputs, group_size: int, mode: str) -> tuple[Tensor, list[bool]]:
@@ -195,6 +218,8 @@ class PolicyTrainer(TRLGRPOTrainer):
     def _kl_penalty(self, output: dict) -> Tensor:
         """What the divergence from the reference takes off the reward of each of this process's responses. [n]."""
         log_probs = output.get("old_per_token_logps")
+        if log_probs is None and "pixel_values" in output:
+            raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
         if log_probs is None:
             tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
             attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
@@ -214,47 +239,6 @@ class PolicyTrainer(TRLGRPOTrainer):
         mask = inputs["completion_mask"]
         return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
-    def _log_rollout(self, mode: str, rewards: Tensor, shaped: Tensor, output: dict) -> None:
-        metrics = self._metrics[mode]
-        known = rewards[~rewards.isnan()]
-        if len(known):
-            metrics["reward_min"].append(known.min().item())
-            metrics["reward_max"].append(known.max().item())
-            if not torch.equal(rewards.nan_to_num(), shaped.nan_to_num()):
-                metrics["shaped_reward"].append(shaped.nanmean().item())
-        metrics["unscorable"].append(rewards.isnan().float().mean().item())
-        if self.args.reward_errors == "skip":
-            metrics["reward_errors"].append(float(sum(gather_object([self.reward_guard.errors]))))
-        ids = [row[kept.bool()].tolist() for row, kept in zip(*self._on_cpu(output), strict=True)]
-        diagnostics = diagnose_generations(
-            self.processing_class.batch_decode(ids, skip_special_tokens=True),
-            token_ids=ids,
-            finished=self._rollout[1],
-            max_new_tokens=self.max_completion_length,
-        )
-        if diagnostics.distinct_2 is not None:
-            metrics["distinct_2"].append(diagnostics.distinct_2)
-        metrics["collapsed"].append(float(diagnostics.collapsed))
-
-    @staticmethod
-    def _on_cpu(output: dict) -> tuple[Tensor, Tensor]:
-        return output["completion_ids"].cpu(), output["completion_mask"].cpu()
-
-    def _log_advantages(self, mode: str, advantages: Tensor) -> None:
-        metrics = self._metrics[mode]
-        for name, value in (
-            ("mean", advantages.mean()),
-            ("std", advantages.std(correction=0)),
-            ("min", advantages.min()),
-            ("max", advantages.max()),
-        ):
-            metrics[f"advantages/{name}"].append(value.item())
-        # TRL has just added its own advantages to the table of completions.
-        logged = self._logs["advantages"]
-        for _ in range(min(len(advantages), len(logged))):
-            logged.pop()
-        logged.extend(advantages.tolist())
-
     # ---- Seam two: from log-probabilities to the loss ----
 
     def _prepare_inputs(self, generation_batch):
@@ -273,13 +257,13 @@ class PolicyTrainer(TRLGRPOTrainer):
         index = self._step % per_rollout
         if per_rollout % accumulation:
             # A step that spans several rollouts begins before the later ones exist: the rollout's average stands in.
-            return inputs["num_items_in_batch"] / (self.accelerator.num_processes * per_rollout)
+            return (inputs["num_items_in_batch"] / (self.accelerator.num_processes * per_rollout)).clamp(min=1)
         if index % accumulation == 0 or self._window_tokens is None:
             start = index - index % accumulation
             window = self._buffered_inputs[start : start + accumulation]
             tokens = sum(self._token_mask(batch).sum() for batch in window).float()
             total = self.accelerator.reduce(tokens, reduction="sum")
-            self._window_tokens = total / (self.accelerator.num_processes * accumulation)
+            self._window_tokens = (total / (self.accelerator.num_processes * accumulation)).clamp(min=1)
         return self._window_tokens
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):

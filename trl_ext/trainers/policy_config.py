@@ -138,6 +138,7 @@ class PolicyConfig(TRLGRPOConfig):
         resolve_device_defaults(self)
         self._post_init_of_any_group_size()
         self._check_batch()
+        self._say_what_is_not_exact(objective)
         self._save_between_rollouts()
 
     def build_objective(self) -> PolicyObjective:
@@ -262,12 +263,36 @@ class PolicyConfig(TRLGRPOConfig):
                 "generation_batch_size"
             )
 
+    def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:
+        if objective.ratio == "none" and self.updates_per_rollout > 1:
+            warn_once_per_run(
+                f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
+                "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
+            )
+        means = (objective.aggregation, objective.kl_aggregation)
+        if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:
+            warn_once_per_run(
+                "an update spans several rollouts, whose later tokens are not known when it begins: the mean over "
+                "tokens weighs each rollout alike; make steps_per_generation a multiple of gradient_accumulation_steps"
+            )
+
     def _save_between_rollouts(self) -> None:
         """Move checkpoints to where a rollout is used up: it is not saved, and a resumed run would draw anew."""
         period = self.updates_per_rollout
-        if self.save_strategy != "steps" or self.save_steps < 1 or int(self.save_steps) % period == 0:
+        if self.save_strategy != "steps" or period == 1 or (self.save_steps >= 1 and self.save_steps % period == 0):
             return
+        if self.save_steps < 1:
+            raise ValueError(
+                f"save_steps {self.save_steps} is a share of the run, and checkpoints must lie between rollouts: give "
+                f"a multiple of {period} steps"
+            )
         later = int(math.ceil(self.save_steps / period) * period)
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and later % self.eval_steps:
+            raise ValueError(
+                f"save_steps {int(self.save_steps)} would become {later}, where a rollout is used up, and "
+                f"load_best_model_at_end needs a multiple of eval_steps {self.eval_steps}: give both as multiples of "
+                f"{period}"
+            )
         if self.max_steps < 0 or self.save_steps <= self.max_steps:
             warn_once_per_run(
                 f"a rollout serves {period} updates and is not part of a checkpoint: saving every {later} steps "

@@ -27,7 +27,7 @@ from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.rollouts import map_over_ranks
 from trl_ext.trainers.defaults import warn_once_per_run
-from trl_ext.trainers.policies import trained_policy
+from trl_ext.trainers.policies import is_zero3, trained_policy
 from trl_ext.trainers.reward_config import RewardConfig
 from trl_ext.trainers.window import Window
 
@@ -71,6 +71,21 @@ class RewardTrainer(TRLRewardTrainer):
         if kwargs.get("peft_config") is not None:
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
         super().__init__(model, args, **kwargs)
+        self._train_head_in_float32()
+        if self.processing_class.pad_token_id == self.processing_class.eos_token_id:
+            warn_once_per_run(
+                "the padding token is the end-of-turn token, so scores are read before it: whether a response has "
+                "ended does not show in its score; give the tokenizer a padding token of its own"
+            )
+
+    def _train_head_in_float32(self) -> None:
+        """Give a head beside an adapter float32 weights, as the adapter has: small updates are lost in bfloat16."""
+        autocast = self.args.bf16 or self.args.fp16
+        # ZeRO-3 gathers parameters of one type only.
+        if autocast and isinstance(self.model, PeftModel) and not is_zero3(self.accelerator):
+            for parameter in self.model.parameters():
+                if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                    parameter.data = parameter.data.float()
 
     # ---- Pairs as token ids ----
 

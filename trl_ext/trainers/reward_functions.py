@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from typing import Any
 
 from torch.nn import Module
@@ -15,7 +16,7 @@ from trl_ext.trainers.reward_guard import RewardGuard
 def as_reward_functions(given: Any) -> list:
     """The reward functions as a list, a folder or hub name as the `RewardModel` that is saved there."""
     functions = given if isinstance(given, (list, tuple)) else [given]
-    return [RewardModel(function) if isinstance(function, str) else function for function in functions]
+    return [RewardModel(function) if isinstance(function, (str, os.PathLike)) else function for function in functions]
 
 
 def reward_models(functions: list) -> list[RewardModel]:
@@ -43,44 +44,53 @@ def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, An
 
 
 def reward_columns(
-    trainer, rows: list[dict[str, Any]], responses: list[str], finished: list[bool]
+    trainer,
+    rows: list[dict[str, Any]],
+    responses: list[str],
+    finished: list[bool],
+    completion_ids: list[list[int]],
 ) -> dict[str, list[float | None]]:
     """Rewards of responses by function name.
 
     Args:
-        trainer: a `PolicyTrainer`.
+        trainer: a `PolicyTrainer`, whose `reward_errors` says what to do with a function that fails.
         rows: dataset rows with `prompt`; their other columns reach the functions as they do in training.
         responses: one text per row.
         finished: which of them ended by themselves.
+        completion_ids: the responses as token ids.
 
     Returns:
-        Name -> one reward per row, None where the function gave none. Modules, which TRL scores itself, are left out.
+        Name -> one finite reward per row, None where there is none. Modules, which TRL scores itself, are left out.
+
+    Raises:
+        RewardError: a function failed, and errors are not skipped.
     """
     prompts = [row["prompt"] for row in rows]
     messages = isinstance(prompts[0], list)
+    report = _Report()
     arguments = {
         "prompts": prompts,
         "completions": [[{"role": "assistant", "content": t}] for t in responses] if messages else responses,
-        "completion_ids": [trainer.processing_class(text)["input_ids"] for text in responses],
+        "completion_ids": completion_ids,
         "finished": finished,
         "trainer_state": trainer.state,
-        "log_extra": _ignore,
+        "log_extra": report,
         "log_metric": _ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
+    # Not the trainer's: the faults of its latest rollout are still to be dealt with.
+    guard = RewardGuard(trainer.args.reward_errors)
     columns: dict[str, list[float | None]] = {}
     for name, function in trainer.plain_reward_functions.items():
-        if isinstance(function, RewardEnsemble):
-            report = _Report()
-            columns[name] = function(**{**arguments, "log_extra": report})
-            columns.update(report.columns)
-        else:
-            rewards = function(**arguments)
-            if inspect.isawaitable(rewards):
-                # On TRL's own loop: a notebook has one running in this thread.
-                rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
-            columns[name] = list(rewards)
-    return {name: [None if value is None else float(value) for value in values] for name, values in columns.items()}
+        rewards = guard.wrap(function)(**arguments)
+        if inspect.isawaitable(rewards):
+            # On TRL's own loop: a notebook has one running in this thread.
+            rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
+        columns[name] = rewards
+        members = function.names if isinstance(function, RewardEnsemble) else []
+        for member in members:
+            columns[member] = report.columns.get(member, [None] * len(rows))
+    return columns
 
 
 class _Report:

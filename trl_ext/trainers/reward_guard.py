@@ -22,7 +22,8 @@ class RewardGuard:
     """Wraps the reward functions of one trainer and counts what went wrong in the latest rollout.
 
     A function may return None for a response that it cannot score. A number that is not finite is a fault: it is
-    reported with its row, counted, passed on as None, and its row is remembered in `not_finite`.
+    reported with its row, passed on as None, and its row is remembered in `not_finite`. Rows that a function failed on
+    are in `failed`. Neither has a reward, whatever other functions say.
 
     Args:
         on_error: what to do when a function raises: "raise" a `RewardError` that names the row, or "skip" the rows
@@ -31,12 +32,12 @@ class RewardGuard:
 
     def __init__(self, on_error: str):
         self.on_error = on_error
-        self.errors = 0
+        self.failed: set[int] = set()
         self.not_finite: set[int] = set()
 
     def begin(self) -> None:
         """Forget the previous rollout's faults."""
-        self.errors = 0
+        self.failed = set()
         self.not_finite = set()
 
     def wrap(self, function: Callable) -> Callable:
@@ -48,7 +49,7 @@ class RewardGuard:
                 try:
                     rewards = await function(**arguments)
                 except Exception as error:
-                    rewards = [await self._one_async(function, row) for row in self._rows(arguments)]
+                    rewards = [await self._one_async(function, i, row) for i, row in enumerate(self._rows(arguments))]
                     self._check_joint_failure(name, rewards, arguments, error)
                 return self._finite(name, rewards, arguments)
         else:
@@ -57,7 +58,7 @@ class RewardGuard:
                 try:
                     rewards = function(**arguments)
                 except Exception as error:
-                    rewards = [self._one(function, row) for row in self._rows(arguments)]
+                    rewards = [self._one(function, i, row) for i, row in enumerate(self._rows(arguments))]
                     self._check_joint_failure(name, rewards, arguments, error)
                 return self._finite(name, rewards, arguments)
 
@@ -74,24 +75,24 @@ class RewardGuard:
             }
             yield {**row, **{name: _ignore for name in _REPORTS if name in row}}
 
-    def _one(self, function: Callable, row: dict[str, Any]) -> float | None:
+    def _one(self, function: Callable, index: int, row: dict[str, Any]) -> float | None:
         try:
             return function(**row)[0]
         except Exception as error:
-            return self._failed(function_name(function), row, error)
+            return self._failed(function_name(function), index, row, error)
 
-    async def _one_async(self, function: Callable, row: dict[str, Any]) -> float | None:
+    async def _one_async(self, function: Callable, index: int, row: dict[str, Any]) -> float | None:
         try:
             return (await function(**row))[0]
         except Exception as error:
-            return self._failed(function_name(function), row, error)
+            return self._failed(function_name(function), index, row, error)
 
-    def _failed(self, name: str, row: dict[str, Any], error: Exception) -> None:
+    def _failed(self, name: str, index: int, row: dict[str, Any], error: Exception) -> None:
         message = f"the reward function {name!r} failed on {_describe(row)}: {type(error).__name__}: {error}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without such rows)") from error
         logger.warning(message)
-        self.errors += 1
+        self.failed.add(index)
 
     def _check_joint_failure(self, name: str, rewards: list, arguments: dict[str, Any], error: Exception) -> None:
         """An error that no row shows by itself is of the whole call."""

@@ -40,22 +40,22 @@ class UpdateGuard(TrainerCallback):
         """Note a loss, and whether it was computed from a reward that was not finite.
 
         Raises:
-            FloatingPointError: under DeepSpeed, whose engine takes the step inside the backward pass.
+            FloatingPointError: a bad reward under DeepSpeed, whose engine takes the step inside the backward pass and
+                skips only those whose gradient is not finite.
         """
-        bad_loss = not bool(loss.detach().isfinite())
-        self._faults["loss"] |= bad_loss
+        self._faults["loss"] |= not bool(loss.detach().isfinite())
         self._faults["reward"] |= bad_rewards
-        if (bad_loss or bad_rewards) and self.trainer.is_deepspeed_enabled:
-            what = "loss" if bad_loss else "reward"
+        if bad_rewards and self.trainer.is_deepspeed_enabled:
             raise FloatingPointError(
-                f"a {what} at step {self.trainer.state.global_step} was not finite; DeepSpeed cannot skip an update: "
-                "resume from the last checkpoint with a lower learning rate, or look into the reward function"
+                f"a reward at step {self.trainer.state.global_step} was not finite, and DeepSpeed cannot skip the "
+                "update: look into the reward function, and resume from the last checkpoint"
             )
 
     def on_train_begin(self, args, state, control, **kwargs):
         # Training may go on after a stop, with other settings.
         self.failure = None
         self.in_a_row = 0
+        self._faults = {"reward": False, "loss": False}
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         fault = self._fault()
