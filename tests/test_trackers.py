@@ -1,10 +1,11 @@
-"""Tables of generations reach the trackers, each at its step, and none replaces an earlier one."""
+"""Tables of generations reach the trackers, each at its step, none replacing another; metrics carry their time."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,3 +60,30 @@ def test_wandb_without_a_login_is_one_line(tmp_path):
 def test_nothing_is_reported_unless_asked(monkeypatch):
     _, _, training = recipes.parse(monkeypatch, "aot")
     assert training.report_to == []
+
+
+def test_metrics_carry_the_seconds_of_training_and_a_resumed_run_counts_on(tmp_path, monkeypatch):
+    """The clock stands at 100 when training begins: logs at 102.5 and 104 are at 2.5 and 4 seconds.
+
+    The run resumes from step 2, last logged at 2.5 seconds, when the clock stands at 900: a log at 901 is at 3.5.
+    """
+    from trl_ext.trainers import callbacks
+
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(callbacks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def train(start: int, began: float, *logs: tuple[int, float]) -> None:
+        callback = callbacks.MetricsFileCallback(tmp_path / "metrics.jsonl")
+        state = SimpleNamespace(is_world_process_zero=True, global_step=start)
+        clock.now = began
+        callback.on_train_begin(None, state, None)
+        for state.global_step, clock.now in logs:
+            callback.on_log(None, state, None, logs={"loss": 1.0})
+
+    def seconds() -> list[tuple[int, float]]:
+        return [(row["step"], row["seconds"]) for row in callbacks.read_metrics(tmp_path / "metrics.jsonl")]
+
+    train(0, 100.0, (2, 102.5), (4, 104.0))
+    assert seconds() == [(2, 2.5), (4, 4.0)]
+    train(2, 900.0, (4, 901.0))
+    assert seconds() == [(2, 2.5), (4, 3.5)]

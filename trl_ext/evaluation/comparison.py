@@ -61,6 +61,7 @@ def compare_generations(
             "base_generated_num_tokens": len(other.response_ids),
             "finished": own.finished,
             "base_finished": other.finished,
+            **({"kind": prompt["kind"]} if prompt.get("kind") is not None else {}),
         }
         for prompt, own, other in zip(prompts, policy, base, strict=True)
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,29 @@ TABLE_NAME = "samples/generation_table"
 
 
 class MetricsFileCallback(TrainerCallback):
-    """Appends every logged metric to a JSON-lines file, one object with its `step` per log call.
+    """Appends every logged metric to a JSON-lines file, one object per log call with its `step` and `seconds`.
 
-    A run that resumes keeps the lines up to the step it resumes from; a line cut off by a crash is dropped.
+    `seconds` is the time since training began, evaluations included. A run that resumes keeps the lines up to the step
+    it resumes from and counts on from the last of them; a line cut off by a crash is dropped.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self._zero = time.monotonic()
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self._zero = time.monotonic()
         if state.is_world_process_zero:
             earlier = read_metrics(self.path) if state.global_step else []
-            write_json_lines(self.path, [row for row in earlier if row["step"] <= state.global_step])
+            kept = [row for row in earlier if row["step"] <= state.global_step]
+            self._zero -= max((row.get("seconds", 0.0) for row in kept), default=0.0)
+            write_json_lines(self.path, kept)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         if state.is_world_process_zero and logs:
-            row = {"step": state.global_step, **{name: _json_number(value) for name, value in logs.items()}}
+            seconds = round(time.monotonic() - self._zero, 3)
+            metrics = {name: _json_number(value) for name, value in logs.items()}
+            row = {"step": state.global_step, "seconds": seconds, **metrics}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
 

@@ -1,9 +1,10 @@
-"""Defaults of TRL's configurations that depend on the device: TRL's own assume a GPU and fail without one."""
+"""What configurations share: defaults that depend on the device, where TRL's assume a GPU, and checks of values."""
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,30 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.bf16 = False
         device = "CPU" if args.use_cpu else "GPU"
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
+
+
+def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
+    """Refuse a field below its least value, or that is no finite number; None stands for "not given".
+
+    Raises:
+        ValueError: names the field and the least it may be.
+    """
+    for name, minimum in least.items():
+        value = getattr(args, name)
+        if value is not None and not minimum <= value < math.inf:
+            bound = f"at least {minimum}" if minimum else "a number from 0 up"
+            hint = "; leave it None for no limit" if name in ("max_prompt_tokens", "max_response_tokens") else ""
+            raise ValueError(f"{name} must be {bound}, got {value}{hint}")
+
+
+def check_training_length(args: TrainingArguments) -> None:
+    """Refuse a `max_steps` that is neither a number of steps nor -1, which stands for `num_train_epochs`.
+
+    Raises:
+        ValueError: as above.
+    """
+    if args.max_steps < 1 and args.max_steps != -1:
+        raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 from trl import GRPOConfig as TRLGRPOConfig
 
 from trl_ext.algorithms import PolicyObjective
-from trl_ext.trainers.defaults import parse_json_option, resolve_device_defaults, warn_once_per_run, world_size
+from trl_ext.trainers.defaults import (
+    check_at_least,
+    check_training_length,
+    parse_json_option,
+    resolve_device_defaults,
+    warn_once_per_run,
+    world_size,
+)
 
 # Options of GRPOConfig that act inside TRL's own advantage or loss: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -40,6 +47,21 @@ _OBJECTIVE_FIELDS = (
     "kl_ratio_correction",
     "kl_aggregation",
 )
+
+
+# Field -> the least it may be.
+_LEAST = {
+    "num_generations": 1,
+    "num_iterations": 1,
+    "max_prompt_tokens": 1,
+    "max_completion_length": 1,
+    "max_skipped_updates": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "missing_eos_penalty": 0,
+    "learning_rate": 0,
+}
 
 
 def _override(text: str) -> Any:
@@ -167,42 +189,28 @@ class PolicyConfig(TRLGRPOConfig):
             )
 
     def _check_values(self) -> None:
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_completion_length", "max_skipped_updates"):
-            if getattr(self, name) is None or getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
+        check_at_least(self, _LEAST)
+        check_training_length(self)
+        if self.max_completion_length is None:
+            raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
         if not 0 <= self.min_new_tokens <= self.max_completion_length:
             raise ValueError(
                 f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
                 f"got {self.min_new_tokens}"
             )
-        if not 0 <= self.missing_eos_penalty < math.inf:
-            raise ValueError(f"missing_eos_penalty must be a number from 0 up, got {self.missing_eos_penalty}")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
         if self.reward_errors not in ("raise", "skip"):
             raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
         if self.share_backbone not in ("auto", "always", "never"):
             raise ValueError(f"share_backbone must be 'auto', 'always' or 'never', got {self.share_backbone!r}")
-        if not 0 <= self.learning_rate < math.inf:
-            raise ValueError(f"learning_rate must be a number from 0 up, got {self.learning_rate}")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}; -1 trains num_train_epochs")
 
     def _check_group(self, objective: PolicyObjective) -> None:
-        if self.num_generations < 1:
-            raise ValueError(f"num_generations must be at least 1, got {self.num_generations}")
         if self.num_generations == 1 and objective.group_relative:
             raise ValueError(
                 f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
                 "nothing to compare: use at least 2, or --algorithm remax or reinforce"
             )
-        if self.per_device_eval_batch_size < 1:
-            raise ValueError(f"per_device_eval_batch_size must be at least 1, got {self.per_device_eval_batch_size}")
 
     def _give_min_new_tokens(self) -> None:
         if not self.min_new_tokens:

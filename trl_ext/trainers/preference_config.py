@@ -9,7 +9,12 @@ from trl import DPOConfig as TRLDPOConfig
 
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.registry import preference_losses
-from trl_ext.trainers.defaults import parse_json_option, resolve_device_defaults
+from trl_ext.trainers.defaults import (
+    check_at_least,
+    check_training_length,
+    parse_json_option,
+    resolve_device_defaults,
+)
 
 # Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -23,6 +28,17 @@ _NOT_CARRIED = {
     "truncation_mode": ("keep_start", "prompts keep their end and responses their start"),
     "padding_free": (False, "TRL has it switched off at present"),
     "max_length": (None, "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately"),
+}
+
+
+# Field -> the least it may be.
+_LEAST = {
+    "max_prompt_tokens": 1,
+    "max_response_tokens": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
 }
 
 
@@ -154,14 +170,5 @@ class PreferenceConfig(TRLDPOConfig):
             )
         if self.aot_scope not in ("global", "device"):
             raise ValueError(f"aot_scope must be 'global' or 'device', got {self.aot_scope!r}")
-        for name in ("max_prompt_tokens", "max_response_tokens"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"{name} must be at least 1, got {limit}; leave it None for no limit")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not 0 <= self.learning_rate < float("inf"):
-            raise ValueError(f"learning_rate must be a number from 0 up, got {self.learning_rate}")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}; -1 trains num_train_epochs")
+        check_at_least(self, _LEAST)
+        check_training_length(self)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from trl import RewardConfig as TRLRewardConfig
 
 from trl_ext.registry import nearest
-from trl_ext.trainers.defaults import resolve_device_defaults
+from trl_ext.trainers.defaults import check_at_least, check_training_length, resolve_device_defaults
 
 SELECTION_CRITERIA = ("accuracy", "margin", "calibration", "best_of_n")
 # Field -> the least it may be; None stands for "not given" where a field allows it.
@@ -101,9 +101,5 @@ class RewardConfig(TRLRewardConfig):
             raise ValueError(
                 "select_best and load_best_model_at_end both choose a checkpoint: leave one out (select_best none)"
             )
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name} must be a number from {least} up, got {value}")
-        if self.max_steps < 1 and self.max_steps != -1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}; -1 trains num_train_epochs")
+        check_at_least(self, _LEAST)
+        check_training_length(self)
