@@ -49,7 +49,9 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
             raise
         # Arguments fail alike on every process; a reward function may fail on one of them.
         if is_main_process() or kinds is MENDABLE_IN_TRAINING:
-            print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            # In training, a progress bar stands at the start of the line.
+            start = "\n" if kinds is MENDABLE_IN_TRAINING else ""
+            print(f"{start}error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
@@ -225,7 +227,10 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
         complete = [path for path in complete if path.name.rpartition("-")[2].isdigit()]
         if not complete:
             raise FileNotFoundError(f"{output_dir} has no checkpoint to resume: leave out --resume_from_checkpoint")
-        return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
+        last = str(max(complete, key=lambda path: int(path.name.rpartition("-")[2])))
+        if is_main_process():
+            print(f"going on from {last}")
+        return last
     _check_writable(folder)
     # Arguments alone are of a run that failed before its first step.
     files = [folder / name for name in RESULT_FILES if name != "config.yaml"]

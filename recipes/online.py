@@ -147,9 +147,10 @@ def _run(config_class: type[PolicyConfig], trainer_class: type[PolicyTrainer]) -
     training_seconds = time.time() - training_started
     trainer.save_model(training.output_dir)
 
-    comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
+    with one_line_errors(MENDABLE_IN_TRAINING):
+        comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
     if main_process:
-        run = _describe(trainer, arguments, model)
+        run = _describe(trainer, arguments, model, checkpoint)
         seconds = {"training_seconds": training_seconds, "total_seconds": time.time() - started}
         results = write_results(trainer, comparison, None, {**run, **seconds}, panels=ONLINE_PANELS)
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
@@ -231,10 +232,12 @@ def _evaluation(trainer, arguments, training, splits) -> GenerationEvaluation | 
     )
 
 
-def _describe(trainer, arguments: OnlineArguments, model: ModelArguments) -> dict:
+def _describe(trainer, arguments: OnlineArguments, model: ModelArguments, checkpoint: str | None) -> dict:
     args = trainer.args
-    micro_batches = trainer.state.global_step * args.gradient_accumulation_steps
-    rollouts = -(-micro_batches // (args.steps_per_generation * args.num_iterations))
+    # Checkpoints lie between rollouts.
+    steps_before = int(Path(checkpoint).name.rpartition("-")[2]) if checkpoint else 0
+    micro_batches = steps_before * args.gradient_accumulation_steps
+    rollouts = trainer.rollouts + micro_batches // (args.steps_per_generation * args.num_iterations)
     return {
         "algorithm": args.algorithm,
         "objective": trainer.objective.describe(),
@@ -243,6 +246,11 @@ def _describe(trainer, arguments: OnlineArguments, model: ModelArguments) -> dic
         "dataset": arguments.dataset_name,
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
+        "ensembles": [
+            function.to_dict()
+            for function in trainer.plain_reward_functions.values()
+            if isinstance(function, RewardEnsemble)
+        ],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": rollouts,
         "sampled_responses": rollouts * args.generation_batch_size,

@@ -76,6 +76,8 @@ def print_results(results: dict[str, Any], generations: list[dict[str, Any]], ou
     print("-" * (width + 45))
     for name, base, policy in rows:
         print(f"{name:{width}}  {base:>10}  {policy}")
+    if not rows:
+        print("no held-out rows to evaluate on; metrics.jsonl has what was logged in training")
     _print_samples(_three(generations))
     if results["win_rate"] is None and generations:
         print("\nno win rate: only the embedded benchmark comes with a judge; generations.jsonl holds both responses")

@@ -90,7 +90,10 @@ def print_reward_results(results: dict[str, Any], output_dir: str) -> None:
 
 
 def _print_checkpoints(selection: dict[str, Any]) -> None:
-    print(f"\ncheckpoints by {selection['criterion']} on {selection['n']} pairs of {selection['split']}")
+    criterion = selection["criterion"]
+    if criterion == "calibration":
+        criterion = "calibration (lowest negative log-likelihood)"
+    print(f"\ncheckpoints by {criterion} on {selection['n']} pairs of {selection['split']}")
     names = [name for name in selection["checkpoints"][0] if name != "step"]
     print("  ".join(f"{name:>9}" for name in ("step", *names)))
     for entry in selection["checkpoints"]:

@@ -80,6 +80,10 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
         **(training.model_init_kwargs or {}),
     }
     try:
+        Path(training.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--output_dir {training.output_dir} cannot be made: {error}") from error
+    try:
         return trainer_class(
             model_path,
             args=training,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import recipes
+from tests.rollout_once import build, save_policy, thirds
+from trl_ext.rewards import RewardEnsemble
 from trl_ext.toy import MODEL_DIR, score
 
 SHORT = [
@@ -50,6 +56,25 @@ def write_rewards(folder: Path) -> None:
         "def known(prompts, completions, finished, **columns):\n"
         "    texts = zip(prompts, completions, finished, strict=True)\n"
         "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
+    )
+
+
+def write_faulty_rewards(folder: Path) -> None:
+    """Rewards of 1 that are NaN and infinite for the first held-out prompts, that fail there, or on one process."""
+    (folder / "faulty.py").write_text(
+        "import os\n\n"
+        "from trl_ext import load_benchmark\n\n"
+        "first, second = load_benchmark('toy')['test_gen']['row_id'][:2]\n\n\n"
+        "def not_finite(row_id, **columns):\n"
+        "    return [{first: float('nan'), second: float('-inf')}.get(row, 1.0) for row in row_id]\n\n\n"
+        "def fails_held_out(row_id, **columns):\n"
+        "    if second in row_id:\n"
+        "        raise KeyError('no answer')\n"
+        "    return [1.0] * len(row_id)\n\n\n"
+        "def fails_on_the_second_process(row_id, **columns):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise KeyError('no answer')\n"
+        "    return [1.0] * len(row_id)\n"
     )
 
 
@@ -114,7 +139,7 @@ class TestARun:
             assert figures["gain"]["mean"] == pytest.approx((sum(own) - sum(base)) / len(own))
         settings = results["run"]
         assert (settings["algorithm"], settings["rollouts"], settings["sampled_responses"]) == ("grpo", 4, 32)
-        assert settings["settings"]["beta"] == 0.02 and settings["skipped_updates"] == dict.fromkeys(
+        assert settings["settings"]["beta"] == 0.04 and settings["skipped_updates"] == dict.fromkeys(
             ("reward", "loss", "gradient"), 0
         )
 
@@ -133,10 +158,215 @@ class TestARun:
         for row in training:
             assert expected <= row.keys()
 
+    def test_the_configuration_reads_back(self, ensemble_run, monkeypatch):
+        path = ensemble_run / "runs" / "grpo-toy" / "config.yaml"
+        parsed = recipes.parse(monkeypatch, "grpo", "--config", str(path))
+        assert yaml.safe_load(common().config_text(*parsed)) == yaml.safe_load(path.read_text())
+
     def test_it_prints_what_it_found(self, ensemble_run):
         printed = (ensemble_run / "stdout.txt").read_text()
         for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
             assert text in printed
+
+
+def common():
+    """The recipes' module of that name, once a recipe has been parsed or run."""
+    return sys.modules["common"]
+
+
+BATCHES = {
+    "default": [],
+    "rollout": ["--generation_batch_size", "256"],
+    "micro-batches": ["--steps_per_generation", "4"],
+    "one response": ["--num_generations", "1", "--algorithm", "remax", "--gradient_accumulation_steps", "2"],
+}
+
+
+@pytest.mark.parametrize(
+    "method, batch",
+    # Groups of one are for baselines without a group.
+    [(m, b) for m in ("grpo", "gspo", "remax") for b in BATCHES if m == "remax" or b != "one response"],
+)
+def test_a_saved_configuration_reads_back(method, batch, monkeypatch, tmp_path):
+    """Every argument, and what is saved again; sizes that follow from one another are not given twice."""
+    arguments = ["--reward_function", "my_rewards.py:known", "--min_new_tokens", "3", "--save_steps", "7"]
+    parsed = recipes.parse(monkeypatch, method, *arguments, *BATCHES[batch])
+    path = tmp_path / "config.yaml"
+    path.write_text(common().config_text(*parsed))
+    again = recipes.parse(monkeypatch, method, "--config", str(path))
+    for one, other in zip(parsed, again, strict=True):
+        names = [field.name for field in dataclasses.fields(one) if field.init and field.name != "logging_dir"]
+        assert {name: getattr(one, name) for name in names} == {name: getattr(other, name) for name in names}
+    assert yaml.safe_load(common().config_text(*again)) == yaml.safe_load(path.read_text())
+    training, expected = again[-1], {"default": 64, "rollout": 256, "micro-batches": 256, "one response": 128}
+    assert training.generation_batch_size == expected[batch]
+    assert training.steps_per_generation == expected[batch] // 64
+
+
+@pytest.fixture
+def online(monkeypatch):
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import online
+
+    return online
+
+
+@pytest.mark.parametrize(
+    "args, prompts, rollouts",
+    [
+        # Micro-batches of 8: 3 updates x 4 / 2 in a rollout.
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 3}, 24, 6),
+        # 4 in a rollout, twice over: 9 updates of one are one rollout and the beginning of a second.
+        ({"steps_per_generation": 4, "num_iterations": 2, "max_steps": 9}, 24, 2),
+        ({"steps_per_generation": 4, "num_iterations": 2, "max_steps": 8}, 24, 1),
+        # 2 updates x 2 / 3 in a rollout: one and a third.
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 2}, 24, 2),
+        # An epoch of three micro-batches is two updates, of two and of one.
+        pytest.param(
+            {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2},
+            6,
+            6,
+        ),
+    ],
+)
+def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, online, tiny_model_path, tmp_path):
+    """By the calls of the reward function and the responses that it was given."""
+    calls = []
+
+    def reward(completion_ids, **_):
+        calls.append(len(completion_ids))
+        return thirds(completion_ids)
+
+    spec = {"model": save_policy(tiny_model_path, tmp_path / "policy"), "prompts": prompts, "args": args}
+    trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
+    trainer.train()
+    assert len(calls) == rollouts
+    described = online._describe(trainer, online.OnlineArguments(), online.ModelArguments())
+    assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
+
+
+def test_members_are_calibrated_where_they_share(online, monkeypatch, tmp_path):
+    """On the policy's backbone: scoring before that would load a copy of the base for each."""
+    monkeypatch.chdir(tmp_path)
+
+    class Calibrated(Exception):
+        pass
+
+    real = RewardEnsemble.calibrate
+
+    def calibrate(ensemble, prompts, completions):
+        real(ensemble, prompts[:8], completions[:8])
+        assert ensemble.calibrated_on == 8 and len(set(ensemble.shifts)) == 2
+        for member in ensemble.members:
+            assert member.backbone is not None and member.model is None
+        assert len({id(member.backbone.model) for member in ensemble.members}) == 1
+        raise Calibrated
+
+    monkeypatch.setattr(RewardEnsemble, "calibrate", calibrate)
+    models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
+    adapter = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
+    with pytest.raises(Calibrated):
+        recipes.run(monkeypatch, "grpo", *SHORT, *adapter, "--calibrate_rewards", "true", "--reward_model", *models)
+
+
+# ---- Faults after the first step ----
+
+
+def strictly(text: str):
+    """JSON as the standard has it, which has no NaN."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_rewards_that_are_not_finite_in_evaluation(tmp_path, monkeypatch):
+    """They count as none, with the trained steps as they are: files hold null, and means are of the other rows."""
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
+    arguments = ["--reward_function", "faulty.py:not_finite", "--max_steps=1", "--save_strategy=no"]
+    recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=1", "--output_dir", "run")
+    text = (tmp_path / "run" / "generations.jsonl").read_text(encoding="utf-8")
+    rows = [strictly(line) for line in text.splitlines()]
+    for key in ("reward/not_finite", "base_reward/not_finite", "reference_reward/not_finite"):
+        assert [row[key] for row in rows] == [None, None, *[1.0] * 6]
+    results = strictly((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    figures = results["rewards"]["not_finite"]
+    assert (figures["policy"], figures["base"], figures["gain"]["mean"]) == (1.0, 1.0, 0.0)
+    assert results["run"]["skipped_updates"] == dict.fromkeys(("reward", "loss", "gradient"), 0)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        strictly(line)
+
+
+@pytest.mark.parametrize(
+    "every",
+    [
+        1,
+        0,
+    ],
+)
+def test_a_function_that_fails_in_evaluation_is_one_line(every, tmp_path, monkeypatch, capsys):
+    """Whether it is one of the evaluations during training or the one at the end; `skip` goes on."""
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
+    arguments = ["--reward_function", "faulty.py:fails_held_out", "--max_steps=1", "--save_strategy=no"]
+    arguments = [*SHORT, *arguments, f"--generation_eval_every={every}", "--output_dir", "run"]
+    line = refused(monkeypatch, capsys, "grpo", *arguments)
+    assert "'fails_held_out' failed on row_id" in line and "--reward_errors skip" in line
+
+
+def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
+    arguments = ["--reward_function", "faulty.py:fails_held_out", "--reward_errors", "skip", "--max_steps=1"]
+    recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=0", "--output_dir", "run")
+    rows = read(tmp_path / "run", "generations.jsonl")
+    assert [row["reward/fails_held_out"] for row in rows] == [1.0, None, *[1.0] * 6]
+    assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] == 1.0
+
+
+def test_whose_errors_are_printed(online, monkeypatch, capsys):
+    """Arguments fail alike on every process, and the first one says so; in training, whichever process failed."""
+    from trl_ext.trainers.reward_guard import RewardError
+
+    def printed(rank: int, error: Exception, *kinds) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as stopped, common().one_line_errors(*kinds):
+            raise error
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    in_training = common().MENDABLE_IN_TRAINING
+    assert printed(0, ValueError("no\nsuch")) == "error: no such\n"
+    assert printed(1, ValueError("no")) == ""
+    for rank in (0, 1):
+        assert printed(rank, RewardError("row_id 3"), in_training) == "\nerror: row_id 3\n"
+        assert printed(rank, FloatingPointError("stopped"), in_training) == "\nerror: stopped\n"
+    # A fault of the code itself keeps its traceback.
+    with pytest.raises(ValueError), common().one_line_errors(in_training):
+        raise ValueError
+
+
+@pytest.mark.slow
+def test_the_process_whose_reward_function_fails_says_so(tmp_path):
+    """The second of two, whose line the first one does not have."""
+    write_faulty_rewards(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = [*SHORT, "--reward_function", "faulty.py:fails_on_the_second_process", "--generation_eval_every=0"]
+    done = subprocess.run(
+        [*launcher, str(recipes.RECIPES / "grpo.py"), *arguments, "--use_cpu", "true"],
+        cwd=tmp_path,
+        env={**recipes.environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(lines) == 1, done.stderr[-4000:]
+    assert "'fails_on_the_second_process' failed on row_id" in lines[0]
+    assert not (tmp_path / "runs" / "grpo-toy" / "results.json").exists()
 
 
 @pytest.mark.slow

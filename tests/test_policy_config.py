@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import statistics
 
@@ -231,6 +232,69 @@ def test_a_greedy_baseline_needs_whole_groups_in_evaluation(configure, monkeypat
 def test_a_rollout_of_one_response_is_refused(configure):
     with pytest.raises(ValueError, match="a rollout of one response: set generation_batch_size to at least 2"):
         configure(algorithm="remax", num_generations=1, per_device_train_batch_size=1)
+
+
+# ---- What is not exact, and where checkpoints fall ----
+
+OFF_POLICY = "has no importance ratio, and a rollout serves {} updates: all but the first are off-policy"
+SEVERAL_ROLLOUTS = "an update spans several rollouts"
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"algorithm": "reinforce", "num_iterations": 2}, [f"reinforce {OFF_POLICY.format(2)}"]),
+        ({"algorithm": "rloo", "steps_per_generation": 4}, [f"rloo {OFF_POLICY.format(4)}"]),
+        ({"algorithm": "rloo", "gradient_accumulation_steps": 4}, []),
+        ({"algorithm": "grpo", "num_iterations": 2}, []),
+        ({"algorithm": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 1}, [SEVERAL_ROLLOUTS]),
+        ({"algorithm": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 3}, [SEVERAL_ROLLOUTS]),
+        ({"algorithm": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 4}, []),
+        (
+            {"kl_aggregation": "token_mean", "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+            [SEVERAL_ROLLOUTS],
+        ),
+        ({"algorithm": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 1}, []),
+        (
+            # 3 micro-batches, in updates of 2: three updates of two rollouts, one of which holds parts of both.
+            {"algorithm": "opo", "gradient_accumulation_steps": 2, "steps_per_generation": 3},
+            [f"opo {OFF_POLICY.format(3)}", SEVERAL_ROLLOUTS],
+        ),
+    ],
+)
+def test_what_is_not_exact_is_said(settings, said, configure, caplog):
+    caplog.set_level(logging.WARNING)
+    configure(**settings)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("trl_ext")]
+    assert len(lines) == len(said)
+    assert all(text in line and "\n" not in line for text, line in zip(said, lines, strict=True))
+
+
+# Each rollout serves four updates.
+FOUR_UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 40}
+
+
+def test_checkpoints_at_shares_of_the_run(configure):
+    """Whether they fall between rollouts is not known from a share; where every update has its own, they always do."""
+    saving = {"save_strategy": "steps", "save_steps": 0.3}
+    with pytest.raises(ValueError, match=r"save_steps 0\.3 is a share of the run.*give a multiple of 4 steps"):
+        configure(**FOUR_UPDATES, **saving)
+    assert configure(**saving).save_steps == 0.3
+    assert configure(**{**FOUR_UPDATES, **saving, "save_strategy": "no"}).save_steps == 0.3
+
+
+def test_the_best_checkpoint_must_be_evaluated_where_it_is_saved(configure):
+    """Saving every 3 steps becomes every 4, which evaluations every 3 steps miss; the named way out is taken."""
+    best = {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": True}
+    with pytest.raises(
+        ValueError, match="save_steps 3 would become 4, .*multiple of eval_steps 3: give both as multiples of 4$"
+    ):
+        configure(**FOUR_UPDATES, **best, save_steps=3, eval_steps=3)
+    for asked, evaluated, saved in ((4, 4, 4), (8, 4, 8), (6, 2, 8)):
+        config = configure(**FOUR_UPDATES, **best, save_steps=asked, eval_steps=evaluated)
+        assert (config.save_steps, config.eval_steps) == (saved, evaluated)
+    # Without a choice among them, checkpoints need no evaluation.
+    assert configure(**FOUR_UPDATES, **{**best, "load_best_model_at_end": False}, save_steps=3, eval_steps=3)
 
 
 # ---- Command line ----

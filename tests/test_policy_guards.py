@@ -315,10 +315,11 @@ def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
 
     ensemble = RewardEnsemble([double, flat], aggregate="min")
     trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[length, later, ensemble])
-    columns = reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False])
+    # Other token ids than the texts would be read as: bytes that are no text come back as several.
+    columns = reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False], [[7, 2], [8, 9, 200, 201, 202]])
     assert columns == {
         "length": [1.0, None],
-        "later": [1.0, 3.0],
+        "later": [2.0, 5.0],
         "ensemble": [2.0, 3.0],
         "double": [2.0, 6.0],
         "flat": [3.0, 3.0],
@@ -334,9 +335,9 @@ def test_reward_columns_in_a_notebook(policy_path, tmp_path):
     trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[later])
 
     async def cell():
-        return reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False])
+        return reward_columns(trainer, prompts(2), ["a", "bcd"], [True, False], [[7, 2], [8, 9, 200]])
 
-    assert asyncio.run(cell()) == {"later": [1.0, 3.0]}
+    assert asyncio.run(cell()) == {"later": [2.0, 3.0]}
 
 
 # ---- Updates that are not finite ----

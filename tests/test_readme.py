@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 
@@ -37,7 +38,10 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
         return
     if words[0] == "python":
         assert words[1] == "-m"
-        assert (recipes.REPOSITORY / f"{words[2].replace('.', '/')}.py").is_file()
+        module = recipes.REPOSITORY / words[2].replace(".", "/")
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        if words[2].startswith(("public_eval", "trl_ext.evaluation")):
+            _check_flags(words[2], words[3:], monkeypatch)
         return
     assert words[:2] == ["accelerate", "launch"]
     at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
@@ -79,6 +83,25 @@ def _write_own_functions(folder) -> None:
     (folder / "my_losses.py").write_text(text)
     own_algorithm = next(block for block in blocks("python") if "@policy_algorithm" in block)
     (folder / "my_algorithm.py").write_text(own_algorithm.partition("policy_config =")[0])
+
+
+def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
+    """Parse a command's arguments with its own parser, and no further."""
+    from trl_ext.evaluation.command_line import CommandParser
+
+    class Parsed(Exception):
+        pass
+
+    def parse_args(self, *given):
+        parse(self, *given)
+        raise Parsed
+
+    parse = CommandParser.parse_args
+    monkeypatch.setattr(CommandParser, "parse_args", parse_args)
+    package = (recipes.REPOSITORY / name.replace(".", "/")).is_dir()
+    module = importlib.import_module(f"{name}.__main__" if package else name)
+    with pytest.raises(Parsed):
+        module.main(arguments)
 
 
 def _check_launcher(words: list[str]) -> None:

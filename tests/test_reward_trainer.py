@@ -292,6 +292,106 @@ def test_an_adapter_that_would_lose_its_head_is_refused(tiny_model_path, tmp_pat
     assert any("score" in name for name in parameters(trainer))
 
 
+# ---- Limits and padding travel with the model ----
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_the_limits_of_training_are_saved_and_read_again(adapter, tiny_model_path, tmp_path):
+    """With every checkpoint as well; pairs that training cut are cut alike when the model is a reward function."""
+    from trl_ext.rewards import RewardModel
+
+    limits = {"max_prompt_tokens": 11, "max_response_tokens": None}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer = train(tiny_model_path, tmp_path, peft_config=lora() if adapter else None, **limits, **saving)
+    trainer.save_model()
+    rows = pairs(8)
+    prompts, chosen = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
+    expected = trainer.score(list(trainer.train_dataset["chosen_ids"]))
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        assert json.loads((folder / "reward_model.json").read_text()) == limits
+        assert RewardModel(folder).limits == limits
+        torch.testing.assert_close(RewardModel(folder).score(prompts, chosen), expected, atol=2e-6, rtol=1e-5)
+    whole = RewardModel(tmp_path, max_prompt_tokens=512).score(prompts, chosen)
+    assert (whole - expected).abs().max() > 1e-3, "the limit must matter, or this would prove nothing"
+
+
+def test_that_ends_do_not_show_in_scores_is_said(tiny_model_path, tmp_path, caplog):
+    """Where padding is the end-of-turn token; a tokenizer with padding of its own has nothing said of it."""
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "padding token is the end-of-turn token" in r.getMessage()]
+
+    build(tiny_model_path, tmp_path)
+    assert not lines()
+    padded = tmp_path / "padded"
+    AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1).save_pretrained(padded)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(padded)
+    build(str(padded), tmp_path)
+    (line,) = lines()
+    assert "give the tokenizer a padding token of its own" in line and "\n" not in line
+
+
+# ---- A bfloat16 base ----
+
+
+@pytest.fixture
+def bfloat16_on_the_cpu(monkeypatch):
+    """As on a machine with bfloat16 instructions: without them, mixed precision would be switched off."""
+    from trl_ext.trainers import defaults
+
+    monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: True)
+
+
+def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
+    """An update of 1e-6 of a weight near 0.02 is less than a 256th of it, and would be lost in bfloat16.
+
+    The saved head has all its bits, and what is loaded again, base in bfloat16, scores as the trained model does.
+    """
+    from trl_ext.rewards import RewardModel
+
+    arguments = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-6, "max_steps": 2}
+    trainer = build(tiny_model_path, tmp_path, peft_config=lora(), optim="adamw_torch", **arguments)
+    types = {name: parameter.dtype for name, parameter in trainer.model.named_parameters()}
+    assert {types[n] for n, p in trainer.model.named_parameters() if p.requires_grad} == {torch.float32}
+    assert {types[n] for n, p in trainer.model.named_parameters() if not p.requires_grad} == {torch.bfloat16}
+    (head,) = [name for name in types if "score.modules_to_save" in name]
+    assert types[head] == torch.float32
+    before = parameters(trainer)[head]
+    # Before any step, when the model is not wrapped for mixed precision yet.
+    chosen, rejected = trainer.score_pairs(trainer.train_dataset)
+    assert torch.cat([chosen, rejected]).isfinite().all()
+    trainer.train()
+    assert {entry["grad_norm"] > 0 for entry in logs(trainer)} == {True}
+    moved = (parameters(trainer)[head] - before).abs()
+    # Adam's first steps are of the learning rate's size, whatever the gradient's.
+    assert 5e-7 < moved.median() < 3e-6
+    assert types[head] == dict(trainer.model.named_parameters())[head].dtype
+    trainer.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert saved.dtype == torch.float32 and torch.equal(saved, parameters(trainer)[head])
+    assert not torch.equal(saved, saved.bfloat16().float())
+
+    rows = pairs(8)
+    expected = trainer.score(list(trainer.train_dataset["chosen_ids"]))
+    loaded = RewardModel(tmp_path, dtype="bfloat16")
+    again = loaded.score([row["prompt"] for row in rows], [row["chosen"] for row in rows])
+    # bfloat16 keeps 8 bits: 0.4 % of activations whose sums make scores of about this size.
+    assert (again - expected).abs().max() < 0.03 * expected.abs().max()
+    assert expected.std() > 0.1 * expected.abs().max(), "scores that are all alike would prove nothing"
+
+
+def test_other_heads_keep_their_type(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
+    """A full model is trained in the type it was loaded in, and so is an adapter without mixed precision."""
+    half = {"model_init_kwargs": {"dtype": "bfloat16"}}
+    full = build(tiny_model_path, tmp_path, bf16=True, **half)
+    assert {parameter.dtype for parameter in full.model.parameters()} == {torch.bfloat16}
+    plain = build(tiny_model_path, tmp_path, peft_config=lora(), **half)
+    (head,) = [p for name, p in plain.model.named_parameters() if "score.modules_to_save" in name]
+    assert head.dtype == torch.bfloat16
+
+
 # ---- Saved and loaded again ----
 
 LOAD_AND_SCORE = """

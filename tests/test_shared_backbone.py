@@ -225,6 +225,30 @@ def test_an_exception_restores_everything(tiny_model_path, adapters):
     assert state(policy) == before
 
 
+def test_what_the_policy_froze_stays_frozen(tiny_model_path, adapters):
+    """Of its own adapter the first layer only is trained: PEFT's switches would train all of it, or nothing."""
+    policy = load_policy(tiny_model_path)
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(".default." in name and ".layers.0." in name)
+
+    def trained() -> set[str]:
+        return {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+
+    before = trained()
+    assert 0 < len(before) < sum(".default." in name for name, _ in policy.named_parameters())
+    backbone = SharedBackbone(policy)
+    name = backbone.add_reward_adapter(adapters["plain"])
+    assert trained() == before
+    backbone.score(name, SEQUENCES, pad_token_id=0)
+    assert trained() == before
+    with backbone.adapter(None):
+        pass
+    assert trained() == before
+    with pytest.raises(KeyboardInterrupt), backbone.adapter(name):
+        raise KeyboardInterrupt
+    assert trained() == before
+
+
 def test_only_the_policy_is_saved(tiny_model_path, adapters, tmp_path):
     from copy import deepcopy
 

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _NAMES_BY_MODULE = {
     "trl_ext.registry": ["preference_loss", "preference_weighting", "policy_algorithm"],
     "trl_ext.data": ["load_benchmark"],
+    "trl_ext.rewards": ["RewardEnsemble", "RewardModel"],
     "trl_ext.trainers": [
         "PreferenceConfig",
         "PreferenceTrainer",

@@ -4,15 +4,49 @@ from __future__ import annotations
 
 import importlib
 
+# The command of that name must be here before the function is: importing it later would set `compare` to it.
+import trl_ext.evaluation.compare  # noqa: F401
 from trl_ext.evaluation.diagnostics import GenerationDiagnostics, diagnose_generations
-from trl_ext.evaluation.judge import GroundTruthJudge, JudgeError, Judgement, PairwiseJudge, compare
+from trl_ext.evaluation.judge import (
+    GroundTruthJudge,
+    JudgeError,
+    Judgement,
+    JudgeUnavailable,
+    PairwiseJudge,
+    compare,
+)
 
 # `win_rate` must be bound here and not on first use: importing the submodule of that name sets the same attribute.
 from trl_ext.evaluation.win_rate import Interval, PairOutcome, WinRate, wilson_interval, win_rate
 
-# These import torch, so they load when they are first used.
+# These import torch or other large libraries, so they load when they are first used.
 _MODULE_OF_NAME = {
+    "CacheError": "trl_ext.evaluation.judge_cache",
+    "Estimate": "trl_ext.evaluation.judging_cost",
+    "JudgingResult": "trl_ext.evaluation.judging",
+    "OpenAIJudge": "trl_ext.evaluation.openai_judge",
+    "RewardModelJudge": "trl_ext.evaluation.reward_judge",
+    "TooManyErrors": "trl_ext.evaluation.judging",
+    "Usage": "trl_ext.evaluation.prices",
+    "VerdictCache": "trl_ext.evaluation.judge_cache",
+    "estimate": "trl_ext.evaluation.judging_cost",
+    "judge_pairs": "trl_ext.evaluation.judging",
+    "load_prices": "trl_ext.evaluation.prices",
     "PolicyComparison": "trl_ext.evaluation.comparison",
+    "bradley_terry": "trl_ext.evaluation.ratings",
+    "build_submission": "trl_ext.evaluation.submission",
+    "compare_candidates": "trl_ext.evaluation.candidates",
+    "compare_stages": "trl_ext.evaluation.stages",
+    "generate_submission_file": "trl_ext.evaluation.submission",
+    "grade_submission": "trl_ext.evaluation.grading",
+    "judge_candidate": "trl_ext.evaluation.candidates",
+    "length_controlled_win_rate": "trl_ext.evaluation.length_control",
+    "mcnemar": "trl_ext.evaluation.bootstrap",
+    "pack_submission": "trl_ext.evaluation.submission",
+    "paired_bootstrap": "trl_ext.evaluation.bootstrap",
+    "plot_tournament": "trl_ext.evaluation.tournament",
+    "run_tournament": "trl_ext.evaluation.tournament",
+    "score_submission_file": "trl_ext.evaluation.submission",
     "approximate_kl": "trl_ext.evaluation.preferences",
     "best_of_n": "trl_ext.evaluation.reward_models",
     "compare_generations": "trl_ext.evaluation.comparison",
@@ -23,6 +57,7 @@ _MODULE_OF_NAME = {
     "reward_metrics": "trl_ext.evaluation.reward_models",
     "reward_mistakes": "trl_ext.evaluation.reward_models",
     "true_order_metrics": "trl_ext.evaluation.reward_models",
+    "write_report": "trl_ext.evaluation.report",
 }
 
 __all__ = [
@@ -30,6 +65,7 @@ __all__ = [
     "GroundTruthJudge",
     "Interval",
     "JudgeError",
+    "JudgeUnavailable",
     "Judgement",
     "PairOutcome",
     "PairwiseJudge",

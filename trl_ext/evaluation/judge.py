@@ -4,23 +4,78 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from trl_ext.evaluation.win_rate import PairOutcome, System
+
+if TYPE_CHECKING:
+    from trl_ext.evaluation.prices import Usage
 
 Verdict = Literal["A", "B", "tie"]
 Messages = Sequence[Mapping[str, str]]
 
 
 class Judgement(NamedTuple):
-    """A verdict with the judge's opinion on whether the comparison is fit to be counted."""
+    """A verdict and what the judge said about it; all but the verdict is optional.
+
+    Attributes:
+        verdict: the better response.
+        usable: False if the judge finds the comparison unfit to be counted.
+        worst: the worse response; the same as `verdict` if the judge named one label for both.
+        confidence: in [0, 1].
+        strength: by how much the better response is better, 1 to 5.
+        quality: how good an example the comparison is, 1 to 5.
+        exclusion_tags: reasons to exclude the comparison.
+        reason: the judge's, in a sentence or two.
+    """
 
     verdict: Verdict
     usable: bool = True
+    worst: Verdict | None = None
+    confidence: float | None = None
+    strength: int | None = None
+    quality: int | None = None
+    exclusion_tags: tuple[str, ...] = ()
+    reason: str | None = None
 
 
 class JudgeError(Exception):
-    """Raised by a judge that cannot judge one row, such as after a failed request; `compare` records it."""
+    """Raised by a judge that cannot judge one row, such as after a failed request; `compare` records it.
+
+    Attributes:
+        usage: what the failed attempts cost, where the judge counts it.
+        server_failed: True if there was no answer at all, rather than one that is no verdict. When many in a row are
+            of that kind the cause is not in the rows.
+    """
+
+    def __init__(self, message: str = "", *, usage: Usage | None = None, server_failed: bool = False):
+        super().__init__(message)
+        self.usage = usage
+        self.server_failed = server_failed
+
+
+class JudgeUnavailable(ValueError):
+    """Raised when asking on is pointless: the key is refused, the model is unknown, the quota is spent."""
+
+
+# A judge that names one response as both the best and the worst finds neither good.
+ALL_WEAK = "all_weak"
+
+
+def normalised(judgement: Judgement) -> Judgement:
+    """The judgement with `usable` and `quality` made to agree with its tags and labels.
+
+    Any exclusion tag makes it unusable, of quality 2 at most. One label for best and worst makes it unusable, of
+    quality 1 at most, and adds the tag `all_weak`; the verdict stays the best label.
+    """
+    tags, limit = judgement.exclusion_tags, 5
+    if judgement.worst == judgement.verdict:
+        tags = tags if ALL_WEAK in tags else (*tags, ALL_WEAK)
+        limit = 1
+    elif tags:
+        limit = 2
+    quality = None if judgement.quality is None else min(judgement.quality, limit)
+    return judgement._replace(exclusion_tags=tags, usable=judgement.usable and not tags, quality=quality)
 
 
 class PairwiseJudge(Protocol):
@@ -29,6 +84,10 @@ class PairwiseJudge(Protocol):
     `prompt` is a list of messages, or a string in TRL's plain format. A judge that rates usability returns a
     `Judgement`. One with a true attribute `uses_finished` is also given the keywords `finished_a` and `finished_b`:
     False for a response that was cut at the token limit.
+
+    For `judge_pairs`, which calls it from several threads: a true attribute `sequential` has it called from one, and
+    an attribute `identity` lets verdicts be kept in a cache on disk. That is a JSON-ready dictionary of whatever a
+    verdict depends on beside the question, or None for verdicts that cost nothing.
     """
 
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Verdict | Judgement: ...
@@ -44,6 +103,8 @@ class GroundTruthJudge:
     """
 
     uses_finished = True
+    sequential = True
+    identity = None
 
     def __init__(self, score_function: Callable[..., float] | None = None, tolerance: float = 1e-9):
         if not tolerance >= 0:
@@ -136,10 +197,15 @@ def _compare_row(
 ) -> PairOutcome:
     row_id, empty = row["row_id"], not candidate.strip()
     try:
-        first = _ask(judge, row, candidate, base, candidate_finished, base_finished)
-        second = _ask(judge, row, base, candidate, base_finished, candidate_finished)
+        first = ask_judge(judge, row, candidate, base, candidate_finished, base_finished)
+        second = ask_judge(judge, row, base, candidate, base_finished, candidate_finished)
     except JudgeError as error:
         return PairOutcome(row_id, None, None, error=str(error) or type(error).__name__, empty=empty)
+    return pair_outcome(row_id, first, second, empty=empty)
+
+
+def pair_outcome(row_id: str, first: Judgement, second: Judgement, *, empty: bool) -> PairOutcome:
+    """The outcome of one row: `first` with the candidate's response shown as A, `second` with the base's."""
     return PairOutcome(
         row_id,
         first=_system(first.verdict, shown_first="candidate", shown_second="base"),
@@ -149,7 +215,7 @@ def _compare_row(
     )
 
 
-def _ask(
+def ask_judge(
     judge: PairwiseJudge,
     row: Mapping[str, Any],
     response_a: str,
@@ -157,6 +223,7 @@ def _ask(
     finished_a: bool,
     finished_b: bool,
 ) -> Judgement:
+    """One pass over one row; raises ValueError if the judge's answer is no verdict."""
     uses_finished = getattr(judge, "uses_finished", False)
     keywords = {"finished_a": finished_a, "finished_b": finished_b} if uses_finished else {}
     answer = judge.judge(row["prompt"], response_a, response_b, **keywords)

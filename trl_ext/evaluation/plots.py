@@ -29,6 +29,8 @@ ONLINE_PANELS = {
     },
     "Gradient norm": {"train": "grad_norm"},
 }
+# Drawn where an ensemble logs it.
+_ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}
 
 
 def plot_run(
@@ -51,6 +53,8 @@ def plot_run(
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
     """
+    if any("ensemble_std" in row for row in metrics):
+        panels = {**panels, **_ENSEMBLE_PANEL}
     learned = sorted({name for row in metrics for name in row if _is_held_out_reward(name)})
     count = len(panels) + 1 + bool(learned)
     columns = (count + 1) // 2

@@ -63,7 +63,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class GenerationTableCallback(TrainerCallback):
-    """Every `every` steps: generate, compare with the base, log the figures, and log the responses as a table.
+    """Every `every` steps, before the first and after the last: generate and compare with the base.
 
     The figures go where the trainer's metrics go, under TRL's names for completions. The table is written to
     `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio)
@@ -87,7 +87,7 @@ class GenerationTableCallback(TrainerCallback):
             self._evaluate(args, state, control)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.every == 0:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._evaluate(args, state, control)
 
     def _evaluate(self, args, state, control) -> None:

@@ -73,6 +73,9 @@ class PolicyTrainer(TRLGRPOTrainer):
         self._rollout: tuple[Tensor, list[bool]] | None = None
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
+        self._seen_signal = False
+        # Of this process's life: a checkpoint does not hold it.
+        self.rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         super().__init__(model, guarded, args, **kwargs)
         self._check_context()
@@ -200,6 +203,9 @@ class PolicyTrainer(TRLGRPOTrainer):
         output["advantages"] = advantages[first : first + len(inputs)]
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
         log_advantages(self, mode, advantages)
+        if mode == "train":
+            self.rollouts += 1
+            self._seen_signal = self._seen_signal or bool(advantages.any())
         return output
 
     def _greedy_baseline(self, inputs, group_size: int, mode: str) -> tuple[Tensor, list[bool]]:
@@ -361,4 +367,9 @@ class PolicyTrainer(TRLGRPOTrainer):
         result = super().train(*args, **kwargs)
         if self.update_guard.failure is not None:
             raise FloatingPointError(self.update_guard.failure)
+        if self._step and not self._seen_signal:
+            warn_once_per_run(
+                "nothing was learned from rewards: every advantage was 0, as where all responses to a prompt are "
+                "rewarded alike or not at all"
+            )
         return result

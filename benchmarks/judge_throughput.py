@@ -1,0 +1,84 @@
+"""Verdicts per second of `judge_pairs` with `OpenAIJudge`, against a server that takes 50 ms for an answer.
+
+`python -m benchmarks.judge_throughput` starts the server on this machine in a process of its own, and judges with a
+cache on disk at several bounds of concurrency. The ideal is concurrency / latency. What is missing from it is the work
+of both processes, which share the cores with whatever else runs; the processor time per verdict says how much is ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation import OpenAIJudge, judge_pairs
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs away from it "
+
+
+def measure(url: str, concurrency: int, seconds: float, latency: float) -> dict[str, Any]:
+    """One run with a new cache, of as many questions as the ideal would answer in the time."""
+    count = max(concurrency, round(seconds * concurrency / latency / 2))
+    rows = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"{i}: {WORDS * 10}"}]} for i in range(count)]
+    responses = [f"{WORDS * 20}{i}" for i in range(count)]
+    judge = OpenAIJudge(base_url=url)
+    judge.judge("warm", "up", ".")
+    with tempfile.TemporaryDirectory() as folder:
+        processor, start = time.process_time(), time.perf_counter()
+        result = judge_pairs(
+            judge, rows, responses, [WORDS] * count, cache=Path(folder) / "cache.jsonl", max_concurrency=concurrency
+        )
+        took, processor = time.perf_counter() - start, time.process_time() - processor
+    assert result.usage.calls == 2 * count and not result.usage.errors
+    rate, ideal = 2 * count / took, concurrency / latency
+    return {
+        "concurrency": concurrency,
+        "verdicts": 2 * count,
+        "verdicts_per_second": rate,
+        "ideal": ideal,
+        "share_of_ideal": rate / ideal,
+        "processor_ms_per_verdict": 1000 * processor / (2 * count),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--latency", type=float, default=0.05, help="seconds that the server takes")
+    parser.add_argument("--seconds", type=float, default=4.0, help="how long a run should take")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print every run as a line of JSON")
+    arguments = parser.parse_args()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.loopback", "--latency", str(arguments.latency)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        url = server.stdout.readline().strip()
+        for concurrency in arguments.concurrency:
+            runs = [measure(url, concurrency, arguments.seconds, arguments.latency) for _ in range(arguments.repeats)]
+            if arguments.json:
+                print(*(json.dumps(run) for run in runs), sep="\n")
+                continue
+            rates = sorted(run["verdicts_per_second"] for run in runs)
+            print(
+                f"concurrency {concurrency:3d}: {statistics.median(rates):6.1f} verdicts/s of {runs[0]['ideal']:.0f} "
+                f"({statistics.median(rates) / runs[0]['ideal']:.1%}; {rates[0]:.1f} to {rates[-1]:.1f}), "
+                f"{statistics.median(run['processor_ms_per_verdict'] for run in runs):.2f} ms of processor time each; "
+                f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+                flush=True,
+            )
+    finally:
+        server.kill()
+
+
+if __name__ == "__main__":
+    main()

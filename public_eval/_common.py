@@ -1,0 +1,168 @@
+"""What the commands share: their flags, their judge, and how results are shown."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+# A command says nothing to anybody unless it is asked to.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from trl_ext.evaluation.assets import default_max_new_tokens, load_base, load_prompts
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
+from trl_ext.evaluation.submission_rows import Response, read_responses, refuse_fatal
+
+THRESHOLDS = Path(__file__).parent / "thresholds.json"
+CACHE = "judge_cache.jsonl"
+DEFAULT = " (default: %(default)s)"
+
+
+def make_parser(command: str, description: str) -> CommandParser:
+    """A parser with the flag that every command has."""
+    parser = CommandParser(prog=f"python -m public_eval.{command}", description=description)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    return parser
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) -> None:
+    """Where prompts and base responses are read from, and the token budget."""
+    parser.add_argument("--prompts_jsonl", help="the course's prompts (default: the embedded ones)")
+    if base:
+        parser.add_argument("--base_jsonl", help="the base's responses to them (default: the embedded ones)")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=at_least_one,
+        help="most tokens of a response (default: 256; 48 for the embedded prompts)",
+    )
+
+
+def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which judge decides, and how it is asked."""
+    group = parser.add_argument_group("judge")
+    group.add_argument(
+        "--judge",
+        choices=("ground_truth", "openai", "reward_model"),
+        default="ground_truth",
+        help="ground_truth knows the embedded task's scores; openai is paid for" + DEFAULT,
+    )
+    group.add_argument("--model", help="of openai: a model's name; of reward_model: a folder or hub name")
+    group.add_argument("--base_url", help="an OpenAI-compatible server of your own, such as vLLM's")
+    group.add_argument("--api", choices=("responses", "chat"), default="responses", help="of that server" + DEFAULT)
+    group.add_argument("--instructions", type=Path, help="a rubric in the place of the one that comes along")
+    group.add_argument(
+        "--prices", help="JSON of prices in dollars per million tokens, over the table that comes along"
+    )
+    group.add_argument("--cache", default=CACHE, help="where verdicts that cost something are kept" + DEFAULT)
+    group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
+    group.add_argument(
+        "--max_error_fraction", type=float, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
+    )
+    group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
+    group.add_argument(
+        "--rule",
+        choices=("agreed", "half"),
+        default="agreed",
+        help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
+    )
+
+
+def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
+    """The judge that the flags ask for.
+
+    Raises:
+        ValueError: a flag is missing, or the judge does not know the prompts.
+    """
+    if options.judge == "openai":
+        from trl_ext.evaluation.openai_judge import OpenAIJudge
+
+        if not options.model:
+            raise ValueError("--judge openai needs --model, such as gpt-5.4")
+        return OpenAIJudge(
+            options.model,
+            base_url=options.base_url,
+            api=options.api,
+            instructions=options.instructions,
+            prices=options.prices,
+        )
+    if options.judge == "reward_model":
+        from trl_ext.evaluation.reward_judge import RewardModelJudge
+
+        if not options.model:
+            raise ValueError("--judge reward_model needs --model, the reward model's folder")
+        return RewardModelJudge(options.model)
+    if options.model:
+        raise ValueError("--model is for --judge openai or reward_model: give one of them")
+    from trl_ext.evaluation.candidates import known_score_judge
+
+    return known_score_judge(prompts)
+
+
+def judging_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What `judge_pairs` takes from the flags."""
+    return {
+        "cache": options.cache,
+        "max_concurrency": options.max_concurrency,
+        "max_error_fraction": options.max_error_fraction,
+        "progress": "verdicts",
+    }
+
+
+def load_systems(
+    options: argparse.Namespace, files: list[str]
+) -> tuple[list[dict[str, Any]], list[Response], dict[str, list[Response]]]:
+    """Prompts, the base's responses, and each file's responses by its stem.
+
+    Raises:
+        ValueError: rows that cannot be judged, or two files of one name.
+    """
+    prompts = load_prompts(options.prompts_jsonl)
+    limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
+    base = load_base(prompts, options.base_jsonl, max_new_tokens=limit if options.base_jsonl else None)
+    systems: dict[str, list[Response]] = {}
+    for file in files:
+        responses, problems = read_responses(file, prompts, max_new_tokens=limit)
+        refuse_fatal(problems)
+        if Path(file).stem in systems:
+            raise ValueError(f"two files are called {Path(file).stem}: their names tell the candidates apart")
+        systems[Path(file).stem] = responses
+    return prompts, base, systems
+
+
+def show_estimates(names: list[str], estimates: list[Any], as_json: bool) -> None:
+    """Print what judging would cost."""
+    total = {
+        name: None if any(getattr(e, name) is None for e in estimates) else sum(getattr(e, name) for e in estimates)
+        for name in ("calls", "cached", "input_tokens", "output_tokens", "dollars")
+    }
+    notes = list(dict.fromkeys(note for estimate in estimates for note in estimate.notes))
+    if as_json:
+        rows = {name: estimate.to_dict() for name, estimate in zip(names, estimates, strict=True)}
+        print_json({"estimates": rows, "total": total, "notes": notes})
+        return
+    columns = ("calls", "cached", "input_tokens", "output_tokens", "dollars")
+    rows = [
+        (name, *(getattr(estimate, column) for column in columns))
+        for name, estimate in zip(names, estimates, strict=True)
+    ]
+    print(format_table(("", *columns), [*rows, ("total", *total.values())]))
+    for note in notes:
+        print(note)
+    print("nothing was sent")
+
+
+def usage_line(usage: dict[str, Any]) -> str:
+    """What judging took, in one line."""
+    dollars = "at an unknown price" if usage["dollars"] is None else f"${usage['dollars']:.4f}"
+    return (
+        f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, {usage['errors']} errors, "
+        f"{usage['input_tokens']} input and {usage['output_tokens']} output tokens, {dollars}"
+    )
+
+
+def interval_cell(interval: dict[str, Any] | None) -> str:
+    """A rate with its interval and number of rows."""
+    if interval is None or not interval["n"]:
+        return "-"
+    return f"{format_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"

@@ -1,0 +1,54 @@
+"""Generate a policy's greedy responses to the public prompts."""
+
+from __future__ import annotations
+
+from public_eval._common import DEFAULT, add_prompt_arguments, make_parser
+from trl_ext.evaluation.assets import MAX_PROMPT_TOKENS
+from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
+from trl_ext.evaluation.submission import generate_submission_file
+
+DESCRIPTION = """\
+Greedy responses of a policy to the public prompts, in the format of submissions.
+
+cost    one generation per prompt on this machine; no key, no network but for a model on the hub. The embedded model
+        takes seconds on a CPU.
+writes  --out, after every batch, and beside it NAME.settings.json, which says how its rows are made. The same command
+        goes on from the rows that are there, and refuses rows of another model or of other settings.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments, generate and print."""
+    parser = make_parser("generate", DESCRIPTION)
+    parser.add_argument("--model", required=True, help="toy, a folder of a model or of an adapter, or a hub model")
+    parser.add_argument("--out", required=True, help="such as submission/policy_generations/aot.jsonl")
+    add_prompt_arguments(parser, base=False)
+    parser.add_argument(
+        "--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help="the end is kept" + DEFAULT
+    )
+    parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
+    parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
+    parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
+    with one_line_errors():
+        options = vars(parser.parse_args(arguments))
+        as_json = options.pop("json")
+        file = generate_submission_file(**options, progress=True)
+    rows = list(file.rows.values())
+    tokens = [row["generated_num_tokens"] for row in rows]
+    limit = file.settings["max_new_tokens"]
+    summary = {
+        "file": str(file.path),
+        "model": file.settings["model"],
+        "rows": len(rows),
+        "mean_tokens": sum(tokens) / len(tokens),
+        "at_the_limit": sum(count >= limit for count in tokens) / len(tokens),
+        "empty": sum(not row["response_text"].strip() for row in rows),
+    }
+    if as_json:
+        print_json(summary)
+    else:
+        print(format_table(tuple(summary), [tuple(summary.values())]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Judge candidates' responses against the base's, and candidates against one another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from public_eval._common import (
+    add_judge_arguments,
+    add_prompt_arguments,
+    interval_cell,
+    judging_options,
+    load_systems,
+    make_judge,
+    make_parser,
+    show_estimates,
+    usage_line,
+)
+from trl_ext.evaluation.candidates import CandidateResult, compare_candidates, estimate_cost, judge_candidate
+from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.prices import Usage
+from trl_ext.files import write_json, write_json_lines
+
+DESCRIPTION = """\
+Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
+equal lengths, and with several candidates the paired differences between them on the same prompts.
+
+cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
+        money: see --estimate first. Its key is read from OPENAI_API_KEY.
+writes  with openai, every verdict into --cache as it arrives: the same command goes on from there and pays for nothing
+        twice. With --out the figures as JSON, with --verdicts what the judge said on every row.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments, judge and print."""
+    parser = make_parser("judge", DESCRIPTION)
+    parser.add_argument("--candidate", nargs="+", required=True, metavar="FILE", help="files of responses")
+    add_prompt_arguments(parser)
+    add_judge_arguments(parser)
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
+    with one_line_errors():
+        options = parser.parse_args(arguments)
+        prompts, base, systems = load_systems(options, options.candidate)
+        judge = make_judge(options, prompts)
+        if options.estimate:
+            pairs = [(responses, base) for responses in systems.values()]
+            show_estimates(list(systems), estimate_cost(judge, prompts, pairs, options.cache), options.json)
+            return
+        results = [
+            judge_candidate(judge, name, responses, prompts, base, **judging_options(options))
+            for name, responses in systems.items()
+        ]
+        summary = {
+            "judge": {"kind": options.judge, "model": options.model},
+            "rule": options.rule,
+            "candidates": [result.to_dict() for result in results],
+            "differences": compare_candidates(results, options.rule),
+            "usage": sum((result.usage for result in results), Usage()).to_dict(),
+        }
+        if options.out:
+            write_json(options.out, summary)
+        if options.verdicts:
+            rows = [{"candidate": result.name, **row} for result in results for row in result.verdicts]
+            write_json_lines(options.verdicts, rows)
+    if options.json:
+        print_json(summary)
+    else:
+        _print(results, summary)
+
+
+def _print(results: list[CandidateResult], summary: dict) -> None:
+    header = (
+        "candidate",
+        "win rate, ties dropped",
+        "ties as half",
+        "at equal lengths",
+        "tokens",
+        "of the base",
+        "agreement",
+        "errors",
+    )
+    print(format_table(header, [_row(result) for result in results]))
+    noted = next((result.length_controlled for result in results if result.length_controlled), None)
+    if noted is not None:
+        print(f"at equal lengths: {noted.note}, ties as half; characters, mean of candidate and base: ", end="")
+        lengths = [(r.name, r.length_controlled) for r in results if r.length_controlled]
+        print(", ".join(f"{name} {lc.mean_length:.0f} and {lc.base_mean_length:.0f}" for name, lc in lengths))
+    for row in summary["differences"]:
+        first, second = row["candidates"]
+        difference = format_interval(row["difference"], row["low"], row["high"])
+        print(
+            f"{first} minus {second}, {row['rule']}: {difference}, paired bootstrap over {row['n']} prompts; "
+            f"McNemar p {row['mcnemar']['p_value']:.4f}"
+        )
+    print(usage_line(summary["usage"]))
+
+
+def _row(result: CandidateResult) -> tuple:
+    figures, controlled = result.win_rate.to_dict(), result.length_controlled
+    return (
+        result.name,
+        interval_cell(figures["agreed"]),
+        interval_cell(figures["half"]),
+        "-" if controlled is None else format_interval(controlled.rate, controlled.low, controlled.high),
+        result.mean_tokens,
+        result.base_mean_tokens,
+        figures["agreement_rate"],
+        figures["n_errors"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Check a submission and pack it into an archive."""
+
+from __future__ import annotations
+
+from public_eval._common import DEFAULT, THRESHOLDS, add_prompt_arguments, make_parser
+from trl_ext.evaluation.assets import load_thresholds
+from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
+from trl_ext.evaluation.submission import pack_submission
+
+DESCRIPTION = """\
+Check the files of a submission and pack them, and no others, into an archive.
+
+cost    seconds; nothing is judged and nothing is sent.
+writes  --out. The same files give the same archive, byte for byte. Rows that would not be graded are named and
+        refused; files that are missing are named, and packed without.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments, pack and print."""
+    parser = make_parser("pack", DESCRIPTION)
+    parser.add_argument("folder", help="the submission, such as submission/")
+    parser.add_argument("--out", default="submission.zip", help="the archive" + DEFAULT)
+    parser.add_argument(
+        "--thresholds", default=str(THRESHOLDS), help="JSON whose keys are the methods of a submission"
+    )
+    add_prompt_arguments(parser, base=False)
+    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an archive that is there")
+    with one_line_errors():
+        options = vars(parser.parse_args(arguments))
+        as_json, out = options.pop("json"), options["out"]
+        methods = load_thresholds(options.pop("thresholds"))
+        packed = pack_submission(**options, methods=methods)
+    if as_json:
+        print_json({"archive": out, **packed})
+        return
+    rows = [(file, size) for file, size in packed["files"].items()] + [(file, None) for file in packed["missing"]]
+    print(format_table(("file", "bytes"), rows))
+    for warning in packed["warnings"]:
+        print(f"warning: {warning}")
+    missing = f", {len(packed['missing'])} missing" if packed["missing"] else ""
+    print(f"{out}: {len(packed['files'])} files{missing}, {packed['bytes']} bytes, SHA-256 {packed['sha256']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Score the public preference pairs with a reward model."""
+
+from __future__ import annotations
+
+from public_eval._common import DEFAULT, make_parser
+from trl_ext.evaluation.command_line import at_least_one, format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.reward_models import reward_metrics
+from trl_ext.evaluation.submission import score_submission_file
+
+DESCRIPTION = """\
+A reward model's scores of both responses of every public pair, in the format of submissions, and its accuracy.
+
+cost    two forward passes per pair on this machine; no key, no network but for a model on the hub. The embedded pairs
+        take seconds on a CPU.
+writes  --out, and beside it NAME.settings.json, which says how its rows are made. Rows of another model are refused.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments, score and print."""
+    parser = make_parser("score", DESCRIPTION)
+    parser.add_argument("--reward_model", required=True, help="folder or hub name of a reward model or its adapter")
+    parser.add_argument("--out", required=True, help="such as submission/reward_model/public_test_pref_scores.jsonl")
+    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
+    parser.add_argument("--batch_size", type=at_least_one, default=16, help="responses per forward pass" + DEFAULT)
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or float16" + DEFAULT)
+    parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
+    with one_line_errors():
+        options = vars(parser.parse_args(arguments))
+        as_json = options.pop("json")
+        file = score_submission_file(**options, progress=True)
+        rows = list(file.rows.values())
+        metrics = reward_metrics([row["chosen_score"] for row in rows], [row["rejected_score"] for row in rows])
+    if as_json:
+        print_json({"file": str(file.path), "model": file.settings["model"], **metrics})
+        return
+    accuracy = format_interval(metrics["accuracy"], metrics["low"], metrics["high"])
+    header = ("file", "pairs", "accuracy", "ties", "mean margin", "ECE")
+    print(
+        format_table(header, [(file.path, metrics["n"], accuracy, metrics["ties"], metrics["margin"], metrics["ece"])])
+    )
+
+
+if __name__ == "__main__":
+    main()

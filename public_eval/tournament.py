@@ -1,0 +1,87 @@
+"""Judge many policies against one another and rate them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from public_eval._common import (
+    DEFAULT,
+    add_judge_arguments,
+    add_prompt_arguments,
+    judging_options,
+    load_systems,
+    make_judge,
+    make_parser,
+    show_estimates,
+    usage_line,
+)
+from trl_ext.evaluation.candidates import estimate_cost
+from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.tournament import BASE, Tournament, plot_tournament, run_tournament, tournament_pairs
+from trl_ext.files import write_json
+
+DESCRIPTION = """\
+Bradley-Terry ratings with 95% intervals over prompts, and a matrix of win rates, of any number of policies and their
+base, which is rated 1000. Every pair is judged in both orders; what the two orders do not agree on is a tie, which
+counts as half a win.
+
+cost    two questions per prompt and pair: k policies make k (k + 1) / 2 pairs with the base, or k with --pairs base.
+        ground_truth and reward_model cost computing time only; openai costs money: see --estimate first.
+writes  tournament.json and tournament.png into --out; with openai, verdicts into --cache as they arrive.
+"""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Read the arguments, judge, rate and print."""
+    parser = make_parser("tournament", DESCRIPTION)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="files of responses; their names name the policies")
+    parser.add_argument("--pairs", choices=("all", "base"), default="all", help="who meets whom" + DEFAULT)
+    parser.add_argument("--out", type=Path, default=Path("tournament"), help="folder for the results" + DEFAULT)
+    add_prompt_arguments(parser)
+    add_judge_arguments(parser)
+    with one_line_errors():
+        options = parser.parse_args(arguments)
+        if options.rule != "agreed":
+            raise ValueError("--rule is not for tournaments: ties count as half in ratings")
+        prompts, base, policies = load_systems(options, options.files)
+        if BASE in policies:
+            raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")
+        systems = {BASE: base, **policies}
+        judge = make_judge(options, prompts)
+        if options.estimate:
+            names = list(systems)
+            pairs = [(names[a], names[b]) for a, b in tournament_pairs(names, options.pairs)]
+            responses = [(systems[a], systems[b]) for a, b in pairs]
+            labels = [f"{a} - {b}" for a, b in pairs]
+            show_estimates(labels, estimate_cost(judge, prompts, responses, options.cache), options.json)
+            return
+        tournament = run_tournament(judge, prompts, systems, pairing=options.pairs, **judging_options(options))
+        write_json(options.out / "tournament.json", tournament.to_dict())
+        pictured = _plot(tournament, options.out / "tournament.png")
+    if options.json:
+        print_json(tournament.to_dict())
+        return
+    rows = [
+        (row["name"], format_interval(row["rating"], row["low"], row["high"], digits=0), row["expected_against_base"])
+        for row in tournament.table()
+    ]
+    print(format_table(("policy", "rating", "expected against the base"), rows))
+    if tournament.ratings.virtual_draws:
+        print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
+    print(usage_line(tournament.to_dict()["usage"]))
+    print(f"in {options.out}: tournament.json{', tournament.png' if pictured else ''}")
+
+
+def _plot(tournament: Tournament, path: Path) -> bool:
+    try:
+        plot_tournament(tournament, path)
+    except ImportError as error:
+        import sys
+
+        print(f"tournament.png was not drawn: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Grades of submissions whose wins, losses and ties are planted in prompts of the embedded task."""
+
+import json
+import math
+
+import pytest
+
+from trl_ext.evaluation import Judgement, grade_submission
+from trl_ext.evaluation.grading import SubmissionGrade
+from trl_ext.evaluation.judging import TooManyErrors
+
+WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]
+# To "Say axe three times.": right, the base's own, and wrong.
+ANSWERS = {"win": "{0}, {0}, {0}.", "tie": "{0}, {0}.", "loss": "wrong", "empty": " "}
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def response_rows(plan):
+    """A row for each word, by what the planned answer should bring against the base."""
+    return [
+        {
+            "row_id": f"row-{word}",
+            "prompt_text": f"Say {word} three times.",
+            "response_text": ANSWERS[kind].format(word),
+            "generated_num_tokens": 9,
+        }
+        for word, kind in zip(WORDS, plan, strict=True)
+    ]
+
+
+def plan(win=0, tie=0, loss=0, empty=0):
+    return ["win"] * win + ["tie"] * tie + ["loss"] * loss + ["empty"] * empty
+
+
+def write_assets(folder):
+    """Ten prompts, the base's answers (two of three words), and four pairs; returns the keywords that name them."""
+    prompts = [
+        {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": f"Say {word} three times."}]}
+        for word in WORDS
+    ]
+    pairs = [
+        {"row_id": f"pair-{i}", "prompt_text": "Say cat.", "chosen_text": "cat", "rejected_text": f"dog {i}"}
+        for i in range(4)
+    ]
+    return {
+        "prompts_jsonl": str(write_lines(folder / "prompts.jsonl", prompts)),
+        "base_jsonl": str(write_lines(folder / "base.jsonl", response_rows(plan(tie=10)))),
+        "prefs_jsonl": str(write_lines(folder / "prefs.jsonl", pairs)),
+    }
+
+
+def write_scores(folder, margins):
+    rows = [{"row_id": f"pair-{i}", "chosen_score": m, "rejected_score": 0.0} for i, m in enumerate(margins)]
+    return write_lines(folder / "reward_model" / "public_test_pref_scores.jsonl", rows)
+
+
+def write_policy(folder, name, rows):
+    return write_lines(folder / "policy_generations" / f"{name}.jsonl", rows)
+
+
+@pytest.fixture
+def assets(tmp_path):
+    return write_assets(tmp_path / "assets")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "submission"
+    path.mkdir()
+    return path
+
+
+def only(result: SubmissionGrade):
+    (grade,) = result.grades
+    return grade
+
+
+class TestPolicies:
+    def test_by_hand(self, folder, assets):
+        """5 wins, 3 ties, 2 losses: 5 / 7 where ties are dropped, (5 + 1.5) / 10 where they are halves.
+
+        Chance to fall under 0.7 of 7 rows: fewer than 4.9, so at most 4 wins, at rate 5 / 7.
+        """
+        write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
+        grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
+        assert grade.passed
+        assert (grade.figure, grade.n, grade.measure) == (pytest.approx(5 / 7), 7, "win rate")
+        assert (grade.low, grade.high) == pytest.approx((0.358934, 0.917776), abs=1e-5)
+        assert grade.half["rate"] == pytest.approx(0.65)
+        assert grade.half["n"] == 10
+        p = 5 / 7
+        chance = sum(math.comb(7, k) * p**k * (1 - p) ** (7 - k) for k in range(5))
+        assert grade.chance_below == pytest.approx(chance, abs=1e-9)
+        assert grade.chance_model == "binomial"
+
+    def test_wilson_by_hand(self):
+        """The interval used above: p 5/7, n 7, z^2 3.841459: centre (p + z^2 / 2n) / (1 + z^2 / n) = 0.638355,
+        half-width z sqrt(p (1 - p) / n + z^2 / 4 n^2) / (1 + z^2 / n) = 0.279421."""
+        p, n, z2 = 5 / 7, 7, 1.959964**2
+        centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+        half = math.sqrt(z2) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
+        assert (centre - half, centre + half) == pytest.approx((0.358934, 0.917776), abs=1e-5)
+
+    def test_the_half_rule(self, folder, assets):
+        """0.65 with credits 1 x 5, 1/2 x 3, 0 x 2: variance (5 x 0.1225 + 3 x 0.0225 + 2 x 0.4225) / 9 = 0.169444."""
+        write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
+        grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
+        assert not grade.passed
+        assert grade.figure == pytest.approx(0.65)
+        assert grade.chance_model == "normal"
+        z = (0.7 - 0.65) / math.sqrt(0.169444 / 10)
+        assert grade.chance_below == pytest.approx(0.5 * (1 + math.erf(z / math.sqrt(2))), abs=1e-5)
+
+    def test_at_the_threshold_is_passed(self, folder, assets):
+        write_policy(folder, "dpo", response_rows(plan(win=6, loss=4)))
+        assert only(grade_submission(folder, {"dpo": 0.6}, **assets)).passed
+        assert not only(grade_submission(folder, {"dpo": 0.61}, **assets)).passed
+
+    def test_empty_responses_leave_one_rule_and_lose_under_the_other(self, folder, assets):
+        """4 wins, 4 losses, 2 empty: 4 / 8, and 4 / 10; each empty one is a warning by file and row_id."""
+        path = write_policy(folder, "aot", response_rows(plan(win=4, loss=4, empty=2)))
+        grade = only(grade_submission(folder, {"aot": 0.5}, **assets))
+        assert (grade.passed, grade.figure, grade.n) == (True, 0.5, 8)
+        assert grade.half["rate"] == pytest.approx(0.4)
+        assert grade.warnings == [f"{path}: row_id row-{word}: the response is empty" for word in ("castle", "cat")]
+
+    def test_nothing_settled_is_a_failure(self, folder, assets):
+        write_policy(folder, "aot", response_rows(plan(tie=10)))
+        grade = only(grade_submission(folder, {"aot": 0.0}, **assets))
+        assert (grade.passed, grade.figure, grade.chance_below) == (False, None, None)
+        assert grade.reason == "no comparison counts"
+        assert grade.half["rate"] == 0.5
+
+    def test_a_response_cut_at_the_limit_is_judged_as_cut(self, folder, assets):
+        """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
+        rows = response_rows(plan(tie=10))
+        base = [{**row, "generated_num_tokens": 8} for row in rows]
+        assets["base_jsonl"] = str(write_lines(folder.parent / "short.jsonl", base))
+        write_policy(folder, "aot", rows)
+        grade = only(grade_submission(folder, {"aot": 0.5}, max_new_tokens=9, **assets))
+        assert (grade.figure, grade.n) == (0.0, 10)
+
+    def test_bad_rows_fail_the_file_and_are_not_judged(self, folder, assets):
+        rows = response_rows(plan(win=10))
+        rows[0]["generated_num_tokens"] = 300
+        rows[1]["row_id"] = rows[2]["row_id"]
+        path = write_policy(folder, "aot", rows)
+
+        def never(prompt, a, b):
+            pytest.fail("a file that cannot be graded was judged")
+
+        grade = only(grade_submission(folder, {"aot": 0.5}, judge=never, **assets))
+        assert (grade.passed, grade.figure, grade.reason) == (False, None, "4 bad rows")
+        assert grade.problems == [
+            f"{path}: row_id row-beach: duplicate: on lines 2 and 3",
+            f"{path}: row_id row-banana: missing",
+            f"{path}: row_id row-axe: over the token budget: generated_num_tokens is 300, at most 256 are allowed",
+            f"{path}: row_id row-beach: prompt_text is not the benchmark's for this row_id",
+        ]
+
+    def test_a_judge_of_ones_own_and_its_unusable_rows(self, folder, assets):
+        """Prefers the longer answer, and calls comparisons about cats unfit: 9 of 10 rows count, all won."""
+        write_policy(folder, "aot", response_rows(plan(win=10)))
+
+        def longer(prompt, a, b):
+            return Judgement("A" if len(a) > len(b) else "B", usable="cat " not in prompt[0]["content"])
+
+        grade = only(grade_submission(folder, {"aot": 0.5}, judge=longer, **assets))
+        assert (grade.figure, grade.n) == (1.0, 9)
+        assert grade.half["rate"] == 1.0
+
+    def test_too_many_errors(self, folder, assets):
+        from trl_ext.evaluation import JudgeError
+
+        write_policy(folder, "aot", response_rows(plan(win=10)))
+
+        def fails(prompt, a, b):
+            if "axe" in prompt[0]["content"] or "cat " in prompt[0]["content"]:
+                raise JudgeError("no answer")
+            return "A" if len(a) > len(b) else "B"
+
+        with pytest.raises(TooManyErrors, match="2 of 10 rows could not be judged"):
+            grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.1, **assets)
+        grade = only(grade_submission(folder, {"aot": 0.5}, judge=fails, max_error_fraction=0.2, **assets))
+        assert (grade.figure, grade.n) == (1.0, 8)
+        assert grade.details["win_rate"]["n_errors"] == 2
+
+
+class TestRewardModels:
+    def test_ties_are_wrong(self, folder, assets):
+        """Margins 1, 2, 0, -1: 2 of 4. Another sample of 4 at rate 1/2 has under 3 wins with 1 - 5/16."""
+        write_scores(folder, [1.0, 2.0, 0.0, -1.0])
+        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
+        assert (grade.passed, grade.figure, grade.n) == (False, 0.5, 4)
+        assert grade.measure == "accuracy"
+        assert grade.chance_below == pytest.approx(11 / 16)
+        assert grade.half is None
+        assert grade.details["ties"] == 1
+
+    def test_passes(self, folder, assets):
+        write_scores(folder, [1.0, 2.0, 3.0, -1.0])
+        assert only(grade_submission(folder, {"reward_model": 0.74}, **assets)).passed
+
+    def test_nan(self, folder, assets):
+        path = write_scores(folder, [1.0, float("nan"), 3.0, 4.0])
+        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
+        assert (grade.passed, grade.reason) == (False, "1 bad row")
+        assert grade.problems == [f"{path}: row_id pair-1: chosen_score must be a finite number, got 'nan'"]
+
+
+class TestSubmission:
+    THRESHOLDS = {"reward_model": 0.7, "dpo": 0.6, "aot": 0.6, "offline_best": 0.8, "online_best": 0.6}
+
+    def test_an_incomplete_folder(self, folder, assets):
+        write_policy(folder, "aot", response_rows(plan(win=10)))
+        write_lines(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
+        result = grade_submission(folder, self.THRESHOLDS, **assets)
+        assert {g.method: (g.passed, g.reason) for g in result.grades} == {
+            "reward_model": (False, "missing"),
+            "dpo": (False, "missing"),
+            "aot": (True, None),
+            "offline_best": (False, "missing"),
+            "online_best": (True, None),
+        }
+        assert result.part_two is True
+        # Two files of ten rows, each in both orders.
+        assert result.usage["calls"] == 40
+        assert result.to_dict()["passed"] == 2
+        json.dumps(result.to_dict(), allow_nan=False)
+
+    def test_part_two_fails_where_both_do(self, folder, assets):
+        write_lines(folder / "part2" / "offline_best.jsonl", response_rows(plan(win=7, loss=3)))
+        assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
+
+    def test_no_part_two(self, folder, assets):
+        result = grade_submission(folder, {"aot": 0.5}, **assets)
+        assert result.part_two is None
+        assert result.usage is None
+
+    def test_thresholds_of_a_file_and_a_method_of_ones_own(self, folder, assets, tmp_path):
+        path = tmp_path / "thresholds.json"
+        path.write_text('{"simpo": 0.5}')
+        write_policy(folder, "simpo", response_rows(plan(win=6, loss=4)))
+        assert only(grade_submission(folder, path, **assets)).passed
+
+    def test_prompts_without_a_known_score_need_a_judge(self, folder, assets):
+        prompts = [
+            {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": "Who are you?"}]}
+            for word in WORDS
+        ]
+        write_lines(folder.parent / "assets" / "prompts.jsonl", prompts)
+        with pytest.raises(ValueError, match="row_id row-axe: the known score is of the embedded task only"):
+            grade_submission(folder, {"aot": 0.5}, **assets)
+
+    def test_no_folder(self, folder, assets):
+        with pytest.raises(FileNotFoundError, match="no folder"):
+            grade_submission(folder / "other", {"aot": 0.5}, **assets)
+
+    def test_unknown_rule(self, folder, assets):
+        with pytest.raises(ValueError, match="rule must be one of agreed, half"):
+            grade_submission(folder, {"aot": 0.5}, rule="strict", **assets)

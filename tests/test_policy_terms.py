@@ -1,0 +1,260 @@
+"""Factors and terms of the online loss that plain runs do not show, each against float64 arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import trl
+
+from tests.rollout_once import build, prompts, save_policy, train
+from tests.test_policy_trainer import (
+    KINDS,
+    Steps,
+    by_group,
+    clip,
+    log_probs,
+    mean_of_means,
+    mean_over_tokens,
+    model_in_float64,
+    normalized,
+    over_eight,
+    rows_of,
+)
+from tests.train_once import relative_difference
+from trl_ext import PolicyTrainer
+
+# Of eight responses to two prompts: not of any group, so that the loss depends on each by itself.
+ADVANTAGES = [1.0, -0.5, 0.25, -1.5, 0.75, 2.0, -1.0, 0.5]
+CLIP = {"epsilon": 0.05, "epsilon_high": 0.05}
+
+
+@pytest.fixture(scope="module")
+def policy_path(tiny_model_path, tmp_path_factory) -> str:
+    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def ready(policy_path, tmp_path):
+    """A trainer in the middle of training, of a policy that is off its reference, and a rollout of it."""
+
+    def make(accumulation: int = 1, **args):
+        trainer = build({"model": policy_path, "perturb": 1, "fixed": True, "args": args}, str(tmp_path))
+        trainer.current_gradient_accumulation_steps = accumulation
+        trainer.model.train()
+        output = trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+        lengths = {len(response) for _, response in rows_of(output)}
+        assert len(lengths) > 2, "responses that are all of one length show little"
+        return trainer, output
+
+    return make
+
+
+def off_policy(trainer, output: dict) -> tuple[dict, list[torch.Tensor]]:
+    """The rollout with advantages and old log-probabilities of our own, the latter also row by row in float64.
+
+    They lie up to 0.1 off the policy's, so that ratios lie between 0.90 and 1.11, on both sides of a clip at 0.05.
+    """
+    rows = rows_of(output)
+    policy = weights_in_float64(trainer)
+    offsets = 0.1 * torch.sin(1.7 * torch.arange(8 * 8)).double().view(8, 8)
+    with torch.no_grad():
+        old = [log_probs(policy, *row) + offsets[index, : len(row[1])] for index, row in enumerate(rows)]
+    padded = torch.zeros(output["completion_ids"].shape)
+    for index, values in enumerate(old):
+        padded[index, : len(values)] = values
+    return {**output, "advantages": torch.tensor(ADVANTAGES), "old_per_token_logps": padded}, old
+
+
+def weights_in_float64(trainer):
+    """The policy as it is now, in float64."""
+    return model_in_float64(trainer.model.name_or_path, dict(trainer.model.named_parameters()))
+
+
+def gradient_of(model, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return torch.cat([p.grad.flatten() for _, p in model.named_parameters()]).double()
+
+
+def kept_by_a_tool(mask: torch.Tensor) -> torch.Tensor:
+    """A mask that takes every third token for a tool's, from the second on."""
+    return ((torch.arange(mask.shape[1]) % 3 != 1) * torch.ones_like(mask)).long()
+
+
+# name -> (settings, reduction, whether a KL term of 0.2 k3 is in the loss)
+REDUCTIONS = {
+    "sequence mean and KL": ({**CLIP, "beta": 0.2, "kl_estimator": "k3"}, mean_of_means, True),
+    "token mean": ({"algorithm": "dapo", **CLIP}, mean_over_tokens, False),
+    "constant": ({"algorithm": "dr_grpo", **CLIP}, over_eight, False),
+}
+
+
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_what_a_tool_returned_is_no_part_of_the_loss(name, ready, policy_path):
+    """Means over the policy's own tokens only, in numerator and denominator; the tool's tokens stay in the context."""
+    settings, reduce, has_kl = REDUCTIONS[name]
+    trainer, output = ready(**settings)
+    inputs, old = off_policy(trainer, output)
+    inputs["tool_mask"] = kept_by_a_tool(inputs["completion_mask"])
+    policy, reference = weights_in_float64(trainer), model_in_float64(policy_path)
+    losses = []
+    for index, row in enumerate(rows_of(inputs)):
+        own = [position for position in range(len(row[1])) if position % 3 != 1]
+        new = log_probs(policy, *row)[own]
+        losses.append(clip(torch.exp(new - old[index][own]), ADVANTAGES[index]))
+        if has_kl:
+            with torch.no_grad():
+                of_reference = log_probs(reference, *row)[own]
+            losses[-1] = losses[-1] + 0.2 * KINDS["k3"](new - of_reference)
+    expected = reduce(losses)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    gradient = gradient_of(policy, expected)
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-4
+    del inputs["tool_mask"]
+    assert (
+        relative_difference(gradient_of(trainer.model, trainer._compute_loss(trainer.model, inputs)), gradient) > 0.1
+    )
+
+
+def test_what_a_tool_returned_is_counted_nowhere(ready):
+    """Neither among the tokens of an update, nor in the divergence that is taken off a reward."""
+    trainer, output = ready(algorithm="rloo", beta=0.1)
+    output["tool_mask"] = kept_by_a_tool(output["completion_mask"])
+    own = [[p for p in range(len(response)) if p % 3 != 1] for _, response in rows_of(output)]
+    trainer._buffered_inputs = [output]
+    assert trainer._mean_tokens_of_window(output).item() == sum(map(len, own))
+    policy, reference = weights_in_float64(trainer), model_in_float64(trainer.model.name_or_path)
+    with torch.no_grad():
+        expected = [
+            0.1 * (log_probs(policy, *row) - log_probs(reference, *row))[positions].sum().item()
+            for row, positions in zip(rows_of(output), own, strict=True)
+        ]
+    assert trainer._kl_penalty(output).tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_importance_ratio_of_another_sampler_weighs_the_surrogate_alone(per_token, ready, policy_path):
+    """As vLLM's log-probabilities give it, per token or per response; the KL term goes without it."""
+    trainer, output = ready(**CLIP, beta=0.2)
+    inputs, old = off_policy(trainer, output)
+    rows, width = rows_of(inputs), inputs["completion_ids"].shape[1]
+    columns = width if per_token else 1
+    ratio = 0.5 + (torch.arange(8 * columns).view(8, columns) % 5) / 4
+    inputs["importance_sampling_ratio"] = ratio
+    policy, reference = weights_in_float64(trainer), model_in_float64(policy_path)
+    losses = []
+    for index, row in enumerate(rows):
+        new = log_probs(policy, *row)
+        with torch.no_grad():
+            of_reference = log_probs(reference, *row)
+        weights = ratio.expand(8, width)[index, : len(new)].double()
+        surrogate = clip(torch.exp(new - old[index]), ADVANTAGES[index])
+        losses.append(weights * surrogate + 0.2 * KINDS["k3"](new - of_reference))
+    expected = mean_of_means(losses)
+    # Without an engine: the loss reads these two and the tensor, and nothing else of vLLM.
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
+    loss = trainer._compute_loss(trainer.model, inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    gradient = gradient_of(policy, expected)
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-4
+    trainer.vllm_importance_sampling_correction = False
+    uncorrected = gradient_of(trainer.model, trainer._compute_loss(trainer.model, inputs))
+    assert relative_difference(uncorrected, gradient) > 0.1
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("training", [True, False])
+def test_the_load_balancing_loss_of_a_mixture_of_experts(training, accumulation, ready, monkeypatch):
+    """0.3 times it is added, over the micro-batches of the update; in evaluation there is one.
+
+    The tiny model has no router: the squares of its head's weights stand in, with a gradient of 2 W.
+    """
+    trainer, output = ready(accumulation, **CLIP)
+    inputs, _ = off_policy(trainer, output)
+    trainer.model.train(training)
+    head = trainer.model.lm_head.weight
+    plain = trainer._compute_loss(trainer.model, inputs)
+    gradient = gradient_of(trainer.model, plain)
+    forward = trl.GRPOTrainer._get_per_token_logps_and_entropies
+
+    def with_router(self, *args, compute_aux_loss, **kwargs):
+        assert compute_aux_loss
+        log_probs, entropies, _ = forward(self, *args, **kwargs)
+        return log_probs, entropies, head.square().sum()
+
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", with_router)
+    trainer.aux_loss_enabled, trainer.router_aux_loss_coef = True, 0.3
+    loss = trainer._compute_loss(trainer.model, inputs)
+    share = 0.3 / accumulation if training else 0.3
+    assert loss.item() == pytest.approx(plain.item() + share * head.square().sum().item(), rel=1e-5)
+    added = gradient_of(trainer.model, loss) - gradient
+    expected = torch.cat(
+        [(2 * share * p if p is head else torch.zeros_like(p)).flatten() for p in trainer.model.parameters()]
+    )
+    assert relative_difference(added, expected.detach().double()) < 1e-5
+
+
+RAGGED = {
+    "sequence mean": ({}, mean_of_means),
+    "token mean": ({"algorithm": "dapo"}, mean_over_tokens),
+}
+
+
+@pytest.mark.parametrize("name", RAGGED)
+def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_path, tmp_path):
+    """Three micro-batches of 8 in updates of two: the second update is of one, and its gradient is not halved."""
+    settings, reduce = RAGGED[name]
+    seen, steps = [], Steps()
+
+    class Recording(PolicyTrainer):
+        def _compute_loss(self, model, inputs):
+            seen.append(inputs)
+            return super()._compute_loss(model, inputs)
+
+    args = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
+    spec = {"model": policy_path, "prompts": 6, "args": {**args, "learning_rate": 0.2, "beta": 0.0, **settings}}
+    trainer = train(spec, str(tmp_path), trainer_class=Recording, callbacks=[steps])
+    assert (len(seen), trainer.state.global_step) == (3, 2)
+    for step, batches in enumerate((seen[:2], seen[2:])):
+        model = model_in_float64(policy_path, steps.weights[step])
+        expected = sum(on_policy_loss(model, batch, reduce) for batch in batches) / len(batches)
+        gradient = gradient_of(model, expected)
+        if name == "token mean" and step == 0:
+            # The two rollouts of this update weigh alike, whatever their lengths: said when the run is configured.
+            continue
+        assert relative_difference(steps.gradients[step], gradient) < 1e-4
+
+
+def on_policy_loss(model, batch: dict, reduce) -> torch.Tensor:
+    """Of fresh responses, with ratios of 1, and advantages from the rewards by hand."""
+    rows = rows_of(batch)
+    rewards = [sum(token % 3 == 0 for token in ids) / max(len(ids), 1) - len(ids) / 20 for _, ids in rows]
+    losses = []
+    for row, advantage in zip(rows, by_group(rows, rewards, normalized), strict=True):
+        new = log_probs(model, *row)
+        losses.append(clip(torch.exp(new - new.detach()), advantage, 0.2, 0.28))
+    return reduce(losses)
+
+
+ALL_CUT = {
+    "token mean": {"algorithm": "dapo"},
+    "over several rollouts": {"algorithm": "dapo", "gradient_accumulation_steps": 2, "steps_per_generation": 1},
+    "kl token mean": {"beta": 0.2, "kl_aggregation": "token_mean"},
+}
+
+
+@pytest.mark.parametrize("name", ALL_CUT)
+def test_a_rollout_of_cut_responses_alone_changes_nothing(name, policy_path, tmp_path):
+    """Each is masked, so that no token is left to take a mean over: the loss is 0, and no update counts as a fault."""
+    # Neither the end token nor padding is ever sampled.
+    args = {"mask_truncated_completions": True, "generation_kwargs": {"suppress_tokens": [0, 2]}, "max_steps": 2}
+    steps = Steps()
+    spec = {"model": policy_path, "perturb": 1, "args": {**args, **ALL_CUT[name]}}
+    trainer = train(spec, str(tmp_path), callbacks=[steps])
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["completions/clipped_ratio"] for entry in entries] == [1.0, 1.0]
+    assert [entry["loss"] for entry in entries] == [0.0, 0.0]
+    assert [entry["grad_norm"] for entry in entries] == [0.0, 0.0]
+    assert trainer.update_guard.skipped == {"reward": 0, "loss": 0, "gradient": 0}
+    assert all(torch.equal(p, steps.weights[0][n]) for n, p in trainer.model.named_parameters())

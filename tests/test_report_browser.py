@@ -1,0 +1,350 @@
+"""The report in headless Chromium: it opens without the network, filters, follows keys, and fits a phone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.test_report import HOSTILE, contrast, write_example
+from trl_ext.evaluation import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
+]
+PROMPTS = ["Name a bird.", "Say hi, politely.", "Sort 2 1.", HOSTILE]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("browser")
+    write_report(write_example(folder / "runs"), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture
+def open_report(browser, report):
+    """Opens the report in a window of its own; in the end it must have said nothing and asked for nothing."""
+    contexts, said, asked = [], [], []
+
+    def open_page(width: int = 1280, scheme: str = "light", path: Path = report):
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        context.set_default_timeout(5_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        asked.remove(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert (said, [url for url in asked if url != "data:,"]) == ([], [])
+
+
+def listed(page) -> list[str]:
+    """The prompts in the list, as the script set them."""
+    return page.locator("#prompts li").evaluate_all("items => items.map(item => item.textContent)")
+
+
+def shown(page) -> dict[str, tuple[str, str]]:
+    """Each card's text and outcome, by its name."""
+    cards = page.locator("#responses .card").evaluate_all(
+        "cards => cards.map(card => [card.querySelector('bdi').textContent, card.querySelector('.words').textContent,"
+        " card.querySelector('h4 span')?.textContent ?? ''])"
+    )
+    return {name: (text, outcome) for name, text, outcome in cards}
+
+
+def selected(page) -> str:
+    return page.locator("#responses .prompt-text .words").evaluate("node => node.textContent")
+
+
+def overflow(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+class TestOpening:
+    def test_everything_is_there_and_nothing_is_loaded(self, open_report):
+        page = open_report()
+        assert page.title() == "Report of 4 runs"
+        assert page.locator("h2").all_inner_texts() == [
+            "Summary",
+            "Curves",
+            "Reward against KL",
+            "Length and diversity",
+            "Reward models",
+            "Generations",
+        ]
+        assert page.locator("svg[role=img]").count() >= 12
+        assert all(page.locator("svg[role=img]").evaluate_all("nodes => nodes.map(node => node.ariaLabel)"))
+        assert listed(page) == PROMPTS
+
+    def test_text_of_models_stays_text(self, open_report):
+        page = open_report()
+        page.locator("#prompts li").nth(3).click()
+        assert selected(page) == HOSTILE
+        assert shown(page)["alpha"] == (HOSTILE, "wins")
+        assert shown(page)["gamma"] == ("(empty)", "wins")
+        assert page.evaluate("window.pwned") is None
+        assert page.locator("main img, main script, .toggles b").count() == 0
+
+    def test_the_network_is_closed_even_to_a_script(self, browser, report):
+        """What a page's own script asks for is refused before it leaves; the refusals are on the console."""
+        page = browser.new_page()
+        refused, asked = [], []
+        page.on("console", lambda message: refused.append(message.text))
+        page.goto(report.as_uri())
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("requestfailed", lambda request: asked.remove(request.url))
+        outcome = page.evaluate(
+            """async () => {
+                const script = document.createElement("script");
+                script.textContent = "window.pwned = 1";
+                document.body.append(script);
+                const image = document.createElement("img");
+                image.src = "http://127.0.0.1:9/image";
+                document.body.append(image);
+                const fetched = await fetch("http://127.0.0.1:9/fetch").then(() => "sent", () => "refused");
+                return [fetched, window.pwned ?? null];
+            }"""
+        )
+        page.close()
+        assert outcome == ["refused", None]
+        assert asked == []
+        assert sum("Content Security Policy" in text for text in refused) >= 3
+
+    def test_a_report_of_one_reward_model_has_no_generations(self, open_report, report, tmp_path):
+        write_report(report.parent / "runs" / "rm", tmp_path / "rm.html")
+        page = open_report(path=tmp_path / "rm.html")
+        assert page.locator("h2").all_inner_texts() == ["Curves", "Reward models"]
+        assert page.locator("figure:visible").count() == 5
+        page.keyboard.press("j")
+
+
+class TestFilters:
+    """Outcomes by prompt: alpha win, tie, loss, win; beta win, win, loss, tie; gamma loss, win, loss, win."""
+
+    def test_by_text(self, open_report):
+        from playwright.sync_api import expect
+
+        page = open_report()
+        page.get_by_label("Prompt contains").fill("SORT")
+        assert listed(page) == [PROMPTS[2]]
+        assert page.locator("#matches").inner_text() == "1 of 4 prompts"
+        assert shown(page)["base"] == ("1 2 3", "")
+        page.get_by_label("Prompt contains").fill("kindly")
+        assert listed(page) == [] and shown(page) == {}
+        page.get_by_label("or a response does").check()
+        assert listed(page) == [PROMPTS[1]], "gamma's response"
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator("#prompts li")).to_have_count(4)
+
+    def test_by_kind(self, open_report):
+        page = open_report()
+        page.get_by_label("Kind", exact=True).select_option(label="say")
+        assert listed(page) == [PROMPTS[1], PROMPTS[3]]
+
+    @pytest.mark.parametrize(
+        ("outcome", "of", "expected"),
+        [
+            ("policy wins", "any run shown", [0, 1, 3]),
+            ("policy wins", "every run shown", []),
+            ("base wins", "every run shown", [2]),
+            ("base wins", "gamma", [0, 2]),
+            ("tie", "alpha", [1]),
+            ("tie", "any run shown", [1, 3]),
+        ],
+    )
+    def test_by_outcome(self, open_report, outcome, of, expected):
+        page = open_report()
+        page.get_by_label("Outcome", exact=True).select_option(label=outcome)
+        page.get_by_label("Run of the outcome").select_option(label=of)
+        assert listed(page) == [PROMPTS[index] for index in expected]
+
+    def test_where_methods_disagree(self, open_report):
+        """In the outcome on all but the third; without gamma on the second and the fourth alone."""
+        page = open_report()
+        page.get_by_label("Methods").select_option(label="disagree in the outcome")
+        assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+        page.get_by_role("checkbox", name="gamma").uncheck()
+        assert listed(page) == [PROMPTS[1], PROMPTS[3]]
+        assert set(shown(page)) == {"base", "alpha", "beta"}
+        page.get_by_label("Methods").select_option(label="disagree in the response")
+        assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]], "all said 2 1 to the third"
+
+
+class TestKeyboard:
+    def test_through_the_prompts(self, open_report):
+        page = open_report()
+        active = "document.getElementById('prompts').getAttribute('aria-activedescendant')"
+        for key, place in (("j", 1), ("j", 2), ("k", 1), ("k", 0), ("k", 0)):
+            page.keyboard.press(key)
+            assert (selected(page), page.evaluate(active)) == (PROMPTS[place], f"prompt-{place}")
+        page.locator("#prompts").focus()
+        for key, place in (("ArrowDown", 1), ("End", 3), ("ArrowUp", 2), ("Home", 0)):
+            page.keyboard.press(key)
+            assert selected(page) == PROMPTS[place]
+        assert page.locator("#prompts [aria-selected=true]").count() == 1
+        assert page.locator("#responses").bounding_box()["y"] < 700, "the responses were brought into view"
+
+    def test_search_and_back(self, open_report):
+        page = open_report()
+        focused = "document.activeElement.id"
+        page.keyboard.press("/")
+        assert page.evaluate(focused) == "search"
+        page.keyboard.type("jk/")
+        assert page.locator("#search").input_value() == "jk/", "in a field they are letters"
+        assert listed(page) == []
+        page.keyboard.press("Escape")
+        assert page.evaluate(focused) == "prompts"
+        assert (page.locator("#search").input_value(), listed(page)) == ("", PROMPTS)
+
+    def test_focus_is_seen_and_every_field_has_a_name(self, open_report):
+        page = open_report()
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "skip"
+        outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline == "solid"
+        names = page.locator("input, select, button").evaluate_all(
+            "nodes => nodes.map(node => (node.labels?.[0] ?? node).textContent.trim())"
+        )
+        assert len(names) > 20 and all(names)
+        assert page.locator("#prompts").get_attribute("role") == "listbox"
+
+
+class TestCharts:
+    def test_a_run_can_be_hidden(self, open_report):
+        page = open_report()
+        lines = page.locator("#panels svg[aria-label=loss] polyline")
+        assert lines.count() == 4
+        page.get_by_role("checkbox", name="beta").uncheck()
+        assert lines.count() == 3
+        assert page.locator("#shown-count").inner_text() == "3 of 4"
+        page.get_by_role("button", name="None", exact=True).click()
+        assert page.locator("figure:visible").count() == 0
+        assert page.locator("#matches").inner_text() == "0 of 4 prompts"
+        page.get_by_role("button", name="All", exact=True).click()
+        assert lines.count() == 4
+
+    def test_over_wall_clock_time(self, open_report):
+        """Alpha's last step is 40, at 40 * 3.5 = 140 seconds; gamma has no times and is named."""
+        page = open_report()
+        page.get_by_label("wall-clock time").check()
+        assert page.locator("#panels svg[aria-label=loss] polyline").count() == 3
+        assert page.locator("#untimed").inner_text() == "Logged without the time, so not drawn: gamma."
+        page.locator("#panels svg[aria-label='gradient norm']").hover(position={"x": 5, "y": 100})
+        reading = page.locator("#panels figure:has(svg[aria-label='gradient norm']) output").inner_text()
+        assert reading in ("alpha, 35 seconds: 1.25", "beta, 35 seconds: 1.25"), "step 10, the first"
+
+    def test_a_point_lies_where_its_figures_say(self, open_report):
+        """The figures are read back from the picture, between the first and the last tick of each axis.
+
+        Alpha has (KL, gain) (1.5, .25), beta (2.5, .125) and gamma (2.5, .375); the front goes from alpha to gamma.
+        """
+        page = open_report()
+        chart = page.locator("svg[aria-label='true score gain']")
+
+        def numbers(selector: str, *names: str) -> list[list[float]]:
+            read = "(nodes, names) => nodes.map(node => names.map(name => Number(node.getAttribute(name))))"
+            return chart.locator(selector).evaluate_all(read, names)
+
+        def axis(anchor: str, name: str):
+            ticks = chart.locator(f"text[text-anchor={anchor}]")
+            values = [float(text) for text in ticks.all_text_contents() if text[0].isdigit()]
+            places = [place for (place,) in numbers(f"text[text-anchor={anchor}]", name)][: len(values)]
+            scale = (values[-1] - values[0]) / (places[-1] - places[0])
+            assert len(values) >= 3
+
+            def read(place: float) -> float:
+                return values[0] + (place - places[0]) * scale
+
+            assert [read(place) for place in places] == pytest.approx(values), "the axis is linear"
+            return read
+
+        read_x, read_y = axis("middle", "x"), axis("end", "y")
+        # The text of a tick stands 4 pixels below its line.
+        points = [(read_x(x), read_y(y + 4)) for x, y in numbers("circle.dot", "cx", "cy")]
+        assert points == [pytest.approx(point, abs=1e-3) for point in ((1.5, 0.25), (2.5, 0.125), (2.5, 0.375))]
+        whisker = [tuple(map(read_x, ends)) for ends in numbers(".whisker", "x1", "x2") if ends[0] != ends[1]][0]
+        assert whisker == pytest.approx((1.3, 1.7), abs=1e-3)
+        ends = [
+            tuple(map(float, point.split(","))) for point in chart.locator(".front").get_attribute("points").split()
+        ]
+        assert [(read_x(x), read_y(y + 4)) for x, y in ends] == [
+            pytest.approx(point, abs=2e-3) for point in ((1.5, 0.25), (2.5, 0.375))
+        ]
+
+    def test_tables_sort(self, open_report):
+        page = open_report()
+        names = page.locator("#table-policies tbody th")
+        head = page.get_by_role("columnheader", name="gain in true score")
+        head.get_by_role("button").click()
+        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["beta", "alpha", "gamma"], "ascending")
+        head.get_by_role("button").click()
+        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["gamma", "alpha", "beta"], "descending")
+
+
+class TestLooks:
+    @pytest.mark.parametrize("scheme", ["light", "dark"])
+    def test_a_phone_needs_no_sideways_scrolling(self, open_report, scheme):
+        page = open_report(360, scheme)
+        page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
+        for place in range(4):
+            page.locator("#prompts li").nth(place).click()
+            assert overflow(page) == 0
+        boxes = page.locator("figure svg, .card, #filters > *").evaluate_all(
+            "nodes => nodes.map(node => node.getBoundingClientRect().right)"
+        )
+        assert max(boxes) <= 360
+        sizes = page.locator("#panels svg text").evaluate_all(
+            "nodes => nodes.map(n => n.getBoundingClientRect().height)"
+        )
+        assert min(sizes) >= 11, "labels of charts are not shrunk with the window"
+
+    def test_dark_and_light(self, open_report):
+        def colors(page) -> list[str]:
+            found = page.evaluate(
+                "['backgroundColor', 'color'].map(name => getComputedStyle(document.body)[name].match(/\\d+/g))"
+            )
+            return ["#" + "".join(f"{int(channel):02x}" for channel in color) for color in found]
+
+        light, dark = colors(open_report(scheme="light")), colors(open_report(scheme="dark"))
+        assert contrast(light[0], "#ffffff") < 1.2 and contrast(dark[0], "#000000") < 1.5
+        assert contrast(*light) > 7 and contrast(*dark) > 7
+
+    def test_print_has_the_figures_and_not_the_controls(self, open_report):
+        page = open_report(scheme="dark")
+        page.emulate_media(media="print")
+        for control in ("#filters", "#prompts", ".buttons", "nav"):
+            assert page.locator(control).first.is_hidden(), control
+        assert page.locator("#table-policies").is_visible()
+        assert page.locator("#responses .card").count() == 4
+        background = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--page')")
+        assert background.strip() == "#ffffff", "paper is white in the dark as well"

@@ -1,0 +1,319 @@
+"""Reward functions and modules that fail: on which rows, in sampling, in greedy baselines and in evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import statistics
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tests.reward_adapters import save_adapter, save_full_model
+from tests.rollout_once import build, evens, prompts, save_policy, thirds, train
+from trl_ext import PolicyTrainer
+from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
+from trl_ext.trainers.reward_functions import reward_columns
+from trl_ext.trainers.reward_guard import RewardError, RewardGuard
+
+NO_FAULT = {"reward": 0, "loss": 0, "gradient": 0}
+NAN, INFINITY = float("nan"), float("inf")
+
+
+@pytest.fixture(scope="module")
+def policy_path(tiny_model_path, tmp_path_factory) -> str:
+    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
+
+
+def entries(trainer) -> list[dict]:
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def a_rollout(trainer) -> dict:
+    """Eight scored responses to two prompts, as training makes them."""
+    trainer.model.train()
+    return trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+
+
+def as_async(function):
+    async def later(**arguments):
+        return function(**arguments)
+
+    later.__name__ = function.__name__
+    return later
+
+
+# ---- Several functions ----
+
+
+class OneBadResponse:
+    """Two reward functions, `first` and `second`; the second one fails on the third of the latest eight responses."""
+
+    def __init__(self, fault):
+        self.fault = fault
+        self.responses: list = []
+
+    def first(self, completion_ids, **_):
+        self.responses = list(completion_ids)
+        return thirds(completion_ids)
+
+    def second(self, completion_ids, **_):
+        bad = [ids == self.responses[2] for ids in completion_ids]
+        if any(bad) and self.fault == "raises":
+            raise KeyError("no answer")
+        return [self.fault if b else reward for b, reward in zip(bad, evens(completion_ids), strict=True)]
+
+    def advantages(self) -> tuple[list[float], list[float]]:
+        """Advantages where the third response is not there at all, and the totals of the seven others."""
+        totals = [a + b for a, b in zip(thirds(self.responses), evens(self.responses), strict=True)]
+        groups = [[totals[i] for i in (0, 1, 3)], totals[4:]]
+        normalized = [
+            [(x - statistics.fmean(group)) / (statistics.pstdev(group) + 1e-6) for x in group] for group in groups
+        ]
+        return [*normalized[0][:2], 0.0, normalized[0][2], *normalized[1]], [*groups[0], *groups[1]]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("fault", ["raises", NAN, INFINITY], ids=str)
+def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_async, policy_path, tmp_path):
+    """Not what the other function gives it, which would pass for a low reward; an update on NaN is skipped as well."""
+    functions = OneBadResponse(fault)
+    second = as_async(functions.second) if is_async else functions.second
+    spec = {"model": policy_path, "fixed": True, "args": {"reward_errors": "skip", "beta": 0.0}}
+    trainer = train(spec, str(tmp_path), reward_funcs=[functions.first, second])
+    expected, totals = functions.advantages()
+    assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert min(abs(advantage) for advantage in expected[:2]) > 0.01
+    (entry,) = entries(trainer)
+    assert (entry["unscorable"], entry["reward_errors"]) == (1 / 8, 1.0 if fault == "raises" else 0.0)
+    assert entry["reward"] == pytest.approx(statistics.fmean(totals), rel=1e-5)
+    assert (entry["reward_min"], entry["reward_max"]) == pytest.approx((min(totals), max(totals)), rel=1e-6)
+    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 0 if fault == "raises" else 1}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_scoring_the_rows_one_by_one_reports_nothing_again(is_async):
+    """The call for all three rows has reported; the calls that find the row at fault must not."""
+    reported = []
+
+    def judge(prompts, completions, log_extra, log_metric):
+        log_extra("lengths", [len(text) for text in completions])
+        log_metric("mean", statistics.fmean(len(text) for text in completions))
+        if "bad" in completions:
+            raise KeyError("no answer")
+        return [float(len(text)) for text in completions]
+
+    guard = RewardGuard("skip")
+    found = guard.wrap(as_async(judge) if is_async else judge)(
+        prompts=["a", "b", "c"],
+        completions=["xy", "bad", "wxyz"],
+        log_extra=lambda name, values: reported.append((name, values)),
+        log_metric=lambda name, value: reported.append((name, value)),
+    )
+    assert (asyncio.run(found) if is_async else found) == [2.0, None, 4.0]
+    assert reported == [("lengths", [2, 3, 4]), ("mean", 3.0)]
+    assert (guard.failed, guard.not_finite) == ({1}, set())
+
+
+# ---- Greedy baselines ----
+
+
+def test_a_greedy_reward_that_is_not_finite_is_a_fault_of_its_whole_group(policy_path, tmp_path):
+    """Two greedy responses after eight sampled ones, the second NaN; of the sampled ones, the third."""
+
+    def reward(completion_ids, **_):
+        rewards = thirds(completion_ids)
+        rewards[1 if len(rewards) == 2 else 2] = NAN
+        return rewards
+
+    args = {"algorithm": "remax", "beta": 0.0}
+    trainer = build({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward])
+    assert a_rollout(trainer)["bad_reward"].tolist() == [False, False, True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("fault", [None, NAN])
+def test_a_greedy_reward_that_is_not_finite_skips_its_updates(fault, policy_path, tmp_path):
+    """Two updates of four of the eight responses: one or both of them hold one of the four of row1."""
+
+    def reward(completion_ids, **_):
+        rewards = thirds(completion_ids)
+        return [rewards[0], fault or rewards[1]] if len(rewards) == 2 else rewards
+
+    args = {"algorithm": "remax", "beta": 0.0, "per_device_train_batch_size": 4, "steps_per_generation": 2}
+    spec = {"model": policy_path, "args": {**args, "max_steps": 2}}
+    trainer = train(spec, str(tmp_path), reward_funcs=[reward])
+    bad = sum(bool(batch["bad_reward"].any()) for batch in trainer._buffered_inputs)
+    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": bad}
+    assert (bad > 0) == (fault is not None)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_failures_on_greedy_responses_are_counted(sampled, policy_path, tmp_path):
+    """One of the two greedy responses, and, where `sampled`, the four of row1 as well: 1 or 5."""
+
+    calls = []
+
+    def judge(completion_ids, row_id, **_):
+        # Single rows are of the call before, of which they are to show the row at fault.
+        if len(row_id) > 1:
+            calls.append(len(row_id))
+        if "row1" in row_id and (calls[-1] == 2 or sampled):
+            raise KeyError("no answer")
+        return thirds(completion_ids)
+
+    args = {"algorithm": "remax", "beta": 0.0, "reward_errors": "skip"}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
+    assert calls == [8, 2]
+    (entry,) = entries(trainer)
+    assert entry["reward_errors"] == (5.0 if sampled else 1.0)
+    assert entry["unscorable"] == (0.5 if sampled else 0.0)
+    # Without a baseline there is no advantage, and no fault either.
+    assert list(trainer._logs["advantages"])[4:] == [0.0] * 4
+    assert trainer.update_guard.skipped == NO_FAULT
+
+
+# ---- Evaluation ----
+
+IDS = [[7, 2], [8, 9, 2], [10, 2]]
+
+
+def fails_on_the_second(prompts, completions, row_id, **_):
+    if "row1" in row_id:
+        raise KeyError("no answer")
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+def not_finite(completions, row_id, **_):
+    bad = {"row0": NAN, "row2": -INFINITY}
+    return [bad.get(row, float(len(c[0]["content"]))) for row, c in zip(row_id, completions, strict=True)]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_evaluation_goes_on_where_errors_are_skipped(is_async, policy_path, tmp_path):
+    """And leaves the trainer's own guard alone, whose latest rollout is still to be trained on."""
+    function = as_async(fails_on_the_second) if is_async else fails_on_the_second
+    arguments = prompts(3), ["ab", "c", "defg"], [True] * 3, IDS
+    for mode, place in (("skip", tmp_path / "skip"), ("raise", tmp_path / "raise")):
+        args = {"reward_errors": mode}
+        trainer = build({"model": policy_path, "args": args}, str(place), reward_funcs=[function, not_finite])
+        trainer.reward_guard.failed, trainer.reward_guard.not_finite = {5}, {6}
+        if mode == "raise":
+            with pytest.raises(RewardError, match="'fails_on_the_second' failed on row_id 'row1': KeyError"):
+                reward_columns(trainer, *arguments)
+        else:
+            columns = reward_columns(trainer, *arguments)
+            assert columns == {"fails_on_the_second": [2.0, None, 4.0], "not_finite": [None, 1.0, None]}
+        assert (trainer.reward_guard.failed, trainer.reward_guard.not_finite) == ({5}, {6})
+
+
+def test_a_member_that_fails_in_evaluation_leaves_the_columns_whole(policy_path, tmp_path):
+    """An ensemble scored row by row reports none of its members: their columns hold None, one for each row."""
+    ensemble = RewardEnsemble([fails_on_the_second, lambda completions, **_: [1.0] * len(completions)])
+    args = {"reward_errors": "skip"}
+    trainer = build({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=ensemble)
+    columns = reward_columns(trainer, prompts(3), ["ab", "c", "defg"], [True] * 3, IDS)
+    assert columns.pop("ensemble") == [1.5, None, 2.5]
+    assert list(columns) == ensemble.names
+    assert all(values == [None] * 3 for values in columns.values())
+
+
+@pytest.mark.parametrize("mode", ["skip", "raise"])
+def test_a_comparison_with_the_base_goes_on_or_says_where_it_failed(mode, policy_path, tmp_path):
+    """Means are of the rows that have a reward; the token ids are those that were generated, and not re-encoded."""
+    seen = {}
+
+    def tokens(completion_ids, row_id, **_):
+        seen.update(zip(row_id, completion_ids, strict=True))
+        return [float(len(ids)) for ids in completion_ids]
+
+    functions = [tokens, fails_on_the_second, not_finite]
+    spec = {"model": policy_path, "perturb": 1, "args": {"reward_errors": mode}}
+    trainer = build(spec, str(tmp_path), reward_funcs=functions)
+    rows = [{**row, "prompt_text": row["prompt"][0]["content"]} for row in prompts(3)]
+    settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=8, batch_size=4)
+    evaluation = GenerationEvaluation(trainer, rows, settings, reward_columns=partial(reward_columns, trainer))
+    if mode == "raise":
+        with pytest.raises(RewardError, match="failed on row_id 'row1'"):
+            evaluation.compare()
+        return
+    comparison = evaluation.compare()
+    assert [row["reward/fails_on_the_second"] is None for row in comparison.rows] == [False, True, False]
+    assert [row["reward/not_finite"] is None for row in comparison.rows] == [True, False, True]
+    for name in ("fails_on_the_second", "not_finite", "tokens"):
+        known = [row[f"reward/{name}"] for row in comparison.rows if row[f"reward/{name}"] is not None]
+        assert comparison.summary["rewards"][name]["policy"] == pytest.approx(statistics.fmean(known))
+    assert [row["reward/tokens"] for row in comparison.rows] == [
+        float(row["generated_num_tokens"]) for row in comparison.rows
+    ]
+
+
+# ---- Modules and folders ----
+
+
+@pytest.mark.parametrize("value", [INFINITY, NAN])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_module_whose_score_is_not_finite_skips_the_update(beside, value, policy_path, tmp_path):
+    """TRL scores modules itself, so that no wrapper sees them; of 8 responses the fourth has no reward."""
+    folder = save_full_model(policy_path, tmp_path / "module")
+    module = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+
+    def spoil(_module, _arguments, output):
+        output.logits[3] = value
+
+    # The model is one of two functions, and columns of the rewards go by their order.
+    functions = [thirds, module] if beside else [module]
+    spec = {"model": policy_path, "args": {"beta": 0.0, "max_steps": 2}}
+    trainer = build(spec, str(tmp_path / "run"), reward_funcs=functions)
+    assert a_rollout(trainer)["bad_reward"].tolist() == [False] * 8
+    module.register_forward_hook(spoil)
+    output = a_rollout(trainer)
+    assert output["bad_reward"].tolist() == [False, False, False, True, False, False, False, False]
+    assert output["advantages"].isfinite().all() and output["advantages"][3] == 0
+    assert trainer._rollout[0][3].isnan().all()
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 2}
+    assert all(torch.equal(p, b) for p, b in zip(trainer.model.parameters(), before, strict=True))
+    # The first entry holds the two rollouts before training as well.
+    assert entries(trainer)[1]["unscorable"] == 1 / 8
+
+
+@pytest.mark.parametrize("in_a_list", [False, True])
+def test_a_folder_may_be_given_as_a_path(in_a_list, policy_path, tmp_path):
+    folder = Path(save_adapter(policy_path, tmp_path / "judge"))
+    trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[folder, thirds] if in_a_list else folder)
+    (reward,) = trainer._reward_models
+    assert isinstance(reward, RewardModel) and reward.folder == folder
+    assert list(trainer.plain_reward_functions) == (["judge", "thirds"] if in_a_list else ["judge"])
+
+
+# ---- After a stop ----
+
+
+def test_a_fault_of_an_interrupted_update_is_not_of_the_next_run(policy_path, tmp_path, caplog):
+    """The first micro-batch of two has a NaN loss, the second never comes; then the same trainer trains again."""
+    caplog.set_level(logging.WARNING)
+
+    class Interrupted(PolicyTrainer):
+        calls = 0
+
+        def _compute_loss(self, model, inputs):
+            self.calls += 1
+            if self.calls == 1:
+                inputs = {**inputs, "advantages": inputs["advantages"] * NAN}
+            if self.calls == 2:
+                raise RuntimeError("interrupted")
+            return super()._compute_loss(model, inputs)
+
+    spec = {"model": policy_path, "args": {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.1}}
+    trainer = build(spec, str(tmp_path), trainer_class=Interrupted)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        trainer.train()
+    trainer.model.zero_grad(set_to_none=True)
+    trainer.train()
+    assert trainer.update_guard.skipped == NO_FAULT
+    assert "skipped" not in caplog.text

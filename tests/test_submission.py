@@ -1,0 +1,476 @@
+"""Rows, files and archives of submissions: what they hold, how they resume, and what is said of bad ones."""
+
+import json
+import zipfile
+
+import pytest
+
+from tests.reward_adapters import save_full_model
+from trl_ext.evaluation.assets import (
+    load_base,
+    load_pairs,
+    load_prompts,
+    load_thresholds,
+    token_counter,
+)
+from trl_ext.evaluation.row_files import RowFile
+from trl_ext.evaluation.submission import (
+    build_submission,
+    generate_submission_file,
+    pack_submission,
+    score_submission_file,
+    submission_file,
+)
+from trl_ext.evaluation.submission_rows import read_pair_scores, read_responses
+
+PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def response(row_id, text="fine", tokens=3, prompt_text=None):
+    return {
+        "row_id": row_id,
+        "prompt_text": prompt_text or f"Say {row_id} twice.",
+        "response_text": text,
+        "generated_num_tokens": tokens,
+    }
+
+
+def write_prompts(path, texts):
+    return write_rows(
+        path,
+        [{"row_id": f"p{i}", "prompt_messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
+    )
+
+
+class TestReadResponses:
+    def read(self, tmp_path, rows, **keywords):
+        path = write_rows(tmp_path / "aot.jsonl", rows)
+        responses, problems = read_responses(path, PROMPTS, **{"max_new_tokens": 10, **keywords})
+        return responses, [(p.row_id, p.message, p.fatal) for p in problems]
+
+    def test_good_rows_in_the_order_of_the_prompts(self, tmp_path):
+        rows = [response(name, f"{name} {name}") for name in ("fox", "cat", "owl", "dog")]
+        responses, problems = self.read(tmp_path, rows)
+        assert [r.row_id for r in responses] == ["cat", "dog", "owl", "fox"]
+        assert responses[3].text == "fox fox"
+        assert problems == []
+
+    def test_cut_at_the_limit(self, tmp_path):
+        rows = [response(name, tokens=10 if name == "owl" else 9) for name in ("cat", "dog", "owl", "fox")]
+        responses, _ = self.read(tmp_path, rows)
+        assert [r.finished for r in responses] == [True, True, False, True]
+
+    def test_every_problem_is_named(self, tmp_path):
+        rows = [
+            response("cat", tokens=11),
+            response("dog", text="  "),
+            response("dog", text="again"),
+            response("emu"),
+            response("owl", prompt_text="Say something else."),
+            {"prompt_text": "no id"},
+        ]
+        responses, problems = self.read(tmp_path, rows)
+        assert problems == [
+            ("dog", "duplicate: on lines 2 and 3", True),
+            ("emu", "line 4: foreign: none of the 4 prompts", True),
+            (None, "line 6: row_id must be a text, and is missing", True),
+            ("fox", "missing", True),
+            ("cat", "over the token budget: generated_num_tokens is 11, at most 10 are allowed", True),
+            ("dog", "the response is empty", False),
+            ("owl", "prompt_text is not the benchmark's for this row_id", True),
+        ]
+        assert [r.row_id for r in responses] == ["dog"]
+
+    @pytest.mark.parametrize(
+        "field, value, message",
+        [
+            ("response_text", None, "response_text must be a text, and is missing"),
+            ("response_text", 3, "response_text must be a text, got '3'"),
+            ("generated_num_tokens", "7", "generated_num_tokens must be a count, got '7'"),
+            ("generated_num_tokens", -1, "generated_num_tokens must be a count, got '-1'"),
+            ("generated_num_tokens", True, "generated_num_tokens must be a count, got 'True'"),
+            ("generated_num_tokens", 2.5, "generated_num_tokens must be a count, got '2.5'"),
+        ],
+    )
+    def test_wrong_types(self, tmp_path, field, value, message):
+        rows = [response(name) for name in ("cat", "dog", "owl", "fox")]
+        rows[2][field] = value
+        _, problems = self.read(tmp_path, rows)
+        assert problems == [("owl", message, True)]
+
+    def test_tokens_are_counted_where_a_tokenizer_is_known(self, tmp_path):
+        """Ten tokens are allowed and four of slack; the row says three. One word is one token here."""
+        rows = [response(name) for name in ("cat", "dog", "owl", "fox")]
+        rows[0]["response_text"] = "word " * 14
+        rows[1]["response_text"] = "word " * 15
+        _, problems = self.read(tmp_path, rows, count_tokens=lambda text: len(text.split()))
+        message = "over the token budget: the text has 15 tokens, at most 10 are allowed"
+        assert problems == [("dog", message, True)]
+
+    def test_lines_that_do_not_parse(self, tmp_path):
+        path = tmp_path / "aot.jsonl"
+        path.write_text('{"row_id": "cat"\n[1]\n')
+        _, problems = read_responses(path, PROMPTS, max_new_tokens=10)
+        assert "line 1: bad JSON" in str(problems[0])
+        assert str(problems[0]).startswith(str(path))
+        assert problems[1].message == "line 2: bad JSON: expected an object, got list"
+
+    def test_no_file(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no file"):
+            read_responses(tmp_path / "x.jsonl", PROMPTS, max_new_tokens=10)
+
+
+class TestReadScores:
+    def test_order_and_problems(self, tmp_path):
+        path = tmp_path / "scores.jsonl"
+        path.write_text(
+            '{"row_id": "b", "chosen_score": 1, "rejected_score": -0.5}\n'
+            '{"row_id": "a", "chosen_score": NaN, "rejected_score": 2.0}\n'
+            '{"row_id": "c", "chosen_score": 0.5, "rejected_score": "1"}\n'
+            '{"row_id": "d", "chosen_score": Infinity}\n'
+        )
+        (chosen, rejected), problems = read_pair_scores(path, ["a", "b", "c", "d"])
+        assert (chosen[1], rejected[1]) == (1, -0.5)
+        assert [str(problem) for problem in problems] == [
+            f"{path}: row_id a: chosen_score must be a finite number, got 'nan'",
+            f"{path}: row_id c: rejected_score must be a finite number, got '1'",
+            f"{path}: row_id d: chosen_score must be a finite number, got 'inf'",
+            f"{path}: row_id d: rejected_score must be a finite number, and is missing",
+        ]
+
+
+class TestRowFile:
+    def test_resumes_and_refuses(self, tmp_path):
+        path, settings = tmp_path / "rows.jsonl", {"model": "m", "model_sha256": "a" * 64, "max_new_tokens": 4}
+        first = RowFile(path, settings, ["x", "y", "z"])
+        first.add([{"row_id": "z", "v": 3}])
+        again = RowFile(path, {**settings, "model": "the same from elsewhere"}, ["x", "y", "z"])
+        assert again.missing == ["x", "y"]
+        again.add([{"row_id": "x", "v": 1}, {"row_id": "y", "v": 2}])
+        assert [row["v"] for row in read_rows(path)] == [1, 2, 3]
+        with pytest.raises(FileExistsError, match="made with max_new_tokens 4, not with max_new_tokens 8"):
+            RowFile(path, {**settings, "max_new_tokens": 8}, ["x", "y", "z"])
+        with pytest.raises(
+            FileExistsError, match=r"made with the model m \(aaaaaaaaaaaa\), not with the model n \(bbb"
+        ):
+            RowFile(path, {**settings, "model": "n", "model_sha256": "b" * 64}, ["x", "y", "z"])
+        assert len(read_rows(path)) == 3
+        assert RowFile(path, {"max_new_tokens": 8}, ["x"], overwrite=True).missing == ["x"]
+        assert not path.exists()
+
+    def test_rows_of_unknown_origin(self, tmp_path):
+        path = write_rows(tmp_path / "rows.jsonl", [{"row_id": "x"}])
+        with pytest.raises(FileExistsError, match=r"no rows.settings.json says how it was made: choose another --out"):
+            RowFile(path, {}, ["x"])
+
+    def test_damage(self, tmp_path):
+        path = tmp_path / "rows.jsonl"
+        RowFile(path, {}, ["x"]).add([{"row_id": "x"}])
+        path.write_text('{"row_id": "x"}\n{"row')
+        with pytest.raises(ValueError, match=r"rows.jsonl: line 2: bad JSON"):
+            RowFile(path, {}, ["x"])
+
+
+TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
+
+
+@pytest.fixture(scope="module")
+def prompts_file(tmp_path_factory):
+    return write_prompts(tmp_path_factory.mktemp("assets") / "prompts.jsonl", TEXTS)
+
+
+class TestGenerate:
+    def test_rows_are_the_models_own_greedy_responses(self, tiny_model_path, prompts_file, tmp_path):
+        """Against transformers' own loop over single tokens, one prompt at a time."""
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        out = tmp_path / "policy_generations" / "aot.jsonl"
+        generate_submission_file(tiny_model_path, out, prompts_jsonl=prompts_file, max_new_tokens=6, batch_size=2)
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_path)
+        tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+        rows = read_rows(out)
+        assert [row["row_id"] for row in rows] == [f"p{i}" for i in range(5)]
+        assert [row["prompt_text"] for row in rows] == TEXTS
+        for row, text in zip(rows, TEXTS, strict=True):
+            rendered = tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+            )
+            ids, response_ids = tokenizer(rendered)["input_ids"], []
+            while len(response_ids) < 6 and tokenizer.eos_token_id not in response_ids:
+                logits = model(torch.tensor([ids + response_ids])).logits[0, -1]
+                response_ids.append(int(logits.argmax()))
+            assert row["generated_num_tokens"] == len(response_ids)
+            assert row["response_text"] == tokenizer.decode(response_ids, skip_special_tokens=True)
+            assert set(row) == {"row_id", "prompt_text", "response_text", "generated_num_tokens"}
+
+    def test_an_interrupted_run_goes_on(self, tiny_model_path, prompts_file, tmp_path, monkeypatch):
+        from trl_ext import rollouts
+
+        whole, out = tmp_path / "whole.jsonl", tmp_path / "aot.jsonl"
+        settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 6, "batch_size": 2}
+        generate_submission_file(tiny_model_path, whole, **settings)
+        original, asked = rollouts.generate_responses, []
+
+        def stops_at_the_second_batch(model, tokenizer, prompts, **keywords):
+            asked.append(len(prompts))
+            if len(asked) == 2:
+                raise KeyboardInterrupt
+            return original(model, tokenizer, prompts, **keywords)
+
+        monkeypatch.setattr(rollouts, "generate_responses", stops_at_the_second_batch)
+        with pytest.raises(KeyboardInterrupt):
+            generate_submission_file(tiny_model_path, out, **settings)
+        assert len(read_rows(out)) == 2
+        generate_submission_file(tiny_model_path, out, **settings)
+        assert asked == [2, 2, 2, 1]
+        assert out.read_bytes() == whole.read_bytes()
+        # With all rows there, nothing is generated.
+        generate_submission_file(tiny_model_path, out, **settings)
+        assert len(asked) == 4
+
+    def test_another_model_or_other_prompts(self, tiny_model_path, prompts_file, tmp_path):
+        from tests.tiny import save_tiny_model
+
+        out, settings = tmp_path / "aot.jsonl", {"prompts_jsonl": prompts_file, "max_new_tokens": 2}
+        generate_submission_file(tiny_model_path, out, **settings)
+        before = out.read_bytes()
+        save_tiny_model(tmp_path / "other", seed=1)
+        with pytest.raises(FileExistsError, match="holds rows made with the model .*, not with the model .*other"):
+            generate_submission_file(tmp_path / "other", out, **settings)
+        other_prompts = write_prompts(tmp_path / "prompts.jsonl", [*TEXTS[:4], "Else?"])
+        with pytest.raises(FileExistsError, match="prompts_sha256"):
+            generate_submission_file(tiny_model_path, out, **{**settings, "prompts_jsonl": other_prompts})
+        assert out.read_bytes() == before
+        file = generate_submission_file(tmp_path / "other", out, **settings, overwrite=True)
+        assert file.settings["model"] == str(tmp_path / "other")
+
+    def test_an_adapter(self, tiny_model_path, prompts_file, tmp_path):
+        """A LoRA whose output is far from zero answers as its merged model does, and not as its base."""
+        import torch
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from tests.reward_adapters import randomize
+
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        settings = {"r": 4, "target_modules": ["q_proj", "v_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+        adapted = get_peft_model(base, LoraConfig(**settings))
+        randomize(adapted, "lora_", seed=3, scale=0.5)
+        adapted.save_pretrained(tmp_path / "adapter")
+        merged = adapted.merge_and_unload()
+        merged.save_pretrained(tmp_path / "merged")
+        AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "merged")
+        texts = {}
+        for name, model in {"adapter": "adapter", "merged": "merged", "base": tiny_model_path}.items():
+            model = model if name == "base" else tmp_path / model
+            file = generate_submission_file(
+                model, tmp_path / f"{name}.jsonl", prompts_jsonl=prompts_file, max_new_tokens=6
+            )
+            texts[name] = [row["response_text"] for row in file.rows.values()]
+        assert texts["adapter"] == texts["merged"]
+        assert texts["adapter"] != texts["base"]
+
+    def test_the_hash_of_an_adapter_is_of_its_base_too(self, tmp_path):
+        from trl_ext.evaluation.policy_models import model_sha256
+
+        base, adapter = tmp_path / "base", tmp_path / "adapter"
+        for folder, name, content in (
+            (base, "config.json", "{}"),
+            (base, "model.safetensors", "weights"),
+            (adapter, "adapter_config.json", json.dumps({"base_model_name_or_path": str(base)})),
+        ):
+            folder.mkdir(exist_ok=True)
+            (folder / name).write_text(content)
+        hashes = [model_sha256(adapter), model_sha256(adapter)]
+        (base / "model.safetensors").write_text("others")
+        hashes.append(model_sha256(adapter))
+        (base / "README.md").write_text("says nothing to the model")
+        hashes.append(model_sha256(adapter))
+        assert hashes[0] == hashes[1] != hashes[2] == hashes[3]
+
+    def test_a_reward_model_cannot_generate(self, tiny_model_path, prompts_file, tmp_path):
+        folder = save_full_model(tiny_model_path, tmp_path / "reward")
+        with pytest.raises(ValueError, match="is a reward model, which cannot generate"):
+            generate_submission_file(folder, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+
+    def test_no_model(self, prompts_file, tmp_path):
+        with pytest.raises(FileNotFoundError, match="no model folder './nowhere'"):
+            generate_submission_file("./nowhere", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+        assert not (tmp_path / "x.jsonl").exists()
+
+    def test_out_of_range(self, tmp_path):
+        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+            generate_submission_file("toy", tmp_path / "x.jsonl", batch_size=0)
+
+
+@pytest.fixture(scope="module")
+def assets(tiny_model_path, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("assets")
+    pairs = [
+        {"row_id": f"q{i}", "prompt_text": text, "chosen_text": "yes" + "!" * i, "rejected_text": "no"}
+        for i, text in enumerate(TEXTS)
+    ]
+    return {
+        "model": tiny_model_path,
+        "reward_model": save_full_model(tiny_model_path, folder / "reward"),
+        "prompts": write_prompts(folder / "prompts.jsonl", TEXTS),
+        "prefs": write_rows(folder / "prefs.jsonl", pairs),
+    }
+
+
+class TestBuildScoreAndPack:
+    def build(self, assets, out, **keywords):
+        arguments = {"reward_model": assets["reward_model"], "prefs_jsonl": assets["prefs"], **keywords}
+        return build_submission(
+            {"aot": assets["model"], "offline_best": assets["model"]},
+            out,
+            prompts_jsonl=assets["prompts"],
+            max_new_tokens=4,
+            **arguments,
+        )
+
+    def test_layout_and_scores(self, assets, tmp_path):
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        files = self.build(assets, tmp_path)
+        assert [str(file.relative_to(tmp_path)) for file in files] == [
+            "policy_generations/aot.jsonl",
+            "part2/offline_best.jsonl",
+            "reward_model/public_test_pref_scores.jsonl",
+        ]
+        model = AutoModelForSequenceClassification.from_pretrained(assets["reward_model"]).eval()
+        tokenizer = AutoTokenizer.from_pretrained(assets["reward_model"])
+        for index, row in enumerate(read_rows(files[2])):
+            assert row["row_id"] == f"q{index}"
+            for name, text in (("chosen_score", "yes" + "!" * index), ("rejected_score", "no")):
+                messages = [{"role": "user", "content": TEXTS[index]}, {"role": "assistant", "content": text}]
+                ids = tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"]
+                with torch.no_grad():
+                    expected = float(model(torch.tensor([ids])).logits)
+                assert row[name] == pytest.approx(expected, abs=1e-4)
+
+    def test_scores_are_not_computed_twice(self, assets, tmp_path, monkeypatch):
+        from trl_ext.rewards import RewardModel
+
+        out = tmp_path / "scores.jsonl"
+        score_submission_file(assets["reward_model"], out, prefs_jsonl=assets["prefs"])
+        before = out.read_bytes()
+        monkeypatch.setattr(RewardModel, "score", lambda *a, **k: pytest.fail("scored again"))
+        score_submission_file(assets["reward_model"], out, prefs_jsonl=assets["prefs"])
+        assert out.read_bytes() == before
+
+    def test_pack(self, assets, tmp_path):
+        folder, archive = tmp_path / "submission", tmp_path / "s.zip"
+        self.build(assets, folder)
+        options = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
+        packed = pack_submission(folder, archive, **options)
+        with zipfile.ZipFile(archive) as file:
+            assert file.namelist() == [
+                "part2/offline_best.jsonl",
+                "policy_generations/aot.jsonl",
+                "reward_model/public_test_pref_scores.jsonl",
+            ]
+            for name in file.namelist():
+                assert file.read(name) == (folder / name).read_bytes()
+        assert packed["missing"] == [
+            *(f"policy_generations/{name}.jsonl" for name in ("dpo", "ipo", "grpo", "drgrpo", "gspo")),
+            "part2/online_best.jsonl",
+        ]
+        with pytest.raises(FileExistsError, match="replace it with --overwrite"):
+            pack_submission(folder, archive, **options)
+        assert pack_submission(folder, archive, **options, overwrite=True)["sha256"] == packed["sha256"]
+
+    def test_pack_refuses_what_would_not_be_graded(self, assets, tmp_path):
+        folder = tmp_path / "submission"
+        self.build(assets, folder)
+        path = folder / "policy_generations" / "aot.jsonl"
+        write_rows(path, read_rows(path)[:-1])
+        options = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
+        with pytest.raises(ValueError, match=r"policy_generations/aot.jsonl: row_id p4: missing"):
+            pack_submission(folder, tmp_path / "s.zip", **options)
+        assert not (tmp_path / "s.zip").exists()
+
+    def test_pack_nothing(self, tmp_path):
+        with pytest.raises(FileNotFoundError, match="holds no file of a submission, such as reward_model/"):
+            pack_submission(tmp_path, tmp_path / "s.zip")
+
+
+class TestAssets:
+    def test_embedded(self):
+        prompts = load_prompts()
+        base = load_base(prompts)
+        assert len(prompts) == len(base) == 400
+        assert [r.row_id for r in base] == [row["row_id"] for row in prompts]
+        assert base[0].text == prompts[0]["reference_response_text"]
+        assert all(r.finished for r in base), "the embedded base ends every greedy response itself"
+        assert len(load_pairs()) == 400
+
+    def test_embedded_base_is_its_models_own(self, tmp_path):
+        """Texts and token counts of the embedded base responses are what its model generates for them."""
+        prompts = load_prompts()[:20]
+        rows = [{"row_id": row["row_id"], "prompt_messages": row["prompt"]} for row in prompts]
+        path = write_rows(tmp_path / "prompts.jsonl", rows)
+        file = generate_submission_file("toy", tmp_path / "base.jsonl", prompts_jsonl=path, max_new_tokens=48)
+        generated = [(row["response_text"], row["generated_num_tokens"]) for row in file.rows.values()]
+        assert generated == [(r.text, r.tokens) for r in load_base(load_prompts(path))]
+
+    def test_other_prompts_need_their_base(self, tmp_path):
+        path = write_prompts(tmp_path / "prompts.jsonl", ["Why?"])
+        with pytest.raises(ValueError, match="row_id p0 is not one of the embedded prompts: .* --base_jsonl"):
+            load_base(load_prompts(path))
+
+    def test_wrong_kind_of_file(self, tmp_path):
+        path = write_prompts(tmp_path / "prompts.jsonl", ["Why?"])
+        with pytest.raises(ValueError, match="holds prompts; expected preference pairs"):
+            load_pairs(path)
+
+    def test_bad_base(self, tmp_path):
+        prompts = load_prompts(write_prompts(tmp_path / "prompts.jsonl", ["Why?", "How?"]))
+        path = write_rows(tmp_path / "base.jsonl", [response("p1", prompt_text="How?")])
+        with pytest.raises(ValueError, match=r"base.jsonl: row_id p0: missing"):
+            load_base(prompts, path)
+
+    def test_counting_tokens(self, tiny_model_path):
+        assert token_counter(tiny_model_path)("abc é") == 6, "bytes: é has two"
+        assert token_counter("toy")("cat, dog, fox, bear.") > 0
+        with pytest.raises(FileNotFoundError, match="no tokenizer"):
+            token_counter("./nowhere.json")
+
+    @pytest.mark.parametrize(
+        "thresholds, message",
+        [
+            ({"aot": 72}, "aot: must be a rate between 0 and 1, got 72"),
+            ({"aot": True}, "aot: must be a rate"),
+            ({"../aot": 0.5}, "'../aot': a method's name is its file's"),
+            ({}, "must hold an object"),
+        ],
+    )
+    def test_bad_thresholds(self, thresholds, message):
+        with pytest.raises(ValueError, match=message):
+            load_thresholds(thresholds)
+
+    def test_the_courses_files(self, wildchat):
+        """128 prompts, their base responses, of which 59 were cut at 256 tokens, and 256 pairs."""
+        prompts = load_prompts(wildchat / "public_test_gen_prompts_128.jsonl")
+        base = load_base(prompts, wildchat / "public_test_gen_base_responses_128.jsonl")
+        assert len(prompts) == len(base) == 128
+        assert sum(not r.finished for r in base) == 59
+        assert len(load_pairs(wildchat / "public_test_prefs_256.jsonl")) == 256
+
+
+def test_submission_files():
+    assert submission_file("reward_model") == "reward_model/public_test_pref_scores.jsonl"
+    assert submission_file("online_best") == "part2/online_best.jsonl"
+    assert submission_file("drgrpo") == "policy_generations/drgrpo.jsonl"

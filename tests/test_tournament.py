@@ -1,0 +1,165 @@
+"""Tournaments: who meets whom, wins counted by hand, ratings, and the picture."""
+
+import itertools
+import math
+
+import pytest
+
+from tests.test_grading import WORDS, plan, response_rows, write_assets
+from trl_ext.evaluation.assets import load_base, load_prompts
+from trl_ext.evaluation.candidates import known_score_judge
+from trl_ext.evaluation.submission_rows import Response
+from trl_ext.evaluation.tournament import plot_tournament, run_tournament, tournament_pairs
+
+
+@pytest.fixture
+def systems(tmp_path):
+    """Prompts, and the base with three policies: 8 wins and 2 ties, 5 wins and 5 losses, and 10 losses against it."""
+    assets = write_assets(tmp_path)
+    prompts = load_prompts(assets["prompts_jsonl"])
+
+    def responses(kinds):
+        return [
+            Response(row["row_id"], row["response_text"], row["generated_num_tokens"], 256)
+            for row in response_rows(kinds)
+        ]
+
+    return prompts, {
+        "base": load_base(prompts, assets["base_jsonl"]),
+        "good": responses(plan(win=8, tie=2)),
+        "even": responses(plan(win=5, loss=5)),
+        "bad": responses(plan(loss=10)),
+    }
+
+
+class TestPairs:
+    def test_all(self):
+        assert tournament_pairs(["base", "x", "y"]) == [(0, 1), (0, 2), (1, 2)]
+
+    def test_base_only(self):
+        assert tournament_pairs(["base", "x", "y"], "base") == [(0, 1), (0, 2)]
+
+    @pytest.mark.parametrize(
+        "names, pairing, message",
+        [
+            (["x", "y"], "all", "needs the system 'base'"),
+            (["base"], "all", "at least one other"),
+            (["base", "x", "x"], "all", "two systems are called 'x'"),
+            (["base", "x"], "some", "pairing must be all or base"),
+        ],
+    )
+    def test_refused(self, names, pairing, message):
+        with pytest.raises(ValueError, match=message):
+            tournament_pairs(names, pairing)
+
+
+class TestTournament:
+    def test_matches_by_hand(self, systems):
+        """Good against even: even wins nothing that good has not won too: on 5 rows both are right, on 3 only good is,
+        on the last 2 good has the base's answer and even a wrong one: (5 x 1/2 + 5) / 10 = 0.75.
+        Even against bad: 5 wins, 5 ties between wrong answers: 0.75."""
+        prompts, responses = systems
+        result = run_tournament(known_score_judge(prompts), prompts, responses)
+        rates = {(match["first"], match["second"]): match["rate"] for match in result.matches}
+        assert rates == {
+            ("base", "good"): pytest.approx(1 - (8 + 1) / 10),
+            ("base", "even"): pytest.approx(0.5),
+            ("base", "bad"): 1.0,
+            ("good", "even"): pytest.approx(0.75),
+            ("good", "bad"): 1.0,
+            ("even", "bad"): pytest.approx(0.75),
+        }
+        assert all(match["n"] == 10 and match["errors"] == 0 for match in result.matches)
+        # In a round robin ratings rank by points: 0.9 + 0.75 + 1, 0.1 + 0.5 + 1, 0.5 + 0.25 + 0.75, and 0.25.
+        assert [row["name"] for row in result.table()] == ["good", "base", "even", "bad"]
+        base = result.names.index("base")
+        assert (result.ratings.ratings[base], result.ratings.low[base], result.ratings.high[base]) == (1000,) * 3
+        assert not result.ratings.virtual_draws, "bad draws with even, so it can be reached"
+
+    def test_one_policy_in_closed_form(self, systems):
+        """Good wins 9 of 10 with ties as halves: 400 log10(9) = 381.697 above the base, which expects 0.1."""
+        prompts, responses = systems
+        two = {name: responses[name] for name in ("base", "good")}
+        result = run_tournament(known_score_judge(prompts), prompts, two)
+        row = result.table()[0]
+        assert row["rating"] == pytest.approx(1000 + 400 * math.log10(9), abs=1e-6)
+        assert row["expected_against_base"] == pytest.approx(0.9)
+        assert row["low"] < row["rating"] < row["high"]
+
+    def test_losing_all_needs_virtual_draws(self, systems):
+        """Bad loses all 10; with a draw half each way 10.5 to 0.5: 400 log10(21) below the base."""
+        prompts, responses = systems
+        two = {name: responses[name] for name in ("base", "bad")}
+        result = run_tournament(known_score_judge(prompts), prompts, two)
+        assert result.ratings.virtual_draws
+        bad = next(row for row in result.table() if row["name"] == "bad")
+        assert bad["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
+        assert bad["low"] == pytest.approx(bad["rating"]), "every sample is the same ten losses"
+
+    def test_against_the_base_only(self, systems):
+        prompts, responses = systems
+        result = run_tournament(known_score_judge(prompts), prompts, responses, pairing="base")
+        assert [(match["first"], match["second"]) for match in result.matches] == [
+            ("base", "good"),
+            ("base", "even"),
+            ("base", "bad"),
+        ]
+        # With no other matches, each rating is that of its own with the base: even has won half.
+        even = next(row for row in result.table() if row["name"] == "even")
+        # The virtual draw that bad needs leaves an even score even.
+        assert even["rating"] == pytest.approx(1000, abs=1e-6)
+
+    def test_unjudged_rows_are_counted(self, systems):
+        from trl_ext.evaluation import JudgeError
+
+        prompts, responses = systems
+        known = known_score_judge(prompts)
+
+        def fails_on_cats(prompt, a, b):
+            if "cat " in prompt[0]["content"]:
+                raise JudgeError("no answer")
+            return known.judge(prompt, a, b)
+
+        two = {name: responses[name] for name in ("base", "good")}
+        (match,) = run_tournament(fails_on_cats, prompts, two, max_error_fraction=0.1).matches
+        # Without the row of the cat, one tie is left beside the eight wins.
+        assert (match["n"], match["errors"], match["rate"]) == (9, 1, pytest.approx(0.5 / 9))
+
+    def test_json(self, systems):
+        import json
+
+        prompts, responses = systems
+        result = run_tournament(known_score_judge(prompts), prompts, responses)
+        text = json.dumps(result.to_dict(), allow_nan=False)
+        assert {row["name"] for row in json.loads(text)["ratings"]} == set(responses)
+
+
+def test_picture(systems, tmp_path):
+    """Every system is on both panels, the best first, and every rate in its cell."""
+    from unittest.mock import patch
+
+    from trl_ext.evaluation import plots
+
+    prompts, responses = systems
+    result = run_tournament(known_score_judge(prompts), prompts, responses)
+    figures = []
+
+    def remember(*arguments):
+        figures.append(plots_new_figure(*arguments))
+        return figures[-1]
+
+    plots_new_figure = plots.new_figure
+    with patch.object(plots, "new_figure", remember):
+        plot_tournament(result, tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    ((_, (matrix, ratings)),) = figures
+    assert [label.get_text() for label in ratings.get_yticklabels()] == ["good", "base", "even", "bad"]
+    names = [label.get_text() for label in matrix.get_yticklabels()]
+    cells = {text.get_position(): text.get_text() for text in matrix.texts}
+    for match in result.matches:
+        i, j = names.index(match["first"]), names.index(match["second"])
+        assert cells[(j, i)] == f"{match['rate']:.2f}"
+        assert cells[(i, j)] == f"{1 - match['rate']:.2f}"
+    assert all(cells[(i, i)] == "" for i in range(len(names)))
+    assert len(cells) == len(list(itertools.product(names, names)))
+    assert len(WORDS) == result.prompts

@@ -1,0 +1,151 @@
+"""What a public evaluation is judged on: prompts, the frozen base's responses to them, and preference pairs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trl_ext.data import load_benchmark
+from trl_ext.evaluation.judge import last_user_text
+from trl_ext.evaluation.submission_rows import Response, read_responses, refuse_fatal
+
+MAX_PROMPT_TOKENS = 700
+MAX_NEW_TOKENS = 256
+
+TokenCounter = Callable[[str], int]
+
+
+def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
+    """Prompt rows with `row_id`, `prompt` (messages) and `prompt_text`, the last user message.
+
+    Args:
+        path: a JSONL file of prompts; None for the embedded ones.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: bad rows, or a file of pairs.
+    """
+    benchmark = load_benchmark("toy", splits="test_gen") if path is None else load_benchmark(_file(path))
+    (name,) = benchmark
+    if not name.endswith("_gen"):
+        raise ValueError(f"{path} holds preference pairs; expected prompts")
+    return [{**row, "prompt_text": last_user_text(row["prompt"])} for row in benchmark[name]]
+
+
+def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
+    """Preference rows with `row_id`, `prompt`, `chosen` and `rejected`.
+
+    Args:
+        path: a JSONL file of pairs; None for the embedded ones.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: bad rows, or a file of prompts.
+    """
+    benchmark = load_benchmark("toy", splits="test_prefs") if path is None else load_benchmark(_file(path))
+    (name,) = benchmark
+    if not name.endswith("_prefs"):
+        raise ValueError(f"{path} holds prompts; expected preference pairs")
+    return list(benchmark[name])
+
+
+def load_base(
+    prompts: list[dict[str, Any]], path: str | Path | None = None, *, max_new_tokens: int | None = None
+) -> list[Response]:
+    """The base's responses in the order of the prompts.
+
+    Args:
+        prompts: as `load_prompts` returns them.
+        path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses come with
+            the embedded prompts.
+        max_new_tokens: the limit they were generated under; None for `default_max_new_tokens`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: bad rows, or no file for prompts that are not the embedded ones.
+    """
+    if path is not None:
+        limit = default_max_new_tokens(path) if max_new_tokens is None else max_new_tokens
+        responses, problems = read_responses(path, prompts, max_new_tokens=limit)
+        refuse_fatal(problems)
+        return responses
+    split = load_benchmark("toy", splits="test_gen")["test_gen"]
+    embedded = {row["row_id"]: row["reference_response_text"] for row in split}
+    foreign = next((row["row_id"] for row in prompts if row["row_id"] not in embedded), None)
+    if foreign is not None:
+        raise ValueError(
+            f"row_id {foreign} is not one of the embedded prompts: give the base's responses with --base_jsonl"
+        )
+    count, limit = token_counter("toy"), default_max_new_tokens(None)
+    responses = []
+    for row in prompts:
+        text = embedded[row["row_id"]]
+        # The end token, which is not in the text, was generated too.
+        responses.append(Response(row["row_id"], text, min(count(text) + 1, limit), max_new_tokens=limit))
+    return responses
+
+
+def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float]:
+    """Thresholds by method, each in [0, 1], from a JSON file or a mapping.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is damaged, or an entry is no rate.
+    """
+    if isinstance(source, Mapping):
+        values, where = dict(source), "thresholds"
+    else:
+        where = str(source)
+        try:
+            values = json.loads(_file(source).read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: bad JSON: {error.msg} at line {error.lineno}") from error
+    if not isinstance(values, dict) or not values:
+        raise ValueError(f"{where}: must hold an object of method: threshold")
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise ValueError(f"{where}: {name}: must be a rate between 0 and 1, got {value!r}")
+        if not name.replace("_", "").replace("-", "").isalnum():
+            raise ValueError(f"{where}: {name!r}: a method's name is its file's, of letters, digits, _ and -")
+    return {name: float(value) for name, value in values.items()}
+
+
+def default_max_new_tokens(path: str | Path | None) -> int:
+    """The limit on new tokens: that of the embedded prompts where `path` is None, else the course's 256."""
+    if path is not None:
+        return MAX_NEW_TOKENS
+    from trl_ext.toy import MAX_NEW_TOKENS as embedded
+
+    return embedded
+
+
+def token_counter(tokenizer: str) -> TokenCounter:
+    """A function that counts the tokens of a text, special tokens left out.
+
+    Args:
+        tokenizer: a model's folder, a `tokenizer.json`, a hub name, or `toy`.
+
+    Raises:
+        FileNotFoundError: there is none of that name within reach.
+    """
+    from tokenizers import Tokenizer
+
+    from trl_ext.models import resolve_model_path
+
+    path = Path(tokenizer if tokenizer.endswith(".json") else resolve_model_path(tokenizer))
+    try:
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        loaded = Tokenizer.from_file(str(path)) if path.is_file() else Tokenizer.from_pretrained(tokenizer)
+    except Exception as error:  # the library raises bare exceptions
+        raise FileNotFoundError(f"no tokenizer {tokenizer!r}: {error}") from error
+    return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
+
+
+def _file(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    return path

@@ -1,0 +1,153 @@
+"""Judging submitted responses against the base's: win rates, length control, and candidates against one another."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.bootstrap import PairedDifference, Rule, paired_bootstrap, row_credits
+from trl_ext.evaluation.judge import GroundTruthJudge, last_user_text
+from trl_ext.evaluation.judging import JudgingResult, judge_pairs
+from trl_ext.evaluation.judging_cost import Estimate, estimate
+from trl_ext.evaluation.length_control import LengthControlledWinRate, length_controlled_win_rate
+from trl_ext.evaluation.prices import Usage
+from trl_ext.evaluation.submission_rows import Response
+from trl_ext.evaluation.win_rate import PairOutcome, WinRate, win_rate
+
+
+@dataclass(frozen=True)
+class CandidateResult:
+    """What judging one candidate against the base gave.
+
+    Attributes:
+        name: the candidate's.
+        win_rate: under both rules, with intervals.
+        length_controlled: the win rate at equal lengths; None where it cannot be told.
+        mean_tokens, base_mean_tokens: generated tokens per response.
+        outcomes: one for each prompt.
+        usage: what judging took: calls, tokens and dollars.
+        verdicts: JSON-ready rows with what the judge said in both orders.
+    """
+
+    name: str
+    win_rate: WinRate
+    length_controlled: LengthControlledWinRate | None
+    mean_tokens: float
+    base_mean_tokens: float
+    outcomes: list[PairOutcome]
+    usage: Usage
+    verdicts: list[dict[str, Any]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures without the rows, ready for JSON."""
+        return {
+            "name": self.name,
+            "win_rate": self.win_rate.to_dict(),
+            "length_controlled": None if self.length_controlled is None else self.length_controlled.to_dict(),
+            "mean_tokens": self.mean_tokens,
+            "base_mean_tokens": self.base_mean_tokens,
+            "usage": self.usage.to_dict(),
+        }
+
+
+def judge_candidate(
+    judge: Any,
+    name: str,
+    responses: Sequence[Response],
+    prompts: Sequence[Mapping[str, Any]],
+    base: Sequence[Response],
+    **judging: Any,
+) -> CandidateResult:
+    """Judge a candidate's responses against the base's, in both orders.
+
+    Args:
+        judge: a `PairwiseJudge`.
+        name: the candidate's.
+        responses, base: one for each prompt, in order.
+        prompts: rows with `row_id` and `prompt`.
+        judging: passed on to `judge_pairs`.
+
+    Raises:
+        TooManyErrors: too many comparisons could not be judged.
+    """
+    result = judge_responses(judge, prompts, responses, base, **judging)
+    credits = row_credits(result.outcomes, "half")
+    return CandidateResult(
+        name=name,
+        win_rate=win_rate(result.outcomes),
+        length_controlled=length_controlled_win_rate(
+            credits, [len(response.text) for response in responses], [len(response.text) for response in base]
+        ),
+        mean_tokens=_mean_tokens(responses),
+        base_mean_tokens=_mean_tokens(base),
+        outcomes=result.outcomes,
+        usage=result.usage,
+        verdicts=result.verdicts,
+    )
+
+
+def judge_responses(
+    judge: Any,
+    prompts: Sequence[Mapping[str, Any]],
+    responses: Sequence[Response],
+    others: Sequence[Response],
+    **judging: Any,
+) -> JudgingResult:
+    """`judge_pairs` on submitted responses."""
+    return judge_pairs(judge, prompts, *_pair_arguments(responses, others), **_finished(responses, others), **judging)
+
+
+def estimate_cost(
+    judge: Any,
+    prompts: Sequence[Mapping[str, Any]],
+    pairs: Sequence[tuple[Sequence[Response], Sequence[Response]]],
+    cache: str | Path | None = None,
+) -> list[Estimate]:
+    """What `judge_responses` would cost for each pair of systems; nothing is sent."""
+    return [estimate(judge, prompts, *_pair_arguments(*pair), cache=cache, **_finished(*pair)) for pair in pairs]
+
+
+def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
+    """The judge by the known score of the embedded task.
+
+    Raises:
+        ValueError: a prompt is not of that task, so that nothing is known of its responses.
+    """
+    from trl_ext.toy import kind_of
+
+    for row in prompts:
+        try:
+            kind_of(last_user_text(row["prompt"]))
+        except ValueError:
+            raise ValueError(
+                f"row_id {row['row_id']}: the known score is of the embedded task only, and this prompt is none of "
+                "its: choose another judge"
+            ) from None
+    return GroundTruthJudge()
+
+
+def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
+    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
+    rows = []
+    for first, second in itertools.combinations(results, 2):
+        difference: PairedDifference = paired_bootstrap(first.outcomes, second.outcomes, rule)
+        rows.append({"candidates": [first.name, second.name], **difference.to_dict()})
+    return rows
+
+
+def _pair_arguments(responses: Sequence[Response], others: Sequence[Response]) -> tuple[list[str], list[str]]:
+    return [response.text for response in responses], [response.text for response in others]
+
+
+def _finished(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[bool]]:
+    return {
+        "candidate_finished": [response.finished for response in responses],
+        "base_finished": [response.finished for response in others],
+    }
+
+
+def _mean_tokens(responses: Sequence[Response]) -> float:
+    return sum(response.tokens for response in responses) / len(responses)

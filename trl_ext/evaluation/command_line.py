@@ -1,0 +1,96 @@
+"""What the commands of the evaluation share: errors in one line, tables, and JSON for other programs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trl_ext.evaluation.judge import JudgeError
+from trl_ext.registry import nearest
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Raises ValueError for a wrong command line, with the nearest flag, instead of printing all the usage."""
+
+    def __init__(self, **keywords: Any):
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
+
+    def parse_args(self, args=None, namespace=None):
+        args = sys.argv[1:] if args is None else list(args)
+        # Before argparse complains of a required flag that was misspelt.
+        for argument in args:
+            flag = argument.split("=")[0]
+            if flag.startswith("--") and flag not in self._option_string_actions:
+                flags = [known[2:] for known in self._option_string_actions if known.startswith("--")]
+                raise ValueError(f"unknown flag {flag}{nearest(flag[2:], flags)}")
+        return super().parse_args(args, namespace)
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def at_least_one(text: str) -> int:
+    """The type of a flag that takes a count of one or more."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End with `error: ...` and code 2 for what a user can mend; TRL_EXT_TRACEBACK=1 shows the traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was finished is kept, and the same command goes on from there", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (ValueError, OSError, ImportError, JudgeError) as error:
+        if os.environ.get("TRL_EXT_TRACEBACK"):
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Rows under a header in aligned columns; numbers to the right, with three decimals where they have any."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    right = [all(_is_number(value) for value in column) for column in zip(*rows, strict=True)] or [False] * len(header)
+
+    def line(values: Sequence[str]) -> str:
+        pairs = zip(values, widths, right, strict=True)
+        return "  ".join(v.rjust(w) if r else v.ljust(w) for v, w, r in pairs).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, cells)])
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """The same table in Markdown."""
+    lines = [[*header], ["---"] * len(header), *([_cell(value) for value in row] for row in rows)]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def format_interval(rate: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
+    """`rate  [low, high]`, or a dash where there is no rate."""
+    return "-" if rate is None else f"{rate:.{digits}f}  [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def print_json(value: Any) -> None:
+    """Print a result for another program to read. NaN and infinities are refused, since JSON has none."""
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))

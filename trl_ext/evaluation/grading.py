@@ -1,0 +1,205 @@
+"""Grading a submission: every method's figure against its threshold, and everything that is wrong with its files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.assets import default_max_new_tokens, load_base, load_pairs, load_prompts, load_thresholds
+from trl_ext.evaluation.bootstrap import RULES, Rule, chance_below, chance_mean_below, row_credits
+from trl_ext.evaluation.candidates import CandidateResult, judge_candidate, known_score_judge
+from trl_ext.evaluation.prices import Usage
+from trl_ext.evaluation.reward_models import reward_metrics
+from trl_ext.evaluation.submission import PART_TWO, REWARD_MODEL, check_submission_file, submission_file
+from trl_ext.evaluation.submission_rows import Response
+
+
+@dataclass(frozen=True)
+class FileGrade:
+    """The grade of one file.
+
+    Attributes:
+        method: whose file.
+        file: where in the submission.
+        passed: whether its figure reaches the threshold.
+        reason: why there is no figure (`missing`, or what is wrong); None where there is one.
+        threshold: to reach.
+        measure: `win rate` or `accuracy`.
+        figure, low, high, n: the rate that is graded, its Wilson 95% interval, and the rows in its denominator.
+        half: the win rate with ties as half, `rate`, `low`, `high`, `n`; None for a reward model.
+        chance_below: how likely the figure of another sample of `n` rows is to fall under the threshold if the rate
+            measured here is the true one; None without a figure.
+        chance_model: what that was computed with: `binomial`, or `normal` for a rate that has half wins in it.
+        problems: rows that cannot be graded, one sentence each; any of them fails the file.
+        warnings: rows that were graded, such as empty responses.
+        details: everything else that was measured.
+    """
+
+    method: str
+    file: str
+    passed: bool
+    reason: str | None
+    threshold: float
+    measure: str
+    figure: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    half: dict[str, Any] | None = None
+    chance_below: float | None = None
+    chance_model: str | None = None
+    problems: list[str] = dataclasses.field(default_factory=list)
+    warnings: list[str] = dataclasses.field(default_factory=list)
+    details: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class SubmissionGrade:
+    """The grades of a submission.
+
+    Attributes:
+        grades: one for each threshold, in their order.
+        rule: by which win rates are graded: `agreed`, the course's, or `half`.
+        part_two: whether part two is passed, for which one of its two files suffices; None if it has no threshold.
+        usage: what judging took in all: calls, tokens and dollars; None where nothing was judged.
+    """
+
+    grades: list[FileGrade]
+    rule: Rule
+    part_two: bool | None
+    usage: dict[str, Any] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {**dataclasses.asdict(self), "passed": sum(grade.passed for grade in self.grades)}
+
+
+def grade_submission(
+    folder: str | Path,
+    thresholds: Mapping[str, float] | str | Path,
+    *,
+    judge: Any = None,
+    prompts_jsonl: str | Path | None = None,
+    base_jsonl: str | Path | None = None,
+    prefs_jsonl: str | Path | None = None,
+    max_new_tokens: int | None = None,
+    count_tokens: Callable[[str], int] | None = None,
+    rule: Rule = "agreed",
+    **judging: Any,
+) -> SubmissionGrade:
+    """Grade every file that has a threshold; a missing file is a failure, and so is one with rows that cannot count.
+
+    A reward model is graded by the share of pairs whose chosen response it scores strictly higher. A policy is graded
+    by its win rate against the base: by default over the prompts on which both orders of showing agree, the judge
+    called the comparison usable, and the response is not empty.
+
+    Args:
+        folder: the submission.
+        thresholds: threshold by method, or a JSON file of them; see `submission_file` for the methods' files.
+        judge: decides between responses; None for the known score, which only the embedded task has.
+        prompts_jsonl, base_jsonl, prefs_jsonl: what the submission was made on; None for what is embedded.
+        max_new_tokens: the most tokens of a response; None for 256, or 48 for the embedded prompts.
+        count_tokens: counts the tokens of a text, to check what rows say of their length; None for no check.
+        rule: `agreed` or `half`.
+        judging: passed on to `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
+
+    Raises:
+        FileNotFoundError: no such folder, or no such file of prompts, base responses, pairs or thresholds.
+        ValueError: those files have bad rows, or there is no judge for the prompts.
+        TooManyErrors: too many comparisons could not be judged; what was judged is in the cache.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"no folder {folder}")
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    thresholds = load_thresholds(thresholds)
+    prompts = load_prompts(prompts_jsonl)
+    judge = known_score_judge(prompts) if judge is None else judge
+    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
+    assets = {
+        "prompts": prompts,
+        "pairs": load_pairs(prefs_jsonl) if REWARD_MODEL in thresholds else [],
+        "max_new_tokens": limit,
+        "count_tokens": count_tokens,
+    }
+    base = load_base(prompts, base_jsonl, max_new_tokens=limit if base_jsonl is not None else None)
+
+    def judged(name: str, responses: Sequence[Response]) -> CandidateResult:
+        return judge_candidate(judge, name, responses, prompts, base, **judging)
+
+    usages: list[Usage] = []
+    grades = [_grade(folder, name, threshold, assets, judged, rule, usages) for name, threshold in thresholds.items()]
+    part_two = [grade.passed for grade in grades if grade.method in PART_TWO]
+    return SubmissionGrade(
+        grades=grades,
+        rule=rule,
+        part_two=any(part_two) if part_two else None,
+        usage=sum(usages[1:], usages[0]).to_dict() if usages else None,
+    )
+
+
+def _grade(folder, name, threshold, assets, judged, rule: Rule, usages: list[Usage]) -> FileGrade:
+    base = {
+        "method": name,
+        "file": submission_file(name),
+        "threshold": threshold,
+        "measure": "accuracy" if name == REWARD_MODEL else "win rate",
+    }
+    if not (folder / submission_file(name)).is_file():
+        return FileGrade(**base, passed=False, reason="missing")
+    rows, problems = check_submission_file(folder, name, **assets)
+    fatal = [str(problem) for problem in problems if problem.fatal]
+    base |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
+    if fatal:
+        return FileGrade(**base, passed=False, reason=f"{len(fatal)} bad row" + "s" * (len(fatal) > 1))
+    if name == REWARD_MODEL:
+        return _grade_reward_model(base, rows)
+    result = judged(name, rows)
+    usages.append(result.usage)
+    return _grade_policy(base, result, rule)
+
+
+def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[float]]) -> FileGrade:
+    metrics = reward_metrics(*scores)
+    accuracy, n = metrics["accuracy"], metrics["n"]
+    return FileGrade(
+        **base,
+        passed=accuracy >= base["threshold"],
+        reason=None,
+        figure=accuracy,
+        low=metrics["low"],
+        high=metrics["high"],
+        n=n,
+        chance_below=chance_below(accuracy, n, base["threshold"]),
+        chance_model="binomial",
+        details=metrics,
+    )
+
+
+def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> FileGrade:
+    figure, threshold = getattr(result.win_rate, rule), base["threshold"]
+    credits = [credit for credit in row_credits(result.outcomes, rule) if credit is not None]
+    chance = None
+    if credits:
+        chance = (
+            chance_below(figure.rate, figure.n, threshold)
+            if rule == "agreed"
+            else chance_mean_below(credits, threshold)
+        )
+    return FileGrade(
+        **base,
+        passed=bool(credits) and figure.rate >= threshold,
+        reason=None if credits else "no comparison counts",
+        figure=figure.rate if credits else None,
+        low=figure.low,
+        high=figure.high,
+        n=figure.n,
+        half=dataclasses.asdict(result.win_rate.half),
+        chance_below=chance,
+        chance_model=None if chance is None else "binomial" if rule == "agreed" else "normal",
+        details=result.to_dict(),
+    )

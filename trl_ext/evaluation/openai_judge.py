@@ -1,0 +1,317 @@
+"""An LLM as a judge, behind any server that speaks OpenAI's Responses or Chat Completions API."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import cached_property, partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from trl_ext.evaluation.back_off import wait_before_retry
+from trl_ext.evaluation.judge import JudgeError, Judgement, JudgeUnavailable, Messages
+from trl_ext.evaluation.judge_answer import answer_schema, read_answer
+from trl_ext.evaluation.openai_replies import Failure, read_reply, status_failure
+from trl_ext.evaluation.prices import Usage, find_price, load_prices
+
+KEY_VARIABLE = "OPENAI_API_KEY"
+# Each costs as much as an answer that can be read.
+BAD_ANSWER_RETRIES = 2
+# A server that asks for more has a limit per hour or per day.
+LONGEST_RETRY_AFTER = 300.0
+
+
+class Answer(NamedTuple):
+    """A judgement, and what it cost with the attempts before it."""
+
+    judgement: Judgement
+    usage: Usage
+
+
+class OpenAIJudge:
+    """Asks a model behind an OpenAI-compatible API which response is better, and has it answer in a fixed schema.
+
+    The key is read from the environment variable OPENAI_API_KEY and from nowhere else; a server at a `base_url` of
+    your own is asked without one if it is not set. Rate limits (429), errors of the server (408, 409, 5xx), broken
+    connections and timeouts are retried with exponential back-off, and `Retry-After` is honoured. An answer that is no
+    verdict (not JSON, outside the schema, empty, cut or a refusal) is asked for twice more. May be called from several
+    threads.
+
+    Args:
+        model: as the server knows it.
+        base_url: of the API, such as `http://localhost:8000/v1`; None for OpenAI's, or what OPENAI_BASE_URL says.
+        api: "responses", or "chat" for servers with Chat Completions alone.
+        instructions: the rubric, as a text or as the `Path` of a file; None for the one that comes with the package.
+            It must ask for the fields of that one.
+        timeout: seconds to wait for an answer.
+        max_retries: how often a request that failed is sent again.
+        max_output_tokens: the most that an answer may cost, reasoning included.
+        temperature, reasoning_effort: None for the server's default; not every model takes them.
+        prices: file or mapping of prices that add to the package's, as `load_prices` takes them.
+
+    Raises:
+        ImportError: the openai package is missing.
+        ValueError: an argument is out of range.
+        FileNotFoundError: no such file of instructions or prices.
+    """
+
+    def __init__(
+        self,
+        model: str = "gpt-5.4",
+        *,
+        base_url: str | None = None,
+        api: Literal["responses", "chat"] = "responses",
+        instructions: str | Path | None = None,
+        timeout: float = 60.0,
+        max_retries: int = 6,
+        max_output_tokens: int = 2048,
+        temperature: float | None = None,
+        reasoning_effort: str | None = None,
+        prices: str | Path | Mapping[str, Any] | None = None,
+    ):
+        _import_openai()
+        if api not in ("responses", "chat"):
+            raise ValueError(f"api must be 'responses' or 'chat', got {api!r}")
+        for name, value, least in (("max_retries", max_retries, 0), ("max_output_tokens", max_output_tokens, 1)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be above 0 seconds, got {timeout}")
+        self.model = model
+        self.base_url = base_url
+        self.api = api
+        self.instructions = _read_instructions(instructions)
+        self.timeout = timeout
+        self.max_retries = max_retries
+        self.max_output_tokens = max_output_tokens
+        self.temperature = temperature
+        self.reasoning_effort = reasoning_effort
+        self.price = find_price(model, load_prices(prices))
+        self._schema = answer_schema()
+        self._lock = threading.Lock()
+        # What `ask` was called with, for the HTTP client to find.
+        self._call = threading.local()
+
+    def __repr__(self) -> str:
+        return f"OpenAIJudge(model={self.model!r}, base_url={self.base_url!r}, api={self.api!r})"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a verdict depends on beside the question; the server's address is left out, since it moves."""
+        settings = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
+        return {
+            "kind": "openai",
+            "model": self.model,
+            "instructions": self.instructions,
+            **{name: value for name, value in settings.items() if value is not None},
+        }
+
+    def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Judgement:
+        """The judgement on one question.
+
+        Raises:
+            JudgeError: it could not be had.
+            JudgeUnavailable: no question would be answered: the key is missing or refused, the model is unknown.
+        """
+        return self.ask(prompt, response_a, response_b).judgement
+
+    def ask(
+        self,
+        prompt: Messages | str,
+        response_a: str,
+        response_b: str,
+        *,
+        stop: threading.Event | None = None,
+        slots: threading.Semaphore | None = None,
+    ) -> Answer:
+        """As `judge`, with what it cost.
+
+        Args:
+            stop: once it is set nothing is sent any more, and waits before retries end, with a JudgeError.
+            slots: held while a request is open, and not while it is made or its reply is read.
+        """
+        self._call.stop, self._call.slots = stop, slots
+        request = self._request(question_text(prompt, response_a, response_b))
+        usage, bad_answers, failures = Usage(), 0, 0
+        while True:
+            outcome, cost = self._send(request)
+            usage += cost
+            if isinstance(outcome, Judgement):
+                return Answer(outcome, usage)
+            if outcome.kind == "fatal":
+                raise JudgeUnavailable(f"{self._server} gives no verdicts: {outcome.reason}")
+            if outcome.kind == "answer":
+                bad_answers += 1
+                if bad_answers > BAD_ANSWER_RETRIES:
+                    raise JudgeError(f"{outcome.reason} ({usage.calls} attempts)", usage=usage)
+            else:
+                failures += 1
+                if outcome.kind == "request" or failures > self.max_retries:
+                    reason = f"{outcome.reason} ({usage.calls} attempts)"
+                    raise JudgeError(reason, usage=usage, server_failed=True)
+                self._wait(failures - 1, outcome, usage, stop)
+            usage += Usage(retries=1)
+
+    def estimate_tokens(self, prompt: Messages | str, response_a: str, response_b: str, count) -> int:
+        """Input tokens of a question, with `count` as the tokenizer: `f(text) -> int`."""
+        # The schema is sent along and read by the model.
+        sent = (self.instructions, question_text(prompt, response_a, response_b), str(self._schema))
+        return sum(count(text) for text in sent)
+
+    @property
+    def _server(self) -> str:
+        return self.base_url or os.environ.get("OPENAI_BASE_URL") or "OpenAI"
+
+    @cached_property
+    def _create(self):
+        """The SDK's method that sends a request; retries are not the SDK's, since they are counted here."""
+        key = os.environ.get(KEY_VARIABLE)
+        own_server = self.base_url or os.environ.get("OPENAI_BASE_URL")
+        if not key and not own_server:
+            raise JudgeUnavailable(
+                f"{KEY_VARIABLE} is not set: export the key, or give the base_url of your own server"
+            )
+        openai = _import_openai()
+        client = openai.OpenAI(
+            api_key=key or "none",
+            base_url=self.base_url,
+            timeout=self.timeout,
+            max_retries=0,
+            http_client=_limited_client(openai, self._call),
+        )
+        path = "/responses" if self.api == "responses" else "/chat/completions"
+        # Past the SDK's typed methods, whose checks of every field take as long as all the rest of a call.
+        return partial(client.post, path, cast_to=str)
+
+    def _request(self, question: str) -> dict[str, Any]:
+        schema = {"name": "verdict", "strict": True, "schema": self._schema}
+        if self.api == "responses":
+            request = {
+                "model": self.model,
+                "instructions": self.instructions,
+                "input": question,
+                "text": {"format": {"type": "json_schema", **schema}},
+                "max_output_tokens": self.max_output_tokens,
+                "store": False,
+            }
+            effort = {"reasoning": {"effort": self.reasoning_effort}}
+        else:
+            request = {
+                "model": self.model,
+                "messages": [
+                    {"role": "system", "content": self.instructions},
+                    {"role": "user", "content": question},
+                ],
+                "response_format": {"type": "json_schema", "json_schema": schema},
+                "max_completion_tokens": self.max_output_tokens,
+            }
+            effort = {"reasoning_effort": self.reasoning_effort}
+        if self.temperature is not None:
+            request["temperature"] = self.temperature
+        return request if self.reasoning_effort is None else request | effort
+
+    def _send(self, request: dict[str, Any]) -> tuple[Judgement | Failure, Usage]:
+        """One request. Errors of the SDK end here: they carry the request, and the request carries the key."""
+        openai = _import_openai()
+        with self._lock:
+            create = self._create
+        cost = Usage(calls=1)
+        try:
+            body = create(body=request)
+        except openai.APITimeoutError:
+            return Failure("transient", f"no answer within {self.timeout:g} s"), cost
+        except openai.APIStatusError as error:
+            failure = status_failure(error.status_code, error.body, error.response.headers)
+            return Failure(failure.kind, self._without_key(failure.reason), failure.retry_after), cost
+        except openai.OpenAIError as error:
+            return Failure("transient", f"{self._server} cannot be reached: {_cause(error)}"), cost
+        reply = read_reply(body, self.api)
+        cost += self._cost(reply)
+        if reply.problem is not None:
+            return Failure("answer", self._without_key(reply.problem)), cost
+        try:
+            return read_answer(reply.text), cost
+        except ValueError as error:
+            return Failure("answer", self._without_key(f"the answer breaks the schema: {error}")), cost
+
+    def _cost(self, reply) -> Usage:
+        tokens = {
+            "input_tokens": reply.input_tokens,
+            "cached_input_tokens": reply.cached_input_tokens,
+            "output_tokens": reply.output_tokens,
+        }
+        return Usage(**tokens, dollars=None if self.price is None else self.price.dollars(**tokens))
+
+    def _wait(self, attempt: int, failure: Failure, usage: Usage, stop: threading.Event | None) -> None:
+        if failure.retry_after is not None and failure.retry_after > LONGEST_RETRY_AFTER:
+            raise JudgeUnavailable(
+                f"{self._server} asks to wait {failure.retry_after:.0f} s: {failure.reason}; run again then"
+            )
+        seconds = wait_before_retry(attempt, failure.retry_after)
+        if (stop or threading.Event()).wait(seconds):
+            raise JudgeError(f"stopped while waiting to retry: {failure.reason}", usage=usage)
+
+    def _without_key(self, text: str) -> str:
+        """A server's words in one short line; some servers repeat the key that they refuse."""
+        key = os.environ.get(KEY_VARIABLE, "")
+        line = " ".join(text.split())
+        # A placeholder such as "x" is no secret, and part of many words.
+        return (line.replace(key, "[key]") if len(key) >= 8 else line)[:300]
+
+
+def question_text(prompt: Messages | str, response_a: str, response_b: str) -> str:
+    """What the judge is shown: the conversation and both responses, between markers that a response cannot guess."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    conversation = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    # Text of models may hold halves of surrogate pairs, which cannot be sent.
+    parts = [text.encode("utf-8", "replace").decode() for text in (conversation, response_a, response_b)]
+    code = hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:12]
+    sections = zip(("conversation", "response A", "response B"), parts, strict=True)
+    return "\n".join([*(f"[{name} {code}]\n{text}" for name, text in sections), f"[end {code}]"])
+
+
+def _read_instructions(instructions: str | Path | None) -> str:
+    if instructions is None:
+        return (files("trl_ext.evaluation") / "judge_instructions.md").read_text(encoding="utf-8")
+    if isinstance(instructions, Path):
+        if not instructions.is_file():
+            raise FileNotFoundError(f"no file of instructions {str(instructions)!r}")
+        instructions = instructions.read_text(encoding="utf-8")
+    if len(instructions.split()) < 2:
+        raise ValueError(f"instructions must be a text, or the Path of a file that holds one, got {instructions!r}")
+    return instructions
+
+
+def _limited_client(openai, call: threading.local):
+    """An HTTP client that sends a request when there is a free slot.
+
+    The slot is taken here, and not around the SDK's call, since most of the work of a call is before and after.
+    """
+
+    class LimitedClient(openai.DefaultHttpxClient):
+        def send(self, *args: Any, **kwargs: Any):
+            with getattr(call, "slots", None) or nullcontext():
+                stop = getattr(call, "stop", None)
+                if stop is not None and stop.is_set():
+                    raise JudgeError("stopped before the request was sent")
+                return super().send(*args, **kwargs)
+
+    return LimitedClient()
+
+
+def _cause(error: Exception) -> str:
+    """The kind of the network error beneath the SDK's, whose own text says only that there was one."""
+    cause = error.__cause__
+    return type(error).__name__ if cause is None else type(cause).__name__
+
+
+def _import_openai():
+    try:
+        import openai
+    except ImportError as error:
+        raise ImportError("OpenAIJudge needs the openai package: pip install 'trl_ext[judge]'") from error
+    return openai

@@ -1,0 +1,119 @@
+"""The report of any number of runs: `python -m trl_ext.evaluation.report runs/ --out report.html`.
+
+It compares the runs found in and below the folders in one HTML file that needs no network, with tables, charts and the
+models' responses side by side, and writes the tables as Markdown beside it. It only reads files: no model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors, print_json
+from trl_ext.evaluation.report_markdown import render_markdown
+from trl_ext.evaluation.report_page import render_page
+from trl_ext.evaluation.report_runs import find_runs
+from trl_ext.evaluation.report_summary import summarize
+from trl_ext.evaluation.report_tables import incomplete_table, method_table, policy_table, reward_model_table
+from trl_ext.files import write_text
+
+MAX_PROMPTS = 1000
+# Columns that the terminal has no room for.
+UNPRINTED = {
+    "model",
+    "data",
+    "steps",
+    "n",
+    "n without ties",
+    "win rate, ties dropped",
+    "true score",
+    "accuracy on held-out pairs",
+    "tokens, base",
+    "training (s)",
+    "in all (s)",
+    "labels, true order",
+    "mean margin",
+    "Brier",
+}
+
+
+def write_report(
+    run_folders: str | Path | Iterable[str | Path], out: str | Path, *, max_prompts: int = MAX_PROMPTS
+) -> dict[str, list[dict[str, Any]]]:
+    """Write the report of runs as HTML, and its tables as Markdown beside it.
+
+    Args:
+        run_folders: a folder or several; the runs in and below them are found by their `results.json`.
+        out: the HTML file; the Markdown has the same name with `.md`. Both are replaced atomically.
+        max_prompts: how many prompts the browser of generations holds; the page says how many it leaves out.
+
+    Returns:
+        The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds) and `incomplete`.
+
+    Raises:
+        FileNotFoundError: a folder that does not exist.
+        NotADirectoryError: a file in the place of a folder.
+        ValueError: no finished run, an `out` that does not end in `.html`, or a `max_prompts` below 0.
+    """
+    out = Path(out)
+    if out.suffix != ".html":
+        raise ValueError(f"--out {out}: must end in .html, so that the Markdown beside it has a name of its own")
+    if max_prompts < 0:
+        raise ValueError(f"--max_prompts must be at least 0, got {max_prompts}")
+    runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
+    summary = summarize(runs, incomplete)
+    write_text(out, _encodable(render_page(runs, summary, max_prompts=max_prompts)))
+    write_text(out.with_suffix(".md"), _encodable(render_markdown(runs, summary)))
+    return summary
+
+
+def _encodable(text: str) -> str:
+    """JSON may hold halves of surrogate pairs, which no file of UTF-8 does; they become question marks."""
+    return text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Ends with code 2 and one line where there is nothing to report."""
+    with one_line_errors():
+        parser = CommandParser(
+            prog="python -m trl_ext.evaluation.report",
+            description="Compare runs in one HTML file that needs no network, and their tables in a Markdown file.\n"
+            "Reads the runs' files alone: it loads no model, asks no judge and costs nothing.",
+        )
+        parser.add_argument("folders", nargs="+", metavar="FOLDER", help="folders that hold runs, at any depth")
+        parser.add_argument(
+            "--out", default="report.html", help="HTML file; the Markdown goes beside it (%(default)s)"
+        )
+        parser.add_argument(
+            "--max_prompts",
+            type=int,
+            default=MAX_PROMPTS,
+            help="most prompts whose responses the HTML holds (%(default)s)",
+        )
+        parser.add_argument("--json", action="store_true", help="print the summary as JSON, with every figure")
+        given = parser.parse_args(arguments)
+        summary = write_report(given.folders, given.out, max_prompts=given.max_prompts)
+        if given.json:
+            print_json(summary)
+        else:
+            _print_summary(summary)
+            print(f"{given.out} and {Path(given.out).with_suffix('.md')}")
+
+
+def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
+    """The columns that fit a terminal; the files have them all."""
+    for table in (
+        policy_table(summary["policies"]),
+        method_table(summary["methods"]),
+        reward_model_table(summary["reward_models"]),
+        incomplete_table(summary["incomplete"]),
+    ):
+        if table.rows:
+            shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
+            rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
+            print(f"{table.title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""What the report's charts show, as plain values: the page's script draws them and computes no figure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from trl_ext.evaluation.report_curves import panels, untimed
+from trl_ext.evaluation.report_runs import Run, number
+from trl_ext.evaluation.report_summary import Row, trade_offs
+from trl_ext.evaluation.report_tables import reliability_bins
+
+COLORS, DASHES = 10, 5
+# Beyond this many runs the page opens with one run of each method shown.
+MANY_RUNS = 12
+
+
+def chart_data(runs: Sequence[Run], summary: dict[str, list[Row]]) -> dict[str, Any]:
+    """How each run is drawn, and the points of every chart, by the runs' labels.
+
+    Returns:
+        `runs`, each with its `color` by method and its `dash` within the method; `panels` of curves; `untimed`, the
+        runs whose curves have no seconds; `dots`, charts of one figure per run; `trade_offs`, reward against KL; and
+        `reliability`, calibration bins as (confidence, accuracy, pairs).
+    """
+    policies = [run for run in runs if not run.trains_reward_model]
+    return {
+        "runs": _appearance(runs),
+        "panels": [dataclasses.asdict(panel) for panel in panels(runs)],
+        "untimed": untimed(runs),
+        "dots": _dots(summary, policies),
+        "trade_offs": _trade_off_charts(summary["policies"]),
+        "reliability": _reliability([run for run in runs if run.trains_reward_model]),
+    }
+
+
+def _appearance(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Each run's colour, by its method, and its line, by its place among the runs of the method."""
+    methods: dict[tuple[str, bool], list[Run]] = {}
+    for run in runs:
+        methods.setdefault((run.method, run.trains_reward_model), []).append(run)
+    return [
+        {
+            "label": run.label,
+            "method": run.method,
+            "color": list(methods).index((run.method, run.trains_reward_model)) % COLORS,
+            "dash": methods[run.method, run.trains_reward_model].index(run) % DASHES,
+            "first": methods[run.method, run.trains_reward_model][0] is run,
+            "shown": len(runs) <= MANY_RUNS or methods[run.method, run.trains_reward_model][0] is run,
+        }
+        for run in runs
+    ]
+
+
+def _dots(summary: dict[str, list[Row]], policies: Sequence[Run]) -> list[dict[str, Any]]:
+    """Charts of one figure per run with its interval, and the base's figure where it has one."""
+    rows, models = summary["policies"], summary["reward_models"]
+
+    def chart(place: str, title: str, points: list[tuple[str, Any]], reference: float | None = None) -> dict[str, Any]:
+        rows = [{"run": label, **value} for label, value in points if value is not None]
+        return {"place": place, "title": title, "reference": reference, "rows": rows}
+
+    def beside_base(name: str) -> list[tuple[str, Any]]:
+        figures = [
+            (run.label, *(number(run.results, "generations", source, name) for source in ("policy", "base")))
+            for run in policies
+        ]
+        return [(label, None if own is None else {"value": own, "base": base}) for label, own, base in figures]
+
+    charts = [
+        chart(
+            "dots-result",
+            "Win rate against the base, ties as half",
+            [(row["run"], row["win_rate"]["half"]) for row in rows],
+            0.5,
+        ),
+        chart(
+            "dots-result",
+            "Win rate against the base, ties dropped",
+            [(row["run"], row["win_rate"]["agreed"]) for row in rows],
+            0.5,
+        ),
+        chart("dots-result", "Gain in true score", [(row["run"], row["score_gain"]) for row in rows], 0.0),
+        chart("dots-length", "Response length (tokens), hollow: the base", beside_base("mean_tokens")),
+        chart("dots-length", "Distinct-2, hollow: the base", beside_base("distinct_2")),
+        chart("dots-length", "Repeated 4-grams, hollow: the base", beside_base("repetition")),
+        chart("dots-reward", "Accuracy on held-out pairs", [(row["run"], row["accuracy"]) for row in models], 0.5),
+        chart("dots-reward", "Accuracy, true order", [(row["run"], row["true_accuracy"]) for row in models], 0.5),
+    ]
+    return [chart for chart in charts if chart["rows"]]
+
+
+def _trade_off_charts(policies: Sequence[Row]) -> list[dict[str, Any]]:
+    fronts = {row["run"]: row["on_front"] for row in policies}
+    return [
+        {"title": title, "points": [{**point, "front": title in fronts[point["run"]]} for point in points]}
+        for title, points in trade_offs(policies).items()
+    ]
+
+
+def _reliability(reward_models: Sequence[Run]) -> list[dict[str, Any]]:
+    charts = []
+    for run in reward_models:
+        bins = [[number(row, name) for name in ("confidence", "accuracy", "n")] for row in reliability_bins([run])]
+        bins = [entry for entry in bins if None not in entry]
+        if bins:
+            charts.append({"run": run.label, "ece": number(run.results, "pairs", "ece"), "bins": bins})
+    return charts

@@ -1,0 +1,56 @@
+"""The report as Markdown, for the appendix of a paper: its tables, without charts and generations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from trl_ext.evaluation import report_tables as tables
+from trl_ext.evaluation.report_runs import Run
+from trl_ext.evaluation.report_summary import Row
+from trl_ext.evaluation.report_tables import Table
+
+# Whatever could start markup, an image among it, which a viewer would fetch from wherever a model's text says.
+MARKUP = re.compile(r"([\\`*_{}\[\]<>()#!|~$:@])")
+# Everything that any reader takes for the end of a line, and control characters.
+BREAKS = re.compile("[\\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
+
+
+def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]]) -> str:
+    """The Markdown of the report."""
+    policies = [run for run in runs if not run.trains_reward_model]
+    reward_models = [run for run in runs if run.trains_reward_model]
+    found = [
+        tables.policy_table(summary["policies"]),
+        tables.method_table(summary["methods"]),
+        tables.trade_off_table(summary["policies"]),
+        tables.diversity_table(policies),
+        tables.kind_table(policies),
+        tables.held_out_table(policies),
+        tables.reward_model_table(summary["reward_models"]),
+        tables.reliability_table(reward_models),
+        tables.mistake_table(reward_models),
+        tables.incomplete_table(summary["incomplete"]),
+    ]
+    notes = [f"- {escape(f'{run.label}, {note}')}" for run in runs for note in run.notes]
+    parts = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", *map(render_table, found)]
+    if notes:
+        parts.append("\n".join(["## Damaged lines", "", *notes]))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_table(table: Table) -> str:
+    """A table under its heading; nothing where it has no rows."""
+    if not table.rows:
+        return ""
+    rows = [[escape(cell.text) for cell in row] for row in table.rows]
+    head = [escape(name) for name in table.columns]
+    numbers = [any(row[index].value is not None for row in table.rows) for index in range(len(head))]
+    rule = ["--:" if number else ":--" for number in numbers]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+    return "\n".join([f"## {table.title}", "", table.note, "", *lines])
+
+
+def escape(text: str) -> str:
+    """Text that stays itself in a cell of a Markdown table: no markup, no HTML, on one line."""
+    return MARKUP.sub(r"\\\1", BREAKS.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;"))

@@ -1,0 +1,169 @@
+"""The report as one HTML file that needs no network: its sections, its data, and the policy that keeps it closed.
+
+Whatever comes from a run is untrusted. It reaches the page through `escape` or `embed`, and no script runs but the one
+whose hash the page's Content-Security-Policy names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from trl_ext.evaluation import report_tables as tables
+from trl_ext.evaluation.report_charts import chart_data
+from trl_ext.evaluation.report_generations import generations
+from trl_ext.evaluation.report_runs import Run
+from trl_ext.evaluation.report_summary import Row
+from trl_ext.evaluation.report_tables import Table
+
+FRONT_NOTE = "The line is the Pareto front of all runs, shown or not; crosses are 95% intervals."
+PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
+
+
+def render_page(runs: Sequence[Run], summary: dict[str, list[Row]], *, max_prompts: int) -> str:
+    """The HTML of the report."""
+    policies = [run for run in runs if not run.trains_reward_model]
+    reward_models = [run for run in runs if run.trains_reward_model]
+    data = {**chart_data(runs, summary), "generations": generations(policies, max_prompts=max_prompts)}
+    sections = [
+        _section(
+            "summary",
+            "Summary",
+            _table(tables.policy_table(summary["policies"])),
+            _charts("dots-result") if policies else "",
+        ),
+        _section("over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)),
+        _section(
+            "curves",
+            "Curves",
+            _asset("curves.html") if data["panels"] else "",
+            _folded(tables.held_out_table(policies)),
+        ),
+        _section(
+            "pareto",
+            "Reward against KL",
+            f'<p class="note">{FRONT_NOTE}</p>{_charts("trade-offs")}' if data["trade_offs"] else "",
+            _folded(tables.trade_off_table(summary["policies"])),
+        ),
+        _section(
+            "length",
+            "Length and diversity",
+            _charts("dots-length") if policies else "",
+            _folded(tables.diversity_table(policies)),
+            _folded(tables.kind_table(policies)),
+        ),
+        _section(
+            "rewards",
+            "Reward models",
+            _table(tables.reward_model_table(summary["reward_models"]), heading=False),
+            _charts("dots-reward", "reliability") if reward_models else "",
+            _folded(tables.reliability_table(reward_models)),
+            _folded(tables.mistake_table(reward_models)),
+        ),
+        _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else ""),
+        _section(
+            "left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False), _notes(runs)
+        ),
+    ]
+    return _fill(
+        _asset("report.html"),
+        title=f"Report of {len(runs)} run{'s' if len(runs) > 1 else ''}",
+        body="".join(sections),
+        navigation=_navigation(sections),
+        toggles=_toggles(data["runs"]),
+        data=embed(data),
+        style=_asset("report.css"),
+        script=_asset("report.js"),
+        policy=_policy(),
+    )
+
+
+def embed(value: Any) -> str:
+    """JSON that can stand in a script element: nothing in it ends the element, opens a comment or ends a line."""
+    source = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", source)
+
+
+def _fill(template: str, **values: str) -> str:
+    # In one pass: a placeholder inside a value is a model's text, and stays.
+    return PLACEHOLDER.sub(lambda found: values[found[1]], template)
+
+
+def _asset(name: str) -> str:
+    return (files("trl_ext.evaluation") / "report_assets" / name).read_text(encoding="utf-8")
+
+
+def _policy() -> str:
+    """No network, no frames, no forms; this page's own script and style by their hashes."""
+
+    def digest(name: str) -> str:
+        return base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()
+
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest('report.js')}'; style-src 'sha256-{digest('report.css')}'; "
+        "img-src data:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _section(name: str, title: str, *parts: str) -> str:
+    """A section, or nothing where all its parts are empty."""
+    if not any(parts):
+        return ""
+    heading = f'<h2 id="{name}-title">{escape(title)}</h2>'
+    return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{"".join(parts)}</section>\n'
+
+
+def _navigation(sections: Sequence[str]) -> str:
+    titles = re.findall(r'<h2 id="([\w-]+)-title">(.*?)</h2>', "".join(sections))
+    return "".join(f'<a href="#{name}">{title}</a>' for name, title in titles)
+
+
+def _charts(*names: str) -> str:
+    return "".join(f'<div class="charts" id="{name}"></div>' for name in names)
+
+
+def _table(table: Table, *, heading: bool = True) -> str:
+    """A table in a frame of its own that scrolls, so that the page does not."""
+    if not table.rows:
+        return ""
+    title = f"<h3>{escape(table.title)}</h3>" if heading else ""
+    head = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in table.columns)
+    body = "".join(f"<tr>{''.join(_cell(cell, index) for index, cell in enumerate(row))}</tr>" for row in table.rows)
+    return (
+        f'{title}<p class="note">{escape(table.note)}</p>'
+        f'<div class="scroll" role="region" aria-label="{escape(table.title)}" tabindex="0">'
+        f'<table id="table-{table.name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _cell(cell: tables.Cell, index: int) -> str:
+    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
+    kind = ' class="prose" dir="auto"' if cell.prose else (' class="number"' if cell.value is not None else "")
+    tag, scope = ("th", ' scope="row"') if index == 0 else ("td", "")
+    return f"<{tag}{scope}{kind}{value}>{escape(cell.text)}</{tag}>"
+
+
+def _folded(table: Table) -> str:
+    if not table.rows:
+        return ""
+    return f"<details><summary>{escape(table.title)}: the figures</summary>{_table(table, heading=False)}</details>"
+
+
+def _toggles(runs: Sequence[dict[str, Any]]) -> str:
+    return "".join(
+        f'<label class="run c{run["color"]} d{run["dash"]}"><input type="checkbox" value="{index}"'
+        f'{" checked" if run["shown"] else ""}><svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
+        f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
+        for index, run in enumerate(runs)
+    )
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    notes = [f"{run.label}, {note}" for run in runs for note in run.notes]
+    return f'<ul class="note">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else ""

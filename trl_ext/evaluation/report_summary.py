@@ -1,0 +1,167 @@
+"""The figures of the report, one row per run, read from results.json; no figure is made up and none rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from trl_ext.evaluation.report_runs import IncompleteRun, Run, number, pick, text
+
+Row = dict[str, Any]
+# What the reward of a trade-off is called, apart from the learned rewards, which carry their own names.
+SCORE_GAIN, WIN_RATE = "true score gain", "win rate, ties as half"
+
+
+def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[str, list[Row]]:
+    """The report's tables as JSON-ready rows: `policies`, `reward_models`, `methods` and `incomplete`."""
+    policies = [policy_row(run) for run in runs if not run.trains_reward_model]
+    fronts = {name: pareto_fronts(points) for name, points in trade_offs(policies).items()}
+    for row in policies:
+        row["on_front"] = [name for name, front in fronts.items() if row["run"] in front]
+    return {
+        "policies": policies,
+        "reward_models": [reward_model_row(run) for run in runs if run.trains_reward_model],
+        "methods": over_seeds(policies),
+        "incomplete": [{"run": run.label, "folder": str(run.folder), "reason": run.reason} for run in incomplete],
+    }
+
+
+def policy_row(run: Run) -> Row:
+    """A policy's figures; None for what its results do not hold."""
+    results = run.results
+    rewards = pick(results, "rewards")
+    return {
+        **_what_was_run(run),
+        "win_rate": {rule: _estimate(results, "win_rate", rule, value="rate") for rule in ("half", "agreed")},
+        "judge_errors": number(results, "win_rate", "n_errors"),
+        "score": _means(results, "score"),
+        "score_gain": _estimate(results, "score", "gain"),
+        "rewards": {
+            name: _estimate(reward, "gain") for name, reward in (rewards if isinstance(rewards, dict) else {}).items()
+        },
+        "kl": _estimate(results, "kl"),
+        "pair_accuracy": _pair_accuracy(results),
+        "tokens": {source: number(results, "generations", source, "mean_tokens") for source in ("base", "policy")},
+    }
+
+
+def reward_model_row(run: Run) -> Row:
+    """A reward model's figures on held-out pairs; None for what its results do not hold."""
+    results = run.results
+    return {
+        **_what_was_run(run),
+        "weights": text(results, "run", "weights"),
+        "accuracy": _estimate(results, "pairs", value="accuracy"),
+        **{name: number(results, "pairs", name) for name in ("ties", "margin", "nll", "brier", "ece")},
+        "true_accuracy": _estimate(results, "true_order", value="accuracy"),
+        "label_agreement": number(results, "true_order", "label_agreement"),
+    }
+
+
+def trade_offs(policies: Iterable[Row]) -> dict[str, list[Row]]:
+    """For each kind of reward, the runs that have it and a KL: `run`, `setting`, the estimates `kl` and `reward`."""
+    points: dict[str, list[Row]] = {}
+    for row in policies:
+        rewards = {SCORE_GAIN: row["score_gain"], WIN_RATE: row["win_rate"]["half"]}
+        rewards |= {f"gain in {name}": gain for name, gain in row["rewards"].items()}
+        for name, reward in rewards.items():
+            if reward is not None and row["kl"] is not None:
+                point = {"run": row["run"], "setting": (row["model"], row["data"]), "kl": row["kl"], "reward": reward}
+                points.setdefault(name, []).append(point)
+    return points
+
+
+def pareto_fronts(points: Iterable[Mapping[str, Any]]) -> set[str]:
+    """The runs of which no other of the same model and data has at least the reward at no more KL, and more of one."""
+
+    def dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+        kl, reward = (one[name]["value"] - other[name]["value"] for name in ("kl", "reward"))
+        return one["setting"] == other["setting"] and kl <= 0 <= reward and (kl < 0 or reward > 0)
+
+    points = list(points)
+    return {point["run"] for point in points if not any(dominates(other, point) for other in points)}
+
+
+def over_seeds(policies: Iterable[Row]) -> list[Row]:
+    """Mean, lowest and highest figure of the runs that differ only in their seed, where there are two or more.
+
+    Of runs with the same seed the first counts.
+    """
+
+    def what(row: Row) -> tuple[str, ...]:
+        return tuple(str(row[name]) for name in ("objective", "model", "data", "steps"))
+
+    rows = []
+    for _, group in groupby(sorted(policies, key=what), key=what):
+        by_seed: dict[float | None, Row] = {}
+        for row in group:
+            by_seed.setdefault(row["seed"], row)
+        group = list(by_seed.values())
+        if len(group) > 1:
+            figures = {
+                "win_rate_half": [row["win_rate"]["half"] for row in group],
+                "win_rate_agreed": [row["win_rate"]["agreed"] for row in group],
+                "score_gain": [row["score_gain"] for row in group],
+                "kl": [row["kl"] for row in group],
+            }
+            names = ("method", "objective", "model", "data", "steps")
+            rows.append(
+                {
+                    **{name: group[0][name] for name in names},
+                    "runs": [row["run"] for row in group],
+                    **{
+                        name: _spread([value and value["value"] for value in values])
+                        for name, values in figures.items()
+                    },
+                    "tokens": _spread([row["tokens"]["policy"] for row in group]),
+                    "training_seconds": _spread([row["training_seconds"] for row in group]),
+                }
+            )
+    return rows
+
+
+def _what_was_run(run: Run) -> Row:
+    results = run.results
+    seconds = {name: number(results, "run", name) for name in ("training_seconds", "total_seconds")}
+    return {
+        "run": run.label,
+        "folder": str(run.folder),
+        "method": run.method,
+        "objective": run.objective,
+        "model": text(results, "run", "model"),
+        "data": text(results, "run", "dataset"),
+        "steps": number(results, "run", "optimizer_steps"),
+        "seed": number(results, "run", "seed"),
+        **seconds,
+        "device": text(results, "run", "device"),
+        "processes": number(results, "run", "processes"),
+    }
+
+
+def _estimate(results: Any, *keys: str, value: str = "mean") -> dict[str, float | None] | None:
+    """A figure with its interval, which may be missing, and the rows it is over; None without the figure."""
+    found = number(results, *keys, value)
+    if found is None:
+        return None
+    return {"value": found, **{name: number(results, *keys, name) for name in ("low", "high", "n")}}
+
+
+def _means(results: Any, key: str) -> dict[str, float | None]:
+    return {source: number(results, key, source) for source in ("base", "policy")}
+
+
+def _pair_accuracy(results: Any) -> dict[str, float | None] | None:
+    """Held-out pairs ranked as labelled by the log-ratio; None where the model has not moved and all are ties."""
+    after = pick(results, "preferences", "after")
+    if number(after, "reference_corrected", "ties") == number(after, "n"):
+        return None
+    accuracy = _estimate(after, "reference_corrected", value="accuracy")
+    return accuracy and {**accuracy, "n": number(after, "n")}
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, float | int] | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    return {"mean": sum(known) / len(known), "low": min(known), "high": max(known), "n": len(known)}

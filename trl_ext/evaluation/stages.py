@@ -1,0 +1,188 @@
+"""The stages of a training, such as base, SFT and PPO, on the same prompts: reward, divergence, length, samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
+
+NORMAL_95 = 1.959963984540054
+
+
+@dataclass(frozen=True)
+class StageComparison:
+    """What a comparison of stages found.
+
+    Attributes:
+        rows: one for each model, JSON-ready: `name`, `model`, `n`; `reward` with `mean`, `std` (of the sample) and the
+            mean's normal 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` gives it, or None with
+            `kl_note` that says why; `tokens` with `mean` and `std`; `finished`, the share that ended by themselves.
+        samples: for each model, a row for each of the first prompts: prompt, response, length and reward.
+        settings: how responses were sampled, and the reference and reward model.
+    """
+
+    rows: list[dict[str, Any]]
+    samples: dict[str, list[dict[str, Any]]]
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures without the samples, ready for JSON."""
+        return {"models": self.rows, "settings": self.settings}
+
+
+def compare_stages(
+    models: Mapping[str, str | Path],
+    *,
+    reward_model: str | Path | None = None,
+    reference: str | None = None,
+    prompts_jsonl: str | Path | None = None,
+    num_prompts: int | None = None,
+    num_samples: int = 10,
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
+    max_new_tokens: int | None = None,
+    temperature: float = 1.0,
+    batch_size: int = 32,
+    seed: int = 0,
+    dtype: str = "auto",
+    progress: bool = False,
+) -> StageComparison:
+    """Sample one response of each model to each prompt, and measure reward, divergence from a reference, and length.
+
+    Args:
+        models: `toy`, a folder or a hub name, by stage.
+        reward_model: scores the responses; None for no rewards.
+        reference: the stage from which divergences are measured; None for the first.
+        prompts_jsonl: prompts; None for the embedded ones.
+        num_prompts: the first so many; None for all.
+        num_samples: rows of `samples` for each model.
+        max_prompt_tokens: longer prompts lose their beginning.
+        max_new_tokens: longest response; None for 256, or 48 for the embedded prompts.
+        temperature: of the sampling. The divergence can be estimated at 1 only, and is left out at any other.
+        batch_size: prompts per batch.
+        seed: of the sampling.
+        dtype: of the policies' weights.
+        progress: whether to show progress bars.
+
+    Raises:
+        FileNotFoundError: no such model or prompts.
+        ValueError: fewer than one model, a reference that is none of them, or an argument out of range.
+    """
+    from trl_ext.evaluation.policy_models import load_policy
+    from trl_ext.rollouts import generate_responses
+
+    if not models:
+        raise ValueError("give at least one model as name=folder")
+    reference = next(iter(models)) if reference is None else reference
+    if reference not in models:
+        raise ValueError(f"the reference {reference!r} is none of the models: {', '.join(models)}")
+    for name, value in (("num_prompts", num_prompts), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    scorer = None
+    if reward_model is not None:
+        from trl_ext.rewards import RewardModel
+
+        scorer = RewardModel(reward_model, batch_size=batch_size)
+    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
+    prompts = load_prompts(prompts_jsonl)[:num_prompts]
+    messages = [row["prompt"] for row in prompts]
+    reference_model = load_policy(models[reference], dtype=dtype)
+    rows, samples = [], {}
+    for name, source in models.items():
+        policy, tokenizer = reference_model if name == reference else load_policy(source, dtype=dtype)
+        generations = generate_responses(
+            policy,
+            tokenizer,
+            messages,
+            max_new_tokens=limit,
+            max_prompt_tokens=max_prompt_tokens,
+            temperature=temperature,
+            batch_size=batch_size,
+            seed=seed,
+            progress=f"{name}: responses" if progress else None,
+        )
+        kl, note = _divergence(
+            name, reference, (policy, tokenizer), reference_model, generations, temperature, batch_size, progress
+        )
+        rewards = None
+        if scorer is not None:
+            texts, finished = [g.text for g in generations], [g.finished for g in generations]
+            bar = f"{name}: rewards" if progress else None
+            rewards = scorer.score(messages, texts, finished=finished, progress=bar).tolist()
+        rows.append(
+            {
+                "name": name,
+                "model": str(source),
+                "n": len(generations),
+                "reward": None if rewards is None else mean_and_std(rewards),
+                "kl": kl,
+                "kl_note": note,
+                "tokens": mean_and_std([len(generation.response_ids) for generation in generations]),
+                "finished": sum(generation.finished for generation in generations) / len(generations),
+            }
+        )
+        samples[name] = _samples(prompts[:num_samples], generations, rewards)
+    settings = {
+        "reference": reference,
+        "reward_model": None if reward_model is None else str(reward_model),
+        "prompts": "toy" if prompts_jsonl is None else str(prompts_jsonl),
+        "temperature": temperature,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": limit,
+        "seed": seed,
+    }
+    return StageComparison(rows=rows, samples=samples, settings=settings)
+
+
+def mean_and_std(values: Sequence[float]) -> dict[str, float]:
+    """Mean, standard deviation of the sample (0 for one value), and the mean's normal 95% interval."""
+    mean = statistics.fmean(values)
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    half_width = NORMAL_95 * deviation / math.sqrt(len(values))
+    return {"mean": mean, "std": deviation, "low": mean - half_width, "high": mean + half_width}
+
+
+def _divergence(name, reference, own, other, generations, temperature, batch_size, progress):
+    """The KL of a model from the reference on its own samples, and why there is none."""
+    if name == reference:
+        return None, "the reference itself"
+    if temperature != 1.0:
+        return None, f"samples at temperature {temperature} give no estimate; sample at 1"
+    if own[1].get_vocab() != other[1].get_vocab():
+        return None, "its tokenizer is not the reference's"
+    from trl_ext.evaluation.preferences import approximate_kl
+    from trl_ext.models import score_responses
+
+    prompt_ids = [generation.prompt_ids for generation in generations]
+    response_ids = [generation.response_ids for generation in generations]
+    log_probs = [
+        score_responses(
+            model,
+            prompt_ids,
+            response_ids,
+            batch_size=batch_size,
+            pad_token_id=tokenizer.pad_token_id or 0,
+            progress=f"{name}: scoring under {who}" if progress else None,
+        )
+        for (model, tokenizer), who in ((own, "itself"), (other, f"the reference {reference}"))
+    ]
+    return approximate_kl(*log_probs), None
+
+
+def _samples(prompts, generations, rewards) -> list[dict[str, Any]]:
+    return [
+        {
+            "row_id": row["row_id"],
+            "prompt_text": row["prompt_text"],
+            "response_text": generation.text,
+            "generated_num_tokens": len(generation.response_ids),
+            "finished": generation.finished,
+            "reward": None if rewards is None else rewards[index],
+        }
+        for index, (row, generation) in enumerate(zip(prompts, generations, strict=False))
+    ]

@@ -1,0 +1,191 @@
+"""The rows of a submission: responses to prompts and scores of pairs, read with the place of everything wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trl_ext.data.rows import read_jsonl
+
+# A text does not always tokenize back into the tokens that it was made of; a count from the text may be off by these.
+RECOUNT_SLACK = 4
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response as submitted.
+
+    Attributes:
+        row_id: of its prompt.
+        text: the response.
+        tokens: how many were generated, the end token included.
+        max_new_tokens: the limit.
+    """
+
+    row_id: str
+    text: str
+    tokens: int
+    max_new_tokens: int
+
+    @property
+    def finished(self) -> bool:
+        """False if it was cut at the limit. One whose end token came last of all cannot be told from one cut there."""
+        return self.tokens < self.max_new_tokens
+
+
+@dataclass(frozen=True)
+class RowProblem:
+    """What is wrong with a row of a submission.
+
+    Attributes:
+        file: which file.
+        row_id: which row; None where it has none.
+        message: what, and where that helps, on which line.
+        fatal: whether the file cannot be graded for it.
+    """
+
+    file: str
+    row_id: str | None
+    message: str
+    fatal: bool = True
+
+    def __str__(self) -> str:
+        row = "" if self.row_id is None else f"row_id {self.row_id}: "
+        return f"{self.file}: {row}{self.message}"
+
+
+def read_responses(
+    path: str | Path,
+    prompts: Sequence[Mapping[str, Any]],
+    *,
+    max_new_tokens: int,
+    count_tokens: Callable[[str], int] | None = None,
+) -> tuple[list[Response], list[RowProblem]]:
+    """Read `row_id, prompt_text, response_text, generated_num_tokens` for every prompt.
+
+    Args:
+        path: a JSONL file.
+        prompts: rows with `row_id` and `prompt_text`.
+        max_new_tokens: the most tokens a response may have.
+        count_tokens: counts the tokens of a text, to check what a row says; None for no check.
+
+    Returns:
+        Responses in the order of the prompts, and problems. Where a problem is fatal, responses may be missing. An
+        empty response is a problem that is not.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    rows, problems = _read_rows(path, [row["row_id"] for row in prompts], "prompts")
+    file, responses = str(path), []
+    for prompt in prompts:
+        row = rows.get(prompt["row_id"])
+        if row is None:
+            continue
+        found = list(_response_problems(row, prompt["prompt_text"], max_new_tokens, count_tokens))
+        problems += [RowProblem(file, prompt["row_id"], message, fatal) for message, fatal in found]
+        if not any(fatal for _, fatal in found):
+            responses.append(
+                Response(prompt["row_id"], row["response_text"], row["generated_num_tokens"], max_new_tokens)
+            )
+    return responses, problems
+
+
+def read_pair_scores(
+    path: str | Path, row_ids: Sequence[str]
+) -> tuple[tuple[list[float], list[float]], list[RowProblem]]:
+    """Read `row_id, chosen_score, rejected_score` for every pair.
+
+    Returns:
+        The chosen and the rejected scores in the order of `row_ids`, and problems, all of them fatal.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    rows, problems = _read_rows(path, row_ids, "pairs")
+    chosen, rejected = [], []
+    for row_id in row_ids:
+        if row_id not in rows:
+            continue
+        scores = [rows[row_id].get(name) for name in ("chosen_score", "rejected_score")]
+        for name, score in zip(("chosen_score", "rejected_score"), scores, strict=True):
+            if not _is_finite(score):
+                problems.append(RowProblem(str(path), row_id, f"{name} must be a finite number, {_found(score)}"))
+        chosen.append(scores[0])
+        rejected.append(scores[1])
+    return (chosen, rejected), problems
+
+
+def refuse_fatal(problems: Iterable[RowProblem]) -> None:
+    """Raise ValueError if any problem is fatal, with the first five in one line."""
+    fatal = [str(problem) for problem in problems if problem.fatal]
+    if fatal:
+        raise ValueError("; ".join(fatal[:5]) + (f"; and {len(fatal) - 5} more" if len(fatal) > 5 else ""))
+
+
+def response_row(prompt: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any]:
+    """One row of a file of responses."""
+    return {
+        "row_id": prompt["row_id"],
+        "prompt_text": prompt["prompt_text"],
+        "response_text": text,
+        "generated_num_tokens": tokens,
+    }
+
+
+def _read_rows(
+    path: str | Path, row_ids: Iterable[str], what: str
+) -> tuple[dict[str, dict[str, Any]], list[RowProblem]]:
+    """Rows by row_id, and what is wrong with the row_ids of the file."""
+    file, path, row_ids = str(path), Path(path), list(row_ids)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    split = read_jsonl(path)
+    problems = [RowProblem(file, None, f"line {bad.position}: {bad.message}") for bad in split.problems]
+    wanted, rows, line_of = set(row_ids), {}, {}
+    for line, row in split.rows:
+        row_id = row.get("row_id")
+        if isinstance(row_id, int) and not isinstance(row_id, bool):
+            row_id = str(row_id)
+        if not isinstance(row_id, str) or not row_id:
+            problems.append(RowProblem(file, None, f"line {line}: row_id must be a text, {_found(row_id)}"))
+        elif row_id not in wanted:
+            problems.append(RowProblem(file, row_id, f"line {line}: foreign: none of the {len(row_ids)} {what}"))
+        elif row_id in rows:
+            problems.append(RowProblem(file, row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
+        else:
+            rows[row_id], line_of[row_id] = row, line
+    problems += [RowProblem(file, row_id, "missing") for row_id in row_ids if row_id not in rows]
+    return rows, problems
+
+
+def _response_problems(
+    row: Mapping[str, Any], prompt_text: str, max_new_tokens: int, count_tokens: Callable[[str], int] | None
+) -> Iterator[tuple[str, bool]]:
+    text, tokens = row.get("response_text"), row.get("generated_num_tokens")
+    if row.get("prompt_text") != prompt_text:
+        yield "prompt_text is not the benchmark's for this row_id", True
+    if not isinstance(text, str):
+        yield f"response_text must be a text, {_found(text)}", True
+    elif not text.strip():
+        yield "the response is empty", False
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        yield f"generated_num_tokens must be a count, {_found(tokens)}", True
+    elif tokens > max_new_tokens:
+        yield f"over the token budget: generated_num_tokens is {tokens}, at most {max_new_tokens} are allowed", True
+    elif isinstance(text, str) and count_tokens is not None:
+        # A character cut within its bytes decodes to U+FFFD, which is longer than what was generated.
+        counted = count_tokens(text.rstrip("\ufffd"))
+        if counted > max_new_tokens + RECOUNT_SLACK:
+            yield f"over the token budget: the text has {counted} tokens, at most {max_new_tokens} are allowed", True
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _found(value: Any) -> str:
+    return "and is missing" if value is None else f"got {str(value)[:40]!r}"
