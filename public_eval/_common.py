@@ -10,9 +10,9 @@ from typing import Any
 # A command says nothing to anybody unless it is asked to.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-from trl_ext.evaluation.assets import default_max_new_tokens, load_base, load_prompts
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
-from trl_ext.evaluation.submission_rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
+from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 
 THRESHOLDS = Path(__file__).parent / "thresholds.json"
 CACHE = "judge_cache.jsonl"
@@ -75,7 +75,7 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
         ValueError: a flag is missing, or the judge does not know the prompts.
     """
     if options.judge == "openai":
-        from trl_ext.evaluation.openai_judge import OpenAIJudge
+        from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
 
         if not options.model:
             raise ValueError("--judge openai needs --model, such as gpt-5.4")
@@ -87,14 +87,14 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
             prices=options.prices,
         )
     if options.judge == "reward_model":
-        from trl_ext.evaluation.reward_judge import RewardModelJudge
+        from trl_ext.evaluation.judging.reward_judge import RewardModelJudge
 
         if not options.model:
             raise ValueError("--judge reward_model needs --model, the reward model's folder")
         return RewardModelJudge(options.model)
     if options.model:
         raise ValueError("--model is for --judge openai or reward_model: give one of them")
-    from trl_ext.evaluation.candidates import known_score_judge
+    from trl_ext.evaluation.submissions.candidates import known_score_judge
 
     return known_score_judge(prompts)
 

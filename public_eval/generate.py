@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from public_eval._common import DEFAULT, add_prompt_arguments, make_parser
-from trl_ext.evaluation.assets import MAX_PROMPT_TOKENS
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submission import generate_submission_file
+from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS
+from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 DESCRIPTION = """\
 Greedy responses of a policy to the public prompts, in the format of submissions.

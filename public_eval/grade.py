@@ -15,11 +15,17 @@ from public_eval._common import (
     show_estimates,
     usage_line,
 )
-from trl_ext.evaluation.assets import default_max_new_tokens, load_base, load_prompts, load_thresholds, token_counter
-from trl_ext.evaluation.candidates import estimate_cost
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.grading import FileGrade, SubmissionGrade, grade_submission
-from trl_ext.evaluation.submission import REWARD_MODEL, check_submission_file, submission_file
+from trl_ext.evaluation.submissions.assets import (
+    default_max_new_tokens,
+    load_base,
+    load_prompts,
+    load_thresholds,
+    token_counter,
+)
+from trl_ext.evaluation.submissions.candidates import estimate_cost
+from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
+from trl_ext.evaluation.submissions.submission import REWARD_MODEL, check_submission_file, submission_file
 from trl_ext.files import write_json
 
 DESCRIPTION = """\

@@ -15,9 +15,14 @@ from public_eval._common import (
     show_estimates,
     usage_line,
 )
-from trl_ext.evaluation.candidates import CandidateResult, compare_candidates, estimate_cost, judge_candidate
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.prices import Usage
+from trl_ext.evaluation.judging.prices import Usage
+from trl_ext.evaluation.submissions.candidates import (
+    CandidateResult,
+    compare_candidates,
+    estimate_cost,
+    judge_candidate,
+)
 from trl_ext.files import write_json, write_json_lines
 
 DESCRIPTION = """\

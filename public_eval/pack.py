@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from public_eval._common import DEFAULT, THRESHOLDS, add_prompt_arguments, make_parser
-from trl_ext.evaluation.assets import load_thresholds
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
-from trl_ext.evaluation.submission import pack_submission
+from trl_ext.evaluation.submissions.assets import load_thresholds
+from trl_ext.evaluation.submissions.submission import pack_submission
 
 DESCRIPTION = """\
 Check the files of a submission and pack them, and no others, into an archive.

@@ -6,8 +6,8 @@ import math
 import pytest
 
 from trl_ext.evaluation import Judgement, grade_submission
-from trl_ext.evaluation.grading import SubmissionGrade
-from trl_ext.evaluation.judging import TooManyErrors
+from trl_ext.evaluation.judging.pairs import TooManyErrors
+from trl_ext.evaluation.submissions.grading import SubmissionGrade
 
 WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]
 # To "Say axe three times.": right, the base's own, and wrong.

@@ -27,13 +27,13 @@ from trl_ext.evaluation import (
     JudgeUnavailable,
     OpenAIJudge,
     TooManyErrors,
-    back_off,
-    judge_cache,
     judge_pairs,
     win_rate,
 )
-from trl_ext.evaluation.judge_cache import VerdictCache
-from trl_ext.evaluation.judging import make_questions
+from trl_ext.evaluation.judging import back_off
+from trl_ext.evaluation.judging import cache as judge_cache
+from trl_ext.evaluation.judging.cache import VerdictCache
+from trl_ext.evaluation.judging.pairs import make_questions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KEY = "sk-proj-0123456789abcdef-secret"
@@ -527,7 +527,7 @@ class TestFullDisk:
                 [sys.executable, "-c", program, server.url, str(path)], cwd=REPOSITORY, capture_output=True, text=True
             )
             assert run.returncode == 1
-            assert run.stderr.splitlines()[-1].startswith("trl_ext.evaluation.judge_cache.CacheError: ")
+            assert run.stderr.splitlines()[-1].startswith("trl_ext.evaluation.judging.cache.CacheError: ")
             assert path.stat().st_size <= 3000
             asked = len(server.calls)
             result = judge_pairs(judge_of(server), *pairs(12), cache=path)
@@ -545,7 +545,7 @@ def judge_in_process(url: str, cache: str, count: int, concurrency: int) -> None
 def processes():
     """Makes processes that have the SDK loaded, and share nothing else with this one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["openai", "tests.test_judge_faults", "trl_ext.evaluation.openai_judge"])
+    context.set_forkserver_preload(["openai", "tests.test_judge_faults", "trl_ext.evaluation.judging.openai_judge"])
     return context
 
 

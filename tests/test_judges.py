@@ -29,11 +29,11 @@ from trl_ext.evaluation import (
     load_prices,
     win_rate,
 )
-from trl_ext.evaluation.back_off import read_retry_after, wait_before_retry
 from trl_ext.evaluation.judge import normalised
-from trl_ext.evaluation.judge_answer import answer_schema, read_answer
-from trl_ext.evaluation.openai_judge import question_text
-from trl_ext.evaluation.prices import Price, find_price
+from trl_ext.evaluation.judging.answer import answer_schema, read_answer
+from trl_ext.evaluation.judging.back_off import read_retry_after, wait_before_retry
+from trl_ext.evaluation.judging.openai_judge import question_text
+from trl_ext.evaluation.judging.prices import Price, find_price
 
 QUESTION = ("user: q", "longer", "short")
 
@@ -631,6 +631,6 @@ def test_data_of_the_package():
     folder = Path(trl_ext.evaluation.__file__).parent
     project = tomllib.loads((folder.parent.parent / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["trl_ext"]
-    for name in ("judge_instructions.md", "prices.json"):
+    for name in ("judging/instructions.md", "judging/prices.json"):
         assert (folder / name).is_file()
         assert any((folder / name) in folder.parent.glob(pattern) for pattern in patterns)

@@ -10,13 +10,11 @@ from tests.rollout_once import build, prompts, save_policy, train
 from tests.test_policy_trainer import (
     KINDS,
     Steps,
-    by_group,
     clip,
     log_probs,
     mean_of_means,
     mean_over_tokens,
     model_in_float64,
-    normalized,
     over_eight,
     rows_of,
 )
@@ -195,16 +193,20 @@ def test_the_load_balancing_loss_of_a_mixture_of_experts(training, accumulation,
     assert relative_difference(added, expected.detach().double()) < 1e-5
 
 
+# name -> (settings, micro-batches to a rollout, reduction, updates that are means over their own tokens)
 RAGGED = {
-    "sequence mean": ({}, mean_of_means),
-    "token mean": ({"algorithm": "dapo"}, mean_over_tokens),
+    "sequence mean": ({}, 1, mean_of_means, (0, 1)),
+    # Rollouts of an update weigh alike, whatever their lengths; each is one micro-batch here.
+    "token mean": ({"algorithm": "dapo"}, 1, mean_over_tokens, (0, 1)),
+    # The first update takes two of the rollout's three micro-batches, and divides by what two hold on average.
+    "token mean, one rollout": ({"algorithm": "dapo"}, 3, mean_over_tokens, (1,)),
 }
 
 
 @pytest.mark.parametrize("name", RAGGED)
 def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_path, tmp_path):
     """Three micro-batches of 8 in updates of two: the second update is of one, and its gradient is not halved."""
-    settings, reduce = RAGGED[name]
+    settings, per_rollout, reduce, updates = RAGGED[name]
     seen, steps = [], Steps()
 
     class Recording(PolicyTrainer):
@@ -212,28 +214,26 @@ def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_pa
             seen.append(inputs)
             return super()._compute_loss(model, inputs)
 
-    args = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2, "steps_per_generation": 1}
-    spec = {"model": policy_path, "prompts": 6, "args": {**args, "learning_rate": 0.2, "beta": 0.0, **settings}}
+    args = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.2}
+    args |= {"steps_per_generation": per_rollout, "beta": 0.0, **settings}
+    spec = {"model": policy_path, "prompts": 6, "fixed": True, "args": args}
     trainer = train(spec, str(tmp_path), trainer_class=Recording, callbacks=[steps])
     assert (len(seen), trainer.state.global_step) == (3, 2)
-    for step, batches in enumerate((seen[:2], seen[2:])):
+    for step in updates:
+        batches = (seen[:2], seen[2:])[step]
+        sampler = model_in_float64(policy_path, steps.weights[0 if per_rollout == 3 else step])
         model = model_in_float64(policy_path, steps.weights[step])
-        expected = sum(on_policy_loss(model, batch, reduce) for batch in batches) / len(batches)
-        gradient = gradient_of(model, expected)
-        if name == "token mean" and step == 0:
-            # The two rollouts of this update weigh alike, whatever their lengths: said when the run is configured.
-            continue
-        assert relative_difference(steps.gradients[step], gradient) < 1e-4
+        expected = sum(clipped_loss(model, sampler, batch, reduce) for batch in batches) / len(batches)
+        assert relative_difference(steps.gradients[step], gradient_of(model, expected)) < 1e-4
 
 
-def on_policy_loss(model, batch: dict, reduce) -> torch.Tensor:
-    """Of fresh responses, with ratios of 1, and advantages from the rewards by hand."""
-    rows = rows_of(batch)
-    rewards = [sum(token % 3 == 0 for token in ids) / max(len(ids), 1) - len(ids) / 20 for _, ids in rows]
+def clipped_loss(model, sampler, batch: dict, reduce) -> torch.Tensor:
+    """Of responses that `sampler` is the old policy of, with their advantages as they are."""
     losses = []
-    for row, advantage in zip(rows, by_group(rows, rewards, normalized), strict=True):
-        new = log_probs(model, *row)
-        losses.append(clip(torch.exp(new - new.detach()), advantage, 0.2, 0.28))
+    for row, advantage in zip(rows_of(batch), batch["advantages"].tolist(), strict=True):
+        with torch.no_grad():
+            old = log_probs(sampler, *row)
+        losses.append(clip(torch.exp(log_probs(model, *row) - old), advantage, 0.2, 0.28))
     return reduce(losses)
 
 

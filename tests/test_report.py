@@ -17,11 +17,11 @@ import pytest
 
 from trl_ext.evaluation import write_report
 from trl_ext.evaluation.report import main
-from trl_ext.evaluation.report_curves import thin
-from trl_ext.evaluation.report_markdown import escape as escape_markdown
-from trl_ext.evaluation.report_page import embed
-from trl_ext.evaluation.report_runs import find_runs
-from trl_ext.evaluation.report_summary import over_seeds, pareto_fronts
+from trl_ext.evaluation.reporting.curves import thin
+from trl_ext.evaluation.reporting.markdown import escape as escape_markdown
+from trl_ext.evaluation.reporting.page import embed
+from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.evaluation.reporting.summary import over_seeds, pareto_fronts
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HOSTILE = (
@@ -651,7 +651,9 @@ def test_assets_are_in_the_package():
         "trl_ext"
     ]
     package = REPOSITORY / "trl_ext"
-    assets = [path.relative_to(package).as_posix() for path in (package / "evaluation" / "report_assets").iterdir()]
+    assets = [
+        path.relative_to(package).as_posix() for path in (package / "evaluation" / "reporting" / "assets").iterdir()
+    ]
     assert len(assets) >= 3
     for asset in assets:
         assert any(fnmatch.fnmatch(asset, pattern) for pattern in patterns), asset
@@ -672,7 +674,7 @@ def contrast(one: str, other: str) -> float:
 def test_colours_are_readable_in_light_and_dark():
     """WCAG AA: 4.5 for text, 3 for lines of charts. Black on white is 21."""
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    css = (REPOSITORY / "trl_ext" / "evaluation" / "report_assets" / "report.css").read_text()
+    css = (REPOSITORY / "trl_ext" / "evaluation" / "reporting" / "assets" / "report.css").read_text()
     light, dark = re.findall(r":root \{([^}]*--page[^}]*)\}", css)
     for block in (light, dark):
         colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block))

@@ -6,22 +6,22 @@ import zipfile
 import pytest
 
 from tests.reward_adapters import save_full_model
-from trl_ext.evaluation.assets import (
+from trl_ext.evaluation.submissions.assets import (
     load_base,
     load_pairs,
     load_prompts,
     load_thresholds,
     token_counter,
 )
-from trl_ext.evaluation.row_files import RowFile
-from trl_ext.evaluation.submission import (
+from trl_ext.evaluation.submissions.row_files import RowFile
+from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
+from trl_ext.evaluation.submissions.submission import (
     build_submission,
     generate_submission_file,
     pack_submission,
     score_submission_file,
     submission_file,
 )
-from trl_ext.evaluation.submission_rows import read_pair_scores, read_responses
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
 
@@ -282,7 +282,7 @@ class TestGenerate:
         assert texts["adapter"] != texts["base"]
 
     def test_the_hash_of_an_adapter_is_of_its_base_too(self, tmp_path):
-        from trl_ext.evaluation.policy_models import model_sha256
+        from trl_ext.evaluation.submissions.policy_models import model_sha256
 
         base, adapter = tmp_path / "base", tmp_path / "adapter"
         for folder, name, content in (

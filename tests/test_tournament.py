@@ -6,9 +6,9 @@ import math
 import pytest
 
 from tests.test_grading import WORDS, plan, response_rows, write_assets
-from trl_ext.evaluation.assets import load_base, load_prompts
-from trl_ext.evaluation.candidates import known_score_judge
-from trl_ext.evaluation.submission_rows import Response
+from trl_ext.evaluation.submissions.assets import load_base, load_prompts
+from trl_ext.evaluation.submissions.candidates import known_score_judge
+from trl_ext.evaluation.submissions.rows import Response
 from trl_ext.evaluation.tournament import plot_tournament, run_tournament, tournament_pairs
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from trl_ext.evaluation.win_rate import PairOutcome, System
 
 if TYPE_CHECKING:
-    from trl_ext.evaluation.prices import Usage
+    from trl_ext.evaluation.judging.prices import Usage
 
 Verdict = Literal["A", "B", "tie"]
 Messages = Sequence[Mapping[str, str]]

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors, print_json
-from trl_ext.evaluation.report_markdown import render_markdown
-from trl_ext.evaluation.report_page import render_page
-from trl_ext.evaluation.report_runs import find_runs
-from trl_ext.evaluation.report_summary import summarize
-from trl_ext.evaluation.report_tables import incomplete_table, method_table, policy_table, reward_model_table
+from trl_ext.evaluation.reporting.markdown import render_markdown
+from trl_ext.evaluation.reporting.page import render_page
+from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.evaluation.reporting.summary import summarize
+from trl_ext.evaluation.reporting.tables import incomplete_table, method_table, policy_table, reward_model_table
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000

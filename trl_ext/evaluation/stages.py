@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
+from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
 
 NORMAL_95 = 1.959963984540054
 
@@ -72,7 +72,7 @@ def compare_stages(
         FileNotFoundError: no such model or prompts.
         ValueError: fewer than one model, a reference that is none of them, or an argument out of range.
     """
-    from trl_ext.evaluation.policy_models import load_policy
+    from trl_ext.evaluation.submissions.policy_models import load_policy
     from trl_ext.rollouts import generate_responses
 
     if not models:

@@ -10,11 +10,11 @@ from typing import Any
 
 from trl_ext.evaluation.bootstrap import PairedDifference, Rule, paired_bootstrap, row_credits
 from trl_ext.evaluation.judge import GroundTruthJudge, last_user_text
-from trl_ext.evaluation.judging import JudgingResult, judge_pairs
-from trl_ext.evaluation.judging_cost import Estimate, estimate
+from trl_ext.evaluation.judging.cost import Estimate, estimate
+from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
+from trl_ext.evaluation.judging.prices import Usage
 from trl_ext.evaluation.length_control import LengthControlledWinRate, length_controlled_win_rate
-from trl_ext.evaluation.prices import Usage
-from trl_ext.evaluation.submission_rows import Response
+from trl_ext.evaluation.submissions.rows import Response
 from trl_ext.evaluation.win_rate import PairOutcome, WinRate, win_rate
 
 

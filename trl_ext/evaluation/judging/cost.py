@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judge import PairwiseJudge
-from trl_ext.evaluation.judging import make_questions, open_cache
+from trl_ext.evaluation.judging.pairs import make_questions, open_cache
 
 # Of an answer with a short reason and no reasoning before it.
 TYPICAL_OUTPUT_TOKENS = 150

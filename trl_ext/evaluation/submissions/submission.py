@@ -9,9 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_pairs, load_prompts
-from trl_ext.evaluation.row_files import RowFile
-from trl_ext.evaluation.submission_rows import RowProblem, read_pair_scores, read_responses, refuse_fatal, response_row
+from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_pairs, load_prompts
+from trl_ext.evaluation.submissions.row_files import RowFile
+from trl_ext.evaluation.submissions.rows import (
+    RowProblem,
+    read_pair_scores,
+    read_responses,
+    refuse_fatal,
+    response_row,
+)
 from trl_ext.files import replacing
 
 REWARD_MODEL = "reward_model"
@@ -59,7 +65,7 @@ def generate_submission_file(
         FileExistsError: `out` holds rows of another model or of other settings.
         ValueError: bad prompts, or an argument out of range.
     """
-    from trl_ext.evaluation.policy_models import load_policy, model_sha256
+    from trl_ext.evaluation.submissions.policy_models import load_policy, model_sha256
 
     limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
     for name, value in (
@@ -131,7 +137,7 @@ def score_submission_file(
         FileExistsError: `out` holds rows of another model or of other settings.
         ValueError: bad pairs, not a reward model, or an argument out of range.
     """
-    from trl_ext.evaluation.policy_models import model_sha256
+    from trl_ext.evaluation.submissions.policy_models import model_sha256
     from trl_ext.rewards import RewardModel
 
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)

@@ -8,13 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.assets import default_max_new_tokens, load_base, load_pairs, load_prompts, load_thresholds
 from trl_ext.evaluation.bootstrap import RULES, Rule, chance_below, chance_mean_below, row_credits
-from trl_ext.evaluation.candidates import CandidateResult, judge_candidate, known_score_judge
-from trl_ext.evaluation.prices import Usage
+from trl_ext.evaluation.judging.prices import Usage
 from trl_ext.evaluation.reward_models import reward_metrics
-from trl_ext.evaluation.submission import PART_TWO, REWARD_MODEL, check_submission_file, submission_file
-from trl_ext.evaluation.submission_rows import Response
+from trl_ext.evaluation.submissions.assets import (
+    default_max_new_tokens,
+    load_base,
+    load_pairs,
+    load_prompts,
+    load_thresholds,
+)
+from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
+from trl_ext.evaluation.submissions.rows import Response
+from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, check_submission_file, submission_file
 
 
 @dataclass(frozen=True)

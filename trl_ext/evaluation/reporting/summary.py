@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from trl_ext.evaluation.report_runs import IncompleteRun, Run, number, pick, text
+from trl_ext.evaluation.reporting.runs import IncompleteRun, Run, number, pick, text
 
 Row = dict[str, Any]
 # What the reward of a trade-off is called, apart from the learned rewards, which carry their own names.

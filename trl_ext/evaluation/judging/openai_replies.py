@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl_ext.evaluation.back_off import read_retry_after
+from trl_ext.evaluation.judging.back_off import read_retry_after
 
 # Codes of a 429 that waiting does not mend.
 _SPENT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")

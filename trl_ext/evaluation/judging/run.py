@@ -21,8 +21,8 @@ from trl_ext.evaluation.judge import (
     PairwiseJudge,
     ask_judge,
 )
-from trl_ext.evaluation.judge_cache import CacheError, VerdictCache
-from trl_ext.evaluation.prices import Usage
+from trl_ext.evaluation.judging.cache import CacheError, VerdictCache
+from trl_ext.evaluation.judging.prices import Usage
 
 # While another process asks the same question, seconds between looks at whether it is answered.
 LOOK_AGAIN = 0.1

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judge import Judgement, PairwiseJudge, Verdict, pair_outcome
-from trl_ext.evaluation.judge_cache import VerdictCache, verdict_key
-from trl_ext.evaluation.judging_run import JudgingRun, Question, as_judgement
-from trl_ext.evaluation.prices import Usage
+from trl_ext.evaluation.judging.cache import VerdictCache, verdict_key
+from trl_ext.evaluation.judging.prices import Usage
+from trl_ext.evaluation.judging.run import JudgingRun, Question, as_judgement
 from trl_ext.evaluation.win_rate import PairOutcome
 
 

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from trl_ext.evaluation.report_curves import panels, untimed
-from trl_ext.evaluation.report_runs import Run, number
-from trl_ext.evaluation.report_summary import Row, trade_offs
-from trl_ext.evaluation.report_tables import reliability_bins
+from trl_ext.evaluation.reporting.curves import panels, untimed
+from trl_ext.evaluation.reporting.runs import Run, number
+from trl_ext.evaluation.reporting.summary import Row, trade_offs
+from trl_ext.evaluation.reporting.tables import reliability_bins
 
 COLORS, DASHES = 10, 5
 # Beyond this many runs the page opens with one run of each method shown.

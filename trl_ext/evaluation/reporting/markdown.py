@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from trl_ext.evaluation import report_tables as tables
-from trl_ext.evaluation.report_runs import Run
-from trl_ext.evaluation.report_summary import Row
-from trl_ext.evaluation.report_tables import Table
+from trl_ext.evaluation.reporting import tables
+from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.summary import Row
+from trl_ext.evaluation.reporting.tables import Table
 
 # Whatever could start markup, an image among it, which a viewer would fetch from wherever a model's text says.
 MARKUP = re.compile(r"([\\`*_{}\[\]<>()#!|~$:@])")

@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_ext.data import load_benchmark
 from trl_ext.evaluation.judge import last_user_text
-from trl_ext.evaluation.submission_rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
 
 MAX_PROMPT_TOKENS = 700
 MAX_NEW_TOKENS = 256

@@ -12,11 +12,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from trl_ext.evaluation.back_off import wait_before_retry
 from trl_ext.evaluation.judge import JudgeError, Judgement, JudgeUnavailable, Messages
-from trl_ext.evaluation.judge_answer import answer_schema, read_answer
-from trl_ext.evaluation.openai_replies import Failure, read_reply, status_failure
-from trl_ext.evaluation.prices import Usage, find_price, load_prices
+from trl_ext.evaluation.judging.answer import answer_schema, read_answer
+from trl_ext.evaluation.judging.back_off import wait_before_retry
+from trl_ext.evaluation.judging.openai_replies import Failure, read_reply, status_failure
+from trl_ext.evaluation.judging.prices import Usage, find_price, load_prices
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 # Each costs as much as an answer that can be read.
@@ -276,7 +276,7 @@ def question_text(prompt: Messages | str, response_a: str, response_b: str) -> s
 
 def _read_instructions(instructions: str | Path | None) -> str:
     if instructions is None:
-        return (files("trl_ext.evaluation") / "judge_instructions.md").read_text(encoding="utf-8")
+        return (files("trl_ext.evaluation") / "judging" / "instructions.md").read_text(encoding="utf-8")
     if isinstance(instructions, Path):
         if not instructions.is_file():
             raise FileNotFoundError(f"no file of instructions {str(instructions)!r}")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_ext.evaluation.report_curves import HELD_OUT_COLUMNS, held_out_rows
-from trl_ext.evaluation.report_runs import Run, number, pick
-from trl_ext.evaluation.report_summary import Row, trade_offs
+from trl_ext.evaluation.reporting.curves import HELD_OUT_COLUMNS, held_out_rows
+from trl_ext.evaluation.reporting.runs import Run, number, pick
+from trl_ext.evaluation.reporting.summary import Row, trade_offs
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"

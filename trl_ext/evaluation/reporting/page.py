@@ -15,12 +15,12 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from trl_ext.evaluation import report_tables as tables
-from trl_ext.evaluation.report_charts import chart_data
-from trl_ext.evaluation.report_generations import generations
-from trl_ext.evaluation.report_runs import Run
-from trl_ext.evaluation.report_summary import Row
-from trl_ext.evaluation.report_tables import Table
+from trl_ext.evaluation.reporting import tables
+from trl_ext.evaluation.reporting.charts import chart_data
+from trl_ext.evaluation.reporting.generations import generations
+from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.summary import Row
+from trl_ext.evaluation.reporting.tables import Table
 
 FRONT_NOTE = "The line is the Pareto front of all runs, shown or not; crosses are 95% intervals."
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -96,7 +96,7 @@ def _fill(template: str, **values: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return (files("trl_ext.evaluation") / "report_assets" / name).read_text(encoding="utf-8")
+    return (files("trl_ext.evaluation") / "reporting" / "assets" / name).read_text(encoding="utf-8")
 
 
 def _policy() -> str:

@@ -75,7 +75,7 @@ def load_prices(override: str | Path | Mapping[str, Any] | None = None) -> dict[
         FileNotFoundError: no such file.
         ValueError: the file is no JSON, or an entry is no price.
     """
-    table = json.loads((files("trl_ext.evaluation") / "prices.json").read_text(encoding="utf-8"))["models"]
+    table = json.loads((files("trl_ext.evaluation") / "judging" / "prices.json").read_text(encoding="utf-8"))["models"]
     prices = {model: Price(**entry) for model, entry in table.items()}
     if override is None:
         return prices

@@ -1,0 +1,1 @@
+"""The pieces of the report: what runs hold, and its tables, charts and page."""
