@@ -24,6 +24,7 @@ from common import (
 )
 from results import print_results, write_results
 from training import ModelArguments, can_be_resumed, load_finished, load_trainer
+from transformers import TrainerState
 
 from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
 from trl_ext.evaluation import GroundTruthJudge
@@ -235,7 +236,9 @@ def _evaluation(trainer, arguments, training, splits) -> GenerationEvaluation | 
 def _describe(trainer, arguments: OnlineArguments, model: ModelArguments, checkpoint: str | None) -> dict:
     args = trainer.args
     # Checkpoints lie between rollouts.
-    steps_before = int(Path(checkpoint).name.rpartition("-")[2]) if checkpoint else 0
+    steps_before = 0
+    if checkpoint:
+        steps_before = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).global_step
     micro_batches = steps_before * args.gradient_accumulation_steps
     rollouts = trainer.rollouts + micro_batches // (args.steps_per_generation * args.num_iterations)
     return {

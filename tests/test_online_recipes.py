@@ -222,7 +222,7 @@ def online(monkeypatch):
         # 2 updates x 2 / 3 in a rollout: one and a third.
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 2}, 24, 2),
         # An epoch of three micro-batches is two updates, of two and of one.
-        pytest.param(
+        (
             {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2},
             6,
             6,
@@ -241,8 +241,32 @@ def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, online,
     trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
     trainer.train()
     assert len(calls) == rollouts
-    described = online._describe(trainer, online.OnlineArguments(), online.ModelArguments())
+    described = online._describe(trainer, online.OnlineArguments(), online.ModelArguments(), None)
     assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
+
+
+@pytest.mark.parametrize(
+    "checkpoint, rollouts",
+    [
+        # 3 updates of 4 micro-batches, of which 2 make a rollout, and then one more rollout.
+        ("run/checkpoint-3", 7),
+        pytest.param(
+            "run/kept",
+            7,
+        ),
+    ],
+)
+def test_rollouts_before_a_resumed_run_are_counted(checkpoint, rollouts, online, tiny_model_path, tmp_path):
+    """Whatever the checkpoint's folder is called: its trainer_state.json knows the step."""
+    folder = tmp_path / checkpoint
+    folder.mkdir(parents=True)
+    (folder / "trainer_state.json").write_text('{"global_step": 3}')
+    args = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 1}
+    spec = {"model": save_policy(tiny_model_path, tmp_path / "policy"), "args": args}
+    trainer = build(spec, str(tmp_path / "run"))
+    trainer.rollouts = 1
+    described = online._describe(trainer, online.OnlineArguments(), online.ModelArguments(), str(folder))
+    assert (described["rollouts"], described["sampled_responses"]) == (rollouts, 16 * rollouts)
 
 
 def test_members_are_calibrated_where_they_share(online, monkeypatch, tmp_path):
@@ -299,13 +323,7 @@ def test_rewards_that_are_not_finite_in_evaluation(tmp_path, monkeypatch):
         strictly(line)
 
 
-@pytest.mark.parametrize(
-    "every",
-    [
-        1,
-        0,
-    ],
-)
+@pytest.mark.parametrize("every", [0, 1])
 def test_a_function_that_fails_in_evaluation_is_one_line(every, tmp_path, monkeypatch, capsys):
     """Whether it is one of the evaluations during training or the one at the end; `skip` goes on."""
     monkeypatch.chdir(tmp_path)
@@ -327,7 +345,10 @@ def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
 
 
 def test_whose_errors_are_printed(online, monkeypatch, capsys):
-    """Arguments fail alike on every process, and the first one says so; in training, whichever process failed."""
+    """Arguments fail alike on every process, and the first one says so; in training, whichever process failed.
+
+    There the line begins anew, below a progress bar.
+    """
     from trl_ext.trainers.reward_guard import RewardError
 
     def printed(rank: int, error: Exception, *kinds) -> str:

@@ -234,6 +234,29 @@ def test_a_rollout_of_one_response_is_refused(configure):
         configure(algorithm="remax", num_generations=1, per_device_train_batch_size=1)
 
 
+def test_fewer_prompts_than_a_rollout_holds_are_refused(policy_path, tmp_path):
+    """A rollout of 16 responses in groups of 4 is of four prompts; three would train nothing at all."""
+    spec = {"model": policy_path, "args": {"steps_per_generation": 2}}
+    train({**spec, "prompts": 4}, str(tmp_path))
+    with pytest.raises(ValueError, match="prompts"):
+        train({**spec, "prompts": 3}, str(tmp_path))
+
+
+def test_a_greedy_baseline_is_of_single_turns(policy_path, tmp_path):
+    def look_up(word: str) -> str:
+        """Look up a word.
+
+        Args:
+            word: the word.
+        """
+        return word
+
+    spec = {"model": policy_path, "trainer": "ReMaxTrainer"}
+    with pytest.raises(ValueError, match="a greedy baseline does not go with tools: its greedy responses are single"):
+        build(spec, str(tmp_path), tools=[look_up])
+    build(spec, str(tmp_path), tools=None)
+
+
 # ---- What is not exact, and where checkpoints fall ----
 
 OFF_POLICY = "has no importance ratio, and a rollout serves {} updates: all but the first are off-policy"
@@ -259,6 +282,15 @@ SEVERAL_ROLLOUTS = "an update spans several rollouts"
             # 3 micro-batches, in updates of 2: three updates of two rollouts, one of which holds parts of both.
             {"algorithm": "opo", "gradient_accumulation_steps": 2, "steps_per_generation": 3},
             [f"opo {OFF_POLICY.format(3)}", SEVERAL_ROLLOUTS],
+        ),
+        pytest.param(
+            {
+                "algorithm": "berkeley_grpo",
+                "beta": 0.0,
+                "gradient_accumulation_steps": 2,
+                "steps_per_generation": 1,
+            },
+            [],
         ),
     ],
 )

@@ -317,3 +317,14 @@ def test_a_fault_of_an_interrupted_update_is_not_of_the_next_run(policy_path, tm
     trainer.train()
     assert trainer.update_guard.skipped == NO_FAULT
     assert "skipped" not in caplog.text
+
+
+def test_under_deepspeed_a_bad_reward_stops_the_run_at_once(policy_path, tmp_path):
+    """Its engine takes the step inside the backward pass, and skips for itself what is not finite in the gradient."""
+    trainer = build({"model": policy_path}, str(tmp_path))
+    guard, loss = trainer.update_guard, torch.tensor(0.5)
+    trainer.is_deepspeed_enabled = True
+    guard.observe_micro_batch(loss, False)
+    guard.observe_micro_batch(loss * NAN, False)
+    with pytest.raises(FloatingPointError, match="a reward at step 0 was not finite, and DeepSpeed cannot skip"):
+        guard.observe_micro_batch(loss, True)

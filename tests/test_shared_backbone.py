@@ -525,6 +525,16 @@ def test_loading_a_frozen_base_draws_no_random_numbers(tiny_model_path, adapters
     ).abs().max() < 0.1
 
 
+def test_a_pickled_base_is_not_read(tiny_model_path, tmp_path):
+    """transformers would take it where there is no safetensors file."""
+    shutil.copytree(tiny_model_path, tmp_path / "base")
+    weights = tmp_path / "base" / "model.safetensors"
+    torch.save(load_file(weights), tmp_path / "base" / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises((OSError, ValueError), match="safetensors"):
+        SharedBackbone.load(str(tmp_path / "base"))
+
+
 def test_the_head_stays_in_float32_under_autocast(tiny_model_path, adapters):
     """A trainer may score inside its autocast: the product with the head is not rounded to bfloat16."""
     backbone = SharedBackbone(load_policy(tiny_model_path))

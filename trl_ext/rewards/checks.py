@@ -46,10 +46,11 @@ def read_limits(folder: Path) -> dict[str, int | None]:
         try:
             saved = json.loads(path.read_text(encoding="utf-8"))
             limits = {name: saved[name] for name in limits}
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path} is damaged: it must hold {' and '.join(limits)}; save the model again"
-            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is damaged: it must hold {' and '.join(limits)}; save it again") from error
+        for name, value in limits.items():
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{path} is damaged: {name} must be null or a number of tokens from 1, got {value!r}")
     return limits
 
 

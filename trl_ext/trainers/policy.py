@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import gather, is_peft_model
+from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
@@ -66,6 +67,7 @@ class PolicyTrainer(TRLGRPOTrainer):
         if not functions:
             raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
         self._check_greedy(kwargs)
+        self._check_prompts(kwargs.get("train_dataset"), args)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors)
         self.update_guard = UpdateGuard(self, args.max_skipped_updates)
@@ -100,6 +102,16 @@ class PolicyTrainer(TRLGRPOTrainer):
         named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
         if named and self.objective.needs_greedy:
             raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
+
+    @staticmethod
+    def _check_prompts(dataset, args: PolicyConfig) -> None:
+        needed = -(-args.generation_batch_size // args.num_generations)
+        if isinstance(dataset, Dataset) and len(dataset) < needed:
+            raise ValueError(
+                f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
+                f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
+                f"{needed}: give more prompts, or a smaller generation_batch_size"
+            )
 
     def _check_context(self) -> None:
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

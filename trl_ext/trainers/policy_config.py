@@ -277,7 +277,7 @@ class PolicyConfig(TRLGRPOConfig):
                 f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
                 "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
             )
-        means = (objective.aggregation, objective.kl_aggregation)
+        means = (objective.aggregation, objective.kl_aggregation if objective.needs_reference else None)
         if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:
             warn_once_per_run(
                 "an update spans several rollouts, whose later tokens are not known when it begins: the mean over "
