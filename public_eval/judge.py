@@ -83,6 +83,7 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         "tokens",
         "of the base",
         "agreement",
+        "position bias",
         "errors",
     )
     print(format_table(header, [_row(result) for result in results]))
@@ -93,6 +94,9 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         print(", ".join(f"{name} {lc.mean_length:.0f} and {lc.base_mean_length:.0f}" for name, lc in lengths))
     for row in summary["differences"]:
         first, second = row["candidates"]
+        if row["difference"] is None:
+            print(f"{first} minus {second}, {row['rule']}: no comparison counts for one of them")
+            continue
         difference = format_interval(row["difference"], row["low"], row["high"])
         print(
             f"{first} minus {second}, {row['rule']}: {difference}, paired bootstrap over {row['n']} prompts; "
@@ -111,6 +115,7 @@ def _row(result: CandidateResult) -> tuple:
         result.mean_tokens,
         result.base_mean_tokens,
         figures["agreement_rate"],
+        figures["position_bias"],
         figures["n_errors"],
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import os
@@ -187,6 +188,16 @@ def config_text(*instances: Any) -> str:
     values["report_to"] = values.get("report_to") or "none"
     plain = _without_secrets(json.loads(json.dumps(values, default=_plain)))
     return yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
+
+
+# What runs of one method over several seeds differ in.
+_OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
+
+
+def settings_digest(resolved: str) -> str:
+    """A short digest of resolved arguments, the same for runs that differ in their seed alone."""
+    values = {name: value for name, value in yaml.safe_load(resolved).items() if name not in _OF_THE_SEED}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:

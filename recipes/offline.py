@@ -19,6 +19,7 @@ from common import (
     one_line_errors,
     open_run_folder,
     parse_arguments,
+    settings_digest,
 )
 from results import print_results, write_results
 from training import ModelArguments, can_be_resumed, load_finished, load_pairs, load_trainer
@@ -129,6 +130,7 @@ def _run(config_class: type[PreferenceConfig], trainer_class: type[PreferenceTra
         run = {
             "loss": training.loss,
             "objective": trainer.objective.describe(),
+            "settings_digest": settings_digest(resolved),
             "model": model.model_name_or_path,
             "dataset": arguments.dataset_name,
             "train_pairs": len(trainer.train_dataset),

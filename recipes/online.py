@@ -21,6 +21,7 @@ from common import (
     one_line_errors,
     open_run_folder,
     parse_arguments,
+    settings_digest,
 )
 from results import print_results, write_results
 from training import ModelArguments, can_be_resumed, load_finished, load_trainer
@@ -152,6 +153,7 @@ def _run(config_class: type[PolicyConfig], trainer_class: type[PolicyTrainer]) -
         comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
     if main_process:
         run = _describe(trainer, arguments, model, checkpoint)
+        run["settings_digest"] = settings_digest(resolved)
         seconds = {"training_seconds": training_seconds, "total_seconds": time.time() - started}
         results = write_results(trainer, comparison, None, {**run, **seconds}, panels=ONLINE_PANELS)
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)

@@ -80,10 +80,6 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
         **(training.model_init_kwargs or {}),
     }
     try:
-        Path(training.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--output_dir {training.output_dir} cannot be made: {error}") from error
-    try:
         return trainer_class(
             model_path,
             args=training,
@@ -92,6 +88,8 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             **datasets,
         )
     except OSError as error:
+        if error.filename and Path(error.filename).absolute() == Path(training.output_dir).absolute():
+            raise ValueError(f"--output_dir {training.output_dir} cannot be made: {error}") from error
         raise ValueError(
             f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
             f"with --model_name_or_path. ({error})"

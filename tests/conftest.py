@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -33,3 +34,18 @@ def wildchat() -> Path:
     if not (folder / "test_prefs.jsonl").is_file():
         pytest.skip("the WildChat pairs are not here")
     return folder
+
+
+def pytest_collection_finish(session):
+    """By now the test modules, and torch with them, are imported, and nothing has run."""
+    torch = sys.modules.get("torch")
+    session.config.torch_threads = torch.get_num_threads() if torch else None
+
+
+@pytest.fixture(autouse=True)
+def torch_threads_as_before(request):
+    """A test may lower the number of threads for speed; with another number, sums differ in their last bits."""
+    yield
+    threads = request.config.torch_threads
+    if threads is not None:
+        sys.modules["torch"].set_num_threads(threads)

@@ -219,6 +219,18 @@ class TestServer:
             result = judge_pairs(judge, *pairs(30), cache=cache)
         assert (result.usage.cached, result.usage.calls, len(again.calls)) == (6, 54, 54)
 
+    def test_refused_requests_are_of_their_rows(self, tmp_path):
+        """Six rows of 60 are refused, always: the second run asks for these alone, and ends as the first did."""
+
+        def faults(question, attempt):
+            return Fault("status", status=400) if int(question[0].split()[-1]) % 10 == 0 else None
+
+        cache = tmp_path / "cache.jsonl"
+        with LoopbackServer(faults=faults) as server:
+            runs = [judge_pairs(judge_of(server), *pairs(60), cache=cache, max_error_fraction=0.1) for _ in range(2)]
+        assert [sum(outcome.error is not None for outcome in run.outcomes) for run in runs] == [6, 6]
+        assert (runs[1].usage.cached, runs[1].usage.errors) == (108, 12)
+
     def test_failures_with_answers_between_them_are_of_the_rows(self):
         """Every second row fails: two failures in a row, six times over, and the run goes on to its end."""
 

@@ -265,6 +265,8 @@ class TestOpenAIJudge:
         path = tmp_path / "rubric.md"
         path.write_text("Judge by rhyme.")
         assert OpenAIJudge(instructions=path).identity["instructions"] == "Judge by rhyme."
+        own = OpenAIJudge(instructions=path, base_url="http://localhost:1/v1").identity
+        assert own == {**OpenAIJudge(instructions=path).identity, "server": "own"}, "no verdicts of a stand-in"
         with pytest.raises(FileNotFoundError, match="no file of instructions '.*none.md'"):
             OpenAIJudge(instructions=tmp_path / "none.md")
         path.write_text(" \n")

@@ -40,19 +40,19 @@ class PairedDifference:
     """The win rate of one candidate minus that of another on the same prompts, with its 95% bootstrap interval.
 
     Attributes:
-        difference, low, high: first minus second.
-        first, second: the win rates.
+        difference, low, high: first minus second; None where a candidate has no row that counts.
+        first, second: the win rates; None likewise.
         rule: `agreed` or `half`, as in `WinRate`.
         n: prompts.
         draws: bootstrap samples of the prompts.
         mcnemar: the test on the prompts that both settled.
     """
 
-    difference: float
-    low: float
-    high: float
-    first: float
-    second: float
+    difference: float | None
+    low: float | None
+    high: float | None
+    first: float | None
+    second: float | None
     rule: Rule
     n: int
     draws: int
@@ -118,12 +118,15 @@ def paired_bootstrap(
     """
     second = _aligned(first, second)
     counts = resample_counts(len(first), draws, seed)
-    low, high = percentile_interval(_rates(first, rule, counts) - _rates(second, rule, counts))
+    differences = _rates(first, rule, counts) - _rates(second, rule, counts)
     whole = numpy.ones((1, len(first)), dtype=int)
-    rates = [float(_rates(outcomes, rule, whole)[0]) for outcomes in (first, second)]
+    rates = [_number(_rates(outcomes, rule, whole)[0]) for outcomes in (first, second)]
+    told = None not in rates
+    # A sample in which nothing counts has no rate to compare.
+    low, high = percentile_interval(differences[~numpy.isnan(differences)]) if told else (None, None)
     wins = list(zip(row_credits(first, "agreed"), row_credits(second, "agreed"), strict=True))
     return PairedDifference(
-        difference=rates[0] - rates[1],
+        difference=rates[0] - rates[1] if told else None,
         low=low,
         high=high,
         first=rates[0],
@@ -211,11 +214,15 @@ def row_credits(outcomes: Sequence[PairOutcome], rule: Rule) -> list[float | Non
 
 
 def _rates(outcomes: Sequence[PairOutcome], rule: Rule, counts: numpy.ndarray) -> numpy.ndarray:
-    """The win rate in each sample; 0 where its denominator is empty, as in `win_rate`."""
+    """The win rate in each sample; NaN where its denominator is empty."""
     credit = row_credits(outcomes, rule)
     totals = counts @ numpy.array([float(value is not None) for value in credit])
     wins = counts @ numpy.array([value or 0.0 for value in credit])
-    return numpy.divide(wins, totals, out=numpy.zeros(len(counts)), where=totals > 0)
+    return numpy.divide(wins, totals, out=numpy.full(len(counts), numpy.nan), where=totals > 0)
+
+
+def _number(value: float) -> float | None:
+    return None if numpy.isnan(value) else float(value)
 
 
 def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> list[PairOutcome]:

@@ -63,7 +63,8 @@ def length_controlled_win_rate(
     are theta + phi tanh(d_x / s) + psi gamma_x, with d_x the length of the candidate's response minus the base's, s
     the sample standard deviation of the d_x, and gamma_x a difficulty fixed in advance from many other systems. The
     rate is the mean over prompts of the predicted win probability without the length term. AlpacaEval penalises the
-    coefficients by their absolute values, with a cross-validated weight; here a wide normal prior stands in its place.
+    coefficients by their absolute values, with a cross-validated weight; here a wide normal prior stands in its place,
+    and its two made-up comparisons that guard against gaming are left out.
 
     Args:
         credits: 1 for a win, 1/2 for a tie, 0 for a loss; None for a row without a judgement, which is left out.
@@ -74,7 +75,8 @@ def length_controlled_win_rate(
         seed: of the resampling.
 
     Returns:
-        None where no row was judged, or where the model cannot be told: all length differences equal, and not zero.
+        None where no row was judged, or where the model cannot be told: the length term hardly varies, as where the
+        candidate is longer on every prompt by much more than its lengths vary.
 
     Raises:
         ValueError: lists of different lengths, or a credit outside [0, 1].
@@ -91,7 +93,8 @@ def length_controlled_win_rate(
         raise ValueError("credits must lie between 0 and 1")
     own, other = (numpy.array([values[index] for index in judged], dtype=float) for values in (lengths, base_lengths))
     term = length_term(own - other)
-    if term is None:
+    # Fisher information on the length coefficient, at most: with less, the prior would decide and not the data.
+    if term is None or (term.any() and len(term) * term.var() / 4 < 0.1):
         return None
     features = [numpy.ones(len(labels)), term]
     if difficulty is not None:

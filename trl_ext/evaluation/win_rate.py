@@ -62,9 +62,10 @@ class WinRate:
         n_counted: rows in the denominator of `agreed`.
         n_ties: rows worth one half in `half`.
         n_errors: rows without a judgement.
-        agreement_rate: share of the rows without an error on which both passes give the same verdict; 0 without rows.
-        position_bias: P(the response shown first wins) - 1/2 over all passes of the rows without an error, a tie
-            counting as half a win; in [-1/2, 1/2], 0 without rows.
+        agreement_rate: share of the rows without an error or an empty response on which both passes give the same
+            verdict; 0 without rows.
+        position_bias: P(the response shown first wins) - 1/2 over all passes of these rows, a tie counting as half a
+            win; in [-1/2, 1/2], 0 without rows.
     """
 
     agreed: Interval
@@ -128,6 +129,8 @@ def win_rate(outcomes: Iterable[PairOutcome]) -> WinRate:
         for outcome in judged
         if outcome.first == outcome.second != "tie" and outcome.usable and not outcome.empty
     ]
+    # Nobody judges an empty response: it loses, which says nothing of the judge.
+    asked = [outcome for outcome in judged if not outcome.empty]
     credits = [_half_credit(outcome) for outcome in judged]
     return WinRate(
         agreed=_interval(sum(outcome.first == "candidate" for outcome in counted), len(counted)),
@@ -136,8 +139,8 @@ def win_rate(outcomes: Iterable[PairOutcome]) -> WinRate:
         n_counted=len(counted),
         n_ties=credits.count(0.5),
         n_errors=len(outcomes) - len(judged),
-        agreement_rate=_mean([float(outcome.first == outcome.second) for outcome in judged], default=0.0),
-        position_bias=_mean([_shown_first_wins(outcome) for outcome in judged], default=0.5) - 0.5,
+        agreement_rate=_mean([float(outcome.first == outcome.second) for outcome in asked], default=0.0),
+        position_bias=_mean([_shown_first_wins(outcome) for outcome in asked], default=0.5) - 0.5,
     )
 
 

@@ -47,7 +47,7 @@ class OpenAIJudge:
         api: "responses", or "chat" for servers with Chat Completions alone.
         instructions: the rubric, as a text or as the `Path` of a file; None for the one that comes with the package.
             It must ask for the fields of that one.
-        timeout: seconds to wait for an answer.
+        timeout: seconds to wait for the next part of an answer; one that comes in pieces may take longer in all.
         max_retries: how often a request that failed is sent again.
         max_output_tokens: the most that an answer may cost, reasoning included.
         temperature, reasoning_effort: None for the server's default; not every model takes them.
@@ -101,8 +101,14 @@ class OpenAIJudge:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What a verdict depends on beside the question; the server's address is left out, since it moves."""
+        """What a verdict depends on beside the question.
+
+        Whether a server of one's own gave it, though not its address, which moves: a trial against a stand-in must not
+        pass for the verdicts of the model that it names.
+        """
         settings = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
+        if self.base_url or os.environ.get("OPENAI_BASE_URL"):
+            settings["server"] = "own"
         return {
             "kind": "openai",
             "model": self.model,
@@ -152,7 +158,8 @@ class OpenAIJudge:
                 failures += 1
                 if outcome.kind == "request" or failures > self.max_retries:
                     reason = f"{outcome.reason} ({usage.calls} attempts)"
-                    raise JudgeError(reason, usage=usage, server_failed=True)
+                    # A refused request is about its row, and no sign that the server is down.
+                    raise JudgeError(reason, usage=usage, server_failed=outcome.kind == "transient")
                 self._wait(failures - 1, outcome, usage, stop)
             usage += Usage(retries=1)
 
@@ -169,7 +176,9 @@ class OpenAIJudge:
     @cached_property
     def _create(self):
         """The SDK's method that sends a request; retries are not the SDK's, since they are counted here."""
-        key = os.environ.get(KEY_VARIABLE)
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise JudgeUnavailable(f"{KEY_VARIABLE} holds characters that a key cannot have: set it again")
         own_server = self.base_url or os.environ.get("OPENAI_BASE_URL")
         if not key and not own_server:
             raise JudgeUnavailable(

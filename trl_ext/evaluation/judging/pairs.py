@@ -154,7 +154,7 @@ def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> Ju
         answers = [] if pair is None else [run.answers.get(question.key) for question in pair]
         errors = [] if pair is None else [run.errors[q.key] for q in pair if q.key in run.errors]
         if pair is None:
-            # Both rules of `win_rate` look at `empty` alone.
+            # What `win_rate` reads of it is `empty` alone.
             outcome = PairOutcome(row_id, "base", "base", empty=True)
         elif errors:
             outcome = PairOutcome(row_id, None, None, error=errors[0])

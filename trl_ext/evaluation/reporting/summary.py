@@ -90,7 +90,7 @@ def over_seeds(policies: Iterable[Row]) -> list[Row]:
     """
 
     def what(row: Row) -> tuple[str, ...]:
-        return tuple(str(row[name]) for name in ("objective", "model", "data", "steps"))
+        return tuple(str(row.get(name)) for name in ("objective", "model", "data", "steps", "settings_digest"))
 
     rows = []
     for _, group in groupby(sorted(policies, key=what), key=what):
@@ -132,6 +132,7 @@ def _what_was_run(run: Run) -> Row:
         "model": text(results, "run", "model"),
         "data": text(results, "run", "dataset"),
         "steps": number(results, "run", "optimizer_steps"),
+        "settings_digest": text(results, "run", "settings_digest"),
         "seed": number(results, "run", "seed"),
         **seconds,
         "device": text(results, "run", "device"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -74,19 +75,31 @@ def judge_candidate(
         TooManyErrors: too many comparisons could not be judged.
     """
     result = judge_responses(judge, prompts, responses, base, **judging)
-    credits = row_credits(result.outcomes, "half")
     return CandidateResult(
         name=name,
         win_rate=win_rate(result.outcomes),
-        length_controlled=length_controlled_win_rate(
-            credits, [len(response.text) for response in responses], [len(response.text) for response in base]
-        ),
+        length_controlled=_at_equal_lengths(result.outcomes, responses, base),
         mean_tokens=_mean_tokens(responses),
         base_mean_tokens=_mean_tokens(base),
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
     )
+
+
+def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Response], base: Sequence[Response]):
+    """The length-controlled win rate; empty responses lose, and not because they are short."""
+    credits = row_credits(outcomes, "half")
+    kept = [None if outcome.empty else credit for outcome, credit in zip(outcomes, credits, strict=True)]
+    lengths = ([len(response.text) for response in system] for system in (responses, base))
+    controlled = length_controlled_win_rate(kept, *lengths)
+    empty = sum(outcome.empty and credit is not None for outcome, credit in zip(outcomes, credits, strict=True))
+    if controlled is None or not empty:
+        return controlled
+    share = controlled.n / (controlled.n + empty)
+    rates = {name: share * getattr(controlled, name) for name in ("rate", "low", "high", "raw")}
+    note = f"{controlled.note}; {empty} empty responses as losses"
+    return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
 
 
 def judge_responses(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.bootstrap import RULES, Rule, chance_below, chance_mean_below, row_credits
+from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.prices import Usage
 from trl_ext.evaluation.reward_models import reward_metrics
 from trl_ext.evaluation.submissions.assets import (
@@ -164,7 +165,11 @@ def _grade(folder, name, threshold, assets, judged, rule: Rule, usages: list[Usa
         return FileGrade(**base, passed=False, reason=f"{len(fatal)} bad row" + "s" * (len(fatal) > 1))
     if name == REWARD_MODEL:
         return _grade_reward_model(base, rows)
-    result = judged(name, rows)
+    try:
+        result = judged(name, rows)
+    except TooManyErrors as error:
+        usages.append(error.result.usage)
+        return FileGrade(**base, passed=False, reason=str(error))
     usages.append(result.usage)
     return _grade_policy(base, result, rule)
 
