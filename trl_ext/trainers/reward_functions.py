@@ -10,7 +10,7 @@ from typing import Any
 from torch.nn import Module
 
 from trl_ext.rewards import RewardEnsemble, RewardModel
-from trl_ext.trainers.reward_guard import RewardGuard
+from trl_ext.trainers.reward_guard import RewardGuard, ignore
 
 
 def as_reward_functions(given: Any) -> list:
@@ -75,7 +75,7 @@ def reward_columns(
         "finished": finished,
         "trainer_state": trainer.state,
         "log_extra": report,
-        "log_metric": _ignore,
+        "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
     # Not the trainer's: the faults of its latest rollout are still to be dealt with.
@@ -101,7 +101,3 @@ class _Report:
 
     def __call__(self, column: str, values: list[float | None]) -> None:
         self.columns[column.removeprefix("reward/")] = values
-
-
-def _ignore(*arguments: Any) -> None:
-    return None

@@ -73,7 +73,7 @@ class RewardGuard:
                 name: [value[index]] if isinstance(value, list) and len(value) == count else value
                 for name, value in arguments.items()
             }
-            yield {**row, **{name: _ignore for name in _REPORTS if name in row}}
+            yield {**row, **{name: ignore for name in _REPORTS if name in row}}
 
     def _one(self, function: Callable, index: int, row: dict[str, Any]) -> float | None:
         try:
@@ -133,8 +133,8 @@ def function_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _ignore(*arguments: Any) -> None:
-    return None
+def ignore(*arguments: Any) -> None:
+    """Stands in for `log_extra` and `log_metric` where what a function reports is not wanted."""
 
 
 def _describe(row: dict[str, Any]) -> str:
