@@ -11,7 +11,7 @@ demo: $(STAMP)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/aot.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,200 @@
+"""Attention over a packed row: each segment attends causally to its own path, and to nothing else.
+
+An attention function of transformers, registered over the one that the model has. Without a plan it is that one.
+Back-ends, in the order in which they are tried: `varlen`, one call of torch's FlashAttention for all segments (CUDA,
+half precision); `flex`, a compiled FlexAttention with a block mask (CUDA); `sdpa`, one call of scaled dot-product
+attention for each segment (anywhere).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trl_ext.models.packing.planner import Plan
+
+PREFIX = "trl_ext_packed_"
+# The keyword by which a plan travels through the layers, so that recomputation of checkpoints sees it too.
+PLAN_KEYWORD = "packing_plan"
+BACKENDS = ("varlen", "flex", "sdpa")
+# Keywords that carry nothing which changes the result of a packed call, as far as attention is concerned.
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"})
+
+
+def attention_name(original: str) -> str:
+    """The name under which packed attention over the attention function `original` is registered; registers it."""
+    name = PREFIX + original
+    if name not in ALL_ATTENTION_FUNCTIONS:
+        AttentionInterface.register(name, _over(original))
+        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    return name
+
+
+def _over(original: str):
+    def packed_attention(module, query, key, value, attention_mask, **kwargs):
+        plan = kwargs.pop(PLAN_KEYWORD, None)
+        if plan is None:
+            return ALL_ATTENTION_FUNCTIONS[original](module, query, key, value, attention_mask, **kwargs)
+        return attend(plan, module, query, key, value, **kwargs), None
+
+    return packed_attention
+
+
+def attend(
+    plan: Plan,
+    module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> Tensor:
+    """Attention of every token of a packed row to its path.
+
+    Args:
+        plan: of the packed row of T tokens; its `backend` in `derived` names the back-end, `sdpa` without one.
+        module: the attention layer.
+        query: [1, heads, T, head size].
+        key, value: [1, key heads, T, head size].
+        scaling: of the scores; None for the inverse square root of the head size.
+        dropout: of the attention weights.
+        sliding_window: the number of tokens of its path that a token sees, itself included; None for all.
+
+    Returns:
+        [1, T, heads, head size].
+
+    Raises:
+        NotImplementedError: the layer asks for something that is not implemented here, such as a soft cap.
+    """
+    unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
+    if kwargs.get("output_attentions"):
+        unknown.append("output_attentions")
+    if unknown:
+        raise NotImplementedError(f"its attention takes {', '.join(unknown)}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not causal:
+        raise NotImplementedError("its attention is not causal")
+    # [T, heads, head size], as segments are cut and gathered along tokens.
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
+    backend = "sdpa" if dropout else plan.derived.get("backend", "sdpa")
+    if backend == "varlen":
+        return _varlen(plan, query, key, value, scaling, sliding_window)[None]
+    if backend == "flex":
+        return _flex(plan, query, key, value, scaling, sliding_window)[None]
+    return _sdpa(plan, query, key, value, scaling, sliding_window, dropout)[None]
+
+
+def _sdpa(plan: Plan, query, key, value, scaling, window, dropout) -> Tensor:
+    if plan.shares:
+        key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
+    grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for own_query, own_key, own_value in zip(
+        query.split(plan.query_lengths), key.split(plan.key_lengths), value.split(plan.key_lengths), strict=True
+    ):
+        added, length = len(own_query), len(own_key)
+        windowed = window is not None and length > window
+        mask = _lower_right(plan, added, length, window if windowed else None, query.device)
+        output = scaled_dot_product_attention(
+            *(states.transpose(0, 1)[None] for states in (own_query, own_key, own_value)),
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _lower_right(plan: Plan, added: int, length: int, window: int | None, device) -> Tensor | None:
+    """What the last `added` of `length` tokens see of them, [added, length]; None for plain causality over all."""
+    if added == length and window is None:
+        return None
+    place = ("mask", added, length, window)
+    if place not in plan.derived:
+        own = torch.arange(length - added, length, device=device)[:, None]
+        other = torch.arange(length, device=device)[None]
+        mask = other <= own
+        if window is not None:
+            mask &= other > own - window
+        plan.derived[place] = mask
+    return plan.derived[place]
+
+
+def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    if "bounds" not in plan.derived:
+        plan.derived["bounds"] = tuple(
+            pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0)).to(query.device)
+            for lengths in (plan.query_lengths, plan.key_lengths)
+        )
+    query_bounds, key_bounds = plan.derived["bounds"]
+    if plan.shares:
+        key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        query_bounds,
+        key_bounds,
+        max(plan.query_lengths),
+        max(plan.key_lengths),
+        scale=scaling,
+        # The window of transformers counts the token itself.
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _flex(plan: Plan, query, key, value, scaling, window) -> Tensor:
+    output = _flex_attention(query.is_cuda)(
+        *(states.transpose(0, 1)[None] for states in (query, key, value)),
+        block_mask=block_mask(plan, window),
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[0].transpose(0, 1)
+
+
+@cache
+def _flex_attention(compiled: bool):
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
+
+
+def block_mask(plan: Plan, window: int | None):
+    """FlexAttention's block mask of a plan: a token sees those of its segment's path that do not lie behind it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    place = ("block mask", window)
+    if place not in plan.derived:
+        device = plan.key_index.device
+        lengths = torch.tensor(plan.query_lengths, device=device)
+        segment = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        paths = torch.arange(len(lengths), device=device).repeat_interleave(
+            torch.tensor(plan.key_lengths, device=device)
+        )
+        visible = torch.zeros(len(lengths), plan.tokens, dtype=torch.bool, device=device)
+        visible[paths, plan.key_index] = True
+        position = plan.position_ids[0]
+
+        def sees(batch, head, own, other):
+            distance = position[own] - position[other]
+            near = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            return visible[segment[own], other] & near
+
+        plan.derived[place] = create_block_mask(sees, None, None, plan.tokens, plan.tokens, device=device)
+    return plan.derived[place]

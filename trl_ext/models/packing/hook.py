@@ -1,0 +1,338 @@
+"""`share_prefixes`: packed forward passes under any trainer of TRL.
+
+TRL's trainers ask a language model for log-probabilities of labels, through TRL's fused LM head, and a reward model
+for scores. Both calls are taken here, made on a packed row, and what comes back is put where the caller expects it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import types
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, PREFIX, attention_name
+from trl_ext.models.packing.canary import difference
+from trl_ext.models.packing.obstacles import (
+    has_active_dropout,
+    has_fused_head,
+    is_classifier,
+    original_context,
+    packing_obstacle,
+)
+from trl_ext.models.packing.planner import Plan, plan_batch
+
+logger = logging.getLogger(__name__)
+
+# A batch that packing would shorten by less is left padded.
+LEAST_SAVING = 0.05
+_ATTRIBUTE = "_trl_ext_packing"
+_PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# What trainers pass beside the batch and what changes nothing here: `margin` is a column that TRL's RewardTrainer
+# passes on, and that no model reads.
+_HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin"})
+
+
+class Packing:
+    """Packed forward passes of one model, and what was counted of them.
+
+    Attributes:
+        model: the model of transformers, without wrappers.
+        reason: why its passes are not packed, in a few words; None while they are, or may be.
+        backend: the attention back-end in use; None until the first pass, which settles it.
+        largest_difference: between packed and padded log-probabilities or scores of the canary; None until then.
+        padded_tokens: places of the batches that were packed, padding included.
+        packed_tokens: tokens that were encoded for them.
+        quiet: whether the line that says what is used is left out; that nothing is used is said all the same.
+        left_padded: passes that were not packed, by reason.
+    """
+
+    def __init__(self, model: nn.Module, *, quiet: bool = False):
+        self.model = model
+        self.quiet = quiet
+        self.reason = packing_obstacle(model)
+        self.backend: str | None = None
+        self.largest_difference: float | None = None
+        self.padded_tokens = 0
+        self.packed_tokens = 0
+        self.left_padded: Counter[str] = Counter()
+        self._forward = model.forward
+        self._hooked = None
+        self._attention = model.config._attn_implementation.removeprefix(PREFIX)
+        self._context = None
+        if self.reason is None:
+            self._context = original_context(model.config)
+            model.set_attn_implementation(attention_name(self._attention))
+            self._hooked = _hooked_forward(model)
+            model.forward = types.MethodType(self._hooked, model)
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether the model's calls come here first."""
+        return self._hooked is not None and getattr(self.model.forward, "__func__", None) is self._hooked
+
+    @property
+    def active(self) -> bool:
+        """Whether passes are packed, as far as is known now."""
+        return self.reason is None
+
+    def describe(self) -> str:
+        """One line: what is used, or why nothing is."""
+        if not self.active:
+            return f"packing: off, rows are padded: {self.reason}"
+        how = "settled at the first batch" if self.backend is None else f"{self.backend} attention"
+        checked = ""
+        if self.largest_difference is not None:
+            checked = f"; differs from the padded forward by at most {self.largest_difference:.1e}"
+        return f"packing: on, without padding and with common prefixes encoded once ({how}{checked})"
+
+    def remove(self) -> None:
+        """Give the model its own forward pass and attention back."""
+        self.reason = "it was taken off"
+        if getattr(self.model.forward, "__func__", None) is self._hooked:
+            self.model.forward = self._forward
+        self._restore_attention()
+
+    def _restore_attention(self) -> None:
+        if self.model.config._attn_implementation.startswith(PREFIX):
+            self.model.set_attn_implementation(self._attention)
+
+    # ---- Batches ----
+
+    def plan(self, input_ids: Tensor | None, attention_mask: Tensor | None, labels=None, **kwargs: Any) -> Plan | None:
+        """The plan of a batch, or None where it is to go through the model as it is; counts either."""
+        replaced = not self.model.config._attn_implementation.startswith(PREFIX)
+        if not self.active or replaced or torch.compiler.is_compiling():
+            return None
+        plan, reason = self._plan(input_ids, attention_mask, labels, kwargs)
+        if plan is None:
+            self.left_padded[reason] += 1
+            return None
+        if self.backend is None:
+            self._settle()
+            if not self.active:
+                return None
+        plan.derived["backend"] = self.backend
+        self.padded_tokens += input_ids.numel()
+        self.packed_tokens += plan.tokens
+        return plan
+
+    def _plan(self, input_ids, attention_mask, labels, kwargs) -> tuple[Plan | None, str]:
+        extra = sorted(name for name, value in kwargs.items() if value is not None and name not in _HARMLESS)
+        if extra:
+            return None, f"takes {', '.join(extra)}"
+        if input_ids is None or attention_mask is None or attention_mask.dim() != 2:
+            return None, "takes no tokens with a mask of rows"
+        if getattr(self.model.config, "output_router_logits", False):
+            return None, "balances the load of experts"
+        if self._context is not None and input_ids.shape[1] > self._context:
+            return None, "rotary angles depend on the length of the batch"
+        # With a prefix encoded once, rows would not draw their dropout independently.
+        plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
+        if plan is None:
+            return None, "has a mask or labels of another form"
+        if plan.tokens > (1 - LEAST_SAVING) * input_ids.numel():
+            return None, "saves too little"
+        return plan, ""
+
+    def _settle(self) -> None:
+        """Choose the first back-end that gives what the padded forward gives, or give packing up."""
+        on_gpu = next(self.model.parameters()).is_cuda
+        failures = []
+        for backend in BACKENDS if on_gpu else ("sdpa",):
+            try:
+                self.largest_difference, agrees = self._try(backend)
+            except Exception as error:  # Whatever a kernel or a model raises, the padded forward goes on.
+                failures.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+                continue
+            if agrees:
+                self.backend = backend
+                break
+            failures.append(f"{backend} attention is {self.largest_difference:.1e} off the padded forward")
+        else:
+            self.reason = failures[-1]
+            self.largest_difference = None
+            self._restore_attention()
+        if not (self.quiet and self.active):
+            _announce(self.describe())
+
+    def _try(self, backend: str) -> tuple[float, bool]:
+        classifier = is_classifier(self.model)
+
+        def packed(input_ids, attention_mask, labels):
+            plan = plan_batch(input_ids, attention_mask, None if classifier else labels)
+            plan.derived["backend"] = backend
+            if classifier:
+                return _packed_scores(self, plan, input_ids)
+            return _packed_log_probs(self, plan, labels).log_probs
+
+        def padded(input_ids, attention_mask, labels):
+            if classifier:
+                return self.call(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
+            batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+            return self.call(**batch, fused_lm_head=True).log_probs
+
+        return difference(self.model, packed, padded)
+
+    # ---- Passes ----
+
+    def call(self, *args: Any, **kwargs: Any):
+        """The model's own forward pass, padded or, with a plan as keyword, packed."""
+        # By function, so that a copy of the model calls itself.
+        function = getattr(self._forward, "__func__", None)
+        return self._forward(*args, **kwargs) if function is None else function(self.model, *args, **kwargs)
+
+    def hidden_states(self, plan: Plan, backbone: nn.Module | None = None) -> Tensor:
+        """Last hidden states of a packed row, [T, hidden size]; `plan.columns` says where a batch finds its own."""
+        backbone = self.model.base_model if backbone is None else backbone
+        return backbone(**packed_inputs(plan), use_cache=False).last_hidden_state[0]
+
+
+def packed_inputs(plan: Plan) -> dict[str, Any]:
+    """What a model or its backbone is called with for a packed row."""
+    return {
+        "input_ids": plan.input_ids,
+        "position_ids": plan.position_ids,
+        # Four dimensions, so that transformers builds no mask of T x T; nothing reads it.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=plan.input_ids.device),
+        PLAN_KEYWORD: plan,
+    }
+
+
+def share_prefixes(*models) -> Packing:
+    """Let a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
+
+    For trainers of TRL, and this library's (which do it themselves): the same losses, gradients, metrics and
+    checkpoints, up to rounding, on fewer tokens. Call it when the trainer is made, before it trains:
+
+        trainer = trl.DPOTrainer(...)
+        share_prefixes(trainer.model, trainer.ref_model)
+
+    At the first batch three rows go through both the packed and the padded forward pass; if these differ by more than
+    rounding, or the model cannot be packed, rows stay padded and one line of the log says why. So it is for single
+    batches that cannot be packed, without a line: `left_padded` counts them. While dropout is active, padding is
+    left out and prefixes are not shared, so that each row draws its own.
+
+    Args:
+        models: a causal language model with TRL's fused LM head, which trainers put on it, or one for sequence
+            classification; bare, with adapters, or wrapped for distribution. None is passed over.
+
+    Returns:
+        The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
+
+    Raises:
+        ValueError: no model, or a language model without the fused head.
+    """
+    inner = [_unwrapped(model) for model in models if model is not None]
+    if not inner:
+        raise ValueError("no model to share prefixes in")
+    for model in inner:
+        _hook(model, quiet=model is not inner[0])
+    return packing_of(inner[0])
+
+
+def packing_of(model) -> Packing | None:
+    """The packing that `share_prefixes` put on a model, bare or wrapped; None if there is none."""
+    packings = _unwrapped(model).__dict__.get(_ATTRIBUTE)
+    return packings[-1] if packings else None
+
+
+def _hook(model: nn.Module, *, quiet: bool) -> None:
+    packings: list[Packing] = model.__dict__.setdefault(_ATTRIBUTE, [])
+    if packings:
+        if packings[-1].is_outermost:
+            return
+        # Another trainer has put its head over the hook, and does not pass through it any more.
+        packings[-1].reason = "it was taken over by another trainer"
+    if not is_classifier(model) and not has_fused_head(model):
+        raise ValueError(
+            f"{type(model).__name__} has no fused LM head yet, which TRL's trainers put on it: make the trainer "
+            "first, then call share_prefixes(trainer.model)"
+        )
+    packings.append(Packing(model, quiet=quiet))
+    if not packings[-1].active:
+        _announce(packings[-1].describe())
+
+
+def _hooked_forward(model: nn.Module):
+    """The function that takes the model's calls; a copy of the model finds the copy of its packing."""
+    function = _classifier_forward if is_classifier(model) else _causal_forward
+    index = len(model.__dict__.get(_ATTRIBUTE, ()))
+
+    # Generation checks its arguments against the signature.
+    @functools.wraps(type(model).forward)
+    def forward(self, *args, **kwargs):
+        return function(self.__dict__[_ATTRIBUTE][index], *args, **kwargs)
+
+    return forward
+
+
+def _causal_forward(packing: Packing, *args, fused_lm_head=False, **kwargs):
+    batch = {name: kwargs.pop(name, None) for name in ("input_ids", "attention_mask", "labels")}
+    plan = None
+    if fused_lm_head and not args and batch["labels"] is not None:
+        plan = packing.plan(**batch, **kwargs)
+    if plan is not None:
+        return _packed_log_probs(packing, plan, batch["labels"], **kwargs)
+    given = {name: value for name, value in batch.items() if value is not None}
+    return packing.call(*args, **given, fused_lm_head=fused_lm_head, **kwargs)
+
+
+def _packed_log_probs(packing: Packing, plan: Plan, labels: Tensor, *, num_items_in_batch=None, **kwargs):
+    """TRL's fused output for a batch, computed on a packed row."""
+    kwargs.pop("use_cache", None)
+    output = packing.call(
+        **packed_inputs(plan), shift_labels=plan.shift_labels(labels), fused_lm_head=True, use_cache=False, **kwargs
+    )
+    mask = labels[:, 1:] != -100
+    places = plan.columns[:, :-1]
+    for name in _PER_TOKEN:
+        values = getattr(output, name)
+        if values is not None:
+            setattr(output, name, values[0][places].masked_fill(~mask, 0))
+    output.label_mask = mask
+    count = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+    output.loss = -output.log_probs.sum() / count
+    return output
+
+
+def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, **kwargs):
+    plan = packing.plan(input_ids, attention_mask, **kwargs)
+    if plan is None:
+        return packing.call(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+    return SequenceClassifierOutputWithPast(logits=_packed_scores(packing, plan, input_ids))
+
+
+def _packed_scores(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor:
+    model = packing.model
+    rows, last = torch.arange(len(input_ids), device=input_ids.device), last_tokens(input_ids, model.config)
+    return model.score(packing.hidden_states(plan)[plan.columns[rows, last]])
+
+
+def last_tokens(input_ids: Tensor, config) -> Tensor:
+    """The column a row's score is read at, by transformers' rule: its last token that is not padding. [B]."""
+    column = torch.arange(input_ids.shape[1], device=input_ids.device)
+    return (column * (input_ids != config.get_text_config().pad_token_id)).argmax(dim=1)
+
+
+def _unwrapped(model) -> nn.Module:
+    """The model of transformers in a model with adapters or one that an engine wraps."""
+    while True:
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        else:
+            return model
+
+
+def _announce(line: str) -> None:
+    """Log a line from the first process only."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(line)

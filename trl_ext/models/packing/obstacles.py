@@ -1,0 +1,85 @@
+"""What stands against packing a model's forward passes, as far as its class and configuration tell."""
+
+from __future__ import annotations
+
+import inspect
+
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trl_ext.models.packing.attention import PREFIX
+
+_LAYERS = frozenset({"full_attention", "sliding_attention"})
+# Kinds of rotary embedding whose angles depend on the longest position of the batch.
+LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
+
+
+def has_fused_head(model) -> bool:
+    """Whether TRL's fused LM head is on the model."""
+    parameters = inspect.signature(getattr(model.forward, "__func__", model.forward), follow_wrapped=False).parameters
+    return "fused_lm_head" in parameters
+
+
+def is_classifier(model) -> bool:
+    """Whether the model is one for sequence classification, as reward models are."""
+    return isinstance(model, GenericForSequenceClassification)
+
+
+def packing_obstacle(model) -> str | None:
+    """Why a model's forward passes cannot be packed, in a few words; None if nothing is known against it.
+
+    Args:
+        model: of transformers, for causal language modelling or sequence classification, without wrappers.
+    """
+    config = model.config
+    text = config.get_text_config()
+    if text is not config:
+        return "it takes more than text"
+    if getattr(config, "is_encoder_decoder", False):
+        return "it has an encoder"
+    if not is_classifier(model) and not model.can_generate():
+        return "it is neither a causal language model nor one for sequence classification"
+    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
+        return "it is compiled"
+    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
+        return "its layers are on several devices"
+    others = set(getattr(text, "layer_types", None) or ()) - _LAYERS
+    if others:
+        return f"it has layers of the kind {', '.join(sorted(others))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be exchanged"
+    attention = text._attn_implementation.removeprefix(PREFIX)
+    if attention not in ALL_ATTENTION_FUNCTIONS or attention.startswith("paged|"):
+        return f"its attention is {attention}: load it with attn_implementation sdpa or a flash attention"
+    if getattr(text, "alibi", False) or not getattr(text, "rope_parameters", None):
+        return "its positions are not rotary"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "its attention scores have a soft cap"
+    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
+        return "its attention has sinks"
+    return None
+
+
+def original_context(config) -> int | None:
+    """The length up to which rotary angles do not depend on the batch; None where they never do."""
+    text = config.get_text_config()
+    parameters = text.rope_parameters
+    # With several kinds of layers there is one set of parameters for each kind.
+    sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
+    if not any(entry.get("rope_type") in LENGTH_DEPENDENT_ROPE for entry in sets):
+        return None
+    lengths = [entry.get("original_max_position_embeddings") for entry in sets]
+    return min(filter(None, [*lengths, text.max_position_embeddings]))
+
+
+def has_active_dropout(model) -> bool:
+    """Whether a forward pass would draw dropout now."""
+    if not model.training:
+        return False
+    for module in model.modules():
+        rate = getattr(module, "attention_dropout", None)
+        if isinstance(rate, float) and rate > 0 and module.training:
+            return True
+        if getattr(module, "p", 0) and type(module).__name__.startswith("Dropout") and module.training:
+            return True
+    return False

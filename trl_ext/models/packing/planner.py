@@ -1,0 +1,154 @@
+"""The plan of a packed forward pass: which tokens of a padded batch are encoded, and where each row finds its own.
+
+The rows of a batch, sorted as sequences of tokens, form a trie: what a row has in common with the row before it is the
+longest prefix that it has in common with any. A plan lays what each row adds after one another, in one row without
+padding, and remembers for every row the path of positions that its prefix and its own tokens make.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# A shorter common prefix, such as the beginning of a chat template, saves less than its bookkeeping costs.
+MINIMUM_SHARED = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch of B rows and L columns as one row of T tokens, in N segments: what N of its rows add.
+
+    Attributes:
+        input_ids: the tokens, [1, T].
+        position_ids: the position of each in its own row, from 0, [1, T].
+        query_lengths: tokens of each segment; their sum is T.
+        key_lengths: tokens of the path that each segment attends to, the segment itself last.
+        key_index: the paths, one after another, as positions of the packed row, [sum of key_lengths].
+        columns: the packed position of a column of the batch; 0 where it has none, [B, L].
+        present: whether a column has a packed position; padding and tokens that predict nothing have none, [B, L].
+        shares: whether any prefix is shared; otherwise only padding is left out.
+        derived: what attention back-ends compute from the plan once for all layers.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    query_lengths: tuple[int, ...]
+    key_lengths: tuple[int, ...]
+    key_index: Tensor
+    columns: Tensor
+    present: Tensor
+    shares: bool
+    derived: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """T, the tokens that are encoded."""
+        return self.input_ids.shape[1]
+
+    def shift_labels(self, labels: Tensor) -> Tensor:
+        """The label that each packed position predicts, -100 where none, [1, T], from labels [B, L] of the batch."""
+        shifted = torch.full_like(self.input_ids[0], -100)
+        counts = labels[:, 1:] != -100
+        shifted[self.columns[:, :-1][counts]] = labels[:, 1:][counts]
+        return shifted[None]
+
+
+def plan_batch(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    labels: Tensor | None = None,
+    *,
+    share: bool = True,
+    minimum_shared: int = MINIMUM_SHARED,
+) -> Plan | None:
+    """Plan the packed forward pass of a padded batch.
+
+    With labels, as a causal language model is given them, a prefix is left one token before its rows part, so that
+    every packed position has one next token; and what lies behind a row's last label, which it predicts nothing with,
+    is not encoded. Without labels every token is.
+
+    Args:
+        input_ids: [B, L].
+        attention_mask: 1 on the tokens of a row, which are one block, padded on either side or both, [B, L].
+        labels: the next-token labels of a causal language model, unshifted, -100 where none, [B, L].
+        share: False to leave out padding only.
+        minimum_shared: a shorter common prefix is encoded once for each row.
+
+    Returns:
+        The plan, on the device of `input_ids`; None for a batch that no plan fits: an empty row, a mask with holes, or
+        a label that is on padding, on a row's first token, or another token than the input's.
+    """
+    ids, attended = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
+    lengths, first = attended.sum(axis=1), attended.argmax(axis=1)
+    column = np.arange(ids.shape[1])
+    block = (column >= first[:, None]) & (column < (first + lengths)[:, None])
+    if not lengths.all() or not (block == attended).all():
+        return None
+    needed = lengths
+    if labels is not None:
+        needed = _needed_tokens(labels.cpu().numpy(), ids, attended, first)
+        if needed is None:
+            return None
+    rows = [ids[row, start : start + length] for row, (start, length) in enumerate(zip(first, lengths, strict=True))]
+    # Bytes of big-endian numbers sort as the numbers do.
+    order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes()) if share else range(len(rows))
+
+    paths: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)
+    segments: list[tuple[int, int]] = []
+    total, previous = 0, None
+    for row in order:
+        shared = 0
+        if share and previous is not None:
+            shared = _common_prefix(rows[previous], rows[row]) - (labels is not None)
+            shared = min(shared, needed[row], len(paths[previous]))
+            shared = shared if shared >= minimum_shared else 0
+        added = needed[row] - shared
+        own = np.arange(total, total + added)
+        paths[row] = np.concatenate([paths[previous][:shared], own]) if shared else own
+        total, previous = total + added, row
+        if added:
+            segments.append((row, int(added)))
+
+    packed_ids, packed_positions = np.empty(total, np.int64), np.empty(total, np.int64)
+    columns, present = np.zeros(ids.shape, np.int64), np.zeros(ids.shape, bool)
+    for row, path in enumerate(paths):
+        packed_ids[path] = rows[row][: len(path)]
+        packed_positions[path] = np.arange(len(path))
+        columns[row, first[row] : first[row] + len(path)] = path
+        present[row, first[row] : first[row] + len(path)] = True
+
+    def place(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(input_ids.device)
+
+    return Plan(
+        input_ids=place(packed_ids)[None],
+        position_ids=place(packed_positions)[None],
+        query_lengths=tuple(added for _, added in segments),
+        key_lengths=tuple(len(paths[row]) for row, _ in segments),
+        key_index=place(np.concatenate([paths[row] for row, _ in segments])),
+        columns=place(columns),
+        present=place(present),
+        shares=total < needed.sum(),
+    )
+
+
+def _needed_tokens(labels: np.ndarray, ids: np.ndarray, attended: np.ndarray, first: np.ndarray) -> np.ndarray | None:
+    """How many tokens of each row its labels are predicted from, at least one; None if they do not fit. [B]."""
+    counts = labels != -100
+    # A causal model never scores the first column.
+    counts[:, 0] = False
+    predicted_from = np.roll(attended, 1, axis=1)
+    if (counts & ~(attended & predicted_from)).any() or (labels != ids)[counts].any():
+        return None
+    last = counts.shape[1] - 1 - counts[:, ::-1].argmax(axis=1)
+    return np.where(counts.any(axis=1), last - first, 1)
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    shorter = min(len(left), len(right))
+    differs = left[:shorter] != right[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
