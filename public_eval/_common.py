@@ -11,8 +11,15 @@ from typing import Any
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
-from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
+from trl_ext.evaluation.submissions.assets import (
+    TokenCounter,
+    default_max_new_tokens,
+    load_base,
+    load_prompts,
+    token_counter,
+)
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.models import resolve_model_path
 
 THRESHOLDS = Path(__file__).parent / "thresholds.json"
 CACHE = "judge_cache.jsonl"
@@ -38,6 +45,23 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) 
     )
 
 
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    """By what responses are counted anew, in packing and in grading alike."""
+    parser.add_argument(
+        "--tokenizer",
+        help="counts the responses' tokens (default: the embedded one's for the embedded prompts, else no check)",
+    )
+
+
+def counter_of(options: argparse.Namespace) -> TokenCounter | None:
+    """The counter that `--tokenizer` names.
+
+    Raises:
+        FileNotFoundError: there is none of that name within reach.
+    """
+    return token_counter(options.tokenizer) if options.tokenizer else None
+
+
 def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     """Which judge decides, and how it is asked."""
     group = parser.add_argument_group("judge")
@@ -57,7 +81,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cache", default=CACHE, help="where verdicts that cost something are kept" + DEFAULT)
     group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
     group.add_argument(
-        "--max_error_fraction", type=float, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
+        "--max_error_fraction", type=_fraction, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
     )
     group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
     group.add_argument(
@@ -68,17 +92,40 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def check_judge_arguments(options: argparse.Namespace) -> None:
+    """Refuse what can be told from the flags alone, before anything is loaded for them.
+
+    Raises:
+        ValueError: a flag is missing, or belongs to another judge.
+        FileNotFoundError: a flag names a file or a model's folder that is not there.
+    """
+    needed = {"openai": "such as gpt-5.4", "reward_model": "the reward model's folder"}
+    if options.judge in needed and not options.model:
+        raise ValueError(f"--judge {options.judge} needs --model, {needed[options.judge]}")
+    if options.judge not in needed and options.model:
+        raise ValueError("--model is for --judge openai or reward_model: give one of them")
+    of_openai = {"base_url": None, "api": "responses", "instructions": None, "prices": None}
+    for name, default in of_openai.items():
+        if options.judge != "openai" and getattr(options, name) != default:
+            raise ValueError(f"--{name} is for --judge openai alone: give that, or leave it out")
+    if options.judge == "reward_model":
+        resolve_model_path(options.model)
+    for name in ("instructions", "prices"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).is_file():
+            raise FileNotFoundError(f"--{name}: no file {path}")
+
+
 def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
     """The judge that the flags ask for.
 
     Raises:
-        ValueError: a flag is missing, or the judge does not know the prompts.
+        ValueError, FileNotFoundError: as for `check_judge_arguments`, or the judge does not know the prompts.
     """
+    check_judge_arguments(options)
     if options.judge == "openai":
         from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
 
-        if not options.model:
-            raise ValueError("--judge openai needs --model, such as gpt-5.4")
         return OpenAIJudge(
             options.model,
             base_url=options.base_url,
@@ -89,11 +136,7 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
     if options.judge == "reward_model":
         from trl_ext.evaluation.judging.reward_judge import RewardModelJudge
 
-        if not options.model:
-            raise ValueError("--judge reward_model needs --model, the reward model's folder")
         return RewardModelJudge(options.model)
-    if options.model:
-        raise ValueError("--model is for --judge openai or reward_model: give one of them")
     from trl_ext.evaluation.submissions.candidates import known_score_judge
 
     return known_score_judge(prompts)
@@ -115,8 +158,16 @@ def load_systems(
     """Prompts, the base's responses, and each file's responses by its stem.
 
     Raises:
-        ValueError: rows that cannot be judged, or two files of one name.
+        ValueError: rows that cannot be judged, two files of one name, or judge flags that do not fit together.
+        FileNotFoundError: a file is not there.
     """
+    check_judge_arguments(options)
+    names = [Path(file).stem for file in files]
+    for file, name in zip(files, names, strict=True):
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"no file {file}")
+        if names.count(name) > 1:
+            raise ValueError(f"two files are called {name}: their names tell the candidates apart")
     prompts = load_prompts(options.prompts_jsonl)
     limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
     base = load_base(prompts, options.base_jsonl, max_new_tokens=limit if options.base_jsonl else None)
@@ -124,8 +175,6 @@ def load_systems(
     for file in files:
         responses, problems = read_responses(file, prompts, max_new_tokens=limit)
         refuse_fatal(problems)
-        if Path(file).stem in systems:
-            raise ValueError(f"two files are called {Path(file).stem}: their names tell the candidates apart")
         systems[Path(file).stem] = responses
     return prompts, base, systems
 
@@ -166,3 +215,11 @@ def interval_cell(interval: dict[str, Any] | None) -> str:
     if interval is None or not interval["n"]:
         return "-"
     return f"{format_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"
+
+
+def _fraction(text: str) -> float:
+    """The type of a flag that takes a share, between 0 and 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {value}")
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from public_eval._common import DEFAULT, add_prompt_arguments, make_parser
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS
+from trl_ext.evaluation.submissions.policy_models import DTYPES
 from trl_ext.evaluation.submissions.submission import generate_submission_file
 
 DESCRIPTION = """\
@@ -27,7 +28,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--max_prompt_tokens", type=at_least_one, default=MAX_PROMPT_TOKENS, help="the end is kept" + DEFAULT
     )
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="prompts per batch" + DEFAULT)
-    parser.add_argument("--dtype", default="auto", help="auto (as saved), float32, bfloat16 or float16")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of the weights; auto is as saved")
     parser.add_argument("--overwrite", action="store_true", help="replace a file of another model or settings")
     with one_line_errors():
         options = vars(parser.parse_args(arguments))

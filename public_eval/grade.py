@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from public_eval._common import (
     THRESHOLDS,
     add_judge_arguments,
     add_prompt_arguments,
+    add_tokenizer_argument,
+    check_judge_arguments,
+    counter_of,
     interval_cell,
     judging_options,
     make_judge,
@@ -16,16 +20,15 @@ from public_eval._common import (
     usage_line,
 )
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.assets import (
-    default_max_new_tokens,
-    load_base,
-    load_prompts,
-    load_thresholds,
-    token_counter,
-)
+from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
 from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
-from trl_ext.evaluation.submissions.submission import REWARD_MODEL, check_submission_file, submission_file
+from trl_ext.evaluation.submissions.submission import (
+    REWARD_MODEL,
+    check_submission_file,
+    submission_checks,
+    submission_file,
+)
 from trl_ext.files import write_json
 
 DESCRIPTION = """\
@@ -49,29 +52,31 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add_prompt_arguments(parser)
     parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
-    parser.add_argument(
-        "--tokenizer", help="counts the responses' tokens (default: the embedded one's, for the embedded prompts)"
-    )
+    add_tokenizer_argument(parser)
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the grades as JSON")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        prompts = load_prompts(options.prompts_jsonl)
-        judge = make_judge(options, prompts)
+        check_judge_arguments(options)
+        if not Path(options.folder).is_dir():
+            raise FileNotFoundError(f"no folder {options.folder}")
+        assets = {
+            "prompts_jsonl": options.prompts_jsonl,
+            "prefs_jsonl": options.prefs_jsonl,
+            "max_new_tokens": options.max_new_tokens,
+            "count_tokens": counter_of(options),
+        }
+        judge = make_judge(options, load_prompts(options.prompts_jsonl))
         if options.estimate:
-            _estimate(options, judge, prompts)
+            _estimate(options, judge, assets)
             return
-        tokenizer = options.tokenizer or (None if options.prompts_jsonl else "toy")
         result = grade_submission(
             options.folder,
             options.thresholds,
             judge=judge,
-            prompts_jsonl=options.prompts_jsonl,
             base_jsonl=options.base_jsonl,
-            prefs_jsonl=options.prefs_jsonl,
-            max_new_tokens=options.max_new_tokens,
-            count_tokens=token_counter(tokenizer) if tokenizer else None,
             rule=options.rule,
+            **assets,
             **judging_options(options),
         )
         if options.out:
@@ -82,26 +87,33 @@ def main(arguments: list[str] | None = None) -> None:
         _print(result)
 
 
-def _estimate(options, judge, prompts: list[dict]) -> None:
+def _estimate(options, judge, assets: dict[str, Any]) -> None:
     """What judging the files that are there and can be graded would cost."""
-    limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
-    base = load_base(prompts, options.base_jsonl, max_new_tokens=limit if options.base_jsonl else None)
+    thresholds = load_thresholds(options.thresholds)
+    methods = [
+        name
+        for name in thresholds
+        if name != REWARD_MODEL and (Path(options.folder) / submission_file(name)).is_file()
+    ]
+    checks = submission_checks(methods, **assets)
+    limit = checks["max_new_tokens"] if options.base_jsonl else None
+    base = load_base(checks["prompts"], options.base_jsonl, max_new_tokens=limit)
     names, pairs = [], []
-    for name in load_thresholds(options.thresholds):
-        if name != REWARD_MODEL and (Path(options.folder) / submission_file(name)).is_file():
-            rows, problems = check_submission_file(
-                options.folder, name, prompts=prompts, pairs=[], max_new_tokens=limit
-            )
-            if not any(problem.fatal for problem in problems):
-                names.append(name)
-                pairs.append((rows, base))
+    for name in methods:
+        rows, problems = check_submission_file(options.folder, name, **checks)
+        if not any(problem.fatal for problem in problems):
+            names.append(name)
+            pairs.append((rows, base))
     if not names:
         raise ValueError(f"{options.folder} holds no policy's file that could be judged")
-    show_estimates(names, estimate_cost(judge, prompts, pairs, options.cache), options.json)
+    show_estimates(names, estimate_cost(judge, checks["prompts"], pairs, options.cache), options.json)
 
 
 def _print(result: SubmissionGrade) -> None:
-    header = ("method", "grade", "measure", f"figure, {result.rule}", "ties as half", "threshold", "chance under it")
+    header = (
+        *("method", "grade", "measure", f"figure, {result.rule}", "ties as half", "threshold", "chance under it"),
+        *("agreement", "position bias"),
+    )
     print(format_table(header, [_row(grade) for grade in result.grades]))
     for grade in result.grades:
         for label, lines in (("cannot be graded", grade.problems), ("warning", grade.warnings)):
@@ -112,15 +124,19 @@ def _print(result: SubmissionGrade) -> None:
     passed = sum(grade.passed for grade in result.grades)
     part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
     print(f"{passed} of {len(result.grades)} passed{part_two}")
-    print("chance under it: of another sample of as many rows, if the measured rate is the true one (", end="")
-    print("binomial for dropped ties and accuracy, normal for ties as half)")
+    print("n: rows that count, of all rows")
+    print(
+        "chance under it: of another n rows, given those measured (Jeffreys' prior; beta-binomial, with ties as half"
+    )
+    print("Dirichlet-multinomial)")
     if result.usage is not None:
         print(usage_line(result.usage))
 
 
 def _row(grade: FileGrade) -> tuple:
-    figure = "-" if grade.figure is None else format_interval(grade.figure, grade.low, grade.high) + f"  n {grade.n}"
-    chance = "-" if grade.chance_below is None else f"{grade.chance_below:.4f}"
+    figure = "-"
+    if grade.figure is not None:
+        figure = f"{format_interval(grade.figure, grade.low, grade.high)}  n {grade.n} of {grade.n_total}"
     return (
         grade.method,
         _word(grade.passed),
@@ -128,7 +144,9 @@ def _row(grade: FileGrade) -> tuple:
         grade.reason or figure,
         interval_cell(grade.half),
         f"{grade.threshold:.2f}",
-        chance,
+        "-" if grade.chance_below is None else f"{grade.chance_below:.4f}",
+        grade.agreement_rate,
+        grade.position_bias,
     )
 
 

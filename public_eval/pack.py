@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from public_eval._common import DEFAULT, THRESHOLDS, add_prompt_arguments, make_parser
+from public_eval._common import (
+    DEFAULT,
+    THRESHOLDS,
+    add_prompt_arguments,
+    add_tokenizer_argument,
+    counter_of,
+    make_parser,
+)
 from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import load_thresholds
 from trl_ext.evaluation.submissions.submission import pack_submission
 
 DESCRIPTION = """\
-Check the files of a submission and pack them, and no others, into an archive.
+Check the files of a submission as `grade` does and pack them, and no others, into an archive.
 
 cost    seconds; nothing is judged and nothing is sent.
 writes  --out. The same files give the same archive, byte for byte. Rows that would not be graded are named and
@@ -26,13 +33,22 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add_prompt_arguments(parser, base=False)
     parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
+    add_tokenizer_argument(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an archive that is there")
     with one_line_errors():
-        options = vars(parser.parse_args(arguments))
-        as_json, out = options.pop("json"), options["out"]
-        methods = load_thresholds(options.pop("thresholds"))
-        packed = pack_submission(**options, methods=methods)
-    if as_json:
+        options = parser.parse_args(arguments)
+        out = options.out
+        packed = pack_submission(
+            options.folder,
+            out,
+            load_thresholds(options.thresholds),
+            prompts_jsonl=options.prompts_jsonl,
+            prefs_jsonl=options.prefs_jsonl,
+            max_new_tokens=options.max_new_tokens,
+            count_tokens=counter_of(options),
+            overwrite=options.overwrite,
+        )
+    if options.json:
         print_json({"archive": out, **packed})
         return
     rows = [(file, size) for file, size in packed["files"].items()] + [(file, None) for file in packed["missing"]]

@@ -62,7 +62,11 @@ def main(arguments: list[str] | None = None) -> None:
         print_json(tournament.to_dict())
         return
     rows = [
-        (row["name"], format_interval(row["rating"], row["low"], row["high"], digits=0), row["expected_against_base"])
+        (
+            row["name"],
+            format_interval(row["rating"], row["low"], row["high"], digits=0),
+            format_interval(row["expected_against_base"], row["expected_low"], row["expected_high"]),
+        )
         for row in tournament.table()
     ]
     print(format_table(("policy", "rating", "expected against the base"), rows))

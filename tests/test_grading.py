@@ -6,6 +6,7 @@ import math
 import pytest
 
 from trl_ext.evaluation import Judgement, grade_submission
+from trl_ext.evaluation.bootstrap import chance_below
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
 
 WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]
@@ -83,7 +84,8 @@ class TestPolicies:
     def test_by_hand(self, folder, assets):
         """5 wins, 3 ties, 2 losses: 5 / 7 where ties are dropped, (5 + 1.5) / 10 where they are halves.
 
-        Chance to fall under 0.7 of 7 rows: fewer than 4.9, so at most 4 wins, at rate 5 / 7.
+        Chance to fall under 0.7 of 7 rows: fewer than 4.9, so at most 4 wins, at a rate drawn from Beta(5.5, 2.5):
+        k wins have C(7, k) B(5.5 + k, 2.5 + 7 - k) / B(5.5, 2.5).
         """
         write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
         grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
@@ -92,10 +94,34 @@ class TestPolicies:
         assert (grade.low, grade.high) == pytest.approx((0.358934, 0.917776), abs=1e-5)
         assert grade.half["rate"] == pytest.approx(0.65)
         assert grade.half["n"] == 10
-        p = 5 / 7
-        chance = sum(math.comb(7, k) * p**k * (1 - p) ** (7 - k) for k in range(5))
+
+        def beta(a, b):
+            return math.gamma(a) * math.gamma(b) / math.gamma(a + b)
+
+        chance = sum(math.comb(7, k) * beta(5.5 + k, 9.5 - k) / beta(5.5, 2.5) for k in range(5))
         assert grade.chance_below == pytest.approx(chance, abs=1e-9)
-        assert grade.chance_model == "binomial"
+        assert grade.chance_model == "beta-binomial"
+
+    def test_what_does_not_count_and_the_order_of_showing(self, folder, assets):
+        """5 wins, 2 ties of identical texts, and 3 wrong answers, of which this judge prefers the one shown first.
+
+        Those 3 and the ties do not count: 5 of 10 rows. Both orders say the same on 7 of 10; the response shown first
+        wins half of the passes there and all of them on the other 3: (7 / 2 + 3) / 10 - 1/2 = 0.15.
+        """
+        write_policy(folder, "aot", response_rows(plan(win=5, tie=2, loss=3)))
+
+        def first_of_wrong_ones(prompt, a, b):
+            return "A" if "wrong" in (a, b) or len(a) > len(b) else "B"
+
+        grade = only(grade_submission(folder, {"aot": 0.7}, judge=first_of_wrong_ones, **assets))
+        assert (grade.n, grade.n_total, grade.figure) == (5, 10, 1.0)
+        assert (grade.agreement_rate, grade.position_bias) == (pytest.approx(0.7), pytest.approx(0.15))
+
+    def test_one_row_is_no_certainty(self, folder, assets):
+        """One win beside nine ties: another row is lost with 1/4, see `chance_below`."""
+        write_policy(folder, "aot", response_rows(plan(win=1, tie=9)))
+        grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
+        assert (grade.passed, grade.n, grade.chance_below) == (True, 1, pytest.approx(0.25))
 
     def test_wilson_by_hand(self):
         """The interval used above: p 5/7, n 7, z^2 3.841459: centre (p + z^2 / 2n) / (1 + z^2 / n) = 0.638355,
@@ -106,14 +132,14 @@ class TestPolicies:
         assert (centre - half, centre + half) == pytest.approx((0.358934, 0.917776), abs=1e-5)
 
     def test_the_half_rule(self, folder, assets):
-        """0.65 with credits 1 x 5, 1/2 x 3, 0 x 2: variance (5 x 0.1225 + 3 x 0.0225 + 2 x 0.4225) / 9 = 0.169444."""
+        """0.65 with 5 wins, 3 ties and 2 losses; the chance is that of as many points among ten new rows."""
         write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
         grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
         assert not grade.passed
         assert grade.figure == pytest.approx(0.65)
-        assert grade.chance_model == "normal"
-        z = (0.7 - 0.65) / math.sqrt(0.169444 / 10)
-        assert grade.chance_below == pytest.approx(0.5 * (1 + math.erf(z / math.sqrt(2))), abs=1e-5)
+        assert grade.chance_model == "Dirichlet-multinomial"
+        assert grade.chance_below == chance_below(5, 10, 0.7, ties=3)
+        assert 0.5 < grade.chance_below < 0.75
 
     def test_at_the_threshold_is_passed(self, folder, assets):
         write_policy(folder, "dpo", response_rows(plan(win=6, loss=4)))
@@ -192,14 +218,31 @@ class TestPolicies:
 
 class TestRewardModels:
     def test_ties_are_wrong(self, folder, assets):
-        """Margins 1, 2, 0, -1: 2 of 4. Another sample of 4 at rate 1/2 has under 3 wins with 1 - 5/16."""
+        """Margins 1, 2, 0, -1: 2 of 4. Another 4 have under 3 wins, at Beta(5/2, 5/2), with 1 less the chances of
+
+        3: 4 (5/2 7/2 9/2)(5/2) / (5 6 7 8) = 0.234375, and of 4: (5/2 7/2 9/2 11/2) / (5 6 7 8) = 0.128906."""
         write_scores(folder, [1.0, 2.0, 0.0, -1.0])
         grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
         assert (grade.passed, grade.figure, grade.n) == (False, 0.5, 4)
         assert grade.measure == "accuracy"
-        assert grade.chance_below == pytest.approx(11 / 16)
-        assert grade.half is None
-        assert grade.details["ties"] == 1
+        assert grade.chance_below == pytest.approx(1 - 0.234375 - 0.128906, abs=1e-6)
+        assert grade.half is grade.position_bias is None
+        assert (grade.n_total, grade.details["ties"], grade.warnings) == (4, 1, [])
+
+    def test_all_tied(self, folder, assets, caplog):
+        """Constant scores: not the wrong way round, but no order at all; and it is said."""
+        write_scores(folder, [0.0] * 4)
+        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
+        (warning,) = grade.warnings
+        assert warning.endswith("all 4 pairs are tied: the scores do not tell chosen from rejected responses at all")
+        assert (grade.passed, grade.figure) == (False, 0.0)
+        assert "worse than chance" not in caplog.text and "all 4 pairs are tied" in caplog.text
+
+    def test_ties_alone_are_not_worse_than_chance(self, folder, assets, caplog):
+        """One right, one wrong and two tied: accuracy 0.25, and yet no sign of labels the wrong way round."""
+        write_scores(folder, [1.0, -1.0, 0.0, 0.0])
+        assert only(grade_submission(folder, {"reward_model": 0.74}, **assets)).figure == 0.25
+        assert not caplog.records
 
     def test_passes(self, folder, assets):
         write_scores(folder, [1.0, 2.0, 3.0, -1.0])

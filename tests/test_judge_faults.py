@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,16 +25,19 @@ import pytest
 from tests.loopback import Fault, LoopbackServer
 from trl_ext.evaluation import (
     CacheError,
+    JudgeError,
     JudgeUnavailable,
     OpenAIJudge,
     TooManyErrors,
+    Usage,
     judge_pairs,
     win_rate,
 )
-from trl_ext.evaluation.judging import back_off
+from trl_ext.evaluation.judging import back_off, openai_judge
 from trl_ext.evaluation.judging import cache as judge_cache
 from trl_ext.evaluation.judging.cache import VerdictCache
 from trl_ext.evaluation.judging.pairs import make_questions
+from trl_ext.evaluation.judging.run import JudgingRun
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 KEY = "sk-proj-0123456789abcdef-secret"
@@ -187,9 +191,13 @@ class TestServer:
     @pytest.mark.parametrize(
         "fault, reason",
         [
-            (Fault("status", status=401), "gives no verdicts: 401 Unauthorized"),
-            (Fault("status", status=404), "gives no verdicts: 404 Not Found"),
-            (Fault("status", status=429, code="insufficient_quota"), "gives no verdicts: 429"),
+            (Fault("status", status=401), "gives no verdicts: 401 Unauthorized; the key is .* set OPENAI_API_KEY to"),
+            (Fault("status", status=402), "gives no verdicts: 402 Payment Required; the account has no credit left"),
+            (Fault("status", status=404), "gives no verdicts: 404 Not Found; check the name of the model and the"),
+            (
+                Fault("status", status=429, code="insufficient_quota", retry_after="0.01"),
+                "gives no verdicts: 429 Too Many Requests; the account has no credit left: add some, and run again",
+            ),
             (Fault("status", status=429, retry_after="7200"), "asks to wait 7200 s"),
         ],
     )
@@ -204,13 +212,14 @@ class TestServer:
         assert "\n" not in str(caught.value)
         assert len(lines(cache)) == sum(server.answered.values()) == 6
         assert len(server.calls) <= 6 + 6
+        assert max(server.asked.values()) == 1, "nothing is asked again"
 
     def test_a_server_that_is_gone(self, tmp_path):
         """Not a row's fault: the run stops after as many failures in a row as may be open, and goes on from there."""
         cache = tmp_path / "cache.jsonl"
         with LoopbackServer() as server:
-            judge_pairs(judge_of(server), *pairs(3), cache=cache)
-        judge = judge_of(server, max_retries=1)
+            judge = judge_of(server, max_retries=1)
+            judge_pairs(judge, *pairs(3), cache=cache)
         with pytest.raises(
             JudgeUnavailable, match="stopped after 4 failures in a row.*cannot be reached: ConnectError"
         ):
@@ -218,6 +227,53 @@ class TestServer:
         with LoopbackServer(port=server.port) as again:
             result = judge_pairs(judge, *pairs(30), cache=cache)
         assert (result.usage.cached, result.usage.calls, len(again.calls)) == (6, 54, 54)
+
+    @pytest.mark.parametrize("max_retries", [0, 6])
+    def test_a_server_that_never_answered_is_given_up_soon(self, max_retries, monkeypatch):
+        """Waits as long as they are: by 0.5, 1 and 2 s at most, of which the third begins within the first two."""
+        monkeypatch.setattr(back_off, "FIRST_WAIT", 0.5)
+        judge = OpenAIJudge(base_url="http://127.0.0.1:9/v1", max_retries=max_retries)
+        start = time.monotonic()
+        with pytest.raises(JudgeUnavailable) as caught:
+            judge_pairs(judge, *pairs(20))
+        assert time.monotonic() - start < 5
+        assert str(caught.value) == (
+            "http://127.0.0.1:9/v1 cannot be reached: ConnectError: check the address, and that the server is up"
+        )
+
+    def test_a_server_that_has_answered_is_waited_for(self, monkeypatch):
+        """It is gone for three times as long as one that never answered is waited for, and comes back."""
+        monkeypatch.setattr(openai_judge, "FIRST_CONTACT", 0.2)
+        with LoopbackServer() as server:
+            judge, answers = judge_of(server, max_retries=10), []
+            judge.judge("q", "a", "b")
+        thread = threading.Thread(target=lambda: answers.append(judge.ask("q", "aa", "b")))
+        thread.start()
+        time.sleep(0.6)
+        with LoopbackServer(port=server.port) as again:
+            thread.join(30)
+        assert answers[0].judgement.verdict == "A"
+        assert answers[0].usage.calls == len(again.calls) == 1, "what was not sent is not counted"
+        assert answers[0].usage.retries == 0
+
+    def test_a_request_that_is_not_sent_is_no_call(self):
+        """The run ends between a bad answer and its retry, and before the first request of another question."""
+        stop = threading.Event()
+
+        class Slots(threading.Semaphore):
+            def __exit__(self, *_):
+                stop.set()
+                super().__exit__(*_)
+
+        with LoopbackServer(faults=[Fault("bad_schema")]) as server:
+            judge = judge_of(server)
+            with pytest.raises(JudgeError, match="stopped before the request was sent") as sent_once:
+                judge.ask("q", "a", "b", stop=stop, slots=Slots())
+            with pytest.raises(JudgeError, match="stopped before the request was sent") as not_sent:
+                judge.ask("q", "aa", "b", stop=stop)
+        assert len(server.calls) == 1
+        assert (sent_once.value.usage.calls, sent_once.value.usage.output_tokens) == (1, 80)
+        assert not_sent.value.usage == Usage()
 
     def test_refused_requests_are_of_their_rows(self, tmp_path):
         """Six rows of 60 are refused, always: the second run asks for these alone, and ends as the first did."""
@@ -384,6 +440,23 @@ class TestCacheFile:
                 cache.refresh()
             assert len(cache) == 1
 
+    def test_a_line_of_any_length_is_read(self, tmp_path):
+        """Three MiB between two short lines, and then three more that are not whole yet."""
+        path, long = tmp_path / "cache.jsonl", "x" * (3 << 20)
+        with VerdictCache(path) as cache:
+            cache.append(self.RECORD)
+            cache.append({"key": "cd" * 32, "verdict": "B", "reason": long})
+            cache.append({"key": "ef" * 32, "verdict": "A"})
+        with path.open("a") as other:
+            other.write(json.dumps({"key": "01" * 32, "verdict": "A", "reason": long}))
+        with VerdictCache(path) as cache:
+            assert len(cache) == 3 and cache.get("cd" * 32)["reason"] == long
+            assert cache.get("ef" * 32)["verdict"] == "A"
+            with path.open("a") as other:
+                other.write("\n")
+            cache.refresh()
+            assert len(cache) == 4
+
     def test_zeros_after_a_power_failure(self, tmp_path):
         path = tmp_path / "cache.jsonl"
         path.write_bytes(json.dumps(self.RECORD).encode() + b"\n" + b"\0" * 700)
@@ -450,13 +523,84 @@ class TestCacheFile:
         assert events[last + 1 :].count("flush") >= 1 and events[-1] == "flushed"
 
     def test_no_locks_on_the_file_system(self, tmp_path, monkeypatch):
-        def lockf(*_):
+        def no_locks(*_):
             raise OSError(errno.ENOLCK, "No locks available")
 
-        monkeypatch.setattr(judge_cache.fcntl, "lockf", lockf)
+        for name in ("fcntl", "lockf"):
+            monkeypatch.setattr(judge_cache.fcntl, name, no_locks)
         with LoopbackServer() as server, pytest.warns(UserWarning, match="the file system has no locks"):
             result = judge_pairs(judge_of(server), *pairs(4), cache=tmp_path / "cache.jsonl")
         assert result.usage.calls == 8 and len(lines(tmp_path / "cache.jsonl")) == 8
+
+
+# In a process of its own: which of the keys can be claimed.
+CLAIM = """
+import sys
+from trl_ext.evaluation.judging.cache import VerdictCache
+with VerdictCache(sys.argv[1]) as cache:
+    print(*(key for key in sys.argv[2:] if cache.claim(key)))
+"""
+
+
+class TestClaims:
+    KEYS = ("ab" * 32, "cd" * 32)
+
+    def claimed_elsewhere(self, path: Path) -> list[str]:
+        return subprocess.check_output([sys.executable, "-c", CLAIM, str(path), *self.KEYS], text=True).split()
+
+    @pytest.mark.parametrize("system", ["own", "without locks of open files", "not Linux"])
+    def test_of_two_processes(self, system, tmp_path, monkeypatch):
+        path = tmp_path / "cache.jsonl"
+        if system == "not Linux":
+            monkeypatch.setattr(judge_cache.sys, "platform", "darwin")
+        if system == "without locks of open files":
+
+            def invalid(*_):
+                raise OSError(errno.EINVAL, "Invalid argument")
+
+            monkeypatch.setattr(judge_cache.fcntl, "fcntl", invalid)
+        with VerdictCache(path) as cache:
+            assert cache.claim(self.KEYS[0]) and not cache.claim(self.KEYS[0])
+            assert self.claimed_elsewhere(path) == [self.KEYS[1]]
+            cache.release(self.KEYS[0])
+            assert self.claimed_elsewhere(path) == list(self.KEYS)
+
+    def test_of_two_caches_in_one_process(self, tmp_path):
+        path = tmp_path / "cache.jsonl"
+        with VerdictCache(path) as first, VerdictCache(path) as second:
+            assert first.claim(self.KEYS[0])
+            assert not second.claim(self.KEYS[0]) and second.claim(self.KEYS[1])
+            first.release(self.KEYS[0])
+            assert second.claim(self.KEYS[0])
+
+    def test_reading_the_file_drops_no_claim(self, tmp_path):
+        path = tmp_path / "cache.jsonl"
+        with VerdictCache(path) as cache:
+            assert cache.claim(self.KEYS[0])
+            path.read_text()
+            with VerdictCache(path) as other:
+                other.append({"key": self.KEYS[1], "verdict": "A"})
+            assert self.claimed_elsewhere(path) == [self.KEYS[1]]
+
+    def test_two_runs_in_threads_of_one_process_pay_once(self, tmp_path):
+        cache, count, results = tmp_path / "cache.jsonl", 30, []
+        with LoopbackServer(latency=0.05) as server:
+
+            def run():
+                results.append(judge_pairs(judge_of(server), *pairs(count), cache=cache, max_concurrency=4))
+
+            threads = [threading.Thread(target=run) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(60)
+        assert server.most_open > 4, "both were at work"
+        assert server.asked == Counter(question_keys(count).values())
+        assert Counter(record["key"] for record in lines(cache)) == Counter(list(question_keys(count)))
+        for result in results:
+            assert [row["outcome"] for row in result.verdicts] == expected_outcomes(count)
+            assert result.usage.calls + result.usage.cached == 60
+        assert sum(result.usage.calls for result in results) == 60
 
 
 class TestFullDisk:
@@ -466,10 +610,20 @@ class TestFullDisk:
         assert "\n" not in str(caught.value) and str(path) in str(caught.value)
         return caught.value, server
 
-    @pytest.mark.parametrize("partial", [0, 57])
-    def test_what_is_paid_for_is_kept_elsewhere(self, partial, tmp_path, monkeypatch):
-        """The disk takes five lines and perhaps a part of the sixth. The rest of what was answered is in a file."""
-        path, write, count = tmp_path / "cache.jsonl", os.write, 0
+    @pytest.mark.parametrize("partial, flushes", [(0, True), (57, True), (0, False)])
+    def test_what_is_paid_for_is_kept_elsewhere(self, partial, flushes, tmp_path, monkeypatch):
+        """The disk takes five lines and perhaps a part of the sixth. The rest of what was answered is in a file.
+
+        So it is where the file with the rest cannot be brought to its disk at once.
+        """
+        path, write, fsync, count = tmp_path / "cache.jsonl", os.write, os.fsync, 0
+
+        def flush(descriptor):
+            if not flushes and os.readlink(f"/proc/self/fd/{descriptor}") != str(path):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            fsync(descriptor)
+
+        monkeypatch.setattr(os, "fsync", flush)
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
         def full(descriptor, data):
@@ -512,16 +666,34 @@ class TestFullDisk:
         assert "all verdicts are saved now" in str(error)
         assert len(lines(path)) == len(server.calls) < 24
 
-    def test_a_flush_that_fails(self, tmp_path, monkeypatch):
-        """Some file systems say only then that the disk is full."""
+    @pytest.mark.parametrize("when", ["at once", "at the end"])
+    def test_a_flush_that_fails(self, when, tmp_path, monkeypatch):
+        """Some file systems say only then that the disk is full. What was answered is in the file, and only there."""
+        path, ended = tmp_path / "cache.jsonl", threading.Event()
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        ask_all = JudgingRun.ask_all
+
+        def ask_all_and_end(self, questions):
+            ask_all(self, questions)
+            ended.set()
 
         def fsync(descriptor):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            if when == "at once" or ended.is_set():
+                raise OSError(errno.ENOSPC, "No space left on device")
 
+        monkeypatch.setattr(JudgingRun, "ask_all", ask_all_and_end)
         monkeypatch.setattr(os, "fsync", fsync)
-        with LoopbackServer(latency=0.01) as server, pytest.raises(CacheError, match="No space left on device"):
-            judge_pairs(judge_of(server), *pairs(12), cache=tmp_path / "cache.jsonl", max_concurrency=4)
-        assert len(server.calls) < 24
+        error, server = self.run_until_full(path)
+        assert len(lines(path)) == len(server.calls) == sum(server.answered.values())
+        assert len(server.calls) == 24 if when == "at the end" else len(server.calls) < 24
+        assert list(tmp_path.iterdir()) == [path]
+        assert "the disk does not take what was written (No space left on device)" in str(error)
+        assert re.search(r"its \d+ verdicts are in the file, .*: make room and run again", str(error))
+        monkeypatch.undo()
+        with LoopbackServer() as again:
+            result = judge_pairs(judge_of(again), *pairs(12), cache=path)
+        assert (result.usage.cached, len(again.calls)) == (len(server.calls), 24 - len(server.calls))
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(12)
 
     def test_a_limit_of_the_system(self, tmp_path):
         """A process that may not write files beyond 3000 bytes leaves a cache whose last line is cut, at worst."""

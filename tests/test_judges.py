@@ -35,6 +35,7 @@ from trl_ext.evaluation.judging.back_off import read_retry_after, wait_before_re
 from trl_ext.evaluation.judging.openai_judge import question_text
 from trl_ext.evaluation.judging.prices import Price, find_price
 
+REPOSITORY = Path(__file__).resolve().parent.parent
 QUESTION = ("user: q", "longer", "short")
 
 
@@ -361,12 +362,39 @@ class TestJudgePairs:
         assert [row["empty"] for row in result.verdicts] == [False, True, True]
 
     def test_the_same_question_is_asked_once(self):
-        """Equal responses make one question of both passes; so do two rows of the same prompt and responses."""
+        """Two rows of the same prompt and responses make two questions, and so does a third with the roles swapped."""
         judge = CountingJudge()
-        rows = [*prompt_rows(2), {**prompt_rows(2)[1], "row_id": "again"}]
-        result = judge_pairs(judge, rows, ["same", "cc", "cc"], ["same", "b", "b"])
-        assert len(judge.asked) == 3
-        assert [(o.first, o.second) for o in result.outcomes] == [("tie", "tie")] + [("candidate", "candidate")] * 2
+        rows = [*prompt_rows(1), *({**prompt_rows(1)[0], "row_id": name} for name in ("again", "swapped"))]
+        result = judge_pairs(judge, rows, ["cc", "cc", "b"], ["b", "b", "cc"])
+        assert len(judge.asked) == 2
+        assert [(o.first, o.second) for o in result.outcomes] == [("candidate", "candidate")] * 2 + [("base", "base")]
+
+    def test_identical_responses_are_not_paid_for(self, tmp_path):
+        rows, cache = prompt_rows(3), tmp_path / "cache.jsonl"
+        responses = (["same", "cc", ""], ["same", "b", ""])
+        with LoopbackServer() as server:
+            judge = OpenAIJudge(base_url=server.url)
+            assert estimate(judge, rows, *responses).calls == 2
+            result = judge_pairs(judge, rows, *responses, cache=cache)
+        assert [call.question[0] for call in server.calls] == ["user: question 1"] * 2
+        assert (result.usage.calls, len(cache.read_text().splitlines())) == (2, 2)
+        assert [row["outcome"] for row in result.verdicts] == ["tie", "candidate", "base"]
+        assert [row["reason"] for row in result.verdicts] == ["identical responses", None, "empty response"]
+        assert [row["usable"] for row in result.verdicts] == [False, True, True]
+        assert result.verdicts[0]["candidate_first"] is result.verdicts[0]["base_first"] is None
+        summary = win_rate(result.outcomes)
+        # Half a win, a win and the empty response's loss; of these `agreed` has the win alone.
+        assert (summary.half.rate, summary.half.n) == (0.5, 3)
+        assert (summary.agreed.rate, summary.agreed.n) == (1.0, 1)
+
+    def test_a_cut_response_is_not_identical_to_a_whole_one(self):
+        """To a judge that is told so; another sees the same texts."""
+        rows, flags = prompt_rows(1), {"candidate_finished": [False]}
+        told = GroundTruthJudge(lambda _, text, finished=True: 1.0 if finished else 0.0)
+        assert judge_pairs(told, rows, ["same"], ["same"], **flags).outcomes[0].first == "base"
+        judge = CountingJudge()
+        assert judge_pairs(judge, rows, ["same"], ["same"], **flags).outcomes[0].first == "tie"
+        assert judge.asked == []
 
     def test_finished_flags(self):
         """A cut response scores 0 here; the same text is cut in one row and whole in the other."""
@@ -561,6 +589,55 @@ class TestRewardModelJudge:
         judge = RewardModelJudge(folder)
         verdicts = [judge.judge(*question) for question in zip(PROMPTS, COMPLETIONS, others, strict=True)]
         assert verdicts == ["A" if a > b else "B" for a, b in zip(scores, other_scores, strict=True)]
+
+
+class TestCommand:
+    """Flags of `python -m public_eval.judge` that cannot work are refused at once."""
+
+    @pytest.mark.parametrize(
+        "flags, problem",
+        [
+            (["--base_url", "http://localhost:8000/v1"], "--base_url is for --judge openai alone: give that, or"),
+            (["--judge", "reward_model", "--model", "m", "--api", "chat"], "--api is for --judge openai alone"),
+            (["--prices", "prices.json"], "--prices is for --judge openai alone"),
+            (["--instructions", "rubric.md"], "--instructions is for --judge openai alone"),
+            (["--max_error_fraction", "2"], "--max_error_fraction: must lie between 0 and 1, got 2"),
+            (["--max_error_fraction", "-0.1"], "--max_error_fraction: must lie between 0 and 1, got -0.1"),
+            (["--max_error_fraction", "nan"], "--max_error_fraction: must lie between 0 and 1, got nan"),
+            (["--judge", "openai"], "--judge openai needs --model, such as gpt-5.4"),
+            (["--judge", "reward_model"], "--judge reward_model needs --model, the reward model's folder"),
+            (["--model", "gpt-5.4"], "--model is for --judge openai or reward_model: give one of them"),
+            (["--judge", "openai", "--model", "m", "--instructions", "no.md"], "--instructions: no file no.md"),
+            (["--judge", "openai", "--model", "m", "--prices", "no.json"], "--prices: no file no.json"),
+            (["--candidate", "no.jsonl"], "no file no.jsonl"),
+        ],
+    )
+    def test_flags(self, flags, problem, tmp_path, capsys, monkeypatch):
+        """Before the candidate is read: its file holds nothing that could be judged."""
+        from public_eval import judge
+
+        monkeypatch.chdir(tmp_path)
+        Path("aot.jsonl").write_text("{}\n")
+        with pytest.raises(SystemExit) as caught:
+            judge.main(["--candidate", "aot.jsonl", *flags])
+        assert caught.value.code == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.removeprefix("error: ").removeprefix("argument ").startswith(problem)
+
+    @pytest.mark.parametrize("flags", [[], ["--base_url", "http://localhost:8000/v1"], ["--judge", "reward_model"]])
+    def test_they_are_refused_before_large_libraries_load(self, flags):
+        program = (
+            "import sys\n"
+            "from public_eval import judge\n"
+            "try:\n"
+            "    judge.main(['--candidate', 'no.jsonl', *sys.argv[1:]])\n"
+            "finally:\n"
+            "    heavy = {'torch', 'transformers', 'datasets', 'trl', 'openai', 'matplotlib'}\n"
+            "    print(sorted(heavy & set(sys.modules)))\n"
+        )
+        done = subprocess.run([sys.executable, "-c", program, *flags], cwd=REPOSITORY, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (2, "[]")
+        assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
 class TestEstimate:

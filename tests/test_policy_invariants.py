@@ -52,6 +52,7 @@ def judged(policy_path: str, reward_path: str, rows: int, **settings) -> dict:
     """An adapter under a reward model that may sit on its backbone, whose weights must then be those on disk."""
     spec = specification(policy_path, {"beta": 0.1, **settings}, rows, 1)
     del spec["perturb"]
+    spec["args"]["packing"] = "off"
     return {**spec, "lora": True, "rewards": [reward_path]}
 
 
@@ -241,7 +242,7 @@ def placed(policy_path, reward_path, tmp_path_factory) -> dict:
     trainers = {}
     for mode in ("auto", "never"):
         spec = {"model": policy_path, "lora": True, "rewards": [reward_path, second]}
-        spec["args"] = {"max_steps": 3, "learning_rate": 0.1, "beta": 0.05, "share_backbone": mode}
+        spec["args"] = {"max_steps": 3, "learning_rate": 0.1, "beta": 0.05, "share_backbone": mode, "packing": "off"}
         spec["args"] |= {"save_strategy": "steps", "save_steps": 3}
         trainers[mode] = train(spec, str(tmp_path_factory.mktemp(mode)))
     return trainers

@@ -47,7 +47,10 @@ def seen_dpo(scores: PreferenceScores, *, beta: float = 0.1) -> torch.Tensor:
 
 def specification(model_path: str, trainer: str, setup: str) -> dict:
     spec = SETUPS[setup]
-    return {"model": model_path, "trainer": trainer, **spec, "pairs": 16, "args": {**STEPS, **spec.get("args", {})}}
+    # Passes as TRL makes them, where the runs are compared bit by bit.
+    own = {} if trainer.startswith("trl.") else {"packing": "off", "precompute_ref_log_probs": False}
+    args = {**STEPS, **own, **spec.get("args", {})}
+    return {"model": model_path, "trainer": trainer, **spec, "pairs": 16, "args": args}
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -134,8 +135,8 @@ class TestJudge:
         assert not (tmp_path / "judge_cache.jsonl").exists()
 
     def test_openai_over_the_network_and_its_cache(self, run, course, tmp_path, monkeypatch):
-        """The server prefers the longer answer: the five right ones and the three wrong ones ("wrong" is longer than
-        no base answer of two words), so 5 wins, 3 ties as its two orders disagree on equal lengths, and 2 losses."""
+        """The server prefers the longer answer: the five right ones, and never "wrong", which is shorter than the two
+        words of the base; so 5 wins and 2 losses, beside 3 ties of identical answers."""
         from tests.loopback import LoopbackServer
 
         monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
@@ -148,11 +149,11 @@ class TestJudge:
             assert figures["agreed"]["rate"] == pytest.approx(5 / 7)
             assert figures["half"]["rate"] == pytest.approx(0.65)
             asked = len(server.calls)
-            # Of equal texts the two orders are one question: 2 x 7 + 3.
-            assert asked == 17
+            # Nothing is asked about identical answers: 2 x 7.
+            assert asked == 14
             code, out, _ = run("judge", "--candidate", path, *course["judging"], *options)
             assert len(server.calls) == asked, "everything was in the cache"
-            assert json.loads(out)["usage"]["cached"] == 17
+            assert json.loads(out)["usage"]["cached"] == 14
             folder = tmp_path / "submission"
             write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
             code, out, _ = run("grade", folder, *course["all"], *options)
@@ -267,6 +268,24 @@ class TestGrade:
             assert [line.split("row-")[1].split(":")[0] for line in grade["problems"]] == over
             assert grade["passed"] is not bool(over)
 
+    def test_rows_that_do_not_count_are_shown(self, run, course, tmp_path):
+        """5 wins, 3 ties, 2 losses: 7 of 10 count. Ties in both orders are agreement, and without a bias."""
+        write_policy(tmp_path / "submission", "aot", response_rows(plan(win=5, tie=3, loss=2)))
+        code, out, _ = run("grade", "submission", *course["all"])
+        lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
+        assert code == 0
+        assert "0.714  [0.359, 0.918]  n 7 of 10" in lines["aot"]
+        assert lines["aot"].split()[-2:] == ["1.000", "0.000"]
+        assert out.splitlines()[0].split("  ")[-2:] == ["agreement", "position bias"]
+        assert lines["gspo"].split()[-3:] == ["-", "-", "-"], "no chance, agreement or bias of a missing file"
+
+    def test_estimate_leaves_out_what_would_not_be_judged(self, run, course, tmp_path, tiny_model_path):
+        """Three words of three letters are 14 bytes: over a limit of 9 and a slack of 4, as in grading."""
+        write_policy(tmp_path / "submission", "aot", response_rows(plan(win=10)))
+        options = ("--estimate", "--tokenizer", tiny_model_path, "--max_new_tokens", "9")
+        line = one_line_error(run("grade", "submission", *course["all"], *options))
+        assert "holds no policy's file that could be judged" in line
+
     def test_estimate(self, run, course, tmp_path):
         folder = tmp_path / "submission"
         write_policy(folder, "aot", response_rows(plan(win=10)))
@@ -335,13 +354,51 @@ class TestGenerateScorePack:
             (["generate", "--modle", "toy", "--out", "x.jsonl"], "unknown flag --modle"),
             (["generate", "--out", "x.jsonl"], "the following arguments are required: --model"),
             (["generate", "--model", "./nowhere", "--out", "x.jsonl"], "no model folder './nowhere'"),
+            (["generate", "--model", "runs/nosuch", "--out", "x.jsonl"], "no model folder 'runs/nosuch'"),
+            (["generate", "--model", "toy", "--out", "."], "is a folder: name a file"),
             (["score", "--reward_model", "toy", "--out", "x.jsonl"], "without a score head"),
-            (["score", "--reward_model", "toy", "--out", "x", "--prefs_jsonl", "no.jsonl"], "without a score head"),
+            (["score", "--reward_model", "toy", "--out", "x", "--prefs_jsonl", "no.jsonl"], "no file no.jsonl"),
             (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], "no file no.jsonl"),
         ],
     )
     def test_errors(self, run, arguments, message):
         assert message in one_line_error(run(*arguments))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            (["generate", "--model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
+            (["generate", "--model", "toy", "--out", "x.jsonl", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
+            (["score", "--reward_model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
+            (["score", "--reward_model", "toy", "--out", "x", "--dtype", "auto"], "--dtype: invalid choice: 'auto'"),
+            (["grade", "nowhere"], "no folder nowhere"),
+            (["grade", ".", "--judge", "reward_model", "--model", "./no"], "no model folder './no'"),
+            (["grade", ".", "--tokenizer", "./no"], "no model folder './no'"),
+            (["grade", ".", "--max_error_fraction", "3"], "--max_error_fraction: must lie between 0 and 1, got 3.0"),
+            (["grade", ".", "--base_url", "http://x"], "--base_url is for --judge openai alone"),
+            (["grade", ".", "--judge", "openai", "--model", "x", "--prices", "no.json"], "--prices: no file no.json"),
+            (["pack", "nowhere"], "no folder nowhere"),
+            (["tournament", "no.jsonl"], "no file no.jsonl"),
+            (["tournament", "no.jsonl", "--judge", "openai"], "--judge openai needs --model"),
+        ],
+    )
+    def test_wrong_flags_fail_before_large_libraries_load(self, tmp_path, arguments, message):
+        """In a process of its own: the error, and neither torch nor datasets among its modules."""
+        command, *flags = arguments
+        code = (
+            "import sys, atexit\n"
+            "atexit.register(lambda: print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules))))\n"
+            f"from public_eval.{command} import main\n"
+            f"main({flags!r})\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout.strip()) == (2, "[]")
+        assert done.stderr.startswith("error: ") and message in done.stderr
 
 
 class TestTournament:
@@ -352,6 +409,8 @@ class TestTournament:
         code, out, _ = run("tournament", good, even, *course["judging"], "--pairs", "base", "--out", "t")
         assert code == 0
         assert out.splitlines()[2].split()[:2] == ["good", "1382"]
+        # Nine points of ten, with an interval.
+        assert re.search(r"0\.900  \[0\.\d{3}, \d\.\d{3}\]$", out.splitlines()[2])
         saved = json.loads((tmp_path / "t" / "tournament.json").read_text())
         assert [row["name"] for row in saved["ratings"]][0] == "good"
         assert (tmp_path / "t" / "tournament.png").stat().st_size > 1000
@@ -362,11 +421,11 @@ class TestTournament:
         options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
         _, out, _ = run("tournament", good, even, *course["judging"], *options)
         estimates = json.loads(out)["estimates"]
-        # The five rows on which both are right are one question each in place of two.
+        # Nothing is asked about the five rows on which both are right in the same words.
         assert {name: row["calls"] for name, row in estimates.items()} == {
             "base - good": 20,
             "base - even": 20,
-            "good - even": 15,
+            "good - even": 10,
         }
 
     def test_a_file_called_base(self, run, course, tmp_path):

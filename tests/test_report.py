@@ -21,7 +21,7 @@ from trl_ext.evaluation.reporting.curves import thin
 from trl_ext.evaluation.reporting.markdown import escape as escape_markdown
 from trl_ext.evaluation.reporting.page import embed
 from trl_ext.evaluation.reporting.runs import find_runs
-from trl_ext.evaluation.reporting.summary import over_seeds, pareto_fronts
+from trl_ext.evaluation.reporting.summary import over_seeds, pareto_front
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 HOSTILE = (
@@ -216,7 +216,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attributes):
         attributes = dict(attributes)
         self.tags.append((tag, attributes))
-        self.inside = tag
+        if tag != "span":
+            self.inside = tag
         if tag in self.texts:
             self.texts[tag].append("")
         elif tag == "table":
@@ -227,7 +228,8 @@ class Page(HTMLParser):
             self.table[-1].append(("", attributes.get("data-value")))
 
     def handle_endtag(self, tag):
-        self.inside = None
+        if tag != "span":
+            self.inside = None
         if tag == "table":
             self.table = None
 
@@ -305,7 +307,8 @@ class TestFigures:
         assert page.column("table-policies", "KL to the base (nats)")[0] == "1.50 [1.30, 1.70]"
         assert page.column("table-reward-models", "accuracy") == ["0.625 [0.310, 0.860]"]
         assert page.column("table-reward-models", "accuracy, true order") == ["0.714 [0.360, 0.920]"]
-        assert page.column("table-kinds", "alpha") == ["0.625 (+0.125)"]
+        assert page.column("table-kinds", "all prompts") == ["0.750 (+0.250)", "0.625 (+0.125)", "0.875 (+0.375)"]
+        assert page.column("table-kinds", "kind: say") == ["0.625 (+0.125)"] * 3
 
     def test_curves_are_the_rows_of_the_metrics(self, page, example):
         panels = {panel["title"]: panel["curves"] for panel in page.data["panels"]}
@@ -380,11 +383,13 @@ class TestFigures:
         markdown = html.with_suffix(".md").read_text(encoding="utf-8")
         assert re.findall(r"^## (.*)$", markdown, re.M) == [
             "Policies",
+            "Settings and times of the policies",
             "Reward against KL",
             "Length and diversity of the responses",
             "True score by kind of prompt",
             "Held-out prompts over steps",
             "Reward models",
+            "Settings and times of the reward models",
             "Reliability of the reward models",
             "Worst mistakes of the reward models",
         ]
@@ -395,11 +400,24 @@ class TestFigures:
 
 
 class TestDerived:
-    def point(self, run: str, kl: float, reward: float, setting: str = "same"):
-        return {"run": run, "setting": setting, "kl": {"value": kl}, "reward": {"value": reward}}
+    def point(self, run: str, kl: float, reward: float, setting: str = "same", half_widths=(None, None)):
+        ends = [
+            {} if half is None else {"low": value - half, "high": value + half}
+            for value, half in zip((kl, reward), half_widths, strict=True)
+        ]
+        return {
+            "run": run,
+            "setting": setting,
+            "kl": {"value": kl, **ends[0]},
+            "reward": {"value": reward, **ends[1]},
+        }
 
-    def test_pareto_front_by_hand(self):
-        """b has more reward than c at less KL; d has as much as b at more; e has another base, so nothing beats it."""
+    @pytest.mark.parametrize("intervals", [False, True])
+    def test_pareto_front_by_hand(self, intervals):
+        """b has more reward than c at less KL; d has as much as b at more; e has another base, so nothing beats it.
+
+        A figure without an interval is its own interval.
+        """
         points = [
             self.point("a", 1.0, 0.2),
             self.point("b", 2.0, 0.5),
@@ -407,13 +425,106 @@ class TestDerived:
             self.point("d", 2.5, 0.5),
             self.point("e", 9.0, 0.1, "other"),
         ]
-        assert pareto_fronts(points) == {"a", "b", "e"}
-        assert pareto_fronts([self.point("a", 1, 1), self.point("b", 1, 1)]) == {"a", "b"}, "equals both stay"
+        assert pareto_front(points, intervals=intervals) == {"a", "b", "e"}
+        equal = [self.point("a", 1, 1), self.point("b", 1, 1)]
+        assert pareto_front(equal, intervals=intervals) == {"a", "b"}, "equals both stay"
 
-    def test_front_of_the_example(self, page):
-        """Gains .25, .125, .375 at KL 1.5, 2.5, 2.5: beta has less than gamma at the same KL."""
-        chart = next(chart for chart in page.data["trade_offs"] if chart["title"] == "true score gain")
-        assert {point["run"] for point in chart["points"] if point["front"]} == {"alpha", "gamma"}
+    def test_the_front_of_intervals_by_hand(self):
+        """Half-widths of .25 in KL and .125 in reward, so that one must be better by .5 and by .25 to dominate.
+
+        a at (1, .5). b at (2, .375) is worse by 1 and .125: within the intervals of the reward, so it stays. c at
+        (1.25, .125) is worse by .25 and .375: within those of the KL, so it stays. d at (2, .25) is worse by 1 and
+        .25, where the intervals touch; e at (3, 0) is far worse. f and g are equal. By the figures only a is left.
+        """
+        half = {"half_widths": (0.25, 0.125)}
+        points = [
+            self.point("a", 1.0, 0.5, **half),
+            self.point("b", 2.0, 0.375, **half),
+            self.point("c", 1.25, 0.125, **half),
+            self.point("d", 2.0, 0.25, **half),
+            self.point("e", 3.0, 0.0, **half),
+        ]
+        assert pareto_front(points, intervals=True) == {"a", "b", "c"}
+        assert pareto_front(points, intervals=False) == {"a"}
+        touching = [self.point("f", 1, 1, half_widths=(0.0, 0.0)), self.point("g", 1, 1, half_widths=(0.0, 0.0))]
+        assert pareto_front(touching, intervals=True) == {"f", "g"}
+
+    def test_front_of_the_example(self, page, html):
+        """Gains .25, .125, .375 at KL 1.5, 2.5, 2.5, to .03 and .2: alpha has more than beta at less KL in any case.
+
+        Of the figures, beta has less than gamma at the same KL as well. In the learned reward, to .125, alpha's lowest
+        gain of .125 is below beta's highest of .25, so that beta may be on the front.
+        """
+        charts = {chart["title"]: chart["points"] for chart in page.data["trade_offs"]}
+
+        def marked(chart: str, key: str) -> set[str]:
+            return {point["run"] for point in charts[chart] if point[key]}
+
+        assert marked("true score gain", "front") == marked("true score gain", "best") == {"alpha", "gamma"}
+        assert marked("gain in judge-rm", "front") == {"alpha", "beta", "gamma"}
+        assert marked("gain in judge-rm", "best") == {"alpha", "gamma"}
+        rows = zip(*(page.column("table-trade-offs", name) for name in ("reward", "run")), strict=True)
+        fronts = zip(
+            *(
+                page.column("table-trade-offs", name)
+                for name in ("may be on the Pareto front", "front of the figures")
+            ),
+            strict=True,
+        )
+        told = dict(zip(rows, fronts, strict=True))
+        assert told["gain in judge-rm", "beta"] == ("yes", "no")
+        assert told["true score gain", "beta"] == ("no", "no")
+        for text in (html.read_text(encoding="utf-8"), html.with_suffix(".md").read_text(encoding="utf-8")):
+            assert (
+                "A run may be on the Pareto front unless the intervals of another of the same model and data" in text
+            )
+
+    def test_shares_without_an_interval_get_wilsons(self, tmp_path):
+        """5 of 8 right: z^2 = 3.8415; centre (.625 + z^2/16) / (1 + z^2/8) = .8651/1.4802 = .5845, half-width
+        1.96 sqrt(.625 * .375 / 8 + z^2 / 256) / 1.4802 = 1.96 * .2104 / 1.4802 = .2786: [.3057, .8632]."""
+        write_reward_model(tmp_path / "rm")
+        results = json.loads((tmp_path / "rm" / "results.json").read_text())
+        del results["pairs"]["low"], results["pairs"]["high"]
+        (tmp_path / "rm" / "results.json").write_text(json.dumps(results))
+        row = write_report(tmp_path, tmp_path / "report.html")["reward_models"][0]
+        assert (row["accuracy"]["low"], row["accuracy"]["high"]) == pytest.approx((0.3057, 0.8632), abs=1e-4)
+
+    def test_bins_of_the_reliability_have_wilsons_interval(self, page):
+        """4 of 5 right: centre (.8 + z^2/10) / (1 + z^2/5) = 1.1841/1.7683 = .6697, half-width
+        1.96 sqrt(.16 / 5 + z^2 / 100) / 1.7683 = 1.96 * .2653 / 1.7683 = .2941: [.376, .964]."""
+        assert page.column("table-reliability", "accuracy")[1] == "0.800 [0.376, 0.964]"
+        confidence, accuracy, pairs, low, high = page.data["reliability"][0]["bins"][1]
+        assert (confidence, accuracy, pairs) == (0.97, 0.8, 5)
+        assert (low, high) == pytest.approx((0.376, 0.964), abs=5e-4)
+
+    def test_the_picture_of_a_reward_model_has_the_intervals(self, tmp_path, monkeypatch):
+        """A line for each bin that holds pairs, from its lower to its upper end, and the accuracy with its own."""
+        from trl_ext.evaluation import plot_reward_run, reward_plots
+
+        drawn = []
+        figure = reward_plots.new_figure
+        monkeypatch.setattr(reward_plots, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
+        write_reward_model(tmp_path / "rm")
+        pairs = json.loads((tmp_path / "rm" / "results.json").read_text())["pairs"]
+        plot_reward_run([], pairs, [], tmp_path / "report.png")
+        axis = next(axis for axis in drawn[0][1] if axis.get_title().startswith("Reliability"))
+        lines = [
+            segment for lines in axis.collections if hasattr(lines, "get_segments") for segment in lines.get_segments()
+        ]
+        assert [segment[0][0] for segment in lines] == [0.53, 0.97]
+        assert [end for _, end in lines[1]] == pytest.approx([0.376, 0.964], abs=5e-4)
+        assert "accuracy 0.625 [0.310, 0.860], n = 8" in axis.texts[0].get_text()
+
+    def test_methods_stay_together_in_the_order_of_their_first_runs(self, tmp_path):
+        """By path dpo, aot, dpo: the second dpo follows the first, in every table and chart."""
+        for name, method in (("seed-1-b", "aot"), ("seed-1-a", "dpo"), ("seed-2-a", "dpo")):
+            write_policy(
+                tmp_path / name, objective=method, responses=["x"] * 4, outcomes=["candidate"] * 4, seed=int(name[5])
+            )
+        summary = write_report(tmp_path, tmp_path / "report.html")
+        assert [row["run"] for row in summary["policies"]] == ["seed-1-a", "seed-2-a", "seed-1-b"]
+        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        assert [run["label"] for run in page.data["runs"]] == ["seed-1-a", "seed-2-a", "seed-1-b"]
 
     def test_over_seeds_by_hand(self, tmp_path):
         """Gains .1, .2, .6: mean .3. A second run of seed 2 does not count again; one seed alone makes no row."""
@@ -584,7 +695,7 @@ class TestFindingRuns:
             file.write(b'{"step": 41, "loss": NaN}\n{"loss": 1}\n\xff\xfe\n{"step": 42, "lo')
         write_report(tmp_path, tmp_path / "report.html")
         text = (tmp_path / "report.html").read_text(encoding="utf-8")
-        assert "run, metrics.jsonl: 3 of 11 lines cannot be read and are left out" in text
+        assert "3 of 11 lines cannot be read and are left out, the first is line 9; each must hold step" in text
         assert "3 of 11 lines cannot be read" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
     def test_a_run_that_goes_on_is_incomplete(self, example, tmp_path):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.test_report import HOSTILE, contrast, write_example
+from tests.test_report import HOSTILE, contrast, write_example, write_policy, write_rows
 from trl_ext.evaluation import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -290,7 +291,7 @@ class TestCharts:
 
         read_x, read_y = axis("middle", "x"), axis("end", "y")
         # The text of a tick stands 4 pixels below its line.
-        points = [(read_x(x), read_y(y + 4)) for x, y in numbers("circle.dot", "cx", "cy")]
+        points = [(read_x(x), read_y(y + 4)) for x, y in numbers("circle:not(.here)", "cx", "cy")]
         assert points == [pytest.approx(point, abs=1e-3) for point in ((1.5, 0.25), (2.5, 0.125), (2.5, 0.375))]
         whisker = [tuple(map(read_x, ends)) for ends in numbers(".whisker", "x1", "x2") if ends[0] != ends[1]][0]
         assert whisker == pytest.approx((1.3, 1.7), abs=1e-3)
@@ -311,7 +312,90 @@ class TestCharts:
         assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["gamma", "alpha", "beta"], "descending")
 
 
+@pytest.fixture(scope="module")
+def wide_report(tmp_path_factory) -> Path:
+    """Runs that fill every column of every table, with names as long as those of real models."""
+    folder = tmp_path_factory.mktemp("wide")
+    for index, (method, model) in enumerate(
+        (("dr_grpo", "meta-llama/Llama-3.1-8B-Instruct"), ("aot_paired", "Qwen/Qwen2.5-Math-1.5B-Instruct"))
+    ):
+        run = folder / "runs" / f"{method}-beta-0.05-lr-1e-6-seed-{index}"
+        outcomes = ["candidate"] * 3 + ["tie"] if index else ["candidate", "base", "tie", "tie"]
+        write_policy(run, objective=method, responses=["x"] * 4, outcomes=outcomes)
+        write_rows(run / "metrics.jsonl", [{"step": step, "loss": 0.5, "grad_norm": 1.0} for step in (0, 40, 80)])
+        results = json.loads((run / "results.json").read_text())
+        results["run"] |= {"model": model, "dataset": f"HuggingFaceH4/ultrafeedback_binarized-{index}"}
+        results["win_rate"]["n_errors"] = 3
+        results["rewards"] = {f"Skywork-Reward-V2-Llama-3.1-8B-{index}": results["rewards"]["judge-rm"]}
+        results["score"]["by_kind"] = {f"kind-{kind}": {"policy": 0.5, "base": 0.25} for kind in range(8)}
+        (run / "results.json").write_text(json.dumps(results))
+    write_report(folder / "runs", folder / "report.html")
+    return folder / "report.html"
+
+
+class TestTables:
+    SIZES = "nodes => Object.fromEntries(nodes.map(n => [n.firstChild.id, [n.scrollWidth, n.clientWidth]]))"
+
+    def sizes(self, page) -> dict[str, tuple[int, int]]:
+        """The width of each table and of the box that it stands in."""
+        page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
+        return {name: tuple(widths) for name, widths in page.locator(".scroll").evaluate_all(self.SIZES).items()}
+
+    def test_every_table_fits_a_window_of_1280_pixels(self, open_report, wide_report):
+        for path in (None, wide_report):
+            page = open_report(1280, **({"path": path} if path else {}))
+            sizes = self.sizes(page)
+            assert {"table-policies", "table-kinds", "table-diversity", "table-trade-offs"} <= set(sizes)
+            assert [name for name, (table, box) in sizes.items() if table > box] == []
+            assert overflow(page) == 0
+
+    def test_on_a_phone_a_table_scrolls_in_its_own_box(self, open_report, wide_report):
+        page = open_report(390, path=wide_report)
+        table, box = self.sizes(page)["table-policies"]
+        assert table > box + 300
+        assert overflow(page) == 0
+        reached = page.locator(".scroll:has(#table-policies)").evaluate(
+            "node => { node.scrollLeft = 1e5; return [node.scrollLeft, scrollX, window.innerWidth]; }"
+        )
+        assert reached == [table - box, 0, 390]
+
+    def test_no_figure_is_broken_over_lines(self, open_report, wide_report):
+        """Each figure and each interval of the table is as high as one line."""
+        page = open_report(1280, path=wide_report)
+        heights = page.locator("#table-policies .interval").evaluate_all("nodes => nodes.map(n => n.offsetHeight)")
+        assert len(heights) == 12 and max(heights) < 1.6 * 14
+        lines = page.locator("#table-policies td.number:not(:has(.interval))").evaluate_all(
+            "nodes => nodes.map(node => { const range = document.createRange(); range.selectNodeContents(node);"
+            " return range.getClientRects().length; })"
+        )
+        assert len(lines) == 10 and set(lines) == {1}
+
+
 class TestLooks:
+    def test_runs_that_are_not_on_the_front_are_hollow(self, open_report):
+        """Only beta's gain in true score is dominated, by alpha's at less KL; the points carry their names."""
+        page = open_report()
+        chart = page.locator("svg[aria-label='true score gain']")
+        assert (chart.locator("circle.dot").count(), chart.locator("circle.dominated").count()) == (2, 1)
+        hollow = chart.locator("g:has(.dominated)").get_attribute("class")
+        assert hollow == page.locator(".toggles label:has-text('beta')").get_attribute("class").removeprefix("run ")
+        assert sorted(chart.locator("text.name").all_text_contents()) == ["alpha", "beta", "gamma"]
+        assert page.locator("svg[aria-label='gain in judge-rm'] circle.dominated").count() == 0
+
+    def test_the_reference_of_a_chart_is_labelled(self, open_report, wide_report):
+        """The dashed line of the base has its number below it: a half for win rates."""
+        chart = open_report(path=wide_report).locator("svg[aria-label='Win rate against the base, ties as half']")
+        at = chart.locator(".reference").get_attribute("x1")
+        assert chart.locator(f"text[x='{at}']").all_text_contents() == ["0.5"]
+
+    @pytest.mark.parametrize("width", [390, 1280])
+    def test_every_axis_of_steps_has_three_labels(self, open_report, wide_report, width):
+        page = open_report(width, path=wide_report)
+        counts = page.locator("#panels svg[aria-label=loss], #panels svg[aria-label='gradient norm']").evaluate_all(
+            "nodes => nodes.map(node => node.querySelectorAll('text[text-anchor=middle]').length)"
+        )
+        assert len(counts) == 2 and min(counts) >= 3
+
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_a_phone_needs_no_sideways_scrolling(self, open_report, scheme):
         page = open_report(360, scheme)

@@ -98,6 +98,7 @@ def test_trained_as_trl_trains_bit_by_bit(objective, adapter, tiny_model_path, t
             peft_config=lora(task_type="SEQ_CLS") if adapter else None,
             **THREE_STEPS,
             **options,
+            **({} if is_stock else {"packing": "off"}),
         )
         for is_stock in (True, False)
     )

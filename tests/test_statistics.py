@@ -1,5 +1,6 @@
 """Paired comparisons, chances at a threshold, length control and ratings, against values worked by hand."""
 
+import itertools
 import math
 import random
 
@@ -10,7 +11,6 @@ from trl_ext.evaluation import PairOutcome, wilson_interval, win_rate
 from trl_ext.evaluation.bootstrap import (
     bootstrap_interval,
     chance_below,
-    chance_mean_below,
     mcnemar,
     paired_bootstrap,
     resample_counts,
@@ -63,9 +63,10 @@ class TestBootstrap:
     @pytest.mark.parametrize("rule", ["agreed", "half"])
     def test_agrees_with_win_rate_of_the_repeated_rows(self, rule):
         """Every sample written out as a list of outcomes and given to `win_rate`, denominators and all."""
-        generator = random.Random(1)
+        generator = random.Random(2)
         rows = outcomes_of(*(tuple(generator.choices((C, B, T), (5, 3, 2), k=2)) for _ in range(20)))
         rows[3] = PairOutcome("3", None, None, error="timeout")
+        assert {0.0, 1.0} < set(row_credits(rows, rule)), "wins, losses and rows that do not count"
         rates = []
         for counts in resample_counts(20, 1000, seed=0):
             sample = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
@@ -77,6 +78,28 @@ class TestBootstrap:
     def test_near_wilson_on_independent_rows(self, wins, n):
         low, high = bootstrap_interval(settled(*([1] * wins + [0] * (n - wins))), draws=4000)
         assert (low, high) == pytest.approx(wilson_interval(wins, n), abs=0.02)
+
+    @pytest.mark.parametrize(
+        "rows, rule, expected",
+        [
+            # Ten wins of ten: n / (n + z^2) = 10 / 13.841459 and 1.
+            (settled(*[1] * 10), "agreed", (0.722467, 1.0)),
+            (settled(*[0] * 10), "half", (0.0, 0.277533)),
+            # Ten ties, worth 5 of 10: 1/2 -+ z / (2 sqrt(n + z^2)) = 1/2 -+ 1.959964 / (2 x 3.720411).
+            (outcomes_of(*[(C, B)] * 10), "half", (0.236593, 0.763407)),
+            # Two rows count, both won: 2 / 5.841459.
+            (outcomes_of((C, C), (C, B), (C, C)), "agreed", (0.342380, 1.0)),
+            (outcomes_of((C, B)), "agreed", (0.0, 1.0)),
+        ],
+    )
+    def test_outcomes_that_all_agree(self, rows, rule, expected):
+        """Resampling cannot change them, and would give intervals of no width, such as [1, 1]."""
+        assert bootstrap_interval(rows, rule) == pytest.approx(expected, abs=1e-6)
+
+    def test_samples_in_which_nothing_counts(self):
+        """Two rows of twelve count: one sample in nine, (10 / 12)^12, has neither, and no rate."""
+        rows = outcomes_of((C, C), (B, B), *[(C, B)] * 10)
+        assert bootstrap_interval(rows) == (0.0, 1.0)
 
     def test_a_fixed_seed(self):
         rows = settled(1, 0, 1, 1, 0)
@@ -92,11 +115,34 @@ class TestBootstrap:
 
 
 class TestPairedBootstrap:
-    def test_the_same_candidate_twice(self):
+    def test_two_candidates_that_never_differ(self):
+        """Six prompts without a difference leave room for some: the score interval is -+ z^2 / (n + z^2).
+
+        3.841459 / 9.841459 = 0.390334. The statistic of Tango's test of a difference d with b = c = 0 discordant pairs
+        is n d / sqrt(n (2 q + d (1 - d))) with q = 0 for d > 0, the share of the less frequent kind under d; its
+        square is n d / (1 - d), which is z^2 at d = z^2 / (n + z^2).
+        """
         rows = settled(1, 0, 1, 1, 0, 1)
         result = paired_bootstrap(rows, rows)
-        assert (result.difference, result.low, result.high) == (0.0, 0.0, 0.0)
+        assert result.difference == 0.0
+        assert (result.low, result.high) == pytest.approx((-0.390334, 0.390334), abs=1e-6)
         assert result.mcnemar.p_value == 1.0
+
+    def test_one_wins_all_and_the_other_nothing(self):
+        """10 of 10 against 0 of 10: the Wilson intervals end 0.277533 from 1 and from 0, and
+        1 - sqrt(2 x 0.277533^2) = 0.607509; differences above 1 there are none."""
+        result = paired_bootstrap(settled(*[1] * 10), settled(*[0] * 10))
+        assert (result.difference, result.low, result.high) == pytest.approx((1.0, 0.607509, 1.0), abs=1e-6)
+        # The two-sided chance of ten of ten: 2 / 1024.
+        assert result.mcnemar.p_value == pytest.approx(2 / 1024)
+
+    def test_mcnemar_is_of_decisive_rows_under_either_rule(self):
+        """Of five rows the first candidate alone wins two, one has a tie, two are the same for both."""
+        first = outcomes_of((C, C), (C, C), (C, B), (C, C), (B, B))
+        second = outcomes_of((B, B), (B, B), (B, B), (C, C), (B, B))
+        for rule in ("agreed", "half"):
+            test = paired_bootstrap(first, second, rule).mcnemar
+            assert (test.only_first, test.only_second, test.p_value) == (2, 0, 0.5)
 
     def test_what_prompts_share_cancels(self):
         """100 prompts, easy or hard for both: 60 both win, 30 both lose, 8 only the first, 2 only the second.
@@ -138,70 +184,81 @@ class TestPairedBootstrap:
 
 class TestMcNemar:
     def test_published_value(self):
-        """(|10 - 3| - 1)^2 / 13 = 36 / 13; the 95% point of chi-squared with one degree is 1.959964^2 = 3.841459."""
+        """(|10 - 3| - 1)^2 / 13 = 36 / 13. Of 2^13 sequences 1 + 13 + 78 + 286 = 378 have at most three of the rarer
+        kind: 2 x 378 / 8192."""
         assert mcnemar(10, 3).statistic == pytest.approx(2.769231, abs=1e-6)
-        assert mcnemar(10, 3).p_value > 0.05
-        # |b - c| - 1 = 1.959964 sqrt(b + c) gives p = 0.05: b + c = 100 and b - c = 20.59964.
-        b, c = (100 + 20.59964) / 2, (100 - 20.59964) / 2
-        assert mcnemar(b, c).p_value == pytest.approx(0.05, abs=1e-6)
+        assert mcnemar(10, 3).p_value == 756 / 8192
+        assert mcnemar(3, 10).p_value == 756 / 8192
+
+    def test_few_rows(self):
+        """Five to nothing is 2 / 32; the chi-squared of the statistic 16 / 5 is no approximation yet."""
+        assert mcnemar(5, 0).p_value == 0.0625
+
+    def test_many_rows_are_nearly_chi_squared(self):
+        """z^2 = (|b - c| - 1)^2 / (b + c) = 41^2 / 1764: P(|Z| > 0.976190) = 0.328970."""
+        assert mcnemar(903, 861).p_value == pytest.approx(0.328970, abs=1e-4)
 
     def test_equal_counts_say_nothing(self):
         assert mcnemar(4, 4).statistic == 0.0
         assert mcnemar(0, 0).p_value == 1.0
 
     def test_negative(self):
-        with pytest.raises(ValueError, match="must not be negative"):
+        with pytest.raises(ValueError, match="must be whole and not negative, got -1 and 2"):
             mcnemar(-1, 2)
 
 
 class TestChanceBelow:
+    def test_one_row(self):
+        """Won: the true rate is Beta(3/2, 1/2), whose mean is 3/4, so another row is lost with 1/4. Lost: 3/4."""
+        assert chance_below(1, 1, 0.68) == pytest.approx(0.25)
+        assert chance_below(0, 1, 0.68) == pytest.approx(0.75)
+
     def test_by_hand(self):
-        """X ~ Binomial(4, 3/4), threshold 3/4: P(X < 3) = 1 - 4 (27/64)(1/4) - 81/256 = 1 - 108/256 - 81/256."""
-        assert chance_below(0.75, 4, 0.75) == pytest.approx(67 / 256, abs=1e-12)
+        """One of two: Beta(3/2, 3/2). Two losses have 3/2 x 5/2 / (3 x 4), and one win suffices for 1/2."""
+        assert chance_below(1, 2, 0.5) == pytest.approx(0.3125)
+        # Only two wins reach more: 1 - 0.3125.
+        assert chance_below(1, 2, 0.51) == pytest.approx(0.6875)
 
-    def test_reaching_the_threshold_is_not_under_it(self):
-        """With n = 25 and threshold 0.68, 17 wins suffice: 17 / 25 is the threshold itself."""
-        expected = sum(math.comb(25, k) * 0.5**25 for k in range(17))
-        assert chance_below(0.5, 25, 0.68) == pytest.approx(expected, abs=1e-12)
+    def test_with_ties_by_hand(self):
+        """A win and a tie: Dirichlet(3/2, 1/2, 3/2) for wins, losses and ties. Under 1/2 are two losses, with
+        1/2 x 3/2 / (7/2 x 9/2), and a tie and a loss, with 2 x 3/2 x 1/2 / (7/2 x 9/2): 0.75 / 15.75 + 1.5 / 15.75."""
+        assert chance_below(1, 2, 0.5, ties=1) == pytest.approx(2.25 / 15.75)
 
-    def test_a_threshold_that_rounding_lifts(self):
-        """0.07 x 100 is 7.000000000000001 in floating point, and 7 / 100 reaches 0.07 all the same."""
-        expected = sum(math.comb(100, k) for k in range(7)) / 2**100
-        assert chance_below(0.5, 100, 0.07) == pytest.approx(expected, rel=1e-9)
+    @pytest.mark.parametrize("wins, n, threshold", [(87, 128, 0.68), (7, 100, 0.07), (17, 25, 0.68), (40, 40, 0.95)])
+    def test_against_integration(self, wins, n, threshold):
+        """The binomial chance at each rate, averaged over the posterior with rate = sin^2(angle): the density of
+        Beta(a, b) in the angle is sin^(2a - 1) cos^(2b - 1), without poles."""
+        angles = (numpy.arange(20_000) + 0.5) * (math.pi / 2) / 20_000
+        density = numpy.sin(angles) ** (2 * wins) * numpy.cos(angles) ** (2 * (n - wins))
+        rates = numpy.sin(angles) ** 2
+        below = [k for k in range(n + 1) if k < round(threshold * 100) * n / 100]
+        chances = sum(math.comb(n, k) * rates**k * (1 - rates) ** (n - k) for k in below)
+        expected = (chances * density).sum() / density.sum()
+        assert chance_below(wins, n, threshold) == pytest.approx(expected, rel=1e-6)
 
-    @pytest.mark.parametrize("n, wins, threshold", [(128, 87, 0.68), (128, 96, 0.72), (400, 250, 0.6), (3, 2, 0.5)])
-    def test_against_exact_fractions(self, n, wins, threshold):
-        from fractions import Fraction
+    def test_with_ties_against_sampling(self):
+        generator = numpy.random.default_rng(0)
+        shares = generator.dirichlet([60.5, 40.5, 28.5], size=40_000)
+        rows = generator.multinomial(128, shares)
+        expected = ((rows[:, 0] + rows[:, 2] / 2) / 128 < 0.6).mean()
+        assert chance_below(60, 128, 0.6, ties=28) == pytest.approx(expected, abs=0.01)
 
-        rate, limit = Fraction(wins, n), Fraction(str(threshold))
-        expected = sum(
-            math.comb(n, k) * rate**k * (1 - rate) ** (n - k) for k in range(n + 1) if Fraction(k, n) < limit
-        )
-        assert chance_below(wins / n, n, threshold) == pytest.approx(float(expected), abs=1e-9)
+    def test_the_ends_of_the_scale(self):
+        """Every figure reaches 0; only another ten wins of ten reach 1, with B(20.5, 0.5) / B(10.5, 0.5)."""
+        assert chance_below(0, 10, 0.0) == 0.0
+        again = math.exp(math.lgamma(20.5) + math.lgamma(11) - math.lgamma(21) - math.lgamma(10.5))
+        assert chance_below(10, 10, 1.0) == pytest.approx(1 - again)
+        assert 0.28 < 1 - again < 0.3
 
-    def test_certain_rates(self):
-        assert chance_below(1.0, 10, 0.99) == 0.0
-        assert chance_below(0.0, 10, 0.01) == 1.0
-        assert chance_below(0.0, 10, 0.0) == 0.0
-
-    def test_against_sampling(self):
-        draws = numpy.random.default_rng(0).binomial(128, 0.7, size=200_000) / 128
-        assert chance_below(0.7, 128, 0.68) == pytest.approx((draws < 0.68).mean(), abs=0.005)
-
-    def test_with_half_wins_by_hand(self):
-        """1, 1, 1/2, 0: mean 0.625, deviations^2 0.140625 x 2 + 0.015625 + 0.390625 = 0.6875, error
-        sqrt(0.6875 / 3 / 4) = 0.239357; the threshold 0.75 is 0.522233 errors above, P(Z < 0.522233) = 0.699244."""
-        assert chance_mean_below([1, 1, 0.5, 0], 0.75) == pytest.approx(0.699244, abs=1e-5)
-
-    def test_all_equal(self):
-        assert chance_mean_below([0.5, 0.5], 0.5) == 0.0
-        assert chance_mean_below([0.5, 0.5], 0.51) == 1.0
+    def test_nothing_is_said_of_no_rows(self):
+        assert chance_below(0, 0, 0.5) is None
+        assert chance_below(0, 0, 0.5, ties=0) is None
 
     def test_out_of_range(self):
         with pytest.raises(ValueError, match="threshold must lie between 0 and 1, got 68"):
-            chance_below(0.7, 10, 68)
-        with pytest.raises(ValueError, match="n must be at least 1"):
-            chance_below(0.7, 0, 0.5)
+            chance_below(7, 10, 68)
+        with pytest.raises(ValueError, match="counts must be whole, got 8 wins and 3 ties of 10 rows"):
+            chance_below(8, 10, 0.5, ties=3)
 
 
 class TestLengthControl:
@@ -267,6 +324,59 @@ class TestLengthControl:
             slope = (log_posterior(fitted + 1e-5 * direction) - log_posterior(fitted - 1e-5 * direction)) / 2e-5
             assert slope == pytest.approx(0.0, abs=1e-5)
 
+    @pytest.mark.parametrize("scale, origin", [(1e-3, 0.0), (1e-9, 0.0), (1e4, 0.0), (1.0, 1e5)])
+    def test_the_unit_of_difficulty_does_not_matter(self, scale, origin):
+        """Against a grid in 64 bits that closes in on the mode of the posterior, which is written out anew."""
+        generator = numpy.random.default_rng(5)
+        gamma, gap = generator.normal(size=60), generator.normal(50, 200, size=60)
+        shown = 1 / (1 + numpy.exp(-(0.3 + numpy.tanh(gap / 200) + 1.5 * gamma)))
+        wins = (generator.random(60) < shown).astype(float)
+        term, standard = numpy.tanh(gap / gap.std(ddof=1)), (gamma - gamma.mean()) / gamma.std()
+
+        def log_posterior(thetas):
+            logits = thetas @ numpy.stack([numpy.ones(60), term, standard])
+            fit = (wins * logits - numpy.logaddexp(0, logits)).sum(axis=1)
+            return fit - (thetas**2).sum(axis=1) / (2 * 10.0**2)
+
+        mode, width = numpy.zeros(3), 4.0
+        offsets = numpy.array(list(itertools.product(numpy.linspace(-1, 1, 9), repeat=3)))
+        while width > 1e-9:
+            grid = mode + width * offsets
+            mode = grid[log_posterior(grid).argmax()]
+            width *= 0.7
+        expected = (1 / (1 + numpy.exp(-(mode[0] + mode[2] * standard)))).mean()
+        result = length_controlled_win_rate(
+            wins.tolist(), 1000 + gap, [1000] * 60, difficulty=origin + scale * gamma, draws=1000
+        )
+        assert result.rate == pytest.approx(expected, abs=1e-6)
+        assert result.length_coefficient == pytest.approx(mode[1], abs=1e-5)
+        assert result.low < result.rate < result.high
+        assert abs(result.rate - wins.mean()) > 0.005, "the fit says something that the raw rate does not"
+
+    @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
+    @pytest.mark.parametrize("kind", ["mixed", "all won", "told by the feature"])
+    def test_the_fit_converges_at_any_scale(self, scale, kind):
+        """The gradient of the log-posterior, X'(y - p) - theta / 10^2, is 0 in units of each feature's scale."""
+        generator = numpy.random.default_rng(3)
+        feature = generator.normal(size=4000)
+        labels = {
+            "mixed": (generator.random(4000) < 1 / (1 + numpy.exp(-0.6 * feature))).astype(float),
+            "all won": numpy.ones(4000),
+            "told by the feature": (feature > 0).astype(float),
+        }[kind]
+        design = numpy.stack([numpy.ones(4000), scale * feature], axis=1)
+        (fitted,) = fit_logistic(design, labels, numpy.ones((1, 4000)))
+        gradient = design.T @ (labels - predicted_rates(design, fitted[None])[0]) - fitted / 10.0**2
+        assert gradient / [1, max(scale, 1)] == pytest.approx(numpy.zeros(2), abs=1e-6)
+
+    def test_difficulties_that_say_nothing(self):
+        credits, lengths, others = [1.0, 0.0, 1.0, 0.5], [5, 9, 7, 6], [6, 6, 6, 8]
+        equal = length_controlled_win_rate(credits, lengths, others, difficulty=[3.0] * 4)
+        without = length_controlled_win_rate(credits, lengths, others)
+        assert (equal.rate, equal.low, equal.high) == pytest.approx((without.rate, without.low, without.high))
+        with pytest.raises(ValueError, match="difficulty must be finite"):
+            length_controlled_win_rate(credits, lengths, others, difficulty=[3.0, math.nan, 1.0, 2.0])
+
     def test_without_differences_it_is_the_raw_rate(self):
         """75 wins of 100: the prior alone keeps the rate from being 0.75, and moves it by less than 0.001."""
         result = length_controlled_win_rate([1.0] * 75 + [0.0] * 25, [20] * 100, [20] * 100)
@@ -280,6 +390,8 @@ class TestLengthControl:
         lengths = list(range(100, 200))
         result = length_controlled_win_rate([1.0] * 100, lengths, [150] * 100)
         assert 0.99 < result.rate < 1.0
+        # Resampled, they are all wins again; Wilson's lower bound of 100 of 100 is 100 / 103.841459.
+        assert (result.low, result.high) == (pytest.approx(0.963007, abs=1e-6), 1.0)
 
     def test_rows_without_judgement_are_left_out(self):
         whole = length_controlled_win_rate([1.0, 0.0, 0.5, 1.0], [5, 9, 7, 6], [6, 6, 6, 8])
@@ -363,6 +475,60 @@ class TestBradleyTerry:
         assert (result.low[0], result.high[0]) == pytest.approx(tuple(points), abs=1e-6)
         assert result.ratings[0] == pytest.approx(1000 + 400 * math.log10(7 / 3))
         assert (result.low[1], result.high[1]) == (1000.0, 1000.0)
+
+    @pytest.mark.parametrize(
+        "credit, n, rate, low, high",
+        [
+            # Ten wins and the virtual draw are 10.5 of 11: odds of 21.
+            (1.0, 10, 10.5 / 11, 0.678552, 0.995236),
+            (0.0, 10, 0.5 / 11, 0.004764, 0.321448),
+            (1.0, 1, 1.5 / 2, 0.197867, 0.973323),
+            # Ties are even without one; the interval is that of 5.5 of 11.
+            (0.5, 10, 0.5, 0.245622, 0.754378),
+        ],
+    )
+    def test_comparisons_that_all_have_one_outcome(self, credit, n, rate, low, high):
+        """Wilson's bounds, in points: the interval of ten wins out of ten has a width.
+
+        Of 10.5 in 11: centre (0.954545 + 0.174612) / 1.349224 = 0.836894 and half-width 1.959964
+        sqrt(0.954545 x 0.045455 / 11 + 3.841459 / 484) / 1.349224 = 0.158342.
+        """
+        result = ratings_with_intervals([[credit] * n], [(0, 1)], 2, anchor=1)
+        expected = [1000 + 400 * math.log10(share / (1 - share)) for share in (rate, low, high)]
+        assert result.ratings[0] == pytest.approx(expected[0], abs=1e-6)
+        # The middle 95% of 2000 draws ends within a point or two of them.
+        assert (result.low[0], result.high[0]) == pytest.approx(expected[1:], abs=1.5)
+        assert (result.low[1], result.high[1]) == (1000.0, 1000.0)
+
+    def test_a_base_that_loses_everything_makes_all_ratings_uncertain(self):
+        """The two that beat it 10 to 0 are 7 to 3 against one another.
+
+        What is uncertain is the base, which is fixed at 1000. One match of 10 to 0 leaves 797 points open; each of the
+        two hangs on two such, its own and through the other, which halve the variance: 797 / sqrt(2) = 564. The mixed
+        match alone would leave less than 340.
+        """
+        mixed = [1.0] * 7 + [0.0] * 3
+        result = ratings_with_intervals([[0.0] * 10, [0.0] * 10, mixed], [(0, 1), (0, 2), (1, 2)], 3, anchor=0)
+        for system in (1, 2):
+            assert result.high[system] - result.low[system] > 564
+            assert result.low[system] < result.ratings[system] < result.high[system]
+
+    def test_a_match_that_is_won_throughout_among_others(self):
+        """Base, aot and dpo: aot has 5 wins, 3 ties and 2 losses against the base and ties 5 and loses 5 against dpo,
+        which beats the base 10 to 0: ratings are finite, through aot."""
+        aot, tied = [1.0] * 5 + [0.5] * 3 + [0.0] * 2, [0.5] * 5 + [0.0] * 5
+        result = ratings_with_intervals(
+            [[1 - credit for credit in aot], [0.0] * 10, tied], [(0, 1), (0, 2), (1, 2)], 3, anchor=0
+        )
+        assert not result.virtual_draws
+        # The wins taken for certain, which resampling alone does, leave 1395 to 1566; that they are not opens the
+        # lower end, and closes nothing.
+        assert result.low[2] < 1250 and result.high[2] == pytest.approx(1566.4, abs=0.1)
+
+    def test_a_cycle_has_intervals(self):
+        result = ratings_with_intervals([[1.0] * 10] * 3, [(0, 1), (1, 2), (2, 0)], 3, anchor=0)
+        assert result.ratings == pytest.approx([1000.0] * 3)
+        assert all(result.low[system] < 950 and result.high[system] > 1050 for system in (1, 2))
 
     def test_rows_without_judgement_are_no_matches(self):
         result = ratings_with_intervals([[1.0, None, 0.0, 1.0, 1.0, None]], [(0, 1)], 2, anchor=1)

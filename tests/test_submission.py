@@ -22,6 +22,7 @@ from trl_ext.evaluation.submissions.submission import (
     score_submission_file,
     submission_file,
 )
+from trl_ext.models import resolve_model_path
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
 
@@ -173,6 +174,32 @@ class TestRowFile:
         with pytest.raises(FileExistsError, match=r"no rows.settings.json says how it was made: choose another --out"):
             RowFile(path, {}, ["x"])
 
+    def test_another_batch_size_is_warned_of(self, tmp_path, caplog):
+        """It changes the rounding only: rows are kept and others added, as long as it is said."""
+        path = tmp_path / "rows.jsonl"
+        RowFile(path, {"batch_size": 4}, ["x", "y", "z"]).add([{"row_id": "z"}])
+        again = RowFile(path, {"batch_size": 8}, ["x", "y", "z"])
+        (record,) = caplog.records
+        assert "holds 1 rows made with batch_size 4, and the other 2 are made with 8" in record.getMessage()
+        assert json.loads(again.settings_path.read_text()) == {"batch_size": 4}
+        again.add([{"row_id": "x"}, {"row_id": "y"}])
+        caplog.clear()
+        assert RowFile(path, {"batch_size": 16}, ["x", "y", "z"]).missing == []
+        assert not caplog.records, "nothing is left to make"
+
+    def test_files_of_before_have_no_batch_size(self, tmp_path, caplog):
+        path = tmp_path / "rows.jsonl"
+        RowFile(path, {"max_new_tokens": 4}, ["x", "y"]).add([{"row_id": "x"}])
+        assert RowFile(path, {"max_new_tokens": 4, "batch_size": 8}, ["x", "y"]).missing == ["y"]
+        assert not caplog.records
+
+    @pytest.mark.parametrize("name", [".", "folder", "folder/"])
+    def test_a_folder_is_no_file(self, tmp_path, monkeypatch, name):
+        (tmp_path / "folder").mkdir()
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError, match="is a folder: name a file"):
+            RowFile(name, {}, ["x"])
+
     def test_damage(self, tmp_path):
         path = tmp_path / "rows.jsonl"
         RowFile(path, {}, ["x"]).add([{"row_id": "x"}])
@@ -184,9 +211,55 @@ class TestRowFile:
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 
 
+@pytest.fixture
+def short_tokenizer(tiny_model_path, monkeypatch):
+    """The tokenizer that everything loads, with a limit of 100 tokens; what it warns of is seen by `caplog`."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
+    monkeypatch.setattr(transformers_logging._get_library_root_logger(), "propagate", True)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    tokenizer.model_max_length, tokenizer.used = 100, False
+
+    def load(*arguments, **keywords):
+        tokenizer.used = True
+        return tokenizer
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load)
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def prompts_file(tmp_path_factory):
     return write_prompts(tmp_path_factory.mktemp("assets") / "prompts.jsonl", TEXTS)
+
+
+class TestModelNames:
+    """What is taken for a mistyped path is refused at once, and not looked for on the hub for over a minute."""
+
+    @pytest.fixture(autouse=True)
+    def folders(self, tmp_path, monkeypatch):
+        (tmp_path / "models" / "aot-toy").mkdir(parents=True)
+        (tmp_path / "models" / "aot-toy" / "config.json").write_text("{}")
+        (tmp_path / "models" / "log").mkdir()
+        monkeypatch.chdir(tmp_path)
+
+    @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "models/aot"])
+    def test_mistyped(self, name):
+        with pytest.raises(FileNotFoundError, match=f"no model folder '{name}': give a folder, a hub name such as"):
+            resolve_model_path(name)
+
+    def test_its_neighbours_are_named(self):
+        with pytest.raises(FileNotFoundError, match="or toy; models holds aot-toy$"):
+            resolve_model_path("models/aot")
+
+    @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "models/aot-toy"])
+    def test_names_of_the_hub_and_folders(self, name):
+        assert resolve_model_path(name) == name
+
+    def test_a_folder_that_is_no_model(self):
+        with pytest.raises(FileNotFoundError, match="the folder 'models/log' holds no config.json"):
+            resolve_model_path("models/log")
 
 
 class TestGenerate:
@@ -309,6 +382,34 @@ class TestGenerate:
             generate_submission_file("./nowhere", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert not (tmp_path / "x.jsonl").exists()
 
+    def test_the_batch_size_is_on_file(self, tiny_model_path, prompts_file, tmp_path):
+        settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 2, "batch_size": 2}
+        generate_submission_file(tiny_model_path, tmp_path / "aot.jsonl", **settings)
+        assert json.loads((tmp_path / "aot.settings.json").read_text())["batch_size"] == 2
+
+    def test_long_prompts_are_cut_without_a_warning(self, tiny_model_path, tmp_path, short_tokenizer, caplog):
+        """A prompt of over 250 bytes, each a token, of which the last 40 are read."""
+        prompts = write_prompts(tmp_path / "prompts.jsonl", ["word " * 50])
+        settings = {"prompts_jsonl": prompts, "max_new_tokens": 2, "max_prompt_tokens": 40}
+        generate_submission_file(tiny_model_path, tmp_path / "aot.jsonl", **settings)
+        assert short_tokenizer.used and "Token indices" not in caplog.text
+
+    def test_a_model_that_the_hub_has_not_is_asked_for_once(self, prompts_file, tmp_path, monkeypatch):
+        import huggingface_hub
+        from transformers import AutoModelForCausalLM
+
+        asked = []
+
+        def unreachable(self, name, **keywords):
+            asked.append(name)
+            raise ConnectionError("Name or service not known")
+
+        monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("asked again"))
+        with pytest.raises(FileNotFoundError, match="no model 'runz/nosuch': there is no such folder, .* not known"):
+            generate_submission_file("runz/nosuch", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
+        assert asked == ["runz/nosuch"]
+
     def test_out_of_range(self, tmp_path):
         with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
             generate_submission_file("toy", tmp_path / "x.jsonl", batch_size=0)
@@ -361,6 +462,13 @@ class TestBuildScoreAndPack:
                     expected = float(model(torch.tensor([ids])).logits)
                 assert row[name] == pytest.approx(expected, abs=1e-4)
 
+    def test_long_pairs_are_cut_without_a_warning(self, assets, tmp_path, short_tokenizer, caplog):
+        """A prompt and a response of 250 bytes and more, each a token, under the 512 that the reward model reads."""
+        pair = {"row_id": "q", "prompt_text": "word " * 50, "chosen_text": "yes " * 70, "rejected_text": "no"}
+        pairs = write_rows(tmp_path / "prefs.jsonl", [pair])
+        score_submission_file(assets["reward_model"], tmp_path / "scores.jsonl", prefs_jsonl=pairs)
+        assert short_tokenizer.used and "Token indices" not in caplog.text
+
     def test_scores_are_not_computed_twice(self, assets, tmp_path, monkeypatch):
         from trl_ext.rewards import RewardModel
 
@@ -401,6 +509,34 @@ class TestBuildScoreAndPack:
         with pytest.raises(ValueError, match=r"policy_generations/aot.jsonl: row_id p4: missing"):
             pack_submission(folder, tmp_path / "s.zip", **options)
         assert not (tmp_path / "s.zip").exists()
+
+    def test_what_is_packed_is_what_can_be_graded(self, tmp_path):
+        """One text of 60 words beside a row that says 9 tokens: over the 48 of the embedded prompts by its own count.
+
+        Packing and grading name the same row in the same words, by the embedded tokenizer.
+        """
+        from trl_ext.evaluation import grade_submission
+
+        prompts = load_prompts()
+        rows = [response(row["row_id"], "word", 9, row["prompt_text"]) for row in prompts]
+        rows[7]["response_text"] = "word, " * 60
+        counted = token_counter("toy")(rows[7]["response_text"])
+        path = write_rows(tmp_path / "submission" / "policy_generations" / "aot.jsonl", rows)
+        message = (
+            f"{path}: row_id {rows[7]['row_id']}: over the token budget: the text has {counted} tokens, at most 48"
+        )
+        (grade,) = grade_submission(tmp_path / "submission", {"aot": 0.5}).grades
+        assert [problem.startswith(message) for problem in grade.problems] == [True]
+        with pytest.raises(ValueError) as refused:
+            pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"])
+        assert str(refused.value) == grade.problems[0]
+
+    def test_packing_with_a_tokenizer_of_ones_own(self, assets, tmp_path):
+        folder = tmp_path / "submission"
+        self.build(assets, folder)
+        options = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
+        with pytest.raises(ValueError, match="the text has 99 tokens, at most 4 are allowed"):
+            pack_submission(folder, tmp_path / "s.zip", **options, count_tokens=lambda text: 99)
 
     def test_pack_nothing(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="holds no file of a submission, such as reward_model/"):

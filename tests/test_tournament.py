@@ -85,6 +85,13 @@ class TestTournament:
         assert row["rating"] == pytest.approx(1000 + 400 * math.log10(9), abs=1e-6)
         assert row["expected_against_base"] == pytest.approx(0.9)
         assert row["low"] < row["rating"] < row["high"]
+        # The base is fixed, so the expected score's interval is the rating's, through 1 / (1 + 10^(-points / 400)).
+        for end in ("low", "high"):
+            odds = 10 ** ((row[end] - 1000) / 400)
+            assert row[f"expected_{end}"] == pytest.approx(odds / (1 + odds))
+        assert row["expected_low"] < 0.9 < row["expected_high"]
+        base = result.table()[1]
+        assert base["expected_against_base"] is base["expected_low"] is base["expected_high"] is None
 
     def test_losing_all_needs_virtual_draws(self, systems):
         """Bad loses all 10; with a draw half each way 10.5 to 0.5: 400 log10(21) below the base."""
@@ -94,7 +101,9 @@ class TestTournament:
         assert result.ratings.virtual_draws
         bad = next(row for row in result.table() if row["name"] == "bad")
         assert bad["rating"] == pytest.approx(1000 - 400 * math.log10(21), abs=1e-6)
-        assert bad["low"] == pytest.approx(bad["rating"]), "every sample is the same ten losses"
+        # Every sample is the same ten losses, and yet these are no certainty: Wilson's bounds of 0.5 wins in 11 are
+        # 0.004764 and 0.321448, which is 400 log10(0.321448 / 0.678552) = -129.79 points.
+        assert bad["low"] < bad["rating"] < bad["high"] == pytest.approx(1000 - 129.79, abs=1.5)
 
     def test_against_the_base_only(self, systems):
         prompts, responses = systems
@@ -115,15 +124,15 @@ class TestTournament:
         prompts, responses = systems
         known = known_score_judge(prompts)
 
-        def fails_on_cats(prompt, a, b):
-            if "cat " in prompt[0]["content"]:
+        def fails_on_axes(prompt, a, b):
+            if "axe" in prompt[0]["content"]:
                 raise JudgeError("no answer")
             return known.judge(prompt, a, b)
 
         two = {name: responses[name] for name in ("base", "good")}
-        (match,) = run_tournament(fails_on_cats, prompts, two, max_error_fraction=0.1).matches
-        # Without the row of the cat, one tie is left beside the eight wins.
-        assert (match["n"], match["errors"], match["rate"]) == (9, 1, pytest.approx(0.5 / 9))
+        (match,) = run_tournament(fails_on_axes, prompts, two, max_error_fraction=0.1).matches
+        # Without the row of the axe, seven wins are left beside the two ties.
+        assert (match["n"], match["errors"], match["rate"]) == (9, 1, pytest.approx(1 / 9))
 
     def test_json(self, systems):
         import json

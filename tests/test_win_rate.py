@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import threading
 
 import pytest
 
@@ -12,9 +13,11 @@ from trl_ext.evaluation import (
     Judgement,
     PairOutcome,
     compare,
+    judge_pairs,
     wilson_interval,
     win_rate,
 )
+from trl_ext.evaluation.judging.pairs import CallableJudge
 
 C, B, T = "candidate", "base", "tie"
 Z_95 = 1.959963984540054
@@ -239,9 +242,49 @@ class TestCompare:
         with pytest.raises(ZeroDivisionError):
             compare(ScriptedJudge(ZeroDivisionError()), prompt_rows("p"), ["c"], ["b"])
 
-    def test_empty_candidate_is_marked(self):
-        outcomes = compare(ScriptedJudge(*"ABAB"), prompt_rows("p", "q"), [" \n", "c"], ["b", ""])
+    def test_an_empty_candidate_loses_unasked_and_an_empty_base_is_judged(self):
+        """Under `half` the first row is a loss and the second a win; `agreed` has the second alone."""
+        judge = ScriptedJudge("A", "B")
+        outcomes = compare(judge, prompt_rows("p", "q"), [" \n", "c"], ["b", ""])
         assert [outcome.empty for outcome in outcomes] == [True, False]
+        assert judge.shown == [("q", "c", ""), ("q", "", "c")]
+        result = win_rate(outcomes)
+        assert (result.half.rate, result.half.n, result.agreed.rate, result.agreed.n) == (0.5, 2, 1.0, 1)
+
+    def test_identical_responses_are_a_tie_that_nobody_is_asked_about(self):
+        """Half a win of the first row and a win of the second: 0.75 under `half`, 1 of 1 under `agreed`."""
+        judge = ScriptedJudge("A", "B")
+        outcomes = compare(judge, prompt_rows("p", "q"), ["same", "c"], ["same", "b"])
+        assert outcomes[0] == PairOutcome("r0", T, T, usable=False)
+        assert [text for text, *_ in judge.shown] == ["q", "q"]
+        result = win_rate(outcomes)
+        assert (result.half.rate, result.half.n, result.agreed.rate, result.agreed.n) == (0.75, 2, 1.0, 1)
+
+    def test_does_what_judge_pairs_does(self):
+        """Empty, identical, cut, failed and repeated rows alike; `compare` leaves out the limit of errors."""
+
+        class Judge:
+            uses_finished = True
+
+            def judge(self, prompt, response_a, response_b, finished_a, finished_b):
+                if prompt[-1]["content"] == "fails":
+                    raise JudgeError("no reply")
+                score = len(response_a) * finished_a - len(response_b) * finished_b
+                return "tie" if score == 0 else "A" if score > 0 else "B"
+
+        rows = prompt_rows("p", "p", "p", "fails", "q", "q", "q")
+        candidate, base = ["", "s", "s", "c", "cc", "cc", "cc"], ["b", "s", "s", "b", "b", "", "b"]
+        finished = {"candidate_finished": [True, True, False, True, True, True, True]}
+        outcomes = compare(Judge(), rows, candidate, base, **finished)
+        assert outcomes == judge_pairs(Judge(), rows, candidate, base, **finished, max_error_fraction=1).outcomes
+        assert [outcome.first for outcome in outcomes] == [B, T, B, None, C, C, C]
+        assert [outcome.usable for outcome in outcomes] == [True, False, True, True, True, True, True]
+
+    def test_the_judge_is_called_from_the_callers_thread(self):
+        """What torch, a database or an event loop keep by thread is there for it."""
+        threads = set()
+        compare(CallableJudge(lambda *_: threads.add(threading.get_ident()) or "A"), prompt_rows("p"), ["c"], ["b"])
+        assert threads == {threading.get_ident()}
 
     def test_invalid_verdict(self):
         with pytest.raises(ValueError, match="row_id r0: ScriptedJudge must answer 'A', 'B' or 'tie', got 'C'"):

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _NAMES_BY_MODULE = {
     "trl_ext.registry": ["preference_loss", "preference_weighting", "policy_algorithm"],
     "trl_ext.data": ["load_benchmark"],
+    "trl_ext.models": ["share_prefixes"],
     "trl_ext.rewards": ["RewardEnsemble", "RewardModel"],
     "trl_ext.trainers": [
         "PreferenceConfig",
@@ -71,6 +72,7 @@ __all__ = ["__version__", *_MODULE_OF_NAME]
 
 if TYPE_CHECKING:
     from trl_ext.data import load_benchmark  # noqa: F401
+    from trl_ext.models import share_prefixes  # noqa: F401
     from trl_ext.registry import policy_algorithm, preference_loss, preference_weighting  # noqa: F401
     from trl_ext.trainers import *  # noqa: F403
 

@@ -37,9 +37,13 @@ def encode_turn(
             is below 1.
     """
     text = response if isinstance(response, str) else _text(response)
+    # The tokenizer warns of texts that are too long for the model; those that are cut here are not.
+    warn_of_prompts, warn_of_responses = (
+        {"verbose": limit is None} for limit in (max_prompt_tokens, max_response_tokens)
+    )
     if isinstance(prompt, str):
-        prompt_ids = tokenizer(prompt)["input_ids"]
-        response_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt_ids = tokenizer(prompt, **warn_of_prompts)["input_ids"]
+        response_ids = tokenizer(text, add_special_tokens=False, **warn_of_responses)["input_ids"]
         if finished:
             response_ids = [*response_ids, tokenizer.eos_token_id]
     else:
@@ -48,8 +52,8 @@ def encode_turn(
             if not turn.startswith(text):
                 raise ValueError("the chat template changes a response's text, so one that was cut cannot be rendered")
             turn = text
-        prompt_ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
-        response_ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+        prompt_ids = tokenizer(rendered, add_special_tokens=False, **warn_of_prompts)["input_ids"]
+        response_ids = tokenizer(turn, add_special_tokens=False, **warn_of_responses)["input_ids"]
     limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
     prompt_ids, response_ids, _ = truncate_pair(prompt_ids, response_ids, [], **limits)
     return prompt_ids, response_ids

@@ -40,7 +40,7 @@ class Judgement(NamedTuple):
 
 
 class JudgeError(Exception):
-    """Raised by a judge that cannot judge one row, such as after a failed request; `compare` records it.
+    """Raised by a judge that cannot judge one row, such as after a failed request; it is recorded with the row.
 
     Attributes:
         usage: what the failed attempts cost, where the judge counts it.
@@ -159,10 +159,14 @@ def compare(
     candidate_finished: Sequence[bool] | None = None,
     base_finished: Sequence[bool] | None = None,
 ) -> list[PairOutcome]:
-    """Judge the candidate's response against the base's on every prompt, in both orders.
+    """Judge the candidate's response against the base's on every prompt, in both orders, one question after another.
+
+    As `judge_pairs`, without a cache and without a limit of errors: a row whose candidate response is empty is lost,
+    equal responses are a tie, and neither is asked about; a question that occurs twice is asked once.
 
     Args:
-        judge: the judge; its `JudgeError` on a row is recorded in the outcome, any other exception is not caught.
+        judge: the judge, called from this thread; its `JudgeError` on a row is recorded in the outcome, any other
+            exception is not caught.
         rows: prompt rows with `row_id` and `prompt`, as `load_benchmark` returns them.
         candidate, base: one response for each row, in the same order.
         candidate_finished, base_finished: False where a response was cut at the token limit; default: all ended. Only
@@ -172,46 +176,22 @@ def compare(
         One outcome for each row, in order.
 
     Raises:
+        JudgeUnavailable: the judge answers no question at all.
         ValueError: the lengths differ, or the judge returned something that is no verdict.
     """
-    rows = list(rows)
-    arguments = {
-        "candidate": candidate,
-        "base": base,
-        "candidate_finished": [True] * len(rows) if candidate_finished is None else candidate_finished,
-        "base_finished": [True] * len(rows) if base_finished is None else base_finished,
-    }
-    for name, values in arguments.items():
-        if len(values) != len(rows):
-            raise ValueError(f"{name}: has {len(values)} entries for {len(rows)} rows; give one for each row")
-    return [_compare_row(judge, row, *values) for row, *values in zip(rows, *arguments.values(), strict=True)]
+    from trl_ext.evaluation.judging.pairs import judge_pairs
+
+    finished = {"candidate_finished": candidate_finished, "base_finished": base_finished}
+    return judge_pairs(judge, rows, candidate, base, **finished, max_concurrency=1, max_error_fraction=1).outcomes
 
 
-def _compare_row(
-    judge: PairwiseJudge,
-    row: Mapping[str, Any],
-    candidate: str,
-    base: str,
-    candidate_finished: bool,
-    base_finished: bool,
-) -> PairOutcome:
-    row_id, empty = row["row_id"], not candidate.strip()
-    try:
-        first = ask_judge(judge, row, candidate, base, candidate_finished, base_finished)
-        second = ask_judge(judge, row, base, candidate, base_finished, candidate_finished)
-    except JudgeError as error:
-        return PairOutcome(row_id, None, None, error=str(error) or type(error).__name__, empty=empty)
-    return pair_outcome(row_id, first, second, empty=empty)
-
-
-def pair_outcome(row_id: str, first: Judgement, second: Judgement, *, empty: bool) -> PairOutcome:
+def pair_outcome(row_id: str, first: Judgement, second: Judgement) -> PairOutcome:
     """The outcome of one row: `first` with the candidate's response shown as A, `second` with the base's."""
     return PairOutcome(
         row_id,
         first=_system(first.verdict, shown_first="candidate", shown_second="base"),
         second=_system(second.verdict, shown_first="base", shown_second="candidate"),
         usable=first.usable and second.usable,
-        empty=empty,
     )
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
+from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts, unanimous_interval
 
 # Keeps a coefficient finite where every comparison is won, or length alone tells wins from losses: as much as one
 # normal prior of standard deviation 10 on the scale of log-odds, which moves a rate over 100 prompts by under 0.001.
 PRIOR_DEVIATION = 10.0
-NEWTON_STEPS = 30
+NEWTON_STEPS = 100
+HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class LengthControlledWinRate:
     """A win rate with the effect of length taken out, and what it was taken out from.
 
     Attributes:
-        rate, low, high: the length-controlled rate and its 95% bootstrap interval over prompts.
+        rate, low, high: the length-controlled rate and its 95% bootstrap interval over prompts; Wilson's where all
+            comparisons have one outcome, which resampling cannot change.
         raw: the win rate of the same rows, ties as half.
         length_coefficient: log-odds per unit of tanh(length difference / its standard deviation); positive where the
             judge favours the longer response. None where all differences are zero.
@@ -61,10 +63,11 @@ def length_controlled_win_rate(
 
     The model of AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475): the log-odds that the candidate wins on prompt x
     are theta + phi tanh(d_x / s) + psi gamma_x, with d_x the length of the candidate's response minus the base's, s
-    the sample standard deviation of the d_x, and gamma_x a difficulty fixed in advance from many other systems. The
-    rate is the mean over prompts of the predicted win probability without the length term. AlpacaEval penalises the
-    coefficients by their absolute values, with a cross-validated weight; here a wide normal prior stands in its place,
-    and its two made-up comparisons that guard against gaming are left out.
+    the sample standard deviation of the d_x, and gamma_x a difficulty fixed in advance from many other systems, here
+    standardised over the prompts, so that neither its unit nor its origin matters. The rate is the mean over prompts
+    of the predicted win probability without the length term. AlpacaEval penalises the coefficients by their absolute
+    values, with a cross-validated weight; here a wide normal prior stands in its place, and its two made-up
+    comparisons that guard against gaming are left out.
 
     Args:
         credits: 1 for a win, 1/2 for a tie, 0 for a loss; None for a row without a judgement, which is left out.
@@ -79,7 +82,7 @@ def length_controlled_win_rate(
         candidate is longer on every prompt by much more than its lengths vary.
 
     Raises:
-        ValueError: lists of different lengths, or a credit outside [0, 1].
+        ValueError: lists of different lengths, a credit outside [0, 1], or a difficulty that is not finite.
     """
     columns = {"lengths": lengths, "base_lengths": base_lengths, "difficulty": difficulty}
     for name, values in columns.items():
@@ -98,15 +101,16 @@ def length_controlled_win_rate(
         return None
     features = [numpy.ones(len(labels)), term]
     if difficulty is not None:
-        features.append(numpy.array([difficulty[index] for index in judged], dtype=float))
+        features.append(_standardised(numpy.array([difficulty[index] for index in judged], dtype=float)))
     design = numpy.stack(features, axis=1)
     equal_lengths = design.copy()
     equal_lengths[:, 1] = 0.0
     whole = numpy.ones((1, len(labels)))
     coefficients = fit_logistic(design, labels, whole)
     resampled = resample_counts(len(labels), draws, seed).astype(float)
-    rates = _weighted_rates(equal_lengths, fit_logistic(design, labels, resampled), resampled)
-    low, high = percentile_interval(rates)
+    low, high = unanimous_interval(labels.tolist()) or percentile_interval(
+        _weighted_rates(equal_lengths, fit_logistic(design, labels, resampled), resampled)
+    )
     return LengthControlledWinRate(
         rate=float(_weighted_rates(equal_lengths, coefficients, whole)[0]),
         low=low,
@@ -135,7 +139,7 @@ def predicted_rates(design: numpy.ndarray, coefficients: numpy.ndarray) -> numpy
 
 
 def fit_logistic(design: numpy.ndarray, labels: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndarray:
-    """Logistic regressions with soft labels and weighted rows, all at once, by Newton's method.
+    """Logistic regressions with soft labels and weighted rows, all at once, by Newton's method with a line search.
 
     Args:
         design: features, [n, terms]; a constant is one of them if wanted.
@@ -143,22 +147,55 @@ def fit_logistic(design: numpy.ndarray, labels: numpy.ndarray, weights: numpy.nd
         weights: of the rows in each regression, [draws, n].
 
     Returns:
-        Coefficients, [draws, terms]: the posterior mode under independent normal priors, `PRIOR_DEVIATION` wide.
+        Coefficients, [draws, terms]: the posterior mode under independent normal priors, `PRIOR_DEVIATION` wide. The
+        posterior is strictly log-concave, so the mode is unique and is found from any start.
     """
-    terms = design.shape[1]
-    precision = numpy.eye(terms) / PRIOR_DEVIATION**2
-    coefficients = numpy.zeros((len(weights), terms))
+    precision = numpy.eye(design.shape[1]) / PRIOR_DEVIATION**2
+    coefficients = numpy.zeros((len(weights), design.shape[1]))
+    reached = _log_posterior(design, labels, weights, coefficients)
     for _ in range(NEWTON_STEPS):
         rates = predicted_rates(design, coefficients)
         gradient = (weights * (labels - rates)) @ design - coefficients @ precision
         curvature = numpy.einsum("dn,ni,nj->dij", weights * rates * (1 - rates), design, design, optimize=True)
         step = numpy.linalg.solve(curvature + precision, gradient[..., None])[..., 0]
-        # Far from the solution the curvature nearly vanishes and a whole step would overshoot.
-        largest = numpy.abs(step).max(axis=1, keepdims=True)
-        coefficients += step / numpy.maximum(largest, 1.0)
-        if largest.max() < 1e-10:
+        # Twice what a whole step gains where the posterior is a parabola.
+        promised = (gradient * step).sum(axis=1)
+        if promised.max() < 1e-16:
             break
+        coefficients, reached = _searched(design, labels, weights, coefficients, reached, step, promised)
     return coefficients
+
+
+def _searched(design, labels, weights, coefficients, reached, step, promised):
+    """Coefficients after each regression's step and their log-posteriors; a step is halved until it gains enough.
+
+    Far from the mode the curvature nearly vanishes and a whole step would overshoot.
+    """
+    size = numpy.ones(len(step))
+    for _ in range(HALVINGS):
+        moved = coefficients + size[:, None] * step
+        value = _log_posterior(design, labels, weights, moved)
+        # Near the mode the gain is below what rounding leaves of the sum.
+        short = value < reached + 1e-4 * size * promised - 1e-12 * (1 + abs(reached))
+        if not short.any():
+            break
+        size = numpy.where(short, size / 2, size)
+    return moved, value
+
+
+def _log_posterior(design, labels, weights, coefficients) -> numpy.ndarray:
+    """Up to a constant, [draws]."""
+    logits = coefficients @ design.T
+    likelihood = (weights * (labels * logits - numpy.logaddexp(0.0, logits))).sum(axis=1)
+    return likelihood - (coefficients**2).sum(axis=1) / (2 * PRIOR_DEVIATION**2)
+
+
+def _standardised(values: numpy.ndarray) -> numpy.ndarray:
+    """Mean 0 and standard deviation 1; zeros where all are equal. The prior on the coefficient then has a meaning."""
+    if not numpy.isfinite(values).all():
+        raise ValueError("difficulty must be finite numbers")
+    deviation = values.std()
+    return (values - values.mean()) / deviation if deviation > 0 else numpy.zeros(len(values))
 
 
 def _weighted_rates(design: numpy.ndarray, coefficients: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndarray:

@@ -140,5 +140,5 @@ def _draw_win_rates(axis, win_rate: dict[str, Any] | None) -> None:
         )
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
-    axis.set_xlim(-0.5, len(rules) - 0.2)
+    axis.set_xlim(-0.5, len(rules))
     axis.set_ylim(0, 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy
 
-from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
+from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts, unanimous_interval
+from trl_ext.evaluation.win_rate import wilson_interval
 
 POINTS_PER_FACTOR_TEN = 400.0
 CENTRE = 1000.0
@@ -20,7 +22,8 @@ class Ratings:
 
     Attributes:
         ratings: one for each system.
-        low, high: 95% intervals by resampling prompts; a rating that was fixed has none of its own and both equal it.
+        low, high: 95% intervals by resampling prompts, and by Wilson's bounds for pairs whose comparisons all have one
+            outcome; a rating that was fixed has none of its own and both equal it.
         virtual_draws: whether a draw was added to every pair that met, because the ratings would be infinite else.
     """
 
@@ -73,6 +76,11 @@ def ratings_with_intervals(
 ) -> Ratings:
     """Bradley-Terry ratings of systems that were compared on the same prompts, with intervals over prompts.
 
+    Prompts are resampled, and the ratings computed anew. A pair whose comparisons all have one outcome says nothing
+    so: ten wins stay ten wins. In its place a rate is drawn whose log-odds are normal on either side of the rate, with
+    Wilson's bounds as their middle 95%; a virtual draw is counted in, without which the odds of ten wins are infinite.
+    For two systems alone, the interval is those bounds in points; in general, it is what both ways together span.
+
     Args:
         credits: for each pair, and in it for each prompt, 1 where the first of the pair won, 1/2 for a tie, 0 where it
             lost, None where that comparison has no judgement.
@@ -88,21 +96,50 @@ def ratings_with_intervals(
     table = numpy.array([[numpy.nan if value is None else value for value in row] for row in credits], dtype=float)
     judged = ~numpy.isnan(table)
     first, second = numpy.where(judged, table, 0.0), numpy.where(judged, 1 - table, 0.0)
-
-    def matrix(counts: numpy.ndarray) -> numpy.ndarray:
-        wins = numpy.zeros((len(counts), size, size))
-        for index, (a, b) in enumerate(pairs):
-            wins[:, a, b] += counts @ first[index]
-            wins[:, b, a] += counts @ second[index]
-        return wins
-
-    whole = matrix(numpy.ones((1, table.shape[1])))
+    whole = _matrix(first.sum(axis=1)[None], second.sum(axis=1)[None], pairs, size)
     met = (whole + whole.swapaxes(1, 2)) > 0
     ratings, virtual = _rate(whole, met, anchor)
-    # Samples of a whole that needs virtual draws need them as well; others get them one by one.
-    drawn, _ = _rate(matrix(resample_counts(table.shape[1], draws, seed)), met, anchor)
-    low, high = zip(*(percentile_interval(drawn[:, system]) for system in range(size)), strict=True)
-    return Ratings(ratings=ratings[0].tolist(), low=list(low), high=list(high), virtual_draws=bool(virtual[0]))
+    counts = resample_counts(table.shape[1], draws, seed)
+    # A sample of a whole that needs virtual draws gets them too, so that all are on one footing.
+    half_draws = 0.5 * virtual[0] * judged.any(axis=1)
+    won, lost = counts @ first.T + half_draws, counts @ second.T + half_draws
+    sampled = [_rate(_matrix(won, lost, pairs, size), met, anchor)[0]]
+    generator = numpy.random.default_rng([seed, draws])
+    outcomes = [row[told].tolist() for row, told in zip(table, judged, strict=True)]
+    unanimous = [pair for pair, credit in enumerate(outcomes) if credit and unanimous_interval(credit) is not None]
+    for pair in unanimous:
+        wins, n = sum(outcomes[pair]) + 0.5, len(outcomes[pair]) + 1
+        rates = _drawn_rates(wins, n, draws, generator)
+        won[:, pair], lost[:, pair] = rates * n, (1 - rates) * n
+    if unanimous:
+        sampled.append(_rate(_matrix(won, lost, pairs, size), met, anchor)[0])
+    ends = [[percentile_interval(drawn[:, system]) for drawn in sampled] for system in range(size)]
+    return Ratings(
+        ratings=ratings[0].tolist(),
+        low=[min(low for low, _ in intervals) for intervals in ends],
+        high=[max(high for _, high in intervals) for intervals in ends],
+        virtual_draws=bool(virtual[0]),
+    )
+
+
+def _matrix(won: numpy.ndarray, lost: numpy.ndarray, pairs: Sequence[tuple[int, int]], size: int) -> numpy.ndarray:
+    """Tables of wins, [d, k, k], from how often the first of each pair won and lost, [d, pairs]."""
+    wins = numpy.zeros((len(won), size, size))
+    for index, (a, b) in enumerate(pairs):
+        wins[:, a, b] += won[:, index]
+        wins[:, b, a] += lost[:, index]
+    return wins
+
+
+def _drawn_rates(wins: float, n: int, draws: int, generator: numpy.random.Generator) -> numpy.ndarray:
+    """Rates, [draws], whose log-odds are normal on either side of wins / n, with Wilson's bounds as the middle 95%."""
+    bounds = numpy.array([*wilson_interval(wins, n), wins / n])
+    low, high, middle = numpy.log(bounds / (1 - bounds))
+    # Evenly spaced quantiles in random order: the bounds are met, and not only on average.
+    normal = NormalDist()
+    quantiles = numpy.array([normal.inv_cdf((i + 0.5) / draws) for i in range(draws)])
+    spread = numpy.where(quantiles < 0, middle - low, high - middle) / normal.inv_cdf(0.975)
+    return 1 / (1 + numpy.exp(-(middle + generator.permutation(quantiles * spread))))
 
 
 def _rate(wins: numpy.ndarray, met: numpy.ndarray, anchor: int | None) -> tuple[numpy.ndarray, numpy.ndarray]:

@@ -15,7 +15,13 @@ from trl_ext.evaluation.reporting.markdown import render_markdown
 from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.evaluation.reporting.summary import summarize
-from trl_ext.evaluation.reporting.tables import incomplete_table, method_table, policy_table, reward_model_table
+from trl_ext.evaluation.reporting.tables import (
+    incomplete_table,
+    method_table,
+    policy_table,
+    problem_table,
+    reward_model_table,
+)
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
@@ -27,11 +33,8 @@ UNPRINTED = {
     "n",
     "n without ties",
     "win rate, ties dropped",
-    "true score",
     "accuracy on held-out pairs",
-    "tokens, base",
     "training (s)",
-    "in all (s)",
     "labels, true order",
     "mean margin",
     "Brier",
@@ -49,7 +52,8 @@ def write_report(
         max_prompts: how many prompts the browser of generations holds; the page says how many it leaves out.
 
     Returns:
-        The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds) and `incomplete`.
+        The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds), `incomplete` runs, and
+        `problems`, the damaged fields by `run`, `file` and `field`.
 
     Raises:
         FileNotFoundError: a folder that does not exist.
@@ -108,6 +112,7 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
         method_table(summary["methods"]),
         reward_model_table(summary["reward_models"]),
         incomplete_table(summary["incomplete"]),
+        problem_table(summary["problems"]),
     ):
         if table.rows:
             shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]

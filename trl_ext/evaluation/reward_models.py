@@ -14,6 +14,7 @@ from trl_ext.evaluation.win_rate import wilson_interval
 logger = logging.getLogger(__name__)
 
 CALIBRATION_BINS = 10
+ALL_TIED = "all %d pairs are tied: the scores do not tell chosen from rejected responses at all"
 
 
 def reward_metrics(
@@ -41,7 +42,11 @@ def reward_metrics(
     margins = _margins(chosen_scores, rejected_scores)
     n, correct = len(margins), sum(margin > 0 for margin in margins)
     low, high = wilson_interval(correct, n)
-    if correct / n < 0.5:
+    ties = margins.count(0.0)
+    if ties == n:
+        logger.warning(ALL_TIED, n)
+    # Ties count as wrong in the accuracy, but of scores that rank nothing none is the wrong way round.
+    elif correct < n - ties - correct:
         logger.warning(
             "accuracy %.3f on %d pairs is below one half, worse than chance: are chosen and rejected the wrong way "
             "round, or is the model not the one that was trained?",
@@ -55,7 +60,7 @@ def reward_metrics(
         "accuracy": correct / n,
         "low": low,
         "high": high,
-        "ties": margins.count(0.0),
+        "ties": ties,
         "margin": _mean(margins),
         "nll": _mean([_softplus(-margin) for margin in margins]),
         "brier": _mean([_sigmoid(-margin) ** 2 for margin in margins]),

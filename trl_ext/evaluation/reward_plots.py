@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.plots import draw_curves, new_figure
+from trl_ext.evaluation.win_rate import wilson_interval
 from trl_ext.files import replacing
 
 # Panel title -> label of each curve -> metric name in the run's metrics.
@@ -53,14 +54,24 @@ def plot_reward_run(
 
 
 def _draw_reliability(axis, pairs: dict[str, Any] | None) -> None:
-    """Accuracy of the pairs in each bin against their mean confidence; the area of a point is its number of pairs."""
+    """Accuracy of the pairs in each bin against their mean confidence, with its Wilson 95% interval.
+
+    The area of a point is its number of pairs.
+    """
     axis.set_title("Reliability, held-out pairs")
     axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
     if pairs is not None:
         filled = [row for row in pairs["calibration"] if row["n"]]
         confidence, accuracy = ([row[name] for row in filled] for name in ("confidence", "accuracy"))
+        for x, y, row in zip(confidence, accuracy, filled, strict=True):
+            axis.vlines(x, *wilson_interval(y * row["n"], row["n"]), linewidth=1, alpha=0.6)
         axis.scatter(confidence, accuracy, s=[10 + 600 * row["n"] / pairs["n"] for row in filled], alpha=0.6)
-        axis.text(0.52, 0.95, f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins", va="center")
+        says = (
+            f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
+            f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
+        )
+        # Where a calibrated model, whose points lie above one half, has none.
+        axis.text(0.52, 0.08, says, va="center")
     axis.set_xlabel("confidence, max(p, 1 - p)")
     axis.set_ylabel("share ranked as labelled")
     axis.set_xlim(0.5, 1)

@@ -39,7 +39,11 @@ class Tournament:
     usage: Usage
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each system, the best first, JSON-ready."""
+        """One row for each system, the best first, JSON-ready.
+
+        `expected_against_base` is the win rate that the ratings predict, ties as half, `expected_low` and
+        `expected_high` its 95% interval: that of the rating, since the base's is fixed. The base has none.
+        """
         base = self.ratings.ratings[self.names.index(BASE)]
         rows = [
             {
@@ -48,6 +52,8 @@ class Tournament:
                 "low": low,
                 "high": high,
                 "expected_against_base": _expected(name, rating - base),
+                "expected_low": _expected(name, low - base),
+                "expected_high": _expected(name, high - base),
             }
             for name, rating, low, high in zip(
                 self.names, self.ratings.ratings, self.ratings.low, self.ratings.high, strict=True

@@ -1,8 +1,25 @@
-"""Models: where they are loaded from, log-probabilities of given texts, and one base under many adapters."""
+"""Models: where they are loaded from, packed passes, log-probabilities of texts, one base under many adapters."""
+
+from __future__ import annotations
+
+import importlib
 
 from trl_ext.models.loading import resolve_model_path
-from trl_ext.models.log_probs import score_responses
-from trl_ext.models.sequence_scores import score_sequences
-from trl_ext.models.shared_backbone import SharedBackbone
 
-__all__ = ["SharedBackbone", "resolve_model_path", "score_responses", "score_sequences"]
+# These import torch, so they load when they are first used.
+_MODULE_OF_NAME = {
+    "Packing": "trl_ext.models.packing",
+    "SharedBackbone": "trl_ext.models.shared_backbone",
+    "packing_of": "trl_ext.models.packing",
+    "score_responses": "trl_ext.models.log_probs",
+    "score_sequences": "trl_ext.models.sequence_scores",
+    "share_prefixes": "trl_ext.models.packing",
+}
+
+__all__ = ["resolve_model_path", *_MODULE_OF_NAME]
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module 'trl_ext.models' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)

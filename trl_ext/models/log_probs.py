@@ -9,6 +9,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from trl.trainer.utils import selective_log_softmax
 
+from trl_ext.models.packing import packed_inputs, packing_of
+
 
 @torch.no_grad()
 def score_responses(
@@ -23,7 +25,8 @@ def score_responses(
     """Log-probability of every token of each response, given its prompt and the response so far.
 
     Rows are batched with others of similar length and padded on the left, so that logits are computed for response
-    positions only. The model is put into evaluation mode for the while.
+    positions only; where the model's passes are packed, with others that begin alike. The model is put into
+    evaluation mode for the while.
 
     Args:
         model: a causal language model of transformers.
@@ -44,7 +47,12 @@ def score_responses(
     for index, prompt in enumerate(prompt_ids):
         if not len(prompt):
             raise ValueError(f"prompt {index} is empty: there is nothing to predict its first response token from")
-    order = sorted(range(len(prompt_ids)), key=lambda i: -(len(prompt_ids[i]) + len(response_ids[i])))
+    packing = packing_of(model)
+    packed = packing is not None and packing.active
+    if packed:
+        order = sorted(range(len(prompt_ids)), key=lambda i: [*prompt_ids[i], *response_ids[i]])
+    else:
+        order = sorted(range(len(prompt_ids)), key=lambda i: -(len(prompt_ids[i]) + len(response_ids[i])))
     results: list[Tensor | None] = [None] * len(order)
     was_training = model.training
     model.eval()
@@ -71,6 +79,12 @@ def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> li
         input_ids[row, width - lengths[row] :] = torch.tensor([*prompt, *response])
         attention_mask[row, width - lengths[row] :] = 1
     input_ids, attention_mask = input_ids.to(model.device), attention_mask.to(model.device)
+    packing = packing_of(model)
+    if packing is not None:
+        counts = [len(response) for response in responses]
+        scored = _score_packed(packing, input_ids, attention_mask, counts)
+        if scored is not None:
+            return scored
     position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
     logits = model(
         input_ids=input_ids,
@@ -86,3 +100,25 @@ def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> li
         targets = input_ids[row : row + 1, width - len(response) :]
         results.append(selective_log_softmax(own_logits, targets)[0].cpu())
     return results
+
+
+def _score_packed(packing, input_ids: Tensor, attention_mask: Tensor, counts: list[int]) -> list[Tensor] | None:
+    """The same on a packed row; None where the batch is left padded. `counts` are the response tokens of each row."""
+    width = input_ids.shape[1]
+    labels = torch.full_like(input_ids, -100)
+    for row, count in enumerate(counts):
+        labels[row, width - count :] = input_ids[row, width - count :]
+    plan = packing.plan(input_ids, attention_mask, labels)
+    if plan is None:
+        return None
+    targets = plan.shift_labels(labels)[0]
+    places = (targets != -100).nonzero().flatten()
+    logits = packing.call(**packed_inputs(plan), use_cache=False, logits_to_keep=places).logits[0]
+    log_probs = torch.zeros(plan.tokens)
+    # In pieces: the whole batch of logits in float32 would be the largest tensor of all.
+    for start in range(0, len(places), 256):
+        piece = slice(start, start + 256)
+        scored = selective_log_softmax(logits[piece].float(), targets[places[piece]])
+        log_probs[places[piece].cpu()] = scored.cpu()
+    columns = plan.columns.cpu()
+    return [log_probs[columns[row, width - count - 1 : width - 1]] for row, count in enumerate(counts)]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from trl_ext.models.packing import packing_of
+
 
 @torch.no_grad()
 def score_sequences(
@@ -18,7 +20,8 @@ def score_sequences(
     pad_token_id: int = 0,
     progress: str | None = None,
 ) -> Tensor:
-    """One score per sequence, in batches of similar length, padded on the right.
+    """One score per sequence, in batches padded on the right: of similar length, or, where the model's passes are
+    packed, of sequences that begin alike.
 
     Args:
         model: called with `input_ids` and `attention_mask`, returns an output whose `logits` have the shape [B, 1]: a
@@ -38,7 +41,9 @@ def score_sequences(
         if not len(sequence):
             raise ValueError(f"sequence {index} is empty: there is no token to read a score at")
     device = next(model.parameters()).device
-    order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
+    packing = packing_of(model)
+    packed = packing is not None and packing.active
+    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]) if packed else -len(sequences[i]))
     scores = torch.empty(len(sequences))
     was_training = model.training
     model.eval()
@@ -46,7 +51,7 @@ def score_sequences(
         starts = range(0, len(order), batch_size)
         for start in tqdm(starts, desc=progress, disable=progress is None, leave=False):
             rows = order[start : start + batch_size]
-            width = len(sequences[rows[0]])
+            width = max(len(sequences[row]) for row in rows)
             input_ids = torch.full((len(rows), width), pad_token_id)
             attention_mask = torch.zeros_like(input_ids)
             for position, row in enumerate(rows):

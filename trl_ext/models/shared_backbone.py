@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from trl_ext.models.loading import resolve_model_path
+from trl_ext.models.packing import last_tokens, packing_of, share_prefixes
 from trl_ext.models.reward_adapter import (
     RewardAdapter,
     policy_obstacle,
@@ -50,11 +51,18 @@ class SharedBackbone:
         _save_without_rewards(model, self._heads)
 
     @classmethod
-    def load(cls, base_name_or_path: str, *, dtype: torch.dtype = torch.float32, device=None) -> SharedBackbone:
-        """A frozen copy of a base for reward adapters alone, where no policy with an adapter holds one."""
+    def load(
+        cls, base_name_or_path: str, *, dtype: torch.dtype = torch.float32, device=None, packed: bool = True
+    ) -> SharedBackbone:
+        """A frozen copy of a base for reward adapters alone, where no policy with an adapter holds one.
+
+        `packed` lets it score without padding and encode common prefixes once, where the model allows it.
+        """
         backbone = cls.__new__(cls)
         backbone.base_name_or_path = resolve_model_path(base_name_or_path)
         backbone.model = load_classifier(backbone.base_name_or_path, dtype=dtype, device=device)
+        if packed:
+            share_prefixes(backbone.model, quiet=True)
         backbone._heads = {}
         return backbone
 
@@ -190,6 +198,7 @@ class _Scorer:
 
     def __init__(self, model: PeftModel, head: Tensor, pad_token_id: int):
         self.transformer = model.get_base_model().base_model
+        self.packing = packing_of(model)
         self.head = head.to(next(self.parameters()).device)
         self.pad_token_id = pad_token_id
 
@@ -203,11 +212,14 @@ class _Scorer:
         """The backbone returns to its modes when the adapter is left."""
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+        last = last_tokens(input_ids, self.pad_token_id)
+        plan = None if self.packing is None else self.packing.plan(input_ids, attention_mask)
+        if plan is not None:
+            rows = torch.arange(len(last), device=last.device)
+            hidden = self.packing.hidden_states(plan, self.transformer)[plan.columns[rows, last]]
+            with torch.autocast(hidden.device.type, enabled=False):
+                return SimpleNamespace(logits=linear(hidden.float(), self.head))
         hidden = self.transformer(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        # The rule of transformers' sequence classification: where padding is the end-of-turn token as well, the
-        # score is read before it.
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
-        last = (positions * (input_ids != self.pad_token_id)).argmax(dim=-1)
         # At every position, as a separate copy does it: picking rows first would change the last bits.
         with torch.autocast(hidden.device.type, enabled=False):
             scores = linear(hidden.float(), self.head)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_ext.data import encode_turn
 from trl_ext.data.conversation import Messages
-from trl_ext.models import score_sequences
+from trl_ext.models import score_sequences, share_prefixes
 from trl_ext.models.reward_adapter import policy_obstacle, sharing_obstacle
 from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
 from trl_ext.rewards.checks import find_reward_model, read_limits, require_tokenizer
@@ -42,6 +42,8 @@ class RewardModel:
         dtype: of a copy of its own: float32, bfloat16 or float16. A shared backbone has its owner's.
         base: folder or hub name of an adapter's base, where it is not where the adapter's configuration says.
         tokenizer: None for the one saved with the model, or with its base.
+        packing: `auto` to score without padding and to encode common prefixes once, where the model allows it; `off`
+            for padded batches. A shared backbone has its owner's.
 
     Attributes:
         name: as above.
@@ -64,10 +66,13 @@ class RewardModel:
         dtype: str = "float32",
         base: str | None = None,
         tokenizer=None,
+        packing: Literal["auto", "off"] = "auto",
     ):
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
         self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
+        if packing not in ("auto", "off"):
+            raise ValueError(f"packing must be auto or off, got {packing!r}")
         trained = read_limits(self.folder)
         limits = {
             name: trained[name] if given == "as_trained" else given
@@ -81,6 +86,7 @@ class RewardModel:
         self.limits = limits
         self.batch_size = batch_size
         self.dtype = DTYPES[dtype]
+        self.packing = packing
         self._tokenizer = tokenizer
         self._tokenizer_from = require_tokenizer(self.folder, self.adapter) if tokenizer is None else None
         self.model = None
@@ -132,6 +138,8 @@ class RewardModel:
             model = load_classifier(source, dtype=self.dtype, device=device, has_head=not self.is_adapter)
             model.config.get_text_config().pad_token_id = self.pad_token_id
             self.model = _with_adapter(model, self.folder) if self.adapter else model
+            if self.packing == "auto":
+                share_prefixes(self.model, quiet=True)
         elif device is not None:
             self.model = self.model.to(device)
         return self

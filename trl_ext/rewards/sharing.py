@@ -88,7 +88,8 @@ def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device
     for (base, dtype), indices in by_base.items():
         if len(indices) < 2:
             continue
-        backbone = SharedBackbone.load(base, dtype=dtype, device=device)
+        packed = all(models[index].packing == "auto" for index in indices)
+        backbone = SharedBackbone.load(base, dtype=dtype, device=device, packed=packed)
         for index in indices:
             try:
                 models[index].share(backbone)

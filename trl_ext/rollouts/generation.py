@@ -126,12 +126,14 @@ def _no_settings_of_its_own(model) -> Iterator[None]:
 
 
 def _prompt_ids(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
+    # The tokenizer warns of texts that are too long for the model; what is cut here is not.
+    warn = {"verbose": max_prompt_tokens is None}
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = tokenizer(prompt, **warn)["input_ids"]
     else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+        ids = tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=True, return_dict=True, tokenizer_kwargs=warn
+        )["input_ids"]
     return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
 
 

@@ -13,7 +13,11 @@ import torch
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
+from trl_ext.registry import nearest
+
 logger = logging.getLogger(__name__)
+
+PACKING_CHOICES = ("auto", "off")
 
 
 def is_main_process() -> bool:
@@ -61,6 +65,16 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.bf16 = False
         device = "CPU" if args.use_cpu else "GPU"
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the choices.
+
+    Raises:
+        ValueError: names the field and the choices.
+    """
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
 
 
 def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:

@@ -20,6 +20,7 @@ from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
+from trl_ext.trainers.packing import keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
@@ -82,6 +83,7 @@ class PolicyTrainer(TRLGRPOTrainer):
         super().__init__(model, guarded, args, **kwargs)
         self._check_context()
         self._fit_trl_to_objective()
+        self.packing = pack_trainer(self)
         self.add_callback(self.update_guard)
         self._place_reward_models()
 
@@ -125,6 +127,9 @@ class PolicyTrainer(TRLGRPOTrainer):
     def _place_reward_models(self) -> None:
         if not self._reward_models:
             return
+        if self.args.packing == "off":
+            for model in self._reward_models:
+                model.packing = "off"
         reason = None
         if not is_peft_model(self.model):
             reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
@@ -214,6 +219,7 @@ class PolicyTrainer(TRLGRPOTrainer):
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
+        output["group"] = (first + torch.arange(len(inputs), device=advantages.device)) // group_size
         log_advantages(self, mode, advantages)
         if mode == "train":
             self.rollouts += 1
@@ -260,7 +266,12 @@ class PolicyTrainer(TRLGRPOTrainer):
     # ---- Seam two: from log-probabilities to the loss ----
 
     def _prepare_inputs(self, generation_batch):
+        earlier = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
+        if self.model.training and self._buffered_inputs is not earlier and keeps_groups(self):
+            # TRL has just dealt a new rollout out over its micro-batches.
+            self._buffered_inputs = regroup(self._buffered_inputs, "group")
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         if self.model.training and self._needs_token_count:
             inputs = {**inputs, "mean_tokens": self._mean_tokens_of_window(inputs)}
         return inputs

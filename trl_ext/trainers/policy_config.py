@@ -10,7 +10,9 @@ from trl import GRPOConfig as TRLGRPOConfig
 
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.trainers.defaults import (
+    PACKING_CHOICES,
     check_at_least,
+    check_choice,
     check_training_length,
     parse_json_option,
     resolve_device_defaults,
@@ -132,6 +134,21 @@ class PolicyConfig(TRLGRPOConfig):
             "refuse anything else, never."
         },
     )
+    packing: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
+            "it and a check at the first batch agrees. off: TRL's own padded passes."
+        },
+    )
+    keep_groups: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether a group's responses stay in one micro-batch, where packing encodes their prompt once. "
+            "auto: where that leaves the update as it is, since a whole rollout goes into one optimizer step and "
+            "nothing but the loss is averaged within micro-batches. on: always. off: never."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
@@ -202,8 +219,9 @@ class PolicyConfig(TRLGRPOConfig):
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
         if self.reward_errors not in ("raise", "skip"):
             raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
-        if self.share_backbone not in ("auto", "always", "never"):
-            raise ValueError(f"share_backbone must be 'auto', 'always' or 'never', got {self.share_backbone!r}")
+        check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
+        check_choice("packing", self.packing, PACKING_CHOICES)
+        check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
 
     def _check_group(self, objective: PolicyObjective) -> None:
         if self.num_generations == 1 and objective.group_relative:

@@ -10,7 +10,9 @@ from trl import DPOConfig as TRLDPOConfig
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.registry import preference_losses
 from trl_ext.trainers.defaults import (
+    PACKING_CHOICES,
     check_at_least,
+    check_choice,
     check_training_length,
     parse_json_option,
     resolve_device_defaults,
@@ -102,6 +104,20 @@ class PreferenceConfig(TRLDPOConfig):
         default=None,
         metadata={"help": "Dataset columns to pass to the loss, beside those that it declares."},
     )
+    packing: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
+            "it and a check at the first batch agrees. off: TRL's own padded passes."
+        },
+    )
+    precompute_ref_log_probs: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
+            "datasets. Default: where training goes over the data more than once and the reference stays as it is."
+        },
+    )
     bf16: bool | None = field(
         default=None,
         metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
@@ -170,5 +186,6 @@ class PreferenceConfig(TRLDPOConfig):
             )
         if self.aot_scope not in ("global", "device"):
             raise ValueError(f"aot_scope must be 'global' or 'device', got {self.aot_scope!r}")
+        check_choice("packing", self.packing, PACKING_CHOICES)
         check_at_least(self, _LEAST)
         check_training_length(self)

@@ -27,6 +27,7 @@ from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.rollouts import map_over_ranks
 from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import is_zero3, trained_policy
 from trl_ext.trainers.reward_config import RewardConfig
 from trl_ext.trainers.window import Window
@@ -72,6 +73,7 @@ class RewardTrainer(TRLRewardTrainer):
             kwargs["peft_config"] = _with_score_head(kwargs["peft_config"])
         super().__init__(model, args, **kwargs)
         self._train_head_in_float32()
+        self.packing = pack_trainer(self)
         if self.processing_class.pad_token_id == self.processing_class.eos_token_id:
             warn_once_per_run(
                 "the padding token is the end-of-turn token, so scores are read before it: whether a response has "

@@ -8,7 +8,13 @@ from dataclasses import dataclass, field
 from trl import RewardConfig as TRLRewardConfig
 
 from trl_ext.registry import nearest
-from trl_ext.trainers.defaults import check_at_least, check_training_length, resolve_device_defaults
+from trl_ext.trainers.defaults import (
+    PACKING_CHOICES,
+    check_at_least,
+    check_choice,
+    check_training_length,
+    resolve_device_defaults,
+)
 
 SELECTION_CRITERIA = ("accuracy", "margin", "calibration", "best_of_n")
 # Field -> the least it may be; None stands for "not given" where a field allows it.
@@ -60,6 +66,13 @@ class RewardConfig(TRLRewardConfig):
     max_length: int | None = field(
         default=None, metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."}
     )
+    packing: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
+            "it and a check at the first batch agrees. off: TRL's own padded passes."
+        },
+    )
     bf16: bool | None = field(
         default=None,
         metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
@@ -101,5 +114,6 @@ class RewardConfig(TRLRewardConfig):
             raise ValueError(
                 "select_best and load_best_model_at_end both choose a checkpoint: leave one out (select_best none)"
             )
+        check_choice("packing", self.packing, PACKING_CHOICES)
         check_at_least(self, _LEAST)
         check_training_length(self)

@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import json
 import os
+import struct
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ VERDICTS = ("A", "B", "tie")
 # Every line begins so; one that is cut short is still told from a line of another file.
 _LINE_START = b'{"key": "'
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_FIRST_READ = 1 << 20
 
 
 class CacheError(OSError):
@@ -35,9 +38,12 @@ class VerdictCache:
 
     Each line is appended with a single write and brought to the disk by a thread right after, so that a run killed at
     any moment loses nothing that was written, and a machine that loses power only the last moments. A last line that
-    was cut short is ended by the next append and ignored from then on. Processes that share the file see each other's
-    verdicts on `refresh`, and lock the keys they are about to ask for; the system drops a lock with the process that
-    holds it. May be used from several threads.
+    was cut short is ended by the next append and ignored from then on. Caches that share the file, in one process or
+    several, see each other's verdicts on `refresh`, and lock the keys they are about to ask for; the system drops a
+    lock with the process that holds it. May be used from several threads.
+
+    On Linux the locks belong to the open file, so that two caches of one process exclude each other, and nobody's
+    reading of the file drops them. Elsewhere they belong to the process: there, use one cache per process and file.
 
     Args:
         path: the file; made if it is missing, and its folder too.
@@ -70,8 +76,13 @@ class VerdictCache:
     def __enter__(self) -> VerdictCache:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except CacheError:
+            # What ended the work says more.
+            if kind is None:
+                raise
 
     def __len__(self) -> int:
         return len(self._records)
@@ -83,14 +94,14 @@ class VerdictCache:
     def refresh(self) -> None:
         """Read what was appended since the last time, by whom ever."""
         with self._lock:
-            while chunk := os.pread(self._descriptor, 1 << 20, self._read_to):
+            size = _FIRST_READ
+            while chunk := os.pread(self._descriptor, size, self._read_to):
                 end = chunk.rfind(b"\n") + 1
-                if not end and len(chunk) == 1 << 20:
-                    raise ValueError(
-                        f"{self.path}: a line of more than 1 MiB at byte {self._read_to}: no verdict cache"
-                    )
-                if not end:
+                if not end and len(chunk) < size:
                     break  # a line that another process is writing, or that was cut short
+                if not end:
+                    size *= 2
+                    continue
                 for line in chunk[:end].split(b"\n"):
                     record = _parse(line)
                     if record is not None:
@@ -117,12 +128,10 @@ class VerdictCache:
         """Write a verdict; `record` has its `key`.
 
         Raises:
-            CacheError: it could not be written, or an earlier one could not be brought to the disk.
+            CacheError: it could not be written.
         """
         line = json.dumps({"key": record["key"], **record}).encode() + b"\n"
         with self._lock, self._appending():
-            if self._sync_error is not None:
-                raise CacheError(*self._sync_error.args[:2], str(self.path))
             try:
                 size = os.fstat(self._descriptor).st_size
                 if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
@@ -134,6 +143,19 @@ class VerdictCache:
                 raise CacheError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             self._records.setdefault(record["key"], record)
         self._unsynced.set()
+
+    def check_flushed(self) -> None:
+        """Raise what a flush met; the system reports a loss once, so that a later flush that succeeds mends nothing.
+
+        Raises:
+            CacheError: what the file holds could not be brought to the disk.
+        """
+        error = self._sync_error
+        if error is not None:
+            raise CacheError(
+                f"{self.path}: the disk does not take what was written ({error.strerror}); its {len(self)} verdicts "
+                "are in the file, unless the machine fails now: make room and run again, which goes on from there"
+            )
 
     def close(self) -> None:
         """Bring everything to the disk, and give up all claims.
@@ -148,8 +170,7 @@ class VerdictCache:
         self._syncer.join()
         self._flush()  # the thread may have been at an earlier line
         os.close(self._descriptor)
-        if self._sync_error is not None:
-            raise CacheError(*self._sync_error.args[:2], str(self.path))
+        self.check_flushed()
 
     def _sync(self) -> None:
         """Flush after appends, and not in them: asking on need not wait for the disk."""
@@ -179,11 +200,11 @@ class VerdictCache:
             self._range_lock(fcntl.LOCK_UN, 0)
 
     def _range_lock(self, operation: int, position: int) -> bool:
-        """Lock or unlock one byte; False if another process holds it. Locks may lie beyond the end of the file."""
+        """Lock or unlock one byte; False if somebody else holds it. Locks may lie beyond the end of the file."""
         if not self._has_locks:
             return True
         try:
-            fcntl.lockf(self._descriptor, operation, 1, position)
+            _lock_byte(self._descriptor, operation, position)
         except (BlockingIOError, PermissionError):
             return False
         except OSError as error:
@@ -191,10 +212,26 @@ class VerdictCache:
                 raise
             self._has_locks = False
             warnings.warn(
-                f"{self.path}: the file system has no locks; two processes on this cache may pay for a verdict twice",
+                f"{self.path}: the file system has no locks; two runs on this cache may pay for a verdict twice",
                 stacklevel=2,
             )
         return True
+
+
+def _lock_byte(descriptor: int, operation: int, position: int) -> None:
+    """As `fcntl.lockf` on one byte, with a lock that the open file owns, where the system has such locks."""
+    if sys.platform == "linux":
+        kind = fcntl.F_UNLCK if operation == fcntl.LOCK_UN else fcntl.F_WRLCK
+        command = fcntl.F_OFD_SETLKW if operation == fcntl.LOCK_EX else fcntl.F_OFD_SETLK
+        # `struct flock`: kind, where the position counts from, the position, the length, and no process.
+        lock = struct.pack("hhqqi4x", kind, os.SEEK_SET, position, 1, 0)
+        try:
+            fcntl.fcntl(descriptor, command, lock)
+            return
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+    fcntl.lockf(descriptor, operation, 1, position)
 
 
 def _lock_position(key: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judge import PairwiseJudge
-from trl_ext.evaluation.judging.pairs import make_questions, open_cache
+from trl_ext.evaluation.judging.pairs import distinct_questions, make_questions, open_cache
 
 # Of an answer with a short reason and no reasoning before it.
 TYPICAL_OUTPUT_TOKENS = 150
@@ -20,7 +20,7 @@ class Estimate:
     """What a call of `judge_pairs` would cost.
 
     Attributes:
-        calls: questions to ask: two for each row, less what is cached, asked twice or empty.
+        calls: questions to ask: two for each row, less what is cached, asked twice, empty or identical.
         cached: verdicts that the cache has already.
         input_tokens, output_tokens: of those calls; the output is a guess.
         dollars: None where the price is not known; 0 for judges that cost nothing.
@@ -55,7 +55,7 @@ def estimate(
     Those of the output are the mean of the cached verdicts of this comparison, or a typical number.
     """
     passes = make_questions(judge, list(rows), candidate, base, candidate_finished, base_finished)
-    questions = {question.key: question for pair in passes if pair for question in pair}
+    questions = {question.key: question for question in distinct_questions(passes)}
     records = _cached(judge, cache, questions)
     missing = [question for key, question in questions.items() if key not in records]
     if not hasattr(judge, "estimate_tokens"):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +25,11 @@ KEY_VARIABLE = "OPENAI_API_KEY"
 BAD_ANSWER_RETRIES = 2
 # A server that asks for more has a limit per hour or per day.
 LONGEST_RETRY_AFTER = 300.0
+OPENAI_URL = "https://api.openai.com/v1"
+# Seconds for a connection to be made, and for retries of the first: an address that never answered is likely wrong.
+CONNECT_TIMEOUT = 5.0
+FIRST_CONTACT = 2.0
+_NOT_CONNECTED = ("ConnectError", "ConnectTimeout")
 
 
 class Answer(NamedTuple):
@@ -37,9 +44,9 @@ class OpenAIJudge:
 
     The key is read from the environment variable OPENAI_API_KEY and from nowhere else; a server at a `base_url` of
     your own is asked without one if it is not set. Rate limits (429), errors of the server (408, 409, 5xx), broken
-    connections and timeouts are retried with exponential back-off, and `Retry-After` is honoured. An answer that is no
-    verdict (not JSON, outside the schema, empty, cut or a refusal) is asked for twice more. May be called from several
-    threads.
+    connections and timeouts are retried with exponential back-off, and `Retry-After` is honoured; a server that cannot
+    be reached at all is given up after a few seconds, unless it has answered before. An answer that is no verdict (not
+    JSON, outside the schema, empty, cut or a refusal) is asked for twice more. May be called from several threads.
 
     Args:
         model: as the server knows it.
@@ -93,6 +100,7 @@ class OpenAIJudge:
         self.price = find_price(model, load_prices(prices))
         self._schema = answer_schema()
         self._lock = threading.Lock()
+        self._has_answered = False
         # What `ask` was called with, for the HTTP client to find.
         self._call = threading.local()
 
@@ -121,7 +129,8 @@ class OpenAIJudge:
 
         Raises:
             JudgeError: it could not be had.
-            JudgeUnavailable: no question would be answered: the key is missing or refused, the model is unknown.
+            JudgeUnavailable: no question would be answered: the key is missing or refused, the model is unknown, the
+                server cannot be reached.
         """
         return self.ask(prompt, response_a, response_b).judgement
 
@@ -142,26 +151,32 @@ class OpenAIJudge:
         """
         self._call.stop, self._call.slots = stop, slots
         request = self._request(question_text(prompt, response_a, response_b))
-        usage, bad_answers, failures = Usage(), 0, 0
+        usage, bad_answers, failures, start = Usage(), 0, 0, time.monotonic()
         while True:
             outcome, cost = self._send(request)
             usage += cost
+            usage = replace(usage, retries=max(0, usage.calls - 1))
             if isinstance(outcome, Judgement):
                 return Answer(outcome, usage)
             if outcome.kind == "fatal":
-                raise JudgeUnavailable(f"{self._server} gives no verdicts: {outcome.reason}")
+                raise JudgeUnavailable(f"{self._server} gives no verdicts: {outcome.reason}; {outcome.advice}")
+            if outcome.kind == "stopped":
+                raise JudgeError(outcome.reason, usage=usage)
             if outcome.kind == "answer":
                 bad_answers += 1
-                if bad_answers > BAD_ANSWER_RETRIES:
-                    raise JudgeError(f"{outcome.reason} ({usage.calls} attempts)", usage=usage)
             else:
                 failures += 1
-                if outcome.kind == "request" or failures > self.max_retries:
-                    reason = f"{outcome.reason} ({usage.calls} attempts)"
-                    # A refused request is about its row, and no sign that the server is down.
-                    raise JudgeError(reason, usage=usage, server_failed=outcome.kind == "transient")
+            spent = outcome.kind == "request" or bad_answers > BAD_ANSWER_RETRIES or failures > self.max_retries
+            given_up = spent or time.monotonic() - start > FIRST_CONTACT
+            if outcome.kind == "unreachable" and given_up and not self._has_answered:
+                raise JudgeUnavailable(f"{outcome.reason}: check the address, and that the server is up")
+            if spent:
+                reason = f"{outcome.reason} ({bad_answers + failures} attempts)"
+                # A refused request is about its row, and no sign that the server is down.
+                server_failed = outcome.kind in ("transient", "unreachable")
+                raise JudgeError(reason, usage=usage, server_failed=server_failed)
+            if outcome.kind != "answer":
                 self._wait(failures - 1, outcome, usage, stop)
-            usage += Usage(retries=1)
 
     def estimate_tokens(self, prompt: Messages | str, response_a: str, response_b: str, count) -> int:
         """Input tokens of a question, with `count` as the tokenizer: `f(text) -> int`."""
@@ -171,7 +186,7 @@ class OpenAIJudge:
 
     @property
     def _server(self) -> str:
-        return self.base_url or os.environ.get("OPENAI_BASE_URL") or "OpenAI"
+        return self.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
 
     @cached_property
     def _create(self):
@@ -188,13 +203,14 @@ class OpenAIJudge:
         client = openai.OpenAI(
             api_key=key or "none",
             base_url=self.base_url,
-            timeout=self.timeout,
+            timeout=openai.Timeout(self.timeout, connect=min(self.timeout, CONNECT_TIMEOUT)),
             max_retries=0,
             http_client=_limited_client(openai, self._call),
         )
-        path = "/responses" if self.api == "responses" else "/chat/completions"
+        # A whole address, which the SDK need not put together for each request.
+        address = f"{client.base_url}{'responses' if self.api == 'responses' else 'chat/completions'}"
         # Past the SDK's typed methods, whose checks of every field take as long as all the rest of a call.
-        return partial(client.post, path, cast_to=str)
+        return partial(client.post, address, cast_to=str)
 
     def _request(self, question: str) -> dict[str, Any]:
         schema = {"name": "verdict", "strict": True, "schema": self._schema}
@@ -231,13 +247,14 @@ class OpenAIJudge:
         cost = Usage(calls=1)
         try:
             body = create(body=request)
-        except openai.APITimeoutError:
-            return Failure("transient", f"no answer within {self.timeout:g} s"), cost
         except openai.APIStatusError as error:
+            self._has_answered = True
             failure = status_failure(error.status_code, error.body, error.response.headers)
-            return Failure(failure.kind, self._without_key(failure.reason), failure.retry_after), cost
-        except openai.OpenAIError as error:
-            return Failure("transient", f"{self._server} cannot be reached: {_cause(error)}"), cost
+            return replace(failure, reason=self._without_key(failure.reason)), cost
+        except (JudgeError, openai.OpenAIError) as error:
+            failure = self._connection_failure(error)
+            return failure, cost if failure.kind == "transient" else Usage()
+        self._has_answered = True
         reply = read_reply(body, self.api)
         cost += self._cost(reply)
         if reply.problem is not None:
@@ -246,6 +263,18 @@ class OpenAIJudge:
             return read_answer(reply.text), cost
         except ValueError as error:
             return Failure("answer", self._without_key(f"the answer breaks the schema: {error}")), cost
+
+    def _connection_failure(self, error: Exception) -> Failure:
+        """Why a request had no reply. The SDK's own text says only that there was an error, so the cause is named."""
+        cause = error.__cause__ or error
+        if isinstance(cause, JudgeError):
+            return Failure("stopped", str(cause))
+        name = type(cause).__name__
+        if name in _NOT_CONNECTED:
+            return Failure("unreachable", f"{self._server} cannot be reached: {name}")
+        if isinstance(error, _import_openai().APITimeoutError):
+            return Failure("transient", f"no answer within {self.timeout:g} s")
+        return Failure("transient", f"{self._server} cannot be reached: {name}")
 
     def _cost(self, reply) -> Usage:
         tokens = {
@@ -310,12 +339,6 @@ def _limited_client(openai, call: threading.local):
                 return super().send(*args, **kwargs)
 
     return LimitedClient()
-
-
-def _cause(error: Exception) -> str:
-    """The kind of the network error beneath the SDK's, whose own text says only that there was one."""
-    cause = error.__cause__
-    return type(error).__name__ if cause is None else type(cause).__name__
 
 
 def _import_openai():

@@ -11,6 +11,11 @@ from trl_ext.evaluation.judging.back_off import read_retry_after
 
 # Codes of a 429 that waiting does not mend.
 _SPENT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+_ADVICE = {
+    401: "the key is missing or refused: set OPENAI_API_KEY to a valid one for this server",
+    402: "the account has no credit left: add some, and run again; what is judged already is not asked again",
+    404: "check the name of the model and the address of the server",
+}
 
 
 @dataclass(frozen=True)
@@ -18,15 +23,18 @@ class Failure:
     """Why a request brought no verdict.
 
     Attributes:
-        kind: "answer" for a reply that is no verdict; "transient" for what may pass; "request" for a request that the
-            server refuses; "fatal" for what every request would meet.
+        kind: "answer" for a reply that is no verdict; "transient" for what may pass; "unreachable" for a connection
+            that was not made; "request" for a request that the server refuses; "fatal" for what every request would
+            meet; "stopped" for one that was not sent since the run ends.
         reason: in a few words.
         retry_after: seconds that the server asks to wait.
+        advice: what the user can do about a fatal one.
     """
 
-    kind: Literal["answer", "transient", "request", "fatal"]
+    kind: Literal["answer", "transient", "unreachable", "request", "fatal", "stopped"]
     reason: str
     retry_after: float | None = None
+    advice: str = ""
 
 
 @dataclass(frozen=True)
@@ -109,8 +117,10 @@ def status_failure(status: int, body: Any, headers: Mapping[str, str]) -> Failur
     """
     body = body if isinstance(body, Mapping) else {}
     reason = f"{status} {body.get('message') or ''}".strip()
-    if status in (401, 402, 404) or (status == 429 and body.get("code") in _SPENT):
-        return Failure("fatal", reason)
+    if status == 429 and not {body.get("code"), body.get("type")}.isdisjoint(_SPENT):
+        return Failure("fatal", reason, advice=_ADVICE[402])
+    if status in _ADVICE:
+        return Failure("fatal", reason, advice=_ADVICE[status])
     if status in (408, 409, 429) or status >= 500:
         return Failure("transient", reason, read_retry_after(headers))
     return Failure("request", reason)

@@ -14,6 +14,10 @@ from trl_ext.evaluation.judging.prices import Usage
 from trl_ext.evaluation.judging.run import JudgingRun, Question, as_judgement
 from trl_ext.evaluation.win_rate import PairOutcome
 
+# What the row of a comparison says that was not asked about.
+EMPTY = "empty response"
+IDENTICAL = "identical responses"
+
 
 @dataclass(frozen=True)
 class JudgingResult:
@@ -22,7 +26,8 @@ class JudgingResult:
     Attributes:
         outcomes: one per row, in order, for `win_rate`.
         usage: calls, tokens and dollars of this run, and what came from the cache.
-        verdicts: one JSON-ready dictionary per row, with the judge's answer in both orders.
+        verdicts: one JSON-ready dictionary per row, with the judge's answer in both orders, or the `reason` why it
+            was not asked.
     """
 
     outcomes: list[PairOutcome]
@@ -60,9 +65,13 @@ def judge_pairs(
 ) -> JudgingResult:
     """Judge the candidate's response against the base's on every prompt, in both orders.
 
-    As `compare`, for judges that take their time and cost money: several questions are asked at once, a question that
-    occurs twice is asked once, and every verdict is in `cache` as soon as it is there, so that a run that ends early
-    goes on where it was. A row whose candidate response is empty is lost, and not asked about.
+    For judges that take their time and cost money: several questions are asked at once, a question that occurs twice
+    is asked once, and every verdict is in `cache` as soon as it is there, so that a run that ends early goes on where
+    it was.
+
+    Two kinds of rows are not asked about. One whose candidate response is empty is lost. One whose responses are
+    identical is a tie of no use: as a pass would name the same label in both orders, or tag it `near_identical`, it
+    leaves `agreed` and is half a win under `half`; in `agreement_rate` it counts as agreement.
 
     Args:
         judge: a judge, or a function `f(prompt, response_a, response_b)`. It is called from several threads, unless it
@@ -89,10 +98,10 @@ def judge_pairs(
     judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
     rows = list(rows)
     passes = make_questions(judge, rows, candidate, base, candidate_finished, base_finished)
-    questions = {question.key: question for pair in passes if pair for question in pair}
+    questions = distinct_questions(passes)
     with open_cache(judge, cache) as store:
         run = JudgingRun(judge, store, max_concurrency, progress)
-        run.ask_all(list(questions.values()))
+        run.ask_all(questions)
     result = _collect(rows, passes, run)
     _check_errors(result, max_error_fraction, cache)
     return result
@@ -105,8 +114,12 @@ def make_questions(
     base: Sequence[str],
     candidate_finished: Sequence[bool] | None = None,
     base_finished: Sequence[bool] | None = None,
-) -> list[tuple[Question, Question] | None]:
-    """The questions on every row, with the candidate's response first and with the base's; None where it is empty."""
+) -> list[tuple[Question, Question] | PairOutcome]:
+    """The questions on every row, with the candidate's response first and with the base's.
+
+    The outcome itself where there is nothing to ask: the candidate's response is empty, or both are the same to this
+    judge.
+    """
     flags = {
         "candidate_finished": [True] * len(rows) if candidate_finished is None else candidate_finished,
         "base_finished": [True] * len(rows) if base_finished is None else base_finished,
@@ -124,11 +137,23 @@ def make_questions(
         key = verdict_key(asked, row["prompt"], first[0], second[0])
         return Question(key, row["row_id"], row["prompt"], first[0], second[0], bool(first[1]), bool(second[1]))
 
-    passes: list[tuple[Question, Question] | None] = []
+    passes: list[tuple[Question, Question] | PairOutcome] = []
     for row, own, other, own_ended, other_ended in zip(rows, *columns.values(), strict=True):
         shown = (own, own_ended), (other, other_ended)
-        passes.append((question(row, *shown), question(row, *shown[::-1])) if own.strip() else None)
+        if not own.strip():
+            # What `win_rate` reads of it is `empty` alone.
+            passes.append(PairOutcome(row["row_id"], "base", "base", empty=True))
+        elif own == other and (bool(own_ended) == bool(other_ended) or not uses_finished):
+            passes.append(PairOutcome(row["row_id"], "tie", "tie", usable=False))
+        else:
+            passes.append((question(row, *shown), question(row, *shown[::-1])))
     return passes
+
+
+def distinct_questions(passes: Iterable[tuple[Question, Question] | PairOutcome]) -> list[Question]:
+    """The questions to ask, each once."""
+    pairs = (pair for pair in passes if not isinstance(pair, PairOutcome))
+    return list({question.key: question for pair in pairs for question in pair}.values())
 
 
 def open_cache(judge: PairwiseJudge, path: str | Path | None):
@@ -150,22 +175,24 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
 def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> JudgingResult:
     outcomes, verdicts = [], []
     for row, pair in zip(rows, passes, strict=True):
-        row_id = row["row_id"]
-        answers = [] if pair is None else [run.answers.get(question.key) for question in pair]
-        errors = [] if pair is None else [run.errors[q.key] for q in pair if q.key in run.errors]
-        if pair is None:
-            # What `win_rate` reads of it is `empty` alone.
-            outcome = PairOutcome(row_id, "base", "base", empty=True)
-        elif errors:
-            outcome = PairOutcome(row_id, None, None, error=errors[0])
+        if isinstance(pair, PairOutcome):
+            outcomes.append(pair)
+            verdicts.append(_verdict_row(pair, reason=EMPTY if pair.empty else IDENTICAL))
+            continue
+        answers = [run.answers.get(question.key) for question in pair]
+        errors = [run.errors[question.key] for question in pair if question.key in run.errors]
+        if errors:
+            outcome = PairOutcome(row["row_id"], None, None, error=errors[0])
         else:
-            outcome = pair_outcome(row_id, *(as_judgement(answer) for answer in answers), empty=False)
+            outcome = pair_outcome(row["row_id"], *map(as_judgement, answers))
         outcomes.append(outcome)
-        verdicts.append(_verdict_row(outcome, *(answers or (None, None))))
+        verdicts.append(_verdict_row(outcome, *answers))
     return JudgingResult(outcomes, run.usage, verdicts)
 
 
-def _verdict_row(outcome: PairOutcome, first: dict | None, second: dict | None) -> dict[str, Any]:
+def _verdict_row(
+    outcome: PairOutcome, first: dict | None = None, second: dict | None = None, *, reason: str | None = None
+) -> dict[str, Any]:
     judged = outcome.error is None
     return {
         "row_id": outcome.row_id,
@@ -173,6 +200,7 @@ def _verdict_row(outcome: PairOutcome, first: dict | None, second: dict | None) 
         "usable": outcome.usable if judged else None,
         "error": outcome.error,
         "empty": outcome.empty,
+        "reason": reason,
         "candidate_first": _answer_alone(first),
         "base_first": _answer_alone(second),
     }

@@ -39,11 +39,9 @@ class Usage:
     cached_dollars: float | None = 0.0
 
     def __add__(self, other: Usage) -> Usage:
-        def total(name: str):
-            values = getattr(self, name), getattr(other, name)
-            return None if None in values else sum(values)
-
-        return Usage(**{field.name: total(field.name) for field in dataclasses.fields(self)})
+        # Three times for each verdict, so without the detours of `dataclasses`; the fields are in their order.
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Usage(*(None if None in pair else sum(pair) for pair in pairs))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, ready for JSON."""

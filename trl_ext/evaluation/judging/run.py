@@ -89,22 +89,29 @@ class JudgingRun:
         self._pending.extend((0.0, question) for question in questions)
         # More threads than may have a question open: while some read and write, the others keep the judge busy.
         threads = min(len(questions), self._concurrency + (self._concurrency + 1) // 2 * (self._concurrency > 1))
-        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
         with self._progress_bar(len(questions)) as self._bar:
-            for worker in workers:
-                worker.start()
-            try:
-                for worker in workers:
-                    worker.join()
-            except BaseException:
-                self._stop.set()
-                for worker in workers:
-                    worker.join()
-                raise
-            finally:
-                self._save_again()
+            if self._concurrency == 1 and self.cache is None:
+                # No answer need be awaited to be written down, and a judge may depend on the thread that it is in.
+                self._work()
+            else:
+                self._work_in_threads(threads)
         if self._failure is not None:
             raise self._failure
+
+    def _work_in_threads(self, count: int) -> None:
+        workers = [threading.Thread(target=self._work, daemon=True) for _ in range(count)]
+        for worker in workers:
+            worker.start()
+        try:
+            for worker in workers:
+                worker.join()
+        except BaseException:
+            self._stop.set()
+            for worker in workers:
+                worker.join()
+            raise
+        finally:
+            self._save_again()
 
     def _work(self) -> None:
         while not self._stop.is_set():
@@ -158,6 +165,8 @@ class JudgingRun:
                     self._write_error = error
                 raise
         self._record(question, record, usage)
+        if self.cache is not None:
+            self.cache.check_flushed()
 
     def _call(self, question: Question) -> tuple[Judgement, Usage]:
         shown = question.response_a, question.response_b
@@ -166,7 +175,7 @@ class JudgingRun:
         row = {"row_id": question.row_id, "prompt": question.prompt}
         with self._slots:
             if self._stop.is_set():
-                raise JudgeError("stopped before it was asked")
+                raise JudgeError("stopped before it was asked", usage=Usage())
             return ask_judge(self.judge, row, *shown, question.finished_a, question.finished_b), Usage(calls=1)
 
     def _record(self, question: Question, record: dict[str, Any], usage: Usage) -> None:
@@ -184,7 +193,7 @@ class JudgingRun:
             self._failures_in_a_row = self._failures_in_a_row + 1 if error.server_failed else 0
             in_a_row = self._failures_in_a_row
             self._show_progress()
-        if in_a_row >= max(FAILURES_IN_A_ROW, self._concurrency):
+        if in_a_row == max(FAILURES_IN_A_ROW, self._concurrency):
             raise JudgeUnavailable(
                 f"stopped after {in_a_row} failures in a row, the last on row_id {question.row_id}: {reason}; "
                 "what was judged before is in the cache, if there is one: run again when this is mended"
@@ -243,7 +252,11 @@ def _as_record(question: Question, judgement: Judgement, usage: Usage) -> dict[s
 def _rescue(records: list[dict[str, Any]]) -> Path:
     descriptor, name = tempfile.mkstemp(prefix="verdicts-", suffix=".jsonl")
     os.close(descriptor)
-    with VerdictCache(name) as cache:
+    cache = VerdictCache(name)
+    try:
         for record in records:
             cache.append(record)
+    finally:
+        with suppress(CacheError):  # a flush that fails leaves them in the file nevertheless
+            cache.close()
     return Path(name)

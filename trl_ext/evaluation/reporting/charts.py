@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from trl_ext.evaluation.reporting.curves import panels, untimed
-from trl_ext.evaluation.reporting.runs import Run, number
+from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, trade_offs
 from trl_ext.evaluation.reporting.tables import reliability_bins
+from trl_ext.evaluation.reporting.values import number
 
 COLORS, DASHES = 10, 5
 # Beyond this many runs the page opens with one run of each method shown.
@@ -22,7 +23,7 @@ def chart_data(runs: Sequence[Run], summary: dict[str, list[Row]]) -> dict[str, 
     Returns:
         `runs`, each with its `color` by method and its `dash` within the method; `panels` of curves; `untimed`, the
         runs whose curves have no seconds; `dots`, charts of one figure per run; `trade_offs`, reward against KL; and
-        `reliability`, calibration bins as (confidence, accuracy, pairs).
+        `reliability`, calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
     """
     policies = [run for run in runs if not run.trains_reward_model]
     return {
@@ -92,9 +93,14 @@ def _dots(summary: dict[str, list[Row]], policies: Sequence[Run]) -> list[dict[s
 
 
 def _trade_off_charts(policies: Sequence[Row]) -> list[dict[str, Any]]:
-    fronts = {row["run"]: row["on_front"] for row in policies}
+    fronts = {row["run"]: {"front": row["on_front"], "best": row["on_point_front"]} for row in policies}
     return [
-        {"title": title, "points": [{**point, "front": title in fronts[point["run"]]} for point in points]}
+        {
+            "title": title,
+            "points": [
+                {**point, **{key: title in names for key, names in fronts[point["run"]].items()}} for point in points
+            ],
+        }
         for title, points in trade_offs(policies).items()
     ]
 
@@ -102,8 +108,11 @@ def _trade_off_charts(policies: Sequence[Row]) -> list[dict[str, Any]]:
 def _reliability(reward_models: Sequence[Run]) -> list[dict[str, Any]]:
     charts = []
     for run in reward_models:
-        bins = [[number(row, name) for name in ("confidence", "accuracy", "n")] for row in reliability_bins([run])]
-        bins = [entry for entry in bins if None not in entry]
+        bins = [
+            [number(row, "confidence"), *(row["share"][name] for name in ("value", "n", "low", "high"))]
+            for row in reliability_bins([run])
+            if row["share"] and number(row, "confidence") is not None
+        ]
         if bins:
             charts.append({"run": run.label, "ece": number(run.results, "pairs", "ece"), "bins": bins})
     return charts

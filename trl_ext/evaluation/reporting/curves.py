@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_ext.evaluation.reporting.runs import Run, number
+from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.values import number
 
 Row = dict[str, Any]
 Point = tuple[float, float | None, float]

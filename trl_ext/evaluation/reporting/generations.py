@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trl_ext.evaluation.reporting.runs import Run, number, pick, text
+from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.values import number, pick, text
 from trl_ext.toy import kind_of
 
 OUTCOMES = {"candidate": "win", "base": "loss", "tie": "tie"}

@@ -22,20 +22,20 @@ def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]]) -> str:
     reward_models = [run for run in runs if run.trains_reward_model]
     found = [
         tables.policy_table(summary["policies"]),
+        tables.settings_table("policies", summary["policies"]),
         tables.method_table(summary["methods"]),
         tables.trade_off_table(summary["policies"]),
         tables.diversity_table(policies),
         tables.kind_table(policies),
         tables.held_out_table(policies),
         tables.reward_model_table(summary["reward_models"]),
+        tables.settings_table("reward-models", summary["reward_models"]),
         tables.reliability_table(reward_models),
         tables.mistake_table(reward_models),
         tables.incomplete_table(summary["incomplete"]),
+        tables.problem_table(summary["problems"]),
     ]
-    notes = [f"- {escape(f'{run.label}, {note}')}" for run in runs for note in run.notes]
     parts = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", *map(render_table, found)]
-    if notes:
-        parts.append("\n".join(["## Damaged lines", "", *notes]))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -48,7 +48,7 @@ def render_table(table: Table) -> str:
     numbers = [any(row[index].value is not None for row in table.rows) for index in range(len(head))]
     rule = ["--:" if number else ":--" for number in numbers]
     lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
-    return "\n".join([f"## {table.title}", "", table.note, "", *lines])
+    return "\n".join([f"## {table.title}", "", escape(table.note), "", *lines])
 
 
 def escape(text: str) -> str:

@@ -22,7 +22,12 @@ from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row
 from trl_ext.evaluation.reporting.tables import Table
 
-FRONT_NOTE = "The line is the Pareto front of all runs, shown or not; crosses are 95% intervals."
+FRONT_NOTE = (
+    "Crosses are 95% intervals. Filled: may be on the front; hollow: is not. The line joins the front of the figures "
+    f"of all runs, shown or not. {tables.FRONT_RULE}"
+)
+# The intervals in a cell stand below their figures.
+INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -37,6 +42,7 @@ def render_page(runs: Sequence[Run], summary: dict[str, list[Row]], *, max_promp
             "Summary",
             _table(tables.policy_table(summary["policies"])),
             _charts("dots-result") if policies else "",
+            _folded(tables.settings_table("policies", summary["policies"])),
         ),
         _section("over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)),
         _section(
@@ -63,19 +69,20 @@ def render_page(runs: Sequence[Run], summary: dict[str, list[Row]], *, max_promp
             "Reward models",
             _table(tables.reward_model_table(summary["reward_models"]), heading=False),
             _charts("dots-reward", "reliability") if reward_models else "",
+            _folded(tables.settings_table("reward-models", summary["reward_models"])),
             _folded(tables.reliability_table(reward_models)),
             _folded(tables.mistake_table(reward_models)),
         ),
         _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else ""),
-        _section(
-            "left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False), _notes(runs)
-        ),
+        _section("left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False)),
+        _section("problems", "Problems", _table(tables.problem_table(summary["problems"]), heading=False)),
     ]
     return _fill(
         _asset("report.html"),
-        title=f"Report of {len(runs)} run{'s' if len(runs) > 1 else ''}",
+        title=f"Report of {_counted(len(runs), 'run')}",
         body="".join(sections),
         navigation=_navigation(sections),
+        warning=_warning(summary["problems"]),
         toggles=_toggles(data["runs"]),
         data=embed(data),
         style=_asset("report.css"),
@@ -124,6 +131,18 @@ def _navigation(sections: Sequence[str]) -> str:
     return "".join(f'<a href="#{name}">{title}</a>' for name, title in titles)
 
 
+def _warning(problems: Sequence[Row]) -> str:
+    if not problems:
+        return ""
+    many, runs = len(problems), len({row["run"] for row in problems})
+    says = f"{_counted(many, 'problem')} in the files of {_counted(runs, 'run')}"
+    return f'<p class="warning"><a href="#problems">{says}</a>: what is damaged is not shown.</p>'
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _charts(*names: str) -> str:
     return "".join(f'<div class="charts" id="{name}"></div>' for name in names)
 
@@ -146,7 +165,10 @@ def _cell(cell: tables.Cell, index: int) -> str:
     value = "" if cell.value is None else f' data-value="{cell.value!r}"'
     kind = ' class="prose" dir="auto"' if cell.prose else (' class="number"' if cell.value is not None else "")
     tag, scope = ("th", ' scope="row"') if index == 0 else ("td", "")
-    return f"<{tag}{scope}{kind}{value}>{escape(cell.text)}</{tag}>"
+    text = escape(cell.text)
+    if cell.value is not None:
+        text = INTERVAL.sub(r'<span class="interval">\g<0></span>', text)
+    return f"<{tag}{scope}{kind}{value}>{text}</{tag}>"
 
 
 def _folded(table: Table) -> str:
@@ -162,8 +184,3 @@ def _toggles(runs: Sequence[dict[str, Any]]) -> str:
         f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
         for index, run in enumerate(runs)
     )
-
-
-def _notes(runs: Sequence[Run]) -> str:
-    notes = [f"{run.label}, {note}" for run in runs for note in run.notes]
-    return f'<ul class="note">{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul>' if notes else ""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.reporting.values import number, pick, text
+
 RESULTS_NAME = "results.json"
 # A folder with one of these and without results is a run that did not finish, or that still goes on.
 STARTED_NAMES = ("metrics.jsonl", "config.yaml")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something damaged: in which file, which field (empty for whole lines), and what is wrong with it."""
+
+    file: str
+    field: str
+    fault: str
 
 
 @dataclass(frozen=True)
@@ -26,7 +36,7 @@ class Run:
         folder: where it lies.
         results: its `results.json`, of which no shape is promised: read it with `pick`, `number` and `text`.
         metrics, generations, mistakes: rows of `metrics.jsonl`, `generations.jsonl` and `reward_mistakes.jsonl`.
-        notes: one sentence for each file with lines that could not be read.
+        problems: the files and lines that could not be read.
     """
 
     label: str
@@ -35,7 +45,7 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     generations: list[dict[str, Any]] = field(default_factory=list)
     mistakes: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     @property
     def trains_reward_model(self) -> bool:
@@ -66,9 +76,11 @@ class IncompleteRun:
 
 
 def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[IncompleteRun]]:
-    """The runs in and below the folders, in the natural order of their paths, and those that have no results.
+    """The runs in and below the folders, and those that have no results.
 
-    Hidden folders and `checkpoint-*` are not looked into, and links to folders are not followed.
+    They come in the natural order of their paths, except that the runs of a method follow its first. Links to folders
+    are followed, save one to a folder that it lies in; a folder that is reached twice counts once, by its own name
+    rather than by a link's. Hidden folders and `checkpoint-*` are not looked into.
 
     Raises:
         FileNotFoundError: a folder that does not exist.
@@ -76,52 +88,58 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[Incomplete
         ValueError: no finished run in any of the folders.
     """
     folders = [Path(folder) for folder in folders]
-    found = sorted({run for folder in folders for run in _walk(folder)}, key=_natural)
-    labels = _labels(found)
+    found = _walk(folders)
+    labels = _labels(list(found.values()))
     runs, incomplete = [], []
-    for folder in found:
-        run = _read_run(labels[folder], folder)
+    for folder in sorted(found, key=lambda folder: _natural(found[folder])):
+        run = _read_run(labels[found[folder]], folder)
         (runs if isinstance(run, Run) else incomplete).append(run)
     if not runs:
         where = ", ".join(map(str, folders)) or "nothing"
         known = "".join(f"; {run.label}: {run.reason}" for run in incomplete)
         raise ValueError(f"no finished run in {where}: a run folder holds a {RESULTS_NAME}{known}")
-    return runs, incomplete
+    return _by_method(runs), incomplete
 
 
-def pick(value: Any, *keys: str) -> Any:
-    """What lies under the keys, one below the other; None where a key is missing or has nothing below it."""
-    for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
+def _by_method(runs: Sequence[Run]) -> list[Run]:
+    methods: dict[tuple[str, bool], list[Run]] = {}
+    for run in runs:
+        methods.setdefault((run.method, run.trains_reward_model), []).append(run)
+    return [run for group in methods.values() for run in group]
 
 
-def number(value: Any, *keys: str) -> float | None:
-    """The finite number under the keys; None for anything else."""
-    value = pick(value, *keys)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return value if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond what a float can hold
-        return None
+def _walk(folders: Sequence[Path]) -> dict[Path, Path]:
+    """The folders of runs, and for each the path by which it was found, which may lead through links."""
+    for folder in folders:
+        if not folder.exists():
+            raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
+        if not folder.is_dir():
+            raise NotADirectoryError(f"{folder} is a file; give folders that hold runs")
+    # Links wait until all that lies in the folders themselves has been seen.
+    waiting = deque(folder.resolve() if ".." in folder.parts else folder.absolute() for folder in folders)
+    found: dict[Path, Path] = {}
+    seen: set[str] = set()
+    while waiting:
+        for path, names, files in os.walk(waiting.popleft()):
+            real = os.path.realpath(path)
+            if real in seen:
+                names.clear()
+                continue
+            seen.add(real)
+            names[:] = [name for name in names if not name.startswith((".", "checkpoint-"))]
+            waiting.extend(sorted(_links(Path(path), names)))
+            if RESULTS_NAME in files or any(name in files for name in STARTED_NAMES):
+                found[Path(real)] = Path(path)
+    return found
 
 
-def text(value: Any, *keys: str) -> str:
-    """The string under the keys, or an empty one."""
-    value = pick(value, *keys)
-    return value if isinstance(value, str) else ""
-
-
-def _walk(folder: Path) -> Iterable[Path]:
-    if not folder.exists():
-        raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
-    if not folder.is_dir():
-        raise NotADirectoryError(f"{folder} is a file; give folders that hold runs")
-    for path, names, files in os.walk(folder):
-        names[:] = [name for name in names if not name.startswith((".", "checkpoint-"))]
-        if RESULTS_NAME in files or any(name in files for name in STARTED_NAMES):
-            yield Path(path).resolve()
+def _links(folder: Path, names: Iterable[str]) -> Iterator[Path]:
+    """The links among the names, but for those to a folder that holds them, which would lead to all that it holds."""
+    real = folder.resolve()
+    for name in names:
+        link = folder / name
+        if link.is_symlink() and not real.is_relative_to(link.resolve()):
+            yield link
 
 
 def _natural(path: Path) -> list[tuple[int, int | str]]:
@@ -147,24 +165,24 @@ def _read_run(label: str, folder: Path) -> Run | IncompleteRun:
     if not path.is_file():
         return IncompleteRun(label, folder, f"no {RESULTS_NAME}{_last_step(folder)}")
     try:
-        results = _parse(path.read_text(encoding="utf-8", errors="replace"))
+        results = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError) as error:
         return IncompleteRun(label, folder, f"{RESULTS_NAME} is damaged: {error}")
     except OSError as error:
         return IncompleteRun(label, folder, f"{RESULTS_NAME} cannot be read: {error.strerror}")
     if not isinstance(pick(results, "run"), dict):
         return IncompleteRun(label, folder, f"{RESULTS_NAME} has no `run`, so no recipe has written it")
-    notes: list[str] = []
+    problems: list[Problem] = []
     return Run(
         label,
         folder,
         results,
-        metrics=sorted(_read_rows(folder / "metrics.jsonl", ("step",), (), notes), key=lambda row: row["step"]),
-        generations=_read_rows(folder / "generations.jsonl", (), ("prompt_text", "response_text"), notes),
+        metrics=sorted(_read_rows(folder / "metrics.jsonl", ("step",), (), problems), key=lambda row: row["step"]),
+        generations=_read_rows(folder / "generations.jsonl", (), ("prompt_text", "response_text"), problems),
         mistakes=_read_rows(
-            folder / "reward_mistakes.jsonl", ("margin",), ("prompt_text", "chosen_text", "rejected_text"), notes
+            folder / "reward_mistakes.jsonl", ("margin",), ("prompt_text", "chosen_text", "rejected_text"), problems
         ),
-        notes=notes,
+        problems=problems,
     )
 
 
@@ -173,18 +191,23 @@ def _last_step(folder: Path) -> str:
     return f", last logged at step {rows[-1]['step']:g}" if rows else ", nothing logged"
 
 
-def _read_rows(path: Path, numbers: Sequence[str], texts: Sequence[str], notes: list[str]) -> list[dict[str, Any]]:
+def _read_rows(
+    path: Path, numbers: Sequence[str], texts: Sequence[str], problems: list[Problem]
+) -> list[dict[str, Any]]:
     """The rows of a JSON-lines file that have the given numbers and texts; a missing file has none."""
     try:
         lines = path.read_bytes().decode("utf-8", errors="replace").split("\n")
-    except OSError:
+    except FileNotFoundError:
         return []
-    rows, damaged = [], 0
-    for line in lines:
+    except OSError as error:
+        problems.append(Problem(path.name, "", f"cannot be read: {error.strerror}"))
+        return []
+    rows, damaged = [], []
+    for place, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = _parse(line)
+            row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
         if all(number(row, name) is not None for name in numbers) and all(
@@ -192,12 +215,9 @@ def _read_rows(path: Path, numbers: Sequence[str], texts: Sequence[str], notes: 
         ):
             rows.append(row)
         else:
-            damaged += 1
+            damaged.append(place)
     if damaged:
-        notes.append(f"{path.name}: {damaged} of {damaged + len(rows)} lines cannot be read and are left out")
+        names = " and ".join((*numbers, *texts))
+        many = f"{len(damaged)} of {len(damaged) + len(rows)} lines cannot be read and are left out"
+        problems.append(Problem(path.name, "", f"{many}, the first is line {damaged[0]}; each must hold {names}"))
     return rows
-
-
-def _parse(source: str) -> Any:
-    """JSON, with null for the NaN and the infinities that Python writes and JSON has not."""
-    return json.loads(source, parse_constant=lambda name: None)

@@ -1,12 +1,17 @@
-"""The figures of the report, one row per run, read from results.json; no figure is made up and none rounded."""
+"""The figures of the report, one row per run, read from results.json; no figure is made up and none rounded.
+
+Computed are the interval of a share whose results have none, the Pareto fronts, and the means over seeds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from typing import Any
 
-from trl_ext.evaluation.reporting.runs import IncompleteRun, Run, number, pick, text
+from trl_ext.evaluation.reporting.problems import find_problems
+from trl_ext.evaluation.reporting.runs import IncompleteRun, Run
+from trl_ext.evaluation.reporting.values import number, pick, text
+from trl_ext.evaluation.win_rate import wilson_interval
 
 Row = dict[str, Any]
 # What the reward of a trade-off is called, apart from the learned rewards, which carry their own names.
@@ -14,16 +19,26 @@ SCORE_GAIN, WIN_RATE = "true score gain", "win rate, ties as half"
 
 
 def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[str, list[Row]]:
-    """The report's tables as JSON-ready rows: `policies`, `reward_models`, `methods` and `incomplete`."""
+    """The report's tables as JSON-ready rows: `policies`, `reward_models`, `methods`, `incomplete` and `problems`.
+
+    A policy's `on_front` names the trade-offs on whose Pareto front it may be, by its intervals; `on_point_front`
+    those on whose front its figures are.
+    """
     policies = [policy_row(run) for run in runs if not run.trains_reward_model]
-    fronts = {name: pareto_fronts(points) for name, points in trade_offs(policies).items()}
-    for row in policies:
-        row["on_front"] = [name for name, front in fronts.items() if row["run"] in front]
+    for key, intervals in (("on_front", True), ("on_point_front", False)):
+        fronts = {name: pareto_front(points, intervals=intervals) for name, points in trade_offs(policies).items()}
+        for row in policies:
+            row[key] = [name for name, front in fronts.items() if row["run"] in front]
     return {
         "policies": policies,
         "reward_models": [reward_model_row(run) for run in runs if run.trains_reward_model],
         "methods": over_seeds(policies),
         "incomplete": [{"run": run.label, "folder": str(run.folder), "reason": run.reason} for run in incomplete],
+        "problems": [
+            {"run": run.label, "file": problem.file, "field": problem.field, "problem": problem.fault}
+            for run in runs
+            for problem in find_problems(run)
+        ],
     }
 
 
@@ -33,7 +48,7 @@ def policy_row(run: Run) -> Row:
     rewards = pick(results, "rewards")
     return {
         **_what_was_run(run),
-        "win_rate": {rule: _estimate(results, "win_rate", rule, value="rate") for rule in ("half", "agreed")},
+        "win_rate": {rule: _share(results, "win_rate", rule, value="rate") for rule in ("half", "agreed")},
         "judge_errors": number(results, "win_rate", "n_errors"),
         "score": _means(results, "score"),
         "score_gain": _estimate(results, "score", "gain"),
@@ -52,9 +67,9 @@ def reward_model_row(run: Run) -> Row:
     return {
         **_what_was_run(run),
         "weights": text(results, "run", "weights"),
-        "accuracy": _estimate(results, "pairs", value="accuracy"),
+        "accuracy": _share(results, "pairs", value="accuracy"),
         **{name: number(results, "pairs", name) for name in ("ties", "margin", "nll", "brier", "ece")},
-        "true_accuracy": _estimate(results, "true_order", value="accuracy"),
+        "true_accuracy": _share(results, "true_order", value="accuracy"),
         "label_agreement": number(results, "true_order", "label_agreement"),
     }
 
@@ -72,12 +87,24 @@ def trade_offs(policies: Iterable[Row]) -> dict[str, list[Row]]:
     return points
 
 
-def pareto_fronts(points: Iterable[Mapping[str, Any]]) -> set[str]:
-    """The runs of which no other of the same model and data has at least the reward at no more KL, and more of one."""
+def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set[str]:
+    """The runs that no other of the same model and data dominates: at least the reward at no more KL, more of one.
+
+    With `intervals` this must hold wherever in their intervals the two lie: the lowest reward of the one is at least
+    the highest of the other, and its highest KL at most the other's lowest. A figure without an interval is its own.
+    """
+
+    def ends(point: Mapping[str, Any], name: str) -> tuple[float, float]:
+        value, low, high = (point[name].get(key) for key in ("value", "low", "high"))
+        if not intervals or low is None or high is None or not low <= value <= high:
+            return value, value
+        return low, high
 
     def dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-        kl, reward = (one[name]["value"] - other[name]["value"] for name in ("kl", "reward"))
-        return one["setting"] == other["setting"] and kl <= 0 <= reward and (kl < 0 or reward > 0)
+        kl = ends(other, "kl")[0] - ends(one, "kl")[1]
+        reward = ends(one, "reward")[0] - ends(other, "reward")[1]
+        better = one["kl"]["value"] < other["kl"]["value"] or one["reward"]["value"] > other["reward"]["value"]
+        return one["setting"] == other["setting"] and min(kl, reward) >= 0 and better
 
     points = list(points)
     return {point["run"] for point in points if not any(dominates(other, point) for other in points)}
@@ -92,11 +119,11 @@ def over_seeds(policies: Iterable[Row]) -> list[Row]:
     def what(row: Row) -> tuple[str, ...]:
         return tuple(str(row.get(name)) for name in ("objective", "model", "data", "steps", "settings_digest"))
 
+    groups: dict[tuple[str, ...], dict[float | None, Row]] = {}
+    for row in policies:
+        groups.setdefault(what(row), {}).setdefault(row["seed"], row)
     rows = []
-    for _, group in groupby(sorted(policies, key=what), key=what):
-        by_seed: dict[float | None, Row] = {}
-        for row in group:
-            by_seed.setdefault(row["seed"], row)
+    for by_seed in groups.values():
         group = list(by_seed.values())
         if len(group) > 1:
             figures = {
@@ -148,6 +175,22 @@ def _estimate(results: Any, *keys: str, value: str = "mean") -> dict[str, float 
     return {"value": found, **{name: number(results, *keys, name) for name in ("low", "high", "n")}}
 
 
+def _share(results: Any, *keys: str, value: str) -> dict[str, float | None] | None:
+    """A share with its interval: where the results have none, Wilson's, which the library writes for every share."""
+    found = _estimate(results, *keys, value=value)
+    return found and with_wilson_interval(found)
+
+
+def with_wilson_interval(share: dict[str, float | None]) -> dict[str, float | None]:
+    """The share with its 95% interval, computed from its `value` and `n` where it is missing and can be."""
+    value, n = share["value"], share["n"]
+    missing = share["low"] is None or share["high"] is None
+    if not missing or n is None or n < 1 or n != int(n) or not 0 <= value <= 1:
+        return share
+    low, high = wilson_interval(value * n, int(n))
+    return {**share, "low": low, "high": high}
+
+
 def _means(results: Any, key: str) -> dict[str, float | None]:
     return {source: number(results, key, source) for source in ("base", "policy")}
 
@@ -158,7 +201,7 @@ def _pair_accuracy(results: Any) -> dict[str, float | None] | None:
     if number(after, "reference_corrected", "ties") == number(after, "n"):
         return None
     accuracy = _estimate(after, "reference_corrected", value="accuracy")
-    return accuracy and {**accuracy, "n": number(after, "n")}
+    return accuracy and with_wilson_interval({**accuracy, "n": number(after, "n")})
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float | int] | None:

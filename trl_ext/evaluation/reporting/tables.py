@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from trl_ext.evaluation.reporting.curves import HELD_OUT_COLUMNS, held_out_rows
-from trl_ext.evaluation.reporting.runs import Run, number, pick
-from trl_ext.evaluation.reporting.summary import Row, trade_offs
+from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.summary import Row, trade_offs, with_wilson_interval
+from trl_ext.evaluation.reporting.values import number, pick
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"
+FRONT_RULE = (
+    "A run may be on the Pareto front unless the intervals of another of the same model and data dominate its own: "
+    "all of the other's 95% interval of the reward lies at or above the run's, and all of its interval of the KL at "
+    "or below. The front of the figures takes the figures without their intervals."
+)
 
 
 @dataclass(frozen=True)
@@ -65,50 +71,65 @@ def count(value: float | None) -> Cell:
 
 
 def policy_table(rows: Sequence[Row]) -> Table:
-    """One row per policy."""
-    columns = [
-        *_identity(),
+    """One row per policy, with the figures by which policies are compared; the rest is in the tables below."""
+    columns, shared = _identity(rows)
+    columns += [
         Column("win rate, ties as half", lambda row: estimate(row["win_rate"]["half"])),
         Column("n", lambda row: count(_n(row["win_rate"]["half"]))),
         Column("win rate, ties dropped", lambda row: estimate(row["win_rate"]["agreed"])),
         Column("n without ties", lambda row: count(_n(row["win_rate"]["agreed"]))),
         Column("judge errors", lambda row: count(row["judge_errors"] or None)),
-        Column("true score", lambda row: figure(row["score"]["policy"])),
         Column("gain in true score", lambda row: estimate(row["score_gain"])),
         Column("gain in learned reward", _learned),
         Column("KL to the base (nats)", lambda row: estimate(row["kl"], 2)),
         Column("accuracy on held-out pairs", lambda row: estimate(row["pair_accuracy"])),
         Column("tokens", lambda row: figure(row["tokens"]["policy"], 1)),
-        Column("tokens, base", lambda row: figure(row["tokens"]["base"], 1)),
-        *_times(),
     ]
     note = (
         "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. KL is per "
-        "response. The win rate with ties dropped is over the prompts on which both orders prefer the same model."
+        "response, tokens are the mean length. The win rate with ties dropped is over the prompts on which both "
+        f"orders prefer the same model.{shared}"
     )
     return _table("policies", "Policies", note, columns, rows)
 
 
 def reward_model_table(rows: Sequence[Row]) -> Table:
     """One row per reward model."""
-    columns = [
-        *_identity(),
-        Column("weights", lambda row: Cell(row["weights"] or NOTHING)),
+    columns, shared = _identity(rows)
+    columns += [
         Column("accuracy", lambda row: estimate(row["accuracy"])),
         Column("n", lambda row: count(_n(row["accuracy"]))),
         Column("accuracy, true order", lambda row: estimate(row["true_accuracy"])),
         Column("labels, true order", lambda row: figure(row["label_agreement"])),
         Column("mean margin", lambda row: figure(row["margin"])),
-        Column("NLL", lambda row: figure(row["nll"])),
+        Column("NLL (nats)", lambda row: figure(row["nll"])),
         Column("Brier", lambda row: figure(row["brier"])),
         Column("ECE", lambda row: figure(row["ece"])),
-        *_times(),
     ]
     note = (
-        "On held-out pairs. Brackets hold 95% intervals. The true order is by a known quality of the responses; the "
-        "labels' share of it is what a model that reproduces the labels reaches."
+        "On held-out pairs. Brackets hold 95% intervals, Wilson's. The true order is by a known quality of the "
+        f"responses; the labels' share of it is what a model that reproduces the labels reaches.{shared}"
     )
     return _table("reward-models", "Reward models", note, columns, rows)
+
+
+def settings_table(name: str, rows: Sequence[Row]) -> Table:
+    """What was run, and how long it took."""
+    columns = [
+        Column("run", lambda row: Cell(row["run"])),
+        Column("objective", lambda row: Cell(row["objective"] or NOTHING, prose=True)),
+        Column("model", lambda row: Cell(row["model"] or NOTHING)),
+        Column("data", lambda row: Cell(row["data"] or NOTHING)),
+        Column("weights", lambda row: Cell(row.get("weights") or NOTHING)),
+        Column("steps", lambda row: count(row["steps"])),
+        Column("seed", lambda row: count(row["seed"])),
+        Column("device", lambda row: Cell(row["device"] or NOTHING)),
+        Column("processes", lambda row: count(row["processes"])),
+        Column("training (s)", lambda row: figure(row["training_seconds"], 1)),
+        Column("in all (s)", lambda row: figure(row["total_seconds"], 1)),
+    ]
+    note = "Steps are the optimizer's; times are of the wall clock."
+    return _table(f"{name}-settings", f"Settings and times of the {name.replace('-', ' ')}", note, columns, rows)
 
 
 def method_table(rows: Sequence[Row]) -> Table:
@@ -136,9 +157,9 @@ def method_table(rows: Sequence[Row]) -> Table:
 
 def trade_off_table(policies: Sequence[Row]) -> Table:
     """Reward against KL, one row per run and kind of reward, and whether it is on the Pareto front."""
-    fronts = {row["run"]: row["on_front"] for row in policies}
+    policy = {row["run"]: row for row in policies}
     rows = [
-        {"what": name, **point, "front": name in fronts[point["run"]]}
+        {"what": name, **point, **{key: name in policy[point["run"]][key] for key in ("on_front", "on_point_front")}}
         for name, points in trade_offs(policies).items()
         for point in sorted(points, key=lambda point: point["kl"]["value"])
     ]
@@ -147,10 +168,10 @@ def trade_off_table(policies: Sequence[Row]) -> Table:
         Column("run", lambda row: Cell(row["run"])),
         Column("KL to the base (nats)", lambda row: estimate(row["kl"], 2)),
         Column("figure", lambda row: estimate(row["reward"])),
-        Column("Pareto front", lambda row: Cell("yes" if row["front"] else NOTHING, float(row["front"]))),
+        Column("may be on the Pareto front", lambda row: _yes(row["on_front"])),
+        Column("front of the figures", lambda row: _yes(row["on_point_front"])),
     ]
-    note = "On the front: no run of the same model and data has at least this reward at no more KL, and more of one."
-    return _table("trade-offs", "Reward against KL", note, columns, rows)
+    return _table("trade-offs", "Reward against KL", FRONT_RULE, columns, rows)
 
 
 def diversity_table(runs: Iterable[Run]) -> Table:
@@ -186,22 +207,28 @@ def diversity_table(runs: Iterable[Run]) -> Table:
 
 
 def kind_table(runs: Iterable[Run]) -> Table:
-    """The true score by kind of prompt, one row per kind and one column per run."""
-    scored = {run.label: pick(run.results, "score", "by_kind") for run in runs}
-    scored = {label: kinds for label, kinds in scored.items() if isinstance(kinds, dict) and kinds}
-    rows = [{"kind": kind} for kind in sorted({kind for kinds in scored.values() for kind in kinds})]
+    """The true score of each policy, of all prompts and by kind of prompt."""
+    scored = [run for run in runs if number(run.results, "score", "policy") is not None or _kinds(run)]
+    kinds = sorted({kind for run in scored for kind in _kinds(run)})
 
-    def gain(label: str) -> Callable[[Row], Cell]:
-        def cell(row: Row) -> Cell:
-            policy, base = (number(scored[label], row["kind"], source) for source in ("policy", "base"))
-            if policy is None:
-                return Cell(NOTHING)
-            return Cell(f"{policy:.3f}" if base is None else f"{policy:.3f} ({policy - base:+.3f})", policy)
+    def cell(scores: Any) -> Cell:
+        policy, base = (number(scores, source) for source in ("policy", "base"))
+        if policy is None:
+            return Cell(NOTHING)
+        return Cell(f"{policy:.3f}" if base is None else f"{policy:.3f} ({policy - base:+.3f})", policy)
 
-        return cell
+    columns = [
+        Column("run", lambda run: Cell(run.label)),
+        Column("all prompts", lambda run: cell(pick(run.results, "score"))),
+        *(Column(f"kind: {kind}", lambda run, kind=kind: cell(_kinds(run).get(kind))) for kind in kinds),
+    ]
+    note = "In parentheses the gain over the base."
+    return _table("kinds", "True score by kind of prompt", note, columns, scored)
 
-    columns = [Column("kind", lambda row: Cell(row["kind"])), *(Column(label, gain(label)) for label in scored)]
-    return _table("kinds", "True score by kind of prompt", "In parentheses the gain over the base.", columns, rows)
+
+def _kinds(run: Run) -> dict[str, Any]:
+    kinds = pick(run.results, "score", "by_kind")
+    return kinds if isinstance(kinds, dict) else {}
 
 
 def held_out_table(runs: Iterable[Run]) -> Table:
@@ -225,20 +252,28 @@ def reliability_table(runs: Iterable[Run]) -> Table:
         Column("to", lambda row: figure(number(row, "high"), 2)),
         Column("pairs", lambda row: count(number(row, "n"))),
         Column("confidence", lambda row: figure(number(row, "confidence"))),
-        Column("accuracy", lambda row: figure(number(row, "accuracy"))),
+        Column("accuracy", lambda row: estimate(row["share"])),
     ]
-    note = "Confidence is max(p, 1 - p) of the preferred response; a calibrated model has it equal to the accuracy."
+    note = (
+        "Confidence is max(p, 1 - p) of the preferred response; a calibrated model has it equal to the accuracy, of "
+        "which brackets hold Wilson's 95% interval."
+    )
     return _table("reliability", "Reliability of the reward models", note, columns, reliability_bins(runs))
 
 
 def reliability_bins(runs: Iterable[Run]) -> list[Row]:
-    """The calibration bins that hold pairs, each with the label of its `run`."""
+    """The calibration bins that hold pairs, each with the label of its `run` and its accuracy as an estimate."""
     return [
-        {**row, "run": run.label}
+        {**row, "run": run.label, "share": _accuracy(row)}
         for run in runs
         for row in _dicts(pick(run.results, "pairs", "calibration"))
         if number(row, "n")
     ]
+
+
+def _accuracy(row: Row) -> dict[str, float | None] | None:
+    value = number(row, "accuracy")
+    return None if value is None else with_wilson_interval({"value": value, "low": None, "high": None, "n": row["n"]})
 
 
 def mistake_table(runs: Iterable[Run]) -> Table:
@@ -267,6 +302,14 @@ def incomplete_table(rows: Sequence[Row]) -> Table:
     return _table("incomplete", "Incomplete", "These folders have no figures.", columns, rows)
 
 
+def problem_table(rows: Sequence[Row]) -> Table:
+    """What of the runs' files is damaged."""
+    names = ("run", "file", "field", "problem")
+    columns = [Column(name, lambda row, name=name: Cell(row[name] or NOTHING)) for name in names]
+    note = "Fields of the runs' files that hold no usable value, and lines that cannot be read. Neither is shown."
+    return _table("problems", "Problems", note, columns, rows)
+
+
 def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
     cells = [[column.cell(row) for row in rows] for column in columns]
     # A figure that no run has would be a column of dashes.
@@ -275,22 +318,22 @@ def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Se
     return Table(name, title, note, titles, [[cells[index][row] for index in filled] for row in range(len(rows))])
 
 
-def _identity() -> list[Column]:
-    return [
+def _identity(rows: Sequence[Row]) -> tuple[list[Column], str]:
+    """The columns that tell the runs apart, and a sentence on what they share instead of columns that repeat it."""
+    names = ("model", "data")
+    shared = [name for name in names if len(rows) > 1 and rows[0][name] and len({row[name] for row in rows}) == 1]
+    columns = [
         Column("run", lambda row: Cell(row["run"])),
         Column("method", lambda row: Cell(row["method"])),
-        Column("model", lambda row: Cell(row["model"] or NOTHING)),
-        Column("data", lambda row: Cell(row["data"] or NOTHING)),
-        Column("steps", lambda row: count(row["steps"])),
+        *(Column(name, lambda row, name=name: Cell(row[name] or NOTHING)) for name in names if name not in shared),
         Column("seed", lambda row: count(row["seed"])),
     ]
+    values = " and ".join(f"{name} {rows[0][name]}" for name in shared)
+    return columns, f" All are of {values}." if shared else ""
 
 
-def _times() -> list[Column]:
-    return [
-        Column("training (s)", lambda row: figure(row["training_seconds"], 1)),
-        Column("in all (s)", lambda row: figure(row["total_seconds"], 1)),
-    ]
+def _yes(value: bool) -> Cell:
+    return Cell("yes" if value else "no", float(value))
 
 
 def _learned(row: Row) -> Cell:

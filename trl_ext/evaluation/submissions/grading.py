@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.bootstrap import RULES, Rule, chance_below, chance_mean_below, row_credits
+from trl_ext.evaluation.bootstrap import RULES, Rule, chance_below, row_credits
 from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.prices import Usage
-from trl_ext.evaluation.reward_models import reward_metrics
-from trl_ext.evaluation.submissions.assets import (
-    default_max_new_tokens,
-    load_base,
-    load_pairs,
-    load_prompts,
-    load_thresholds,
-)
+from trl_ext.evaluation.reward_models import ALL_TIED, reward_metrics
+from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
 from trl_ext.evaluation.submissions.rows import Response
-from trl_ext.evaluation.submissions.submission import PART_TWO, REWARD_MODEL, check_submission_file, submission_file
+from trl_ext.evaluation.submissions.submission import (
+    PART_TWO,
+    REWARD_MODEL,
+    check_submission_file,
+    submission_checks,
+    submission_file,
+)
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,15 @@ class FileGrade:
         threshold: to reach.
         measure: `win rate` or `accuracy`.
         figure, low, high, n: the rate that is graded, its Wilson 95% interval, and the rows in its denominator.
+        n_total: all rows; a policy can raise its figure by turning losses into rows that do not count.
         half: the win rate with ties as half, `rate`, `low`, `high`, `n`; None for a reward model.
-        chance_below: how likely the figure of another sample of `n` rows is to fall under the threshold if the rate
-            measured here is the true one; None without a figure.
-        chance_model: what that was computed with: `binomial`, or `normal` for a rate that has half wins in it.
+        agreement_rate, position_bias: as in `WinRate`; None for a reward model, which has no order of showing.
+        chance_below: how likely the figure of another sample of `n` rows is to fall under the threshold, given what
+            was measured here; None without a figure.
+        chance_model: what that was computed with: `beta-binomial`, or `Dirichlet-multinomial` for a rate that has half
+            wins in it; see `chance_below`.
         problems: rows that cannot be graded, one sentence each; any of them fails the file.
-        warnings: rows that were graded, such as empty responses.
+        warnings: what was graded and is odd all the same, such as empty responses.
         details: everything else that was measured.
     """
 
@@ -55,7 +58,10 @@ class FileGrade:
     low: float | None = None
     high: float | None = None
     n: int = 0
+    n_total: int = 0
     half: dict[str, Any] | None = None
+    agreement_rate: float | None = None
+    position_bias: float | None = None
     chance_below: float | None = None
     chance_model: str | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
@@ -93,7 +99,7 @@ def grade_submission(
     base_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
     max_new_tokens: int | None = None,
-    count_tokens: Callable[[str], int] | None = None,
+    count_tokens: TokenCounter | None = None,
     rule: Rule = "agreed",
     **judging: Any,
 ) -> SubmissionGrade:
@@ -107,9 +113,8 @@ def grade_submission(
         folder: the submission.
         thresholds: threshold by method, or a JSON file of them; see `submission_file` for the methods' files.
         judge: decides between responses; None for the known score, which only the embedded task has.
-        prompts_jsonl, base_jsonl, prefs_jsonl: what the submission was made on; None for what is embedded.
-        max_new_tokens: the most tokens of a response; None for 256, or 48 for the embedded prompts.
-        count_tokens: counts the tokens of a text, to check what rows say of their length; None for no check.
+        base_jsonl: the base's responses; None for the embedded ones.
+        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `submission_checks`.
         rule: `agreed` or `half`.
         judging: passed on to `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
 
@@ -124,22 +129,22 @@ def grade_submission(
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     thresholds = load_thresholds(thresholds)
-    prompts = load_prompts(prompts_jsonl)
+    checks = submission_checks(
+        thresholds,
+        prompts_jsonl=prompts_jsonl,
+        prefs_jsonl=prefs_jsonl,
+        max_new_tokens=max_new_tokens,
+        count_tokens=count_tokens,
+    )
+    prompts = checks["prompts"]
     judge = known_score_judge(prompts) if judge is None else judge
-    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
-    assets = {
-        "prompts": prompts,
-        "pairs": load_pairs(prefs_jsonl) if REWARD_MODEL in thresholds else [],
-        "max_new_tokens": limit,
-        "count_tokens": count_tokens,
-    }
-    base = load_base(prompts, base_jsonl, max_new_tokens=limit if base_jsonl is not None else None)
+    base = load_base(prompts, base_jsonl, max_new_tokens=checks["max_new_tokens"] if base_jsonl is not None else None)
 
     def judged(name: str, responses: Sequence[Response]) -> CandidateResult:
         return judge_candidate(judge, name, responses, prompts, base, **judging)
 
     usages: list[Usage] = []
-    grades = [_grade(folder, name, threshold, assets, judged, rule, usages) for name, threshold in thresholds.items()]
+    grades = [_grade(folder, name, threshold, checks, judged, rule, usages) for name, threshold in thresholds.items()]
     part_two = [grade.passed for grade in grades if grade.method in PART_TWO]
     return SubmissionGrade(
         grades=grades,
@@ -149,7 +154,7 @@ def grade_submission(
     )
 
 
-def _grade(folder, name, threshold, assets, judged, rule: Rule, usages: list[Usage]) -> FileGrade:
+def _grade(folder, name, threshold, checks, judged, rule: Rule, usages: list[Usage]) -> FileGrade:
     base = {
         "method": name,
         "file": submission_file(name),
@@ -158,7 +163,7 @@ def _grade(folder, name, threshold, assets, judged, rule: Rule, usages: list[Usa
     }
     if not (folder / submission_file(name)).is_file():
         return FileGrade(**base, passed=False, reason="missing")
-    rows, problems = check_submission_file(folder, name, **assets)
+    rows, problems = check_submission_file(folder, name, **checks)
     fatal = [str(problem) for problem in problems if problem.fatal]
     base |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
     if fatal:
@@ -177,6 +182,8 @@ def _grade(folder, name, threshold, assets, judged, rule: Rule, usages: list[Usa
 def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[float]]) -> FileGrade:
     metrics = reward_metrics(*scores)
     accuracy, n = metrics["accuracy"], metrics["n"]
+    if metrics["ties"] == n:
+        base = {**base, "warnings": [*base["warnings"], f"{base['file']}: {ALL_TIED % n}"]}
     return FileGrade(
         **base,
         passed=accuracy >= base["threshold"],
@@ -185,8 +192,9 @@ def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[fl
         low=metrics["low"],
         high=metrics["high"],
         n=n,
-        chance_below=chance_below(accuracy, n, base["threshold"]),
-        chance_model="binomial",
+        n_total=n,
+        chance_below=chance_below(round(accuracy * n), n, base["threshold"]),
+        chance_model="beta-binomial",
         details=metrics,
     )
 
@@ -194,13 +202,7 @@ def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[fl
 def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> FileGrade:
     figure, threshold = getattr(result.win_rate, rule), base["threshold"]
     credits = [credit for credit in row_credits(result.outcomes, rule) if credit is not None]
-    chance = None
-    if credits:
-        chance = (
-            chance_below(figure.rate, figure.n, threshold)
-            if rule == "agreed"
-            else chance_mean_below(credits, threshold)
-        )
+    ties = None if rule == "agreed" else credits.count(0.5)
     return FileGrade(
         **base,
         passed=bool(credits) and figure.rate >= threshold,
@@ -209,8 +211,11 @@ def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> 
         low=figure.low,
         high=figure.high,
         n=figure.n,
+        n_total=result.win_rate.n_total,
         half=dataclasses.asdict(result.win_rate.half),
-        chance_below=chance,
-        chance_model=None if chance is None else "binomial" if rule == "agreed" else "normal",
+        agreement_rate=result.win_rate.agreement_rate,
+        position_bias=result.win_rate.position_bias,
+        chance_below=chance_below(credits.count(1.0), len(credits), threshold, ties=ties),
+        chance_model=None if not credits else "beta-binomial" if ties is None else "Dirichlet-multinomial",
         details=result.to_dict(),
     )

@@ -28,16 +28,19 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
         ValueError: it is no causal language model, such as a reward model; its adapter does not fit its base; or an
             unknown dtype.
     """
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     path = resolve_model_path(str(name_or_path))
     adapter = _read(Path(path) / "adapter_config.json")
     base = resolve_model_path(adapter["base_model_name_or_path"]) if adapter else path
     _refuse_reward_models(name_or_path, adapter, _read(Path(base) / "config.json"))
+    if not Path(base).is_dir():
+        _require_on_hub(base)
+
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     try:
         model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
         has_tokenizer = not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").is_file()
@@ -88,6 +91,22 @@ def _refuse_reward_models(name: str | Path, adapter: dict[str, Any] | None, conf
     architecture = ((config or {}).get("architectures") or [""])[0]
     if (adapter or {}).get("task_type") == "SEQ_CLS" or architecture.endswith("ForSequenceClassification"):
         raise ValueError(f"{name} is a reward model, which cannot generate: name a policy")
+
+
+def _require_on_hub(name: str) -> None:
+    """Ask the hub once: loading a model that is not there asks for file after file, for over a minute offline."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the hub's, of the network's and of the name's several kinds
+        reason = " ".join(str(error).split())[:200]
+        raise FileNotFoundError(
+            f"no model {name!r}: there is no such folder, none of that name was downloaded before, and the hub gives "
+            f"none: {reason}"
+        ) from error
 
 
 def _with_adapter(model, path: str):

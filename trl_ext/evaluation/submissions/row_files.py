@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,21 @@ from typing import Any
 from trl_ext.data.rows import read_jsonl
 from trl_ext.files import write_json, write_json_lines
 
+logger = logging.getLogger(__name__)
+
+# What a model is called changes with the folder one stands in; its weights are compared by their hash.
+FREE = ("model",)
+# Padding changes the last bits of what is computed, which can tip a close choice between two tokens, and no more.
+NEARLY_FREE = ("batch_size",)
+
 
 class RowFile:
     """A JSONL file with one row per row_id, beside a file that says how its rows were made.
 
     Args:
         path: of the rows; `aot.jsonl` has `aot.settings.json` beside it.
-        settings: how rows are made, JSON-ready. Rows made otherwise are refused.
+        settings: how rows are made, JSON-ready. Rows made otherwise are refused; another `batch_size` is warned of,
+            and the settings on file stay those of the first rows.
         row_ids: all rows that there will be, in order.
         overwrite: drop the rows that are there.
 
@@ -32,15 +41,16 @@ class RowFile:
         self, path: str | Path, settings: Mapping[str, Any], row_ids: Sequence[str], *, overwrite: bool = False
     ):
         self.path = Path(path)
+        if self.path.is_dir():
+            raise ValueError(f"{self.path} is a folder: name a file")
         self.settings_path = self.path.with_name(f"{self.path.stem}.settings.json")
         self.settings = dict(settings)
         self.row_ids = list(row_ids)
         self.rows: dict[str, dict[str, Any]] = {}
-        if self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder: name a file")
         if self.path.exists() and not overwrite:
-            self._check_settings()
+            earlier = self._check_settings()
             self._read()
+            self._warn_of_others(earlier)
         else:
             self.path.unlink(missing_ok=True)
             write_json(self.settings_path, self.settings)
@@ -56,7 +66,7 @@ class RowFile:
         self.rows = {row_id: known[row_id] for row_id in self.row_ids if row_id in known}
         write_json_lines(self.path, self.rows.values())
 
-    def _check_settings(self) -> None:
+    def _check_settings(self) -> dict[str, Any]:
         advice = "choose another --out, or replace it with --overwrite"
         try:
             earlier = json.loads(self.settings_path.read_text(encoding="utf-8"))
@@ -64,10 +74,20 @@ class RowFile:
             message = f"{self.path} exists, and no {self.settings_path.name} says how it was made: {advice}"
             raise FileExistsError(message) from None
         for name, value in self.settings.items():
-            # What a model is called changes with the folder one stands in; its weights are compared by their hash.
-            if name != "model" and earlier.get(name) != value:
+            if name not in (*FREE, *NEARLY_FREE) and earlier.get(name) != value:
                 was, now = (_short(settings, name) for settings in (earlier, self.settings))
                 raise FileExistsError(f"{self.path} holds rows made with {was}, not with {now}: {advice}")
+        return earlier
+
+    def _warn_of_others(self, earlier: Mapping[str, Any]) -> None:
+        """Only where rows are left to make: nothing else depends on how the others are made."""
+        for name in NEARLY_FREE if self.missing else ():
+            if name in earlier and name in self.settings and earlier[name] != self.settings[name]:
+                logger.warning(
+                    "%s holds %d rows made with %s %s, and the other %d are made with %s: rounding differs, so a few "
+                    "may not be what one run would give",
+                    *(self.path, len(self.rows), name, earlier[name], len(self.missing), self.settings[name]),
+                )
 
     def _read(self) -> None:
         split = read_jsonl(self.path)

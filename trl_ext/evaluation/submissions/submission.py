@@ -9,7 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_pairs, load_prompts
+from trl_ext.evaluation.submissions.assets import (
+    MAX_PROMPT_TOKENS,
+    TokenCounter,
+    default_max_new_tokens,
+    load_pairs,
+    load_prompts,
+    token_counter,
+)
 from trl_ext.evaluation.submissions.row_files import RowFile
 from trl_ext.evaluation.submissions.rows import (
     RowProblem,
@@ -47,7 +54,8 @@ def generate_submission_file(
     """Write a policy's greedy response to every prompt, a batch of similar length at a time.
 
     The file is written after each batch. Called again, it goes on from the rows that are there, if they are of the
-    same model, prompts and settings; with all of them there, no model is loaded.
+    same model, prompts and settings; with all of them there, no model is loaded. Another batch size is only warned of:
+    it changes the rounding, and so may change the text where two tokens are equally likely, above all in bfloat16.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
@@ -66,7 +74,10 @@ def generate_submission_file(
         ValueError: bad prompts, or an argument out of range.
     """
     from trl_ext.evaluation.submissions.policy_models import load_policy, model_sha256
+    from trl_ext.models import resolve_model_path
 
+    # What is wrong here shows before large libraries are imported.
+    resolve_model_path(str(model))
     limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
     for name, value in (
         ("max_prompt_tokens", max_prompt_tokens),
@@ -84,15 +95,17 @@ def generate_submission_file(
         "max_prompt_tokens": max_prompt_tokens,
         "max_new_tokens": limit,
         "dtype": dtype,
+        "batch_size": batch_size,
     }
     file = RowFile(out, settings, [row["row_id"] for row in prompts], overwrite=overwrite)
     batches = _batches(prompts, batch_size, set(file.missing))
     if batches:
+        policy, tokenizer = load_policy(model, dtype=dtype)
+
         from tqdm.auto import tqdm
 
         from trl_ext.rollouts import generate_responses
 
-        policy, tokenizer = load_policy(model, dtype=dtype)
         with tqdm(total=len(prompts), initial=len(file.rows), desc="responses", disable=not progress) as bar:
             for batch in batches:
                 generations = generate_responses(
@@ -138,16 +151,22 @@ def score_submission_file(
         ValueError: bad pairs, not a reward model, or an argument out of range.
     """
     from trl_ext.evaluation.submissions.policy_models import model_sha256
+    from trl_ext.models import resolve_model_path
+
+    # What is wrong here shows before large libraries are imported.
+    resolve_model_path(str(reward_model))
+    pairs = load_pairs(prefs_jsonl)
+
     from trl_ext.rewards import RewardModel
 
     model = RewardModel(reward_model, batch_size=batch_size, dtype=dtype)
-    pairs = load_pairs(prefs_jsonl)
     settings = {
         "rows": "scores of pairs",
         "model": str(reward_model),
         "model_sha256": model_sha256(model.folder),
         "pairs_sha256": _sha256([row["row_id"], row["prompt"], row["chosen"], row["rejected"]] for row in pairs),
         "dtype": dtype,
+        "batch_size": batch_size,
     }
     file = RowFile(out, settings, [row["row_id"] for row in pairs], overwrite=overwrite)
     missing = set(file.missing)
@@ -224,6 +243,40 @@ def build_submission(
     return [file.path for file in files]
 
 
+def submission_checks(
+    methods: Iterable[str],
+    *,
+    prompts_jsonl: str | Path | None = None,
+    prefs_jsonl: str | Path | None = None,
+    max_new_tokens: int | None = None,
+    count_tokens: TokenCounter | None = None,
+) -> dict[str, Any]:
+    """What the files of a submission are held against, the same when they are packed and when they are graded.
+
+    Args:
+        methods: whose files; pairs are read if the reward model is one of them.
+        prompts_jsonl, prefs_jsonl: what the submission was made on; None for what is embedded.
+        max_new_tokens: the most tokens of a response; None for 256, or 48 for the embedded prompts.
+        count_tokens: counts the tokens of a text, to check what rows say of their length. None for the embedded
+            tokenizer's count where the prompts are embedded, and for no check where they are not.
+
+    Returns:
+        The keywords of `check_submission_file`.
+
+    Raises:
+        FileNotFoundError: no such file of prompts or pairs.
+        ValueError: those files have bad rows.
+    """
+    if count_tokens is None and prompts_jsonl is None:
+        count_tokens = token_counter("toy")
+    return {
+        "prompts": load_prompts(prompts_jsonl),
+        "pairs": load_pairs(prefs_jsonl) if REWARD_MODEL in methods else [],
+        "max_new_tokens": default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens,
+        "count_tokens": count_tokens,
+    }
+
+
 def check_submission_file(
     folder: str | Path,
     name: str,
@@ -231,9 +284,9 @@ def check_submission_file(
     prompts: Sequence[Mapping[str, Any]],
     pairs: Sequence[Mapping[str, Any]],
     max_new_tokens: int,
-    count_tokens=None,
+    count_tokens: TokenCounter | None,
 ) -> tuple[Any, list[RowProblem]]:
-    """What `read_responses` or `read_pair_scores` finds in a method's file."""
+    """What `read_responses` or `read_pair_scores` finds in a method's file, held against `submission_checks`."""
     path = Path(folder) / submission_file(name)
     if name == REWARD_MODEL:
         return read_pair_scores(path, [row["row_id"] for row in pairs])
@@ -248,6 +301,7 @@ def pack_submission(
     prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
     max_new_tokens: int | None = None,
+    count_tokens: TokenCounter | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
     """Check a submission's files and put them into an archive; the same files give the same archive, byte for byte.
@@ -256,8 +310,7 @@ def pack_submission(
         folder: with the files of `submission_file`; some may be missing, and no others are taken.
         out: the archive.
         methods: those that a submission may have.
-        prompts_jsonl, prefs_jsonl: what it was made on; None for the embedded ones.
-        max_new_tokens: the most tokens of a response; None for 256, or 48 for the embedded prompts.
+        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `submission_checks`.
         overwrite: replace an archive that is there.
 
     Returns:
@@ -277,11 +330,13 @@ def pack_submission(
     there = [name for name in names if (folder / submission_file(name)).is_file()]
     if not there:
         raise FileNotFoundError(f"{folder} holds no file of a submission, such as {submission_file(names[0])}")
-    checks = {
-        "prompts": load_prompts(prompts_jsonl),
-        "pairs": load_pairs(prefs_jsonl) if REWARD_MODEL in there else [],
-        "max_new_tokens": default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens,
-    }
+    checks = submission_checks(
+        there,
+        prompts_jsonl=prompts_jsonl,
+        prefs_jsonl=prefs_jsonl,
+        max_new_tokens=max_new_tokens,
+        count_tokens=count_tokens,
+    )
     problems = [problem for name in there for problem in check_submission_file(folder, name, **checks)[1]]
     refuse_fatal(problems)
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -1,5 +1,5 @@
 """Packed forward passes: rows without padding, and prefixes that they have in common encoded once."""
 
-from trl_ext.models.packing.hook import Packing, packing_of, share_prefixes
+from trl_ext.models.packing.hook import Packing, last_tokens, packed_inputs, packing_of, share_prefixes
 
-__all__ = ["Packing", "packing_of", "share_prefixes"]
+__all__ = ["Packing", "last_tokens", "packed_inputs", "packing_of", "share_prefixes"]

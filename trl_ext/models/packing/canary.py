@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Largest difference of a log-probability or a score in float32, relative where these exceed 1, and mean difference
 # in half precision, where padding alone moves single values by several hundredths.
 FLOAT32_TOLERANCE = 1e-4
 HALF_TOLERANCE = 0.05
+_HALF = {torch.bfloat16, torch.float16}
 _LONGEST = 640
 
 
@@ -54,20 +55,30 @@ def difference(model, packed: Callable[..., Tensor], padded: Callable[..., Tenso
     """
     batch = canary_batch(model.config, next(model.parameters()).device)
     with torch.no_grad(), _evaluating(model):
-        expected, got = padded(**batch).double(), packed(**batch).double()
+        with _noting_precisions(model) as precisions:
+            expected = padded(**batch).double()
+        got = packed(**batch).double()
     apart = (expected - got).abs()
-    if _rounds_coarsely(model):
+    if precisions & _HALF or (batch["input_ids"].is_cuda and torch.get_float32_matmul_precision() != "highest"):
         return apart.max().item(), bool(apart.mean() <= HALF_TOLERANCE)
     scale = max(1.0, expected.abs().max().item())
     return apart.max().item(), bool(apart.max() <= FLOAT32_TOLERANCE * scale)
 
 
-def _rounds_coarsely(model) -> bool:
-    parameter = next(model.parameters())
-    kind = parameter.device.type
-    if parameter.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(kind):
-        return True
-    return kind == "cuda" and torch.get_float32_matmul_precision() != "highest"
+@contextmanager
+def _noting_precisions(model) -> Iterator[set[torch.dtype]]:
+    """What linear layers compute in: mixed precision may be turned on inside of the model's own forward pass."""
+    precisions: set[torch.dtype] = set()
+    handles = [
+        module.register_forward_hook(lambda module, given, output: precisions.add(output.dtype))
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    try:
+        yield precisions
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -20,7 +20,9 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, PREFIX, attention_name
 from trl_ext.models.packing.canary import difference
 from trl_ext.models.packing.obstacles import (
+    forward_functions,
     has_active_dropout,
+    has_embedding_noise,
     has_fused_head,
     is_classifier,
     original_context,
@@ -37,6 +39,8 @@ _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top
 # What trainers pass beside the batch and what changes nothing here: `margin` is a column that TRL's RewardTrainer
 # passes on, and that no model reads.
 _HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin"})
+# What is the case anyway: models with adapters spell it out.
+_AS_USUAL = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
 class Packing:
@@ -73,14 +77,19 @@ class Packing:
             model.forward = types.MethodType(self._hooked, model)
 
     @property
-    def is_outermost(self) -> bool:
-        """Whether the model's calls come here first."""
-        return self._hooked is not None and getattr(self.model.forward, "__func__", None) is self._hooked
+    def is_reached(self) -> bool:
+        """Whether the model's calls come here, be it through the wrapper of mixed precision."""
+        return self._hooked is not None and self._hooked in forward_functions(self.model)
 
     @property
     def active(self) -> bool:
         """Whether passes are packed, as far as is known now."""
         return self.reason is None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the model cannot be packed, as was said of it before."""
+        return self.reason is not None and packing_obstacle(self.model) == self.reason
 
     def describe(self) -> str:
         """One line: what is used, or why nothing is."""
@@ -95,8 +104,9 @@ class Packing:
     def remove(self) -> None:
         """Give the model its own forward pass and attention back."""
         self.reason = "it was taken off"
-        if getattr(self.model.forward, "__func__", None) is self._hooked:
+        if self._hooked is not None and getattr(self.model.forward, "__func__", None) is self._hooked:
             self.model.forward = self._forward
+        self._hooked = None
         self._restore_attention()
 
     def _restore_attention(self) -> None:
@@ -110,33 +120,46 @@ class Packing:
         replaced = not self.model.config._attn_implementation.startswith(PREFIX)
         if not self.active or replaced or torch.compiler.is_compiling():
             return None
-        plan, reason = self._plan(input_ids, attention_mask, labels, kwargs)
+        plan, reason = None, self._obstacle(input_ids, attention_mask, kwargs)
+        if reason is None:
+            # Before the batch is looked at, which is another in each process: where parameters are sharded, all
+            # processes must run the canary at the same call.
+            if self.backend is None:
+                self._settle()
+                if not self.active:
+                    return None
+            plan, reason = self._plan(input_ids, attention_mask, labels)
         if plan is None:
             self.left_padded[reason] += 1
             return None
-        if self.backend is None:
-            self._settle()
-            if not self.active:
-                return None
         plan.derived["backend"] = self.backend
         self.padded_tokens += input_ids.numel()
         self.packed_tokens += plan.tokens
         return plan
 
-    def _plan(self, input_ids, attention_mask, labels, kwargs) -> tuple[Plan | None, str]:
-        extra = sorted(name for name, value in kwargs.items() if value is not None and name not in _HARMLESS)
+    def _obstacle(self, input_ids, attention_mask, kwargs) -> str | None:
+        """Why a call is not one to pack, whatever rows it is of."""
+        given = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
+        extra = sorted(name for name, value in given.items() if value is not _AS_USUAL.get(name, given))
         if extra:
-            return None, f"takes {', '.join(extra)}"
+            return f"takes {', '.join(extra)}"
         if input_ids is None or attention_mask is None or attention_mask.dim() != 2:
-            return None, "takes no tokens with a mask of rows"
+            return "takes no tokens with a mask of rows"
         if getattr(self.model.config, "output_router_logits", False):
-            return None, "balances the load of experts"
+            return "balances the load of experts"
+        if has_embedding_noise(self.model):
+            return "adds noise to its embeddings"
+        return None
+
+    def _plan(self, input_ids, attention_mask, labels) -> tuple[Plan | None, str]:
         if self._context is not None and input_ids.shape[1] > self._context:
             return None, "rotary angles depend on the length of the batch"
         # With a prefix encoded once, rows would not draw their dropout independently.
         plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
         if plan is None:
             return None, "has a mask or labels of another form"
+        if is_classifier(self.model) and not _has_scores(plan, input_ids, self.model.config):
+            return None, "is padded with another token than the model's"
         if plan.tokens > (1 - LEAST_SAVING) * input_ids.numel():
             return None, "saves too little"
         return plan, ""
@@ -205,7 +228,7 @@ def packed_inputs(plan: Plan) -> dict[str, Any]:
     }
 
 
-def share_prefixes(*models) -> Packing:
+def share_prefixes(*models, quiet: bool = False) -> Packing:
     """Let a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
 
     For trainers of TRL, and this library's (which do it themselves): the same losses, gradients, metrics and
@@ -222,6 +245,7 @@ def share_prefixes(*models) -> Packing:
     Args:
         models: a causal language model with TRL's fused LM head, which trainers put on it, or one for sequence
             classification; bare, with adapters, or wrapped for distribution. None is passed over.
+        quiet: leave out the line of the log that says what is used, not the one that says why nothing is.
 
     Returns:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
@@ -233,20 +257,20 @@ def share_prefixes(*models) -> Packing:
     if not inner:
         raise ValueError("no model to share prefixes in")
     for model in inner:
-        _hook(model, quiet=model is not inner[0])
+        _hook(model, quiet=quiet or model is not inner[0])
     return packing_of(inner[0])
 
 
 def packing_of(model) -> Packing | None:
     """The packing that `share_prefixes` put on a model, bare or wrapped; None if there is none."""
-    packings = _unwrapped(model).__dict__.get(_ATTRIBUTE)
+    packings = getattr(_unwrapped(model), "__dict__", {}).get(_ATTRIBUTE)
     return packings[-1] if packings else None
 
 
 def _hook(model: nn.Module, *, quiet: bool) -> None:
     packings: list[Packing] = model.__dict__.setdefault(_ATTRIBUTE, [])
     if packings:
-        if packings[-1].is_outermost:
+        if packings[-1].is_reached or packings[-1].is_refused:
             return
         # Another trainer has put its head over the hook, and does not pass through it any more.
         packings[-1].reason = "it was taken over by another trainer"
@@ -266,7 +290,7 @@ def _hooked_forward(model: nn.Module):
     index = len(model.__dict__.get(_ATTRIBUTE, ()))
 
     # Generation checks its arguments against the signature.
-    @functools.wraps(type(model).forward)
+    @functools.wraps(getattr(model.forward, "__func__", model.forward))
     def forward(self, *args, **kwargs):
         return function(self.__dict__[_ATTRIBUTE][index], *args, **kwargs)
 
@@ -279,16 +303,15 @@ def _causal_forward(packing: Packing, *args, fused_lm_head=False, **kwargs):
     if fused_lm_head and not args and batch["labels"] is not None:
         plan = packing.plan(**batch, **kwargs)
     if plan is not None:
-        return _packed_log_probs(packing, plan, batch["labels"], **kwargs)
+        return _packed_log_probs(packing, plan, batch["labels"], kwargs.get("num_items_in_batch"))
     given = {name: value for name, value in batch.items() if value is not None}
     return packing.call(*args, **given, fused_lm_head=fused_lm_head, **kwargs)
 
 
-def _packed_log_probs(packing: Packing, plan: Plan, labels: Tensor, *, num_items_in_batch=None, **kwargs):
+def _packed_log_probs(packing: Packing, plan: Plan, labels: Tensor, num_items_in_batch=None):
     """TRL's fused output for a batch, computed on a packed row."""
-    kwargs.pop("use_cache", None)
     output = packing.call(
-        **packed_inputs(plan), shift_labels=plan.shift_labels(labels), fused_lm_head=True, use_cache=False, **kwargs
+        **packed_inputs(plan), shift_labels=plan.shift_labels(labels), fused_lm_head=True, use_cache=False
     )
     mask = labels[:, 1:] != -100
     places = plan.columns[:, :-1]
@@ -302,23 +325,33 @@ def _packed_log_probs(packing: Packing, plan: Plan, labels: Tensor, *, num_items
     return output
 
 
-def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, **kwargs):
-    plan = packing.plan(input_ids, attention_mask, **kwargs)
+def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, *args, **kwargs):
+    plan = None if args else packing.plan(input_ids, attention_mask, **kwargs)
     if plan is None:
-        return packing.call(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        return packing.call(input_ids, attention_mask, *args, **kwargs)
     return SequenceClassifierOutputWithPast(logits=_packed_scores(packing, plan, input_ids))
 
 
 def _packed_scores(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor:
     model = packing.model
-    rows, last = torch.arange(len(input_ids), device=input_ids.device), last_tokens(input_ids, model.config)
+    rows = torch.arange(len(input_ids), device=input_ids.device)
+    last = last_tokens(input_ids, model.config.get_text_config().pad_token_id)
     return model.score(packing.hidden_states(plan)[plan.columns[rows, last]])
 
 
-def last_tokens(input_ids: Tensor, config) -> Tensor:
-    """The column a row's score is read at, by transformers' rule: its last token that is not padding. [B]."""
+def _has_scores(plan: Plan, input_ids: Tensor, config) -> bool:
+    """Whether the tokens that scores are read at are encoded."""
+    last = last_tokens(input_ids, config.get_text_config().pad_token_id)
+    return bool(plan.present.gather(1, last[:, None]).all())
+
+
+def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:
+    """The column a row's score is read at, by transformers' rule: its last token that is not padding. [B].
+
+    Where padding is the end-of-turn token as well, that is the one before the end-of-turn token.
+    """
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
-    return (column * (input_ids != config.get_text_config().pad_token_id)).argmax(dim=1)
+    return (column * (input_ids != pad_token_id)).argmax(dim=1)
 
 
 def _unwrapped(model) -> nn.Module:

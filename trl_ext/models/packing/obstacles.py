@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterator
 
+from torch.nn.modules.dropout import _DropoutNd
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -14,15 +16,30 @@ _LAYERS = frozenset({"full_attention", "sliding_attention"})
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
+def forward_functions(model) -> Iterator[Callable]:
+    """The functions that a call of the model goes through, outermost first, as far as they tell what they wrap.
+
+    Mixed precision wraps the forward pass of a model, and TRL prepares its reference models in this way at once.
+    """
+    function = getattr(model.forward, "__func__", model.forward)
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
 def has_fused_head(model) -> bool:
-    """Whether TRL's fused LM head is on the model."""
-    parameters = inspect.signature(getattr(model.forward, "__func__", model.forward), follow_wrapped=False).parameters
-    return "fused_lm_head" in parameters
+    """Whether TRL's fused LM head is on the model, be it under a wrapper for mixed precision."""
+    forward = getattr(model.forward, "__func__", model.forward)
+    while forward is not None:
+        if "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def is_classifier(model) -> bool:
     """Whether the model is one for sequence classification, as reward models are."""
-    return isinstance(model, GenericForSequenceClassification)
+    return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def packing_obstacle(model) -> str | None:
@@ -37,6 +54,8 @@ def packing_obstacle(model) -> str | None:
         return "it takes more than text"
     if getattr(config, "is_encoder_decoder", False):
         return "it has an encoder"
+    if is_classifier(model) and not isinstance(model, GenericForSequenceClassification):
+        return "it reads its scores in a way of its own"
     if not is_classifier(model) and not model.can_generate():
         return "it is neither a causal language model nor one for sequence classification"
     if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
@@ -73,13 +92,22 @@ def original_context(config) -> int | None:
 
 
 def has_active_dropout(model) -> bool:
-    """Whether a forward pass would draw dropout now."""
-    if not model.training:
+    """Whether a forward pass would draw dropout, or the noise of a router, now."""
+    return any(module.training and _draws(module) for module in model.modules())
+
+
+def _draws(module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    # Most modules of a model are torch's: this runs at every call.
+    if type(module).__module__.startswith("torch."):
         return False
-    for module in model.modules():
-        rate = getattr(module, "attention_dropout", None)
-        if isinstance(rate, float) and rate > 0 and module.training:
-            return True
-        if getattr(module, "p", 0) and type(module).__name__.startswith("Dropout") and module.training:
-            return True
-    return False
+    # Models keep the rates of functions as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`.
+    rates = (value for name, value in vars(module).items() if "drop" in name or "jitter" in name)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+def has_embedding_noise(model) -> bool:
+    """Whether a forward pass would add NEFTune's noise, whose size depends on the length of the batch."""
+    embedding = model.get_input_embeddings()
+    return embedding.training and bool(getattr(embedding, "neftune_noise_alpha", None))

@@ -83,6 +83,8 @@ def plan_batch(
         a label that is on padding, on a row's first token, or another token than the input's.
     """
     ids, attended = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
+    if not ids.size:
+        return None
     lengths, first = attended.sum(axis=1), attended.argmax(axis=1)
     column = np.arange(ids.shape[1])
     block = (column >= first[:, None]) & (column < (first + lengths)[:, None])
@@ -93,7 +95,9 @@ def plan_batch(
         needed = _needed_tokens(labels.cpu().numpy(), ids, attended, first)
         if needed is None:
             return None
-    rows = [ids[row, start : start + length] for row, (start, length) in enumerate(zip(first, lengths, strict=True))]
+    # With the token that the last one predicts. What lies behind it must not part rows that are encoded alike.
+    ends = first + np.minimum(lengths, needed + 1)
+    rows = [ids[row, start:end] for row, (start, end) in enumerate(zip(first, ends, strict=True))]
     # Bytes of big-endian numbers sort as the numbers do.
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes()) if share else range(len(rows))
 
@@ -103,8 +107,7 @@ def plan_batch(
     for row in order:
         shared = 0
         if share and previous is not None:
-            shared = _common_prefix(rows[previous], rows[row]) - (labels is not None)
-            shared = min(shared, needed[row], len(paths[previous]))
+            shared = max(0, _common_prefix(rows[previous], rows[row]) - (labels is not None))
             shared = shared if shared >= minimum_shared else 0
         added = needed[row] - shared
         own = np.arange(total, total + added)
@@ -132,7 +135,7 @@ def plan_batch(
         key_index=place(np.concatenate([paths[row] for row, _ in segments])),
         columns=place(columns),
         present=place(present),
-        shares=total < needed.sum(),
+        shares=bool(total < needed.sum()),
     )
 
 

@@ -52,7 +52,7 @@
   }
 
   // Lines and marks in a plane. A mark is {run, x, y, name} with optional low, high, xlow, xhigh, radius and class.
-  function plane(host, { title, xLabel, marks, lines = [], extra = [], xRange, yRange, reference }) {
+  function plane(host, { title, xLabel, marks, lines = [], extra = [], xRange, yRange, reference, named }) {
     const all = marks.concat(lines.flatMap((line) => line.points));
     host.hidden = !all.length;
     if (host.hidden) return;
@@ -67,7 +67,7 @@
       svg.append(shape("line", { class: "grid", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }));
       svg.append(shape("text", { x: box.left - 5, y: Y(y) + 4, "text-anchor": "end" }, figure(y)));
     }
-    for (const x of ticks(x0, x1, Math.max(2, width / 90))) {
+    for (const x of ticks(x0, x1, Math.max(3, width / 60))) {
       svg.append(shape("line", { class: "grid", x1: X(x), x2: X(x), y1: box.bottom, y2: box.bottom + 4 }));
       svg.append(shape("text", { x: X(x), y: box.bottom + 16, "text-anchor": "middle" }, figure(x)));
     }
@@ -88,7 +88,26 @@
       if (Number.isFinite(mark.xlow)) whisker({ x1: X(mark.xlow), y1: y }, { x2: X(mark.xhigh), y2: y });
       g.append(shape("circle", { class: mark.class || "dot", cx: x, cy: y, r: mark.radius || 4 }));
     }
+    if (named) nameMarks(svg, marks.map((mark) => ({ ...mark, x: X(mark.x), y: Y(mark.y) })), box);
     readable(svg, reading, all, X, Y);
+  }
+
+  // Writes beside each mark the name of its run where that covers no other mark or name.
+  function nameMarks(svg, marks, box) {
+    const taken = marks.map(({ x, y }) => ({ left: x - 5, right: x + 5, top: y - 5, bottom: y + 5 }));
+    const free = (a) => a.left >= box.left && a.right <= box.right && a.top >= box.top
+      && taken.every((b) => a.right < b.left || b.right < a.left || a.bottom < b.top || b.bottom < a.top);
+    for (const { run, x, y } of marks) {
+      const width = run.length * 6.2;
+      for (const [left, down] of [[x + 7, -4], [x - 7 - width, -4], [x + 7, 13], [x - 7 - width, 13]]) {
+        const area = { left, right: left + width, top: y + down - 10, bottom: y + down + 2 };
+        if (free(area)) {
+          taken.push(area);
+          svg.append(shape("text", { class: "name", x: left, y: y + down }, run));
+          break;
+        }
+      }
+    }
   }
 
   // Says below the chart what the pointer is nearest to.
@@ -119,12 +138,18 @@
     const values = rows.flatMap((row) => [row.value, row.low, row.high, row.base]).concat(reference);
     const [x0, x1] = range(values.filter((value) => Number.isFinite(value)));
     const X = (x) => left + 8 + ((x - x0) / (x1 - x0)) * (right - left - 8);
-    for (const x of ticks(x0, x1, Math.max(2, (right - left) / 60))) {
+    // No tick so close to the reference that their labels would meet.
+    const marks = ticks(x0, x1, Math.max(3, (right - left) / 45))
+      .filter((x) => reference === null || x === reference || Math.abs(X(x) - X(reference)) > 28);
+    for (const x of marks) {
       svg.append(shape("line", { class: "grid", x1: X(x), x2: X(x), y1: 0, y2: height - 22 }));
       svg.append(shape("text", { x: X(x), y: height - 8, "text-anchor": "middle" }, figure(x)));
     }
     if (reference !== null) {
       svg.append(shape("line", { class: "reference", x1: X(reference), x2: X(reference), y1: 0, y2: height - 22 }));
+      if (!marks.includes(reference)) {
+        svg.append(shape("text", { x: X(reference), y: height - 8, "text-anchor": "middle" }, figure(reference)));
+      }
     }
     const letters = Math.floor(left / 6.2);
     const points = rows.map((row, index) => {
@@ -161,24 +186,24 @@
 
   function drawTradeOff(host, chart) {
     const points = chart.points.map((p) => ({
-      run: p.run, setting: p.setting.join("\n"), front: p.front,
+      run: p.run, setting: p.setting.join("\n"), best: p.best, class: p.front ? "dot" : "dominated",
       x: p.kl.value, xlow: p.kl.low, xhigh: p.kl.high, y: p.reward.value, low: p.reward.low, high: p.reward.high,
-      name: `${p.run}: ${withInterval(p.reward)} at KL ${withInterval(p.kl)}${p.front ? ", on the front" : ""}`,
+      name: `${p.run}: ${withInterval(p.reward)} at KL ${withInterval(p.kl)}${p.front ? ", may be on the front" : ", not on the front"}`,
     }));
     const fronts = [...new Set(points.map((p) => p.setting))]
-      .map((setting) => points.filter((p) => p.front && p.setting === setting).sort((a, b) => a.x - b.x));
+      .map((setting) => points.filter((p) => p.best && p.setting === setting).sort((a, b) => a.x - b.x));
     const marks = points.filter((p) => isShown(p.run));
-    plane(host, { title: chart.title, xLabel: "KL to the base (nats per response)", marks, extra: fronts });
+    plane(host, { title: chart.title, xLabel: "KL to the base (nats per response)", marks, extra: fronts, named: true });
   }
 
   function drawReliability(host, chart) {
     const pairs = chart.bins.reduce((sum, bin) => sum + bin[2], 0);
-    const marks = chart.bins.filter(() => isShown(chart.run)).map(([x, y, n]) => ({
-      run: chart.run, x, y, class: "bubble", radius: 3 + 24 * Math.sqrt(n / pairs),
-      name: `${n} pairs: confidence ${figure(x)}, accuracy ${figure(y)}`,
+    const marks = chart.bins.filter(() => isShown(chart.run)).map(([x, y, n, low, high]) => ({
+      run: chart.run, x, y, low, high, class: "bubble", radius: 3 + 24 * Math.sqrt(n / pairs),
+      name: `${n} pairs: confidence ${figure(x)}, accuracy ${withInterval({ value: y, low, high })}`,
     }));
     const diagonal = [{ x: 0.5, y: 0.5 }, { x: 1, y: 1 }];
-    const error = chart.ece === null ? "" : `, ECE ${figure(chart.ece)}`;
+    const error = chart.ece === null ? "" : `, ECE ${chart.ece.toFixed(3)}`;
     const title = `Reliability of ${chart.run}${error}`;
     plane(host, { title, xLabel: "confidence", marks, xRange: [0.48, 1.02], yRange: [0, 1.05], reference: diagonal });
   }

@@ -1,0 +1,123 @@
+"""Workloads of the benchmarks and of the token gate: batches of token ids with the lengths of a real data set.
+
+`wildchat` has the lengths of the course's 256 held-out pairs, from `lengths.json`, and random ids; `long` has prompts
+of 700 tokens and responses of 256; `toy` has the ids of the embedded benchmark. Prompts differ from one another from
+their first token on, unless a common system prefix is asked for; responses to one prompt differ from theirs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+KINDS = ("wildchat", "long", "toy")
+# Ids below are left to the special tokens of the embedded tokenizer.
+FIRST_ID = 16
+LONG_PROMPT, LONG_RESPONSE, LONG_PAIRS = 700, 256, 256
+# Of the training pairs of the embedded benchmark.
+TOY_PAIRS = 512
+# Prompts of a generation batch of the policy workload.
+GENERATION_PROMPTS = 16
+
+
+class Pair(NamedTuple):
+    """Token ids of a preference pair."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+@dataclass
+class Group:
+    """Token ids of a prompt and of the responses that were sampled to it."""
+
+    prompt: list[int]
+    responses: list[list[int]]
+
+
+@cache
+def wildchat_lengths() -> tuple[tuple[int, int, int], ...]:
+    """Tokens of prompt, chosen and rejected response of each of the 256 pairs, in the order of the file."""
+    path = Path(__file__).with_name("lengths.json")
+    return tuple(tuple(pair) for pair in json.loads(path.read_text(encoding="utf-8"))["pairs"])
+
+
+class Writer:
+    """Draws sequences of random ids; two sequences of one writer never begin alike while it has first ids left."""
+
+    def __init__(self, vocabulary: int, seed: int = 0):
+        self._random = random.Random(seed)
+        self._ids = range(FIRST_ID, vocabulary)
+        self._drawn = 0
+
+    def __call__(self, length: int) -> list[int]:
+        self._drawn += 1
+        first = self._ids[self._drawn % len(self._ids)]
+        return [first, *self._random.choices(self._ids, k=length - 1)]
+
+
+def pairs(kind: str, *, vocabulary: int, system_tokens: int = 0) -> list[Pair]:
+    """The pairs of a workload, in its order.
+
+    Args:
+        kind: one of `KINDS`.
+        vocabulary: ids are below; not used by `toy`, which has its own.
+        system_tokens: how many of each prompt's tokens, its first, are the same for all; not used by `toy`.
+    """
+    if kind == "toy":
+        return _toy_pairs()
+    lengths = wildchat_lengths() if kind == "wildchat" else [(LONG_PROMPT, LONG_RESPONSE, LONG_RESPONSE)] * LONG_PAIRS
+    write = Writer(vocabulary)
+    system = write(system_tokens) if system_tokens else []
+    written = []
+    for prompt, chosen, rejected in lengths:
+        start = system + write(prompt - system_tokens) if prompt > system_tokens else system[:prompt]
+        written.append(Pair(start, write(chosen), write(rejected)))
+    return written
+
+
+def groups(kind: str, size: int, *, vocabulary: int, system_tokens: int = 0) -> list[Group]:
+    """The prompts of a workload with `size` responses each, whose lengths are drawn from all its responses."""
+    rows = pairs(kind, vocabulary=vocabulary, system_tokens=system_tokens)
+    if kind == "toy":
+        rows = list({tuple(pair.prompt): pair for pair in rows}.values())
+    responses = [response for pair in rows for response in pair[1:]]
+    draw = random.Random(1)
+    write = Writer(vocabulary, seed=1)
+    return [
+        Group(pair.prompt, [write(len(response)) for response in draw.choices(responses, k=size)]) for pair in rows
+    ]
+
+
+def generation_batches(rows: Sequence[Group], prompts: int = GENERATION_PROMPTS) -> Iterator[Sequence[Group]]:
+    """Groups that a policy trainer samples together: it pads them to one width."""
+    for start in range(0, len(rows) - prompts + 1, prompts):
+        yield rows[start : start + prompts]
+
+
+@cache
+def _toy_pairs() -> list[Pair]:
+    from transformers import AutoTokenizer
+
+    from trl_ext import load_benchmark
+    from trl_ext.models import resolve_model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+
+    def encode(messages: list[dict], **keywords) -> list[int]:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **keywords)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    rows = load_benchmark("toy", splits="train_prefs")["train_prefs"].select(range(TOY_PAIRS))
+    written = []
+    for row in rows:
+        prompt = encode(row["prompt"], add_generation_prompt=True)
+        sides = (encode(row["prompt"] + row[side])[len(prompt) :] for side in ("chosen", "rejected"))
+        written.append(Pair(prompt, *sides))
+    return written

@@ -1,0 +1,366 @@
+"""The two arms of `benchmarks.step`: real trainers of TRL on a model of random weights, with and without packing."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+import trl.trainer.utils
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+)
+
+from benchmarks._lengths import Group, Pair, generation_batches, groups, pairs
+from trl_ext import share_prefixes
+from trl_ext.models import resolve_model_path
+from trl_ext.models.packing import packing_of
+from trl_ext.models.packing.attention import BACKENDS
+
+# Hidden size, layers, intermediate size, heads, key heads, vocabulary; the last is Qwen2.5-1.5B.
+SIZES = {
+    "24M": (512, 6, 2048, 8, 2, 2048),
+    "53M": (768, 6, 3072, 12, 3, 2048),
+    "1.5B": (1536, 28, 8960, 12, 2, 151936),
+}
+HEAD_SIZE = 64
+# Of transformers' sampler: rows are sorted by length inside blocks of so many batches.
+GROUPED_BLOCK = 50
+
+
+def prepare(arguments: argparse.Namespace) -> None:
+    """Set threads, and let TRL's fused head score labelled positions only, as it does on CUDA.
+
+    On the CPU it scores every position, padding and prompts included, which would flatter the packed arm.
+    """
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no GPU; take --device cpu")
+    torch.set_num_threads(arguments.threads)
+    trl.trainer.utils._use_triton = lambda device: True
+
+
+class Arm:
+    """One trainer, made once, and its optimizer."""
+
+    def __init__(self, packed: bool, arguments: argparse.Namespace, folder: Path):
+        torch.manual_seed(0)
+        self.trainer = make_trainer(arguments, folder)
+        # In place of the schedule and of the loop, which are not measured.
+        self.trainer.create_optimizer()
+        self.trainer.current_gradient_accumulation_steps = 1
+        self.arguments = arguments
+        self.packing = None
+        if packed:
+            self.packing = share_prefixes(self.trainer.model, getattr(self.trainer, "ref_model", None))
+
+    def step(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+        """One optimizer step: what it took, its loss and the norm of its gradient."""
+        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        # Trainers write into the batch that they are given.
+        batch = dict(batch)
+        self._synchronize()
+        wall, cpu = time.perf_counter(), time.process_time()
+        loss = self.trainer.training_step(self.trainer.model, batch, None)
+        self._synchronize()
+        backward_wall, backward_cpu = time.perf_counter(), time.process_time()
+        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
+        self._synchronize()
+        update_wall, update_cpu = time.perf_counter(), time.process_time()
+        self.trainer.optimizer.step()
+        self.trainer.optimizer.zero_grad()
+        self._synchronize()
+        seconds = time.perf_counter() - update_wall + backward_wall - wall
+        cpu_seconds = time.process_time() - update_cpu + backward_cpu - cpu
+        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss.item(), "gradient_norm": norm}
+
+    def use(self, backend: str) -> None:
+        """Pack with this attention back-end from now on."""
+        for model in (self.trainer.model, getattr(self.trainer, "ref_model", None)):
+            if model is not None:
+                packing_of(model).backend = backend
+
+    def backends(self, batch: dict[str, torch.Tensor]) -> list[str]:
+        """The attention back-ends that can be measured, the chosen one first; each has been warmed up on `batch`."""
+        chosen, working = self.packing.backend, [self.packing.backend]
+        for backend in BACKENDS if self.arguments.device == "cuda" else ():
+            if backend == chosen:
+                continue
+            self.use(backend)
+            try:
+                self.step(batch)
+            except Exception:  # Whatever a kernel raises that this GPU or this build of torch has not.
+                self.trainer.optimizer.zero_grad()
+                continue
+            working.append(backend)
+        self.use(chosen)
+        return working
+
+    def encoded_tokens(self, batch: dict[str, torch.Tensor]) -> int:
+        """Tokens that one packed forward pass encodes; those of the padded batch where packing leaves it."""
+        inputs = model_inputs(batch, self.arguments.trainer)
+        plan = self.packing.plan(*inputs)
+        return inputs[0].numel() if plan is None else plan.tokens
+
+    def operations(self, rows: list[dict[str, Any]]) -> float:
+        """Floating-point operations of the matrix products that the packed arm needs for its batches."""
+        model = self.trainer.model.get_base_model() if self.arguments.lora_r else self.trainer.model
+        config = model.config
+        head = config.hidden_size * config.vocab_size
+        body = sum(p.numel() for p in model.base_model.parameters()) - head
+        # Forward and backward; the weights under an adapter have no gradient.
+        passes = 2 + (2 if self.arguments.lora_r else 4) + (2 if self.arguments.trainer == "preference" else 0)
+        encoded, labelled = (sum(row[name] for row in rows) for name in ("packed_tokens", "labelled_tokens"))
+        return float(passes * (body * encoded + (0 if self.arguments.trainer == "reward" else head) * labelled))
+
+    def _synchronize(self) -> None:
+        if self.arguments.device == "cuda":
+            torch.cuda.synchronize()
+
+
+# ---- Trainers ----
+
+
+def make_model(arguments: argparse.Namespace):
+    """A Qwen2 of random weights, or the embedded model for the size `toy`."""
+    classify = arguments.trainer == "reward"
+    dtype = getattr(torch, arguments.dtype)
+    if arguments.size == "toy":
+        kind = AutoModelForSequenceClassification if classify else AutoModelForCausalLM
+        return kind.from_pretrained(resolve_model_path("toy"), dtype=dtype, **({"num_labels": 1} if classify else {}))
+    hidden, layers, intermediate, heads, key_heads, vocabulary = SIZES[arguments.size]
+    layers = arguments.layers or layers
+    if arguments.hidden_size:
+        hidden, intermediate = arguments.hidden_size, 4 * arguments.hidden_size
+        heads = key_heads = hidden // HEAD_SIZE
+    config = Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=1,
+        pad_token_id=2,
+        **({"num_labels": 1} if classify else {}),
+    )
+    return (Qwen2ForSequenceClassification if classify else Qwen2ForCausalLM)(config).to(dtype)
+
+
+def make_trainer(arguments: argparse.Namespace, folder: Path):
+    """TRL's DPOTrainer, RewardTrainer or GRPOTrainer with its defaults; its data set is never read."""
+    cuda = arguments.device == "cuda"
+    common = {
+        "output_dir": str(folder),
+        "use_cpu": not cuda,
+        "bf16": arguments.dtype == "bfloat16",
+        "gradient_checkpointing": arguments.gradient_checkpointing,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-6,
+        "model_init_kwargs": None,
+    }
+    lora = None
+    if arguments.lora_r:
+        task = "SEQ_CLS" if arguments.trainer == "reward" else "CAUSAL_LM"
+        lora = LoraConfig(
+            r=arguments.lora_r, lora_alpha=2 * arguments.lora_r, target_modules="all-linear", task_type=task
+        )
+    given = {
+        "processing_class": AutoTokenizer.from_pretrained(resolve_model_path("toy")),
+        "peft_config": lora,
+    }
+    model = make_model(arguments)
+    if arguments.trainer == "preference":
+        rows = Dataset.from_list([{side: _turn(side) for side in ("prompt", "chosen", "rejected")}] * 2)
+        reference = None if lora else make_copy(model, arguments)
+        return trl.DPOTrainer(model, reference, args=trl.DPOConfig(**common), train_dataset=rows, **given)
+    if arguments.trainer == "reward":
+        rows = Dataset.from_list([{"chosen_ids": [5, 6], "rejected_ids": [5, 7]}] * 2)
+        return trl.RewardTrainer(model, args=trl.RewardConfig(**common), train_dataset=rows, **given)
+    micro_batch = arguments.batch_size * arguments.group_size
+    args = trl.GRPOConfig(
+        num_generations=arguments.group_size, per_device_train_batch_size=micro_batch, disable_dropout=True, **common
+    )
+    rows = Dataset.from_list([{"prompt": "a"}] * 2)
+    trainer = trl.GRPOTrainer(model, zero_reward, args=args, train_dataset=rows, **given)
+    # The batches below are what `_generate_and_score_completions` would have made.
+    trainer._prepare_inputs = lambda batch: batch
+    return trainer
+
+
+def _turn(side: str) -> list[dict[str, str]]:
+    return [{"role": "user" if side == "prompt" else "assistant", "content": side}]
+
+
+def make_copy(model, arguments: argparse.Namespace):
+    """The reference of DPO, which TRL loads from the model's path where it has one."""
+    reference = make_model(arguments)
+    reference.load_state_dict(model.state_dict())
+    return reference
+
+
+def zero_reward(completions, **_) -> list[float]:
+    """Never called."""
+    return [0.0] * len(completions)
+
+
+# ---- Batches ----
+
+
+def make_batches(arguments: argparse.Namespace, trainer) -> list[dict[str, torch.Tensor]]:
+    """The batches of a run, as the trainer's own collator or rollout pads them."""
+    vocabulary = trainer.model.config.vocab_size
+    if arguments.trainer == "policy":
+        rows = groups(arguments.lengths, arguments.group_size, vocabulary=vocabulary)
+        batches = policy_batches(rows, arguments.batch_size)
+    else:
+        rows = pairs(arguments.lengths, vocabulary=vocabulary)
+        if arguments.against_grouped:
+            rows = grouped_by_length(rows, arguments.batch_size)
+        batches = [
+            trainer.data_collator([_example(pair, arguments.trainer) for pair in rows[start : start + size]])
+            for size in [arguments.batch_size]
+            for start in range(0, len(rows) - size + 1, size)
+        ]
+        if arguments.against_grouped:
+            # Neighbours are of one length: a sample of the epoch, not its longest batches.
+            random.Random(0).shuffle(batches)
+    if len(batches) < arguments.pairs:
+        raise ValueError(
+            f"--pairs {arguments.pairs}: {arguments.lengths} has {len(batches)} batches of this size; ask for fewer"
+        )
+    device = arguments.device
+    return [{name: value.to(device) for name, value in batch.items()} for batch in batches[: arguments.pairs]]
+
+
+def _example(pair: Pair, trainer: str) -> dict[str, Any]:
+    if trainer == "preference":
+        return {"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+    return {"chosen_ids": pair.prompt + pair.chosen, "rejected_ids": pair.prompt + pair.rejected}
+
+
+def grouped_by_length(rows: list[Pair], batch_size: int) -> list[Pair]:
+    """Pairs in the order of `group_by_length`: shuffled, then sorted by the longer row inside blocks of 50 batches."""
+    rows = random.Random(0).sample(rows, len(rows))
+    block = GROUPED_BLOCK * batch_size
+    ordered = []
+    for start in range(0, len(rows), block):
+        part = rows[start : start + block]
+        ordered += sorted(part, key=lambda pair: -(len(pair.prompt) + max(map(len, pair[1:]))))
+    return ordered
+
+
+def policy_batches(rows: list[Group], size: int) -> list[dict[str, torch.Tensor]]:
+    """A micro-batch of `size` whole groups from each generation batch, which TRL pads to one width.
+
+    Another one of each, so that every place in a generation batch is met; prompts are padded on the left.
+    """
+    batches = []
+    for index, generation in enumerate(generation_batches(rows)):
+        widest = max(len(group.prompt) for group in generation)
+        longest = max(len(response) for group in generation for response in group.responses)
+        start = index * size % len(generation)
+        chosen = generation[start : start + size]
+        batches.append(rollout(chosen, widest, longest))
+    return batches
+
+
+def rollout(chosen: list[Group], widest: int, longest: int) -> dict[str, torch.Tensor]:
+    """What GRPOTrainer makes of sampled groups, with advantages of either sign."""
+    prompts = [group.prompt for group in chosen for _ in group.responses]
+    responses = [response for group in chosen for response in group.responses]
+    batch = {"prompt": (prompts, widest, True), "completion": (responses, longest, False)}
+    tensors = {}
+    for name, (sequences, width, left) in batch.items():
+        ids = torch.full((len(sequences), width), 2)
+        mask = torch.zeros_like(ids)
+        for row, sequence in enumerate(sequences):
+            place = slice(width - len(sequence), width) if left else slice(0, len(sequence))
+            ids[row, place] = torch.tensor(sequence)
+            mask[row, place] = 1
+        tensors |= {f"{name}_ids": ids, f"{name}_mask": mask}
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randn(len(responses), generator=generator)
+    return {**tensors, "advantages": advantages, "num_items_in_batch": tensors["completion_mask"].sum()}
+
+
+def model_inputs(batch: dict[str, torch.Tensor], trainer: str) -> tuple[torch.Tensor, ...]:
+    """`input_ids`, `attention_mask` and, but for a reward model, `labels` of a batch, each [B, L]."""
+    if trainer == "reward":
+        return batch["input_ids"], batch["attention_mask"]
+    if trainer == "preference":
+        ids, mask, counts = batch["input_ids"], batch["attention_mask"], batch["completion_mask"]
+    else:
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        counts = torch.cat([torch.zeros_like(batch["prompt_mask"]), batch["completion_mask"]], dim=1)
+    return ids, mask, ids.masked_fill(counts == 0, -100)
+
+
+def count_tokens(batch: dict[str, torch.Tensor], trainer: str) -> dict[str, int]:
+    """Places of the padded batch, tokens in it, and those that the head scores."""
+    ids, mask, *labels = model_inputs(batch, trainer)
+    labelled = int((labels[0] != -100).sum()) if labels else 0
+    return {"padded_tokens": ids.numel(), "real_tokens": int(mask.sum()), "labelled_tokens": labelled}
+
+
+def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The hardware and the versions that figures belong to."""
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else _processor()
+    versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
+    return {"device": name, "threads": torch.get_num_threads(), "versions": versions}
+
+
+def _processor() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+# ---- Memory ----
+
+
+class Peak:
+    """Peak memory above what is occupied when the block begins: of the GPU, or resident in a process of its own."""
+
+    def __init__(self, device: str):
+        self._cuda = device == "cuda"
+        self.bytes = 0
+
+    def __enter__(self) -> Peak:
+        if self._cuda:
+            torch.cuda.reset_peak_memory_stats()
+            self._before = torch.cuda.memory_allocated()
+        else:
+            self._before = _resident("VmRSS")
+            # Linux counts the high-water mark anew from here.
+            Path("/proc/self/clear_refs").write_text("5")
+        return self
+
+    def __exit__(self, *_) -> None:
+        peak = torch.cuda.max_memory_allocated() if self._cuda else _resident("VmHWM")
+        self.bytes = peak - self._before
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,159 @@
+"""Tiny models by architecture, ragged batches, and padded against packed passes, for the tests of packing."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import torch
+import transformers
+from torch import Tensor
+from trl.trainer.utils import add_fused_lm_head
+
+from trl_ext.models.packing import Packing, share_prefixes
+
+VOCABULARY = 97
+OUTPUTS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    # Large enough that attention to other tokens than the last few shows in the log-probabilities.
+    "initializer_range": 0.15,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+}
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+# Class prefix and what its configuration has beside `_SMALL`.
+ARCHITECTURES = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "mistral": ("Mistral", {"sliding_window": 9}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 8,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "gpt_neox": ("GPTNeoX", {"hidden_dropout": 0.0}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {**_MOE, "num_experts": 4, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1},
+    ),
+    "phi3": ("Phi3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+# Further ones, for what they alone have.
+OTHERS = {"starcoder2": ("Starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0})}
+REFUSED = {
+    "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
+    "bloom": ("Bloom", {"hidden_dropout": 0.0}),
+    "mamba": ("Mamba", {}),
+    "gemma2": ("Gemma2", {"head_dim": 8}),
+    "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "opt": ("OPT", {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}),
+}
+
+
+def tiny_model(architecture: str, *, head: bool = True, outputs=OUTPUTS, seed: int = 0, **options):
+    """A causal language model of random weights in training mode, by default with TRL's fused LM head."""
+    prefix, own = {**ARCHITECTURES, **REFUSED, **OTHERS}[architecture]
+    configuration = getattr(transformers, f"{prefix}TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(configuration(**{**_SMALL, **own, **options}))
+    if head:
+        add_fused_lm_head(model, outputs=outputs)
+    return model.train()
+
+
+def tiny_classifier(architecture: str = "qwen2", *, seed: int = 0, **options):
+    """A model with one score per row, random weights, in training mode."""
+    prefix, own = ARCHITECTURES[architecture]
+    torch.manual_seed(seed)
+    configuration = getattr(transformers, f"{prefix}Config")(**{**_SMALL, **own, "num_labels": 1, **options})
+    return getattr(transformers, f"{prefix}ForSequenceClassification")(configuration).train()
+
+
+def padded(rows, prompts, *, left=None, width: int | None = None, padding: int = 0) -> dict[str, Tensor]:
+    """A batch of token lists: `prompts` are the numbers of tokens without a label, `left` of padding on the left."""
+    left = [0] * len(rows) if left is None else left
+    width = max(len(row) + before for row, before in zip(rows, left, strict=True)) if width is None else width
+    input_ids = torch.full((len(rows), width), padding)
+    attention_mask, labels = torch.zeros_like(input_ids), torch.full_like(input_ids, -100)
+    for index, (row, prompt, before) in enumerate(zip(rows, prompts, left, strict=True)):
+        place = slice(before, before + len(row))
+        input_ids[index, place], attention_mask[index, place] = torch.tensor(row), 1
+        labels[index, before + prompt : before + len(row)] = torch.tensor(row[prompt:])
+    return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+
+
+def ragged(*, seed: int = 1) -> dict[str, Tensor]:
+    """Six rows of 10 to 38 tokens whose prompts begin alike, padded on the left, the right and both sides."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda count: torch.randint(2, VOCABULARY, (count,), generator=generator).tolist()  # noqa: E731
+    base, prompts = draw(20), [20, 20, 15, 15, 9, 20]
+    rows = [base[:prompt] + draw(count) for prompt, count in zip(prompts, [18, 7, 12, 1, 20, 18], strict=True)]
+    return padded(rows, prompts, left=[0, 5, 0, 13, 4, 2], width=40)
+
+
+def forward(model, batch: dict[str, Tensor], **options):
+    return model(**batch, fused_lm_head=True, **options)
+
+
+def gradient(model) -> Tensor:
+    """The gradients of all trained parameters, [P]; a parameter that took no part has a zero gradient."""
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters() if p.requires_grad]
+    ).double()
+
+
+def values_and_gradient(model, batch: dict[str, Tensor], **options):
+    """The fused output and the gradient of a sum of its log-probabilities, each with a weight of its own."""
+    model.zero_grad()
+    output = forward(model, batch, **options)
+    weights = torch.linspace(-1, 1, output.log_probs.numel()).view_as(output.log_probs)
+    (output.log_probs * weights).sum().backward()
+    return output, gradient(model)
+
+
+def compare(model, batch: dict[str, Tensor] | None = None, **options) -> tuple[Packing, float, float]:
+    """Largest difference of a log-probability, and of the gradient relative to its norm, packed against padded."""
+    batch = ragged() if batch is None else batch
+    expected, expected_gradient = values_and_gradient(model, batch, **options)
+    packing = share_prefixes(model)
+    got, got_gradient = values_and_gradient(model, batch, **options)
+    apart = (got.log_probs - expected.log_probs).abs().max().item()
+    return packing, apart, ((got_gradient - expected_gradient).norm() / expected_gradient.norm()).item()
+
+
+@contextmanager
+def float64_throughout():
+    """What models of transformers compute in float32 whatever their weights, in float64 for the while."""
+    to, softmax = Tensor.to, torch.nn.functional.softmax
+
+    def wide(dtype):
+        return torch.float64 if dtype is torch.float32 else dtype
+
+    def to_wide(tensor, *arguments, **keywords):
+        keywords = {name: wide(value) for name, value in keywords.items()}
+        return to(tensor, *map(wide, arguments), **keywords)
+
+    def softmax_wide(*arguments, dtype=None, **keywords):
+        return softmax(*arguments, dtype=wide(dtype), **keywords)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Tensor, "to", to_wide))
+        stack.enter_context(patch.object(Tensor, "float", Tensor.double))
+        stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax_wide))
+        yield

@@ -1,0 +1,153 @@
+"""`benchmarks.step`: its arguments, the arithmetic of its summary, and a run of two batches on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+
+from benchmarks import step
+
+
+@pytest.fixture
+def as_before(monkeypatch):
+    """Undo what a run sets for its whole process: the scoring of TRL's head, and the environment."""
+    import trl.trainer.utils
+
+    monkeypatch.setattr(trl.trainer.utils, "_use_triton", trl.trainer.utils._use_triton)
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--trainer"),
+        (["--trainer", "dpo"], "invalid choice"),
+        (["--trainer", "policy", "--group_size", "1"], "--group_size 1"),
+        (["--trainer", "policy", "--against-grouped"], "--against-grouped"),
+        (["--trainer", "reward", "--lengths", "toy", "--layers", "2"], "--layers"),
+        (["--trainer", "reward", "--hidden_size", "100"], "--hidden_size 100: give a multiple of 64"),
+        (["--trainer", "reward", "--lora_r", "-1"], "--lora_r -1"),
+        (["--trainer", "reward", "--pairs", "0"], "at least 1"),
+        (["--trainer", "reward", "--lenghts", "toy"], "unknown flag --lenghts.*lengths"),
+    ],
+)
+def test_a_wrong_argument_is_named(argv, message):
+    with pytest.raises(ValueError, match=message):
+        step.parse(argv)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "lengths", "size", "batch_size"),
+    [("preference", "wildchat", "24M", 4), ("policy", "long", "24M", 1), ("reward", "toy", "toy", 32)],
+)
+def test_defaults_follow_the_workload(trainer, lengths, size, batch_size):
+    arguments = step.parse(["--trainer", trainer, "--lengths", lengths])
+    assert (arguments.size, arguments.batch_size) == (size, batch_size)
+
+
+def test_the_summary_is_of_totals_medians_and_range():
+    """Stock 4, 6, 20 and packed 2, 2, 5 seconds: totals 30 / 9, medians 6 / 2, ratios 2, 3 and 4.
+
+    300 padded tokens against 120 packed ones; 180 real tokens in 30 and in 9 seconds.
+    """
+
+    def row(stock: float, packed: float) -> dict:
+        figures = {"loss": 1.0, "gradient_norm": 2.0}
+        return {
+            "padded_tokens": 100,
+            "packed_tokens": 40,
+            "real_tokens": 60,
+            "stock": {"seconds": stock, "cpu_seconds": stock, **figures},
+            "packed": {"seconds": packed, "cpu_seconds": packed, **figures, "gradient_norm": 2.002},
+            "sdpa": {"seconds": 7.0, "cpu_seconds": 7.0, **figures},
+        }
+
+    summary = step.summarize([row(4, 2), row(6, 2), row(20, 5)], ["sdpa"])
+    seconds = summary["seconds"]
+    assert seconds["ratio_of_totals"] == pytest.approx(30 / 9)
+    assert seconds["ratio_of_medians"] == 3
+    assert seconds["range"] == [2, 4]
+    assert seconds["sdpa"] == 21
+    assert summary["tokens"] == {"stock": 300, "packed": 120, "ratio": 2.5}
+    assert summary["tokens_per_second"] == {"stock": 6, "packed": 20}
+    assert summary["largest_gradient_norm_difference"] == pytest.approx(0.001)
+
+
+def test_utilization_is_of_the_known_peak_or_the_given_one():
+    """989e12 operations in 2 and in 1 seconds on an H100 with a peak of 989e12 a second: a half and all of it."""
+    result = {
+        "machine": {"device": "NVIDIA H100 80GB HBM3"},
+        "work": 989e12,
+        "summary": {"seconds": {"stock": 2.0, "packed": 1.0}},
+    }
+    assert step.utilization(result, None) == {"stock": 0.5, "packed": 1.0}
+    assert step.utilization(result, 1978.0) == {"stock": 0.25, "packed": 0.5}
+    result["machine"]["device"] = "another"
+    assert step.utilization(result, None) is None
+
+
+def test_grouped_batches_are_of_like_length():
+    """512 pairs in batches of 2: blocks of 100 pairs, each sorted by its longer row; none is lost."""
+    from benchmarks._lengths import pairs
+    from benchmarks._step_arms import grouped_by_length
+
+    rows = pairs("wildchat", vocabulary=500)
+    ordered = grouped_by_length(rows, 2)
+    assert sorted(ordered) == sorted(rows)
+    longest = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in ordered]
+    blocks = [longest[start : start + 100] for start in range(0, 256, 100)]
+    assert all(block == sorted(block, reverse=True) for block in blocks)
+    assert ordered != sorted(rows, key=lambda pair: -len(pair.prompt))
+
+
+def test_a_rollout_is_padded_as_the_trainer_pads_it():
+    """Prompts on the left to 3, responses on the right to 4; every response of a group has its prompt; 2 pads."""
+    from benchmarks._lengths import Group
+    from benchmarks._step_arms import rollout
+
+    batch = rollout([Group([7, 8], [[20], [21, 22]]), Group([9], [[23, 24, 25], [26]])], widest=3, longest=4)
+    assert batch["prompt_ids"].tolist() == [[2, 7, 8], [2, 7, 8], [2, 2, 9], [2, 2, 9]]
+    assert batch["prompt_mask"].tolist() == [[0, 1, 1], [0, 1, 1], [0, 0, 1], [0, 0, 1]]
+    assert batch["completion_ids"].tolist() == [[20, 2, 2, 2], [21, 22, 2, 2], [23, 24, 25, 2], [26, 2, 2, 2]]
+    assert batch["completion_mask"].sum(1).tolist() == [1, 2, 3, 1]
+    assert batch["num_items_in_batch"] == 7
+    assert batch["advantages"].shape == (4,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trainer", step.TRAINERS)
+def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_before):
+    argv = ["--trainer", trainer, "--lengths", "toy", "--pairs", "2", "--batch_size", "4"]
+    step.main([*argv, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
+    printed = capsys.readouterr().out
+    assert "wall seconds" in printed and "peak memory, MiB" in printed
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["settings"]["trainer"] == trainer
+    assert result["backend"] == "sdpa"
+    assert result["left_padded"] == {}
+    assert set(result["peak_bytes"]) == {"stock", "packed"} and min(result["peak_bytes"].values()) > 0
+    assert len(result["batches"]) == 2
+    for row in result["batches"]:
+        assert 0 < row["packed_tokens"] < row["real_tokens"] < row["padded_tokens"]
+        assert (row["labelled_tokens"] > 0) == (trainer != "reward")
+        # The same step in both arms: otherwise it is not one that is compared.
+        for name in ("loss", "gradient_norm"):
+            assert math.isclose(row["stock"][name], row["packed"][name], rel_tol=1e-4, abs_tol=1e-6)
+        assert row["stock"]["gradient_norm"] > 1e-3
+        assert all(row[arm][name] > 0 for arm in ("stock", "packed") for name in ("seconds", "cpu_seconds"))
+    assert result["work"] > 0
+
+
+@pytest.mark.slow
+def test_more_batches_than_there_are_end_in_one_line(capsys, as_before):
+    with pytest.raises(SystemExit) as raised:
+        step.main(["--trainer", "policy", "--lengths", "wildchat", "--hidden_size", "64", "--pairs", "17"])
+    assert raised.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --pairs 17: wildchat has 16 batches of this size")
