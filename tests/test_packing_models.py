@@ -78,6 +78,21 @@ def test_loss_is_divided_by_what_the_trainer_counted():
     assert got.loss.item() == pytest.approx(-got.log_probs.sum().item() / 7, rel=1e-6)
 
 
+def test_places_without_a_label_are_zero():
+    """Though they lead to a packed position that has one: a row's padding to the first token, whose label counts, and
+    a prefix in which only the other row has labels."""
+    row = list(range(10, 26))
+    batch = padded([row, [*row[:12], 5], row[:9]], [1, 12, 1])
+    model = tiny_model("qwen2")
+    expected = forward(model, batch)
+    packing = share_prefixes(model)
+    got = forward(model, batch)
+    assert packing.packed_tokens == 15 + 1
+    for name in OUTPUTS:
+        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+        assert not getattr(got, name)[~expected.label_mask].any(), name
+
+
 def test_outputs_that_were_not_asked_for_are_none():
     model = tiny_model("qwen2", outputs=("log_probs", "entropy"))
     share_prefixes(model)

@@ -227,11 +227,12 @@ def test_padding_token_among_the_tokens():
 
 def test_label_of_the_first_column_is_never_scored():
     """A causal model predicts from the second token on; labels that are a copy of the input have one there."""
-    batch = padded([[5, 6, 7]], [0])
-    assert batch["labels"].tolist() == [[5, 6, 7]]
-    plan = planned(batch)
-    assert plan.input_ids.tolist() == [[5, 6]]
-    assert plan.shift_labels(batch["labels"]).tolist() == [[6, 7]]
+    for width in (3, 5):
+        batch = padded([[5, 6, 7]], [0], width=width)
+        assert batch["labels"][0, :3].tolist() == [5, 6, 7]
+        plan = planned(batch)
+        assert plan.input_ids.tolist() == [[5, 6]]
+        assert plan.shift_labels(batch["labels"]).tolist() == [[6, 7]]
 
 
 def test_boolean_masks_and_small_integers():

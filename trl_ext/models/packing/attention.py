@@ -1,6 +1,7 @@
 """Attention over a packed row: each segment attends causally to its own path, and to nothing else.
 
-An attention function of transformers, registered over the one that the model has. Without a plan it is that one.
+An attention function of transformers, registered in place of the one that the model has, under the same name: what
+transformers and its kernels read off the name stays right. Without a plan it is the one that it stands for.
 Back-ends, in the order in which they are tried: `varlen`, one call of torch's FlashAttention for all segments (CUDA,
 half precision); `flex`, a compiled FlexAttention with a block mask (CUDA); `sdpa`, one call of scaled dot-product
 attention for each segment (anywhere).
@@ -8,18 +9,16 @@ attention for each segment (anywhere).
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, wraps
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_ext.models.packing.planner import Plan
 
-PREFIX = "trl_ext_packed_"
 # The keyword by which a plan travels through the layers, so that recomputation of checkpoints sees it too.
 PLAN_KEYWORD = "packing_plan"
 BACKENDS = ("varlen", "flex", "sdpa")
@@ -27,22 +26,26 @@ BACKENDS = ("varlen", "flex", "sdpa")
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"})
 
 
-def attention_name(original: str) -> str:
-    """The name under which packed attention over the attention function `original` is registered; registers it."""
-    name = PREFIX + original
-    if name not in ALL_ATTENTION_FUNCTIONS:
-        AttentionInterface.register(name, _over(original))
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[original])
-    return name
+def takes_plans(name: str) -> bool:
+    """Whether the attention function that is registered as `name` is a packed one."""
+    return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "takes_plans", False)
 
 
-def _over(original: str):
-    def packed_attention(module, query, key, value, attention_mask, **kwargs):
+def let_take_plans(name: str) -> None:
+    """Register packed attention over the attention function `name`."""
+    if not takes_plans(name):
+        AttentionInterface.register(name, _over(ALL_ATTENTION_FUNCTIONS[name]))
+
+
+def _over(original):
+    @wraps(original)
+    def packed_attention(module, query, key, value, attention_mask, *args, **kwargs):
         plan = kwargs.pop(PLAN_KEYWORD, None)
         if plan is None:
-            return ALL_ATTENTION_FUNCTIONS[original](module, query, key, value, attention_mask, **kwargs)
-        return attend(plan, module, query, key, value, **kwargs), None
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        return attend(plan, module, query, key, value, *args, **kwargs), None
 
+    packed_attention.takes_plans = True
     return packed_attention
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
-from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, PREFIX, attention_name
+from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
 from trl_ext.models.packing.canary import difference
 from trl_ext.models.packing.obstacles import (
     forward_functions,
@@ -68,11 +68,10 @@ class Packing:
         self.left_padded: Counter[str] = Counter()
         self._forward = model.forward
         self._hooked = None
-        self._attention = model.config._attn_implementation.removeprefix(PREFIX)
         self._context = None
         if self.reason is None:
             self._context = original_context(model.config)
-            model.set_attn_implementation(attention_name(self._attention))
+            let_take_plans(model.config._attn_implementation)
             self._hooked = _hooked_forward(model)
             model.forward = types.MethodType(self._hooked, model)
 
@@ -102,23 +101,17 @@ class Packing:
         return f"packing: on, without padding and with common prefixes encoded once ({how}{checked})"
 
     def remove(self) -> None:
-        """Give the model its own forward pass and attention back."""
+        """Give the model its own forward pass back."""
         self.reason = "it was taken off"
         if self._hooked is not None and getattr(self.model.forward, "__func__", None) is self._hooked:
             self.model.forward = self._forward
         self._hooked = None
-        self._restore_attention()
-
-    def _restore_attention(self) -> None:
-        if self.model.config._attn_implementation.startswith(PREFIX):
-            self.model.set_attn_implementation(self._attention)
 
     # ---- Batches ----
 
     def plan(self, input_ids: Tensor | None, attention_mask: Tensor | None, labels=None, **kwargs: Any) -> Plan | None:
         """The plan of a batch, or None where it is to go through the model as it is; counts either."""
-        replaced = not self.model.config._attn_implementation.startswith(PREFIX)
-        if not self.active or replaced or torch.compiler.is_compiling():
+        if not self.active or torch.compiler.is_compiling():
             return None
         plan, reason = None, self._obstacle(input_ids, attention_mask, kwargs)
         if reason is None:
@@ -139,6 +132,8 @@ class Packing:
 
     def _obstacle(self, input_ids, attention_mask, kwargs) -> str | None:
         """Why a call is not one to pack, whatever rows it is of."""
+        if not takes_plans(self.model.config._attn_implementation):
+            return "its attention was exchanged"
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
         extra = sorted(name for name, value in given.items() if value is not _AS_USUAL.get(name, given))
         if extra:
@@ -181,7 +176,6 @@ class Packing:
         else:
             self.reason = failures[-1]
             self.largest_difference = None
-            self._restore_attention()
         if not (self.quiet and self.active):
             _announce(self.describe())
 

@@ -9,8 +9,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_ext.models.packing.attention import PREFIX
-
 _LAYERS = frozenset({"full_attention", "sliding_attention"})
 # Kinds of rotary embedding whose angles depend on the longest position of the batch.
 LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
@@ -29,12 +27,8 @@ def forward_functions(model) -> Iterator[Callable]:
 
 def has_fused_head(model) -> bool:
     """Whether TRL's fused LM head is on the model, be it under a wrapper for mixed precision."""
-    forward = getattr(model.forward, "__func__", model.forward)
-    while forward is not None:
-        if "fused_lm_head" in inspect.signature(forward, follow_wrapped=False).parameters:
-            return True
-        forward = getattr(forward, "__wrapped__", None)
-    return False
+    signatures = (inspect.signature(function, follow_wrapped=False) for function in forward_functions(model))
+    return any("fused_lm_head" in signature.parameters for signature in signatures)
 
 
 def is_classifier(model) -> bool:
@@ -67,7 +61,7 @@ def packing_obstacle(model) -> str | None:
         return f"it has layers of the kind {', '.join(sorted(others))}"
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be exchanged"
-    attention = text._attn_implementation.removeprefix(PREFIX)
+    attention = text._attn_implementation
     if attention not in ALL_ATTENTION_FUNCTIONS or attention.startswith("paged|"):
         return f"its attention is {attention}: load it with attn_implementation sdpa or a flash attention"
     if getattr(text, "alibi", False) or not getattr(text, "rope_parameters", None):
