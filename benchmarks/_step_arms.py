@@ -110,9 +110,9 @@ class Arm:
         return working
 
     def encoded_tokens(self, batch: dict[str, torch.Tensor]) -> int:
-        """Tokens that one packed forward pass encodes; those of the padded batch where packing leaves it."""
+        """Tokens that one forward pass of this arm encodes, padding included where it has any."""
         inputs = model_inputs(batch, self.arguments.trainer)
-        plan = self.packing.plan(*inputs)
+        plan = None if self.packing is None else self.packing.plan(*inputs)
         return inputs[0].numel() if plan is None else plan.tokens
 
     def operations(self, rows: list[dict[str, Any]]) -> float:

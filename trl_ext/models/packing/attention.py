@@ -108,13 +108,18 @@ def _sdpa(plan: Plan, query, key, value, scaling, window, dropout) -> Tensor:
         added, length = len(own_query), len(own_key)
         windowed = window is not None and length > window
         mask = _lower_right(plan, added, length, window if windowed else None, query.device)
+        repeated = grouped and mask is not None and query.is_cuda
+        if repeated:
+            # With a mask and grouped heads at once, CUDA has its slowest kernel only.
+            groups = query.shape[1] // key.shape[1]
+            own_key, own_value = (states.repeat_interleave(groups, dim=1) for states in (own_key, own_value))
         output = scaled_dot_product_attention(
             *(states.transpose(0, 1)[None] for states in (own_query, own_key, own_value)),
             attn_mask=mask,
             is_causal=mask is None,
             dropout_p=dropout,
             scale=scaling,
-            enable_gqa=grouped,
+            enable_gqa=grouped and not repeated,
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
