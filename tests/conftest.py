@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TQDM_DISABLE", "1")
+# DeepSpeed, where it is installed, prints to standard output that it looked for a GPU in vain.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # Reference log-probabilities of earlier runs, as the trainers keep them, must not reach the tests.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl-ext-tests-")

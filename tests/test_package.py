@@ -94,6 +94,7 @@ ROOMS = [
     {"rollouts"},
     {"evaluation"},
     {"trainers"},
+    {"course"},
 ]
 
 

@@ -199,10 +199,11 @@ def test_canary_runs_once_and_before_the_batch_is_looked_at(monkeypatch):
     monkeypatch.setattr(Packing, "_try", lambda packing, backend: tried.append(backend) or inner(packing, backend))
     model = tiny_model("qwen2")
     packing = share_prefixes(model)
-    full = padded([list(range(10, 40)), list(range(40, 70))], [10, 10])
-    forward(model, full)
+    odd = ragged()
+    odd["labels"][1, -1] = 5
+    forward(model, odd)
     assert tried == ["sdpa"]
-    assert packing.left_padded == {"saves too little": 1}
+    assert packing.left_padded == {"has a mask or labels of another form": 1}
     for _ in range(2):
         forward(model, ragged())
     assert tried == ["sdpa"] and packing.packed_tokens == 2 * 95
@@ -290,14 +291,13 @@ def test_balanced_experts():
     assert forward(model, ragged()).aux_loss.equal(expected)
 
 
-@pytest.mark.parametrize(("length", "packed"), [(38, True), (39, False)])
-def test_saving_of_less_than_a_twentieth(length, packed):
-    """Of 2 x 40 places at most 76 may be encoded: 39 of a full row, and 37 of one of 38 tokens, but not 38 of 39."""
-    batch = padded([list(range(10, 50)), list(range(50, 50 + length))], [1, 1])
-    model = tiny_model("qwen2")
-    packing = share_prefixes(model)
+def test_every_batch_is_packed_however_little_it_saves():
+    """Old and new log-probabilities of one response must come from passes of one kind: their ratio is compared with
+    bounds of 1e-4, and half precision puts more than that between a packed and a padded pass."""
+    batch = padded([list(range(10, 50)), list(range(50, 90))], [1, 1])
+    packing = share_prefixes(model := tiny_model("qwen2"))
     forward(model, batch)
-    assert (packing.packed_tokens, dict(packing.left_padded)) == ((76, {}) if packed else (0, {"saves too little": 1}))
+    assert (packing.packed_tokens, dict(packing.left_padded)) == (78, {})
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
@@ -415,7 +415,7 @@ def test_public_name():
 def test_says_one_line_at_the_first_batch(caplog):
     model = tiny_model("qwen2")
     packing = share_prefixes(model)
-    assert "settled at the first batch" in packing.describe() and not said(caplog)
+    assert "undecided until the first batch" in packing.describe() and not said(caplog)
     forward(model, ragged())
     forward(model, ragged())
     assert said(caplog) == [packing.describe()]

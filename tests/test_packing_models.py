@@ -380,7 +380,7 @@ def test_classifier_without_a_padding_token():
     packing = share_prefixes(model)
     with pytest.raises(ValueError, match="no padding token"):
         model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    assert not packing.active
+    assert packing.packed_tokens == 0
     assert model(input_ids=batch["input_ids"][:1]).logits.shape == (1, 1)
 
 

@@ -221,14 +221,26 @@ def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):
     ],
 )
 def test_when_they_are_precomputed(args, precomputed, tiny_model_path, tmp_path):
-    trainer = train_once.build({"model": tiny_model_path, "args": args}, str(tmp_path))
+    configuration = dict(args)
+    # TRL moves no reference towards an adapter.
+    spec = {"model": tiny_model_path, "args": args, "lora": "sync_ref_model" not in args}
+    trainer = train_once.build(spec, str(tmp_path))
     assert trainer.precompute_ref_logps == precomputed
     assert ("ref_chosen_logps" in trainer.train_dataset.column_names) == precomputed
+    # The configuration stays as it was given: it may be used for other data.
+    assert trainer.args.precompute_ref_log_probs == configuration.get("precompute_ref_log_probs")
+
+
+def test_the_reference_of_a_whole_model_in_memory_is_left_to_trl(tiny_model_path, tmp_path):
+    """Which loads it from where the model came from, while the model's weights may have changed since."""
+    spec = {"model": tiny_model_path, "args": {"max_steps": 5}}
+    assert not train_once.build(spec, str(tmp_path / "in memory")).precompute_ref_logps
+    assert train_once.build({**spec, "reference_seed": 1}, str(tmp_path / "given")).precompute_ref_logps
 
 
 def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "cache")
-    spec = {"model": tiny_model_path, "args": {"max_steps": 8}}
+    spec = {"model": tiny_model_path, "reference_seed": 1, "args": {"max_steps": 8}}
     first = train_once.build(spec, str(tmp_path / "first"))
     (file,) = (tmp_path / "cache").iterdir()
 
@@ -260,7 +272,8 @@ def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, mon
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tiny_model_path, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "file")
-    trainer = train_once.build({"model": tiny_model_path, "args": {"max_steps": 8}}, str(tmp_path / "run"))
+    spec = {"model": tiny_model_path, "lora": True, "args": {"max_steps": 8}}
+    trainer = train_once.build(spec, str(tmp_path / "run"))
     assert "ref_chosen_logps" in trainer.train_dataset.column_names
     assert "the reference log-probabilities cannot be kept" in caplog.text
 

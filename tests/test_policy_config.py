@@ -76,7 +76,7 @@ def configure(tmp_path):
         ({"min_new_tokens": 9}, ["min_new_tokens", "max_completion_length (8)", "9"]),
         ({"min_new_tokens": -1}, ["min_new_tokens", "from 0", "-1"]),
         ({"reward_errors": "ignore"}, ["reward_errors", "'raise' or 'skip'", "'ignore'"]),
-        ({"share_backbone": "yes"}, ["share_backbone", "'auto', 'always' or 'never'", "'yes'"]),
+        ({"share_backbone": "yes"}, ["share_backbone", "auto, always, never", "'yes'"]),
         ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty", "from 0 up", "-1.0"]),
         ({"missing_eos_penalty": float("nan")}, ["missing_eos_penalty", "nan"]),
         ({"max_completion_length": None}, ["max_completion_length must be at least 1", "None"]),

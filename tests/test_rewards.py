@@ -312,7 +312,8 @@ def test_a_base_that_has_moved(tiny_model_path, tmp_path):
     assert torch.equal(moved.score(PROMPTS, COMPLETIONS), expected)
     policy = load_policy(str(tmp_path / "moved"))
     shared = RewardModel(folder, base=str(tmp_path / "moved")).share(SharedBackbone(policy))
-    assert torch.equal(shared.score(PROMPTS, COMPLETIONS), expected)
+    # A copy of its own is packed, a policy's backbone as the trainer has it: the last bits differ.
+    assert (shared.score(PROMPTS, COMPLETIONS) - expected).abs().max() < 1e-6
 
 
 def broken(tmp_path: Path, folders: dict[str, str], base: str) -> dict:

@@ -215,8 +215,8 @@ class _Scorer:
         last = last_tokens(input_ids, self.pad_token_id)
         plan = None if self.packing is None else self.packing.plan(input_ids, attention_mask)
         if plan is not None:
-            rows = torch.arange(len(last), device=last.device)
-            hidden = self.packing.hidden_states(plan, self.transformer)[plan.columns[rows, last]]
+            places = plan.columns.gather(1, last[:, None])[:, 0]
+            hidden = self.packing.hidden_states(plan, self.transformer)[places]
             with torch.autocast(hidden.device.type, enabled=False):
                 return SimpleNamespace(logits=linear(hidden.float(), self.head))
         hidden = self.transformer(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state

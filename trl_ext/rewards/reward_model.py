@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_ext.data import encode_turn
 from trl_ext.data.conversation import Messages
-from trl_ext.models import score_sequences, share_prefixes
+from trl_ext.models import packing_of, score_sequences, share_prefixes
 from trl_ext.models.reward_adapter import policy_obstacle, sharing_obstacle
 from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
 from trl_ext.rewards.checks import find_reward_model, read_limits, require_tokenizer
@@ -168,6 +168,9 @@ class RewardModel:
             raise ValueError(f"{self.folder}: a full model cannot share a backbone; only adapters can")
         if self.backbone is not backbone:
             self._shared_name = backbone.add_reward_adapter(self.folder, base=self.adapter.base)
+            packing = None if self.model is None else packing_of(self.model)
+            if packing is not None:
+                packing.remove()
             self.backbone, self.model = backbone, None
         return self
 

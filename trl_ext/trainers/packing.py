@@ -50,6 +50,11 @@ def keeps_groups(trainer) -> bool:
     return packing is not None and packing.active and whole and not averaged_apart
 
 
+def can_regroup(batches: list[dict[str, Any]]) -> bool:
+    """Whether micro-batches hold rows only: the patches of images are not rows."""
+    return not any(name in batches[0] for name in ("pixel_values", "image_grid_thw", "num_images"))
+
+
 def regroup(batches: list[dict[str, Any]], groups: str) -> list[dict[str, Any]]:
     """Deal the rows of micro-batches out again, so that those of a group follow one another.
 

@@ -24,7 +24,12 @@ from trl_ext.losses import PreferenceScores
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.preference_config import PreferenceConfig
-from trl_ext.trainers.reference_cache import with_reference_log_probs
+from trl_ext.trainers.reference_cache import (
+    precomputes_reference,
+    reference_key,
+    reference_passes,
+    with_reference_log_probs,
+)
 from trl_ext.trainers.window import Window, coupled_shares
 
 # Entries of a batch that are this trainer's own and must not reach the model.
@@ -72,31 +77,19 @@ class PreferenceTrainer(TRLDPOTrainer):
         self.columns = self.objective.columns
         self.packing = None
         self._is_packed = False
-        self._settle_precomputation(args, kwargs.get("train_dataset"))
+        self._reference_key = None
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        with self._settings_for_setup(args):
+        precomputes = precomputes_reference(self.objective, args, model, ref_model, kwargs)
+        with self._settings_for_setup(args, precomputes):
             super().__init__(model, ref_model, args, **kwargs)
         self._pack()
         self.use_weighting = False
-        self.precompute_ref_logps = args.precompute_ref_log_probs
+        self.precompute_ref_logps = precomputes
         # Wrapped only now, so that the pass that precomputes reference log-probabilities sees no extra columns.
         self.data_collator = _CollatorWithColumns(self.data_collator, self.columns)
 
     # ---- What TRL prepares ----
-
-    def _settle_precomputation(self, args: PreferenceConfig, train_dataset) -> None:
-        """Where it was left open: reference log-probabilities before training, if each would be computed twice."""
-        if args.precompute_ref_log_probs is not None:
-            return
-        pairs = len(train_dataset) if isinstance(train_dataset, Dataset) else 0
-        text = pairs and not {"image", "images"} & set(train_dataset.column_names)
-        epochs = args.num_train_epochs
-        if args.max_steps > 0 and pairs:
-            step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-            epochs = args.max_steps * step / pairs
-        frozen = self.objective.needs_reference and not args.sync_ref_model
-        args.precompute_ref_log_probs = bool(text and frozen and epochs > 1)
 
     def _pack(self) -> None:
         if not self._is_packed:
@@ -104,11 +97,11 @@ class PreferenceTrainer(TRLDPOTrainer):
             self.packing = pack_trainer(self)
 
     @contextmanager
-    def _settings_for_setup(self, args: PreferenceConfig):
+    def _settings_for_setup(self, args: PreferenceConfig, precomputes: bool):
         """Settings by which TRL's constructor builds what this loss needs, and only that."""
         saved = args.precompute_ref_log_probs, args.use_weighting
         # The one setting under which TRL keeps no reference model; `_precompute_ref_logps` then has nothing to do.
-        args.precompute_ref_log_probs = saved[0] or not self.objective.needs_reference
+        args.precompute_ref_log_probs = precomputes or not self.objective.needs_reference
         # Makes the fused LM head return `log_sum_sq_probs`, which WPO's weights are computed from.
         args.use_weighting = self.objective.needs_policy_weights
         try:
@@ -188,7 +181,7 @@ class PreferenceTrainer(TRLDPOTrainer):
             return dataset
         # Within TRL's constructor, which has put its head on the models by now.
         self._pack()
-        if self.packing is not None and self.args.precompute_ref_batch_size is None:
+        if self.packing is not None and self.packing.active and self.args.precompute_ref_batch_size is None:
             # Without gradients and padding, a pass of this size needs less memory than a training step.
             batch_size = 4 * batch_size
 
@@ -196,15 +189,18 @@ class PreferenceTrainer(TRLDPOTrainer):
             in_memory = isinstance(dataset, Dataset) and not dataset.cache_files
             if self.accelerator.num_processes > 1 and in_memory:
                 dataset = self._on_shared_disk(dataset, name)
-            return super(PreferenceTrainer, self)._precompute_ref_logps(dataset, name, batch_size)
+            with reference_passes(self):
+                return super(PreferenceTrainer, self)._precompute_ref_logps(dataset, name, batch_size)
 
         if not isinstance(dataset, Dataset):
             return compute(dataset)
+        if self._reference_key is None:
+            self._reference_key = reference_key(self)
+            # By which TRL names a cache of its own.
+            self._precompute_model_hash = self._reference_key
         return with_reference_log_probs(
             dataset,
-            model_hash=self._precompute_model_hash,
-            # Packed and padded passes differ in their last bits.
-            passes=f"{self.accelerator.mixed_precision} {self.model.dtype} {self.packing is not None}",
+            reference=self._reference_key,
             is_main_process=self.accelerator.is_main_process,
             compute=compute,
         )

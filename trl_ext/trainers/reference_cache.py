@@ -3,41 +3,50 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
+from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import replacing
+from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.policies import is_zero3
 
 logger = logging.getLogger(__name__)
 
+# Entries of a configuration that log-probabilities do not depend on.
+_INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "use_cache")
 _SEGMENTS = ("prompt_ids", "chosen_ids", "rejected_ids")
 COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 def with_reference_log_probs(
-    dataset: Dataset, *, model_hash: str, passes: str, is_main_process: bool, compute: Callable[[Dataset], Dataset]
+    dataset: Dataset, *, reference: str, is_main_process: bool, compute: Callable[[Dataset], Dataset]
 ) -> Dataset:
     """The dataset with the reference log-probabilities of its pairs: from the cache, or computed and then cached.
 
     Args:
         dataset: pairs as token ids, in the columns prompt_ids, chosen_ids and rejected_ids.
-        model_hash: of the weights of the reference, adapters included.
-        passes: how forward passes are made, as far as it shows in the values: the precision, and packed or padded.
+        reference: the `reference_key`.
         is_main_process: which process reads and writes; every process must call this.
         compute: adds the columns ref_chosen_logps and ref_rejected_logps to a dataset.
     """
     cached = None
     path = None
     if is_main_process:
-        path = cache_folder() / f"{_key(dataset, model_hash, passes)}.safetensors"
+        path = cache_folder() / f"{_key(dataset, reference)}.safetensors"
         cached = _read(path, len(dataset))
     (cached,) = broadcast_object_list([cached])
     if cached is None:
@@ -49,13 +58,89 @@ def with_reference_log_probs(
     return datasets.concatenate_datasets([dataset, Dataset.from_dict(columns)], axis=1)
 
 
+def precomputes_reference(objective, args, model, ref_model, given: dict[str, Any]) -> bool:
+    """Whether reference log-probabilities are computed before training: as asked, or where that saves passes.
+
+    Args:
+        objective: the loss.
+        args: the configuration, `precompute_ref_log_probs` None where it was left open.
+        model, ref_model, given: what the trainer was given.
+    """
+    if args.precompute_ref_log_probs is not None:
+        return args.precompute_ref_log_probs
+    sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+    if not objective.needs_reference or args.sync_ref_model or sharded:
+        return False
+    # Of a whole model in memory TRL loads the reference anew, and its weights here may be others by now.
+    if not isinstance(model, (str, PeftModel)) and ref_model is None and given.get("peft_config") is None:
+        return False
+    train_dataset, eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
+    sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]
+    if not train_dataset or any(one is not None and not isinstance(one, Dataset) for one in sets):
+        return False
+    if {"image", "images"} & set(train_dataset.column_names):
+        return False
+    if args.max_steps <= 0:
+        return args.num_train_epochs > 1
+    step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return args.max_steps * step > len(train_dataset)
+
+
+def reference_key(trainer) -> str:
+    """Digest of all that a trainer's reference log-probabilities depend on beside the pairs.
+
+    The weights of the reference, its configuration and that of its adapter, and how passes are made, since packed and
+    padded ones differ in their last bits. The weights of an adapter that is switched off for the reference are not
+    among it. Every process must call this.
+    """
+    model = trainer.model if trainer.ref_model is None else trainer.ref_model
+    adapters = getattr(model, "peft_config", {})
+    used = {"ref"} & set(adapters)
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _INCIDENTAL}
+    passes = [trainer.accelerator.mixed_precision, model.config._attn_implementation, trainer.packing is not None]
+    digest = hashlib.sha256(json.dumps([config, passes], sort_keys=True, default=str).encode())
+    for name in used:
+        digest.update(json.dumps(adapters[name].to_dict(), sort_keys=True, default=str).encode())
+    gathers = is_zero3(trainer.accelerator)
+    for name, parameter in sorted(model.named_parameters()):
+        if any(part in adapters and part not in used for part in name.split(".")):
+            continue
+        # One at a time: no process need hold the whole model.
+        with _gathered(parameter) if gathers else nullcontext():
+            digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} ".encode())
+            digest.update(parameter.detach().flatten().view(torch.uint8).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _gathered(parameter):
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters([parameter])
+
+
+@contextmanager
+def reference_passes(trainer) -> Iterator[None]:
+    """The passes of a trainer that precompute log-probabilities; training afterwards does not depend on their number.
+
+    ZeRO-3 notes in a first pass in which order modules run, by their numbers. TRL makes an engine for these passes,
+    and the one that training makes of the same modules numbers them again: after a single pass, the first engine then
+    fails on numbers that it does not find ("pop from an empty deque").
+    """
+    yield
+    engine = trainer._precompute_engine
+    if engine is not None and is_zero3(trainer.accelerator):
+        coordinator = getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
+
+
 def cache_folder() -> Path:
     """Where they are kept: beside the datasets that are cached (HF_DATASETS_CACHE)."""
     return Path(datasets.config.HF_DATASETS_CACHE) / "trl_ext-reference-log-probs"
 
 
-def _key(dataset: Dataset, model_hash: str, passes: str) -> str:
-    digest = hashlib.sha256(f"1 {model_hash} {passes} ".encode())
+def _key(dataset: Dataset, reference: str) -> str:
+    digest = hashlib.sha256(f"1 {reference} ".encode())
     for batch in dataset.select_columns(list(_SEGMENTS)).iter(batch_size=1000):
         for name in _SEGMENTS:
             lengths = [len(ids) for ids in batch[name]]
@@ -74,14 +159,16 @@ def _read(path: Path, rows: int) -> dict[str, torch.Tensor] | None:
         return None
     if sorted(tensors) != sorted(COLUMNS) or any(len(tensor) != rows for tensor in tensors.values()):
         return None
-    logger.info("reference log-probabilities of %d pairs come from %s", rows, path)
+    warn_once_per_run(f"reference log-probabilities of {rows} pairs come from an earlier run, in {path}")
     return tensors
 
 
 def _write(path: Path, dataset: Dataset) -> None:
     tensors = {name: torch.tensor(dataset[name], dtype=torch.float32) for name in COLUMNS}
+    if not all(tensor.isfinite().all() for tensor in tensors.values()):
+        return
     try:
         with replacing(path) as temporary:
             save_file(tensors, temporary)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         logger.warning("the reference log-probabilities cannot be kept in %s: %s", path, error)

@@ -13,10 +13,13 @@ from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.trainers.reward_guard import RewardGuard, ignore
 
 
-def as_reward_functions(given: Any) -> list:
+def as_reward_functions(given: Any, packing: str = "auto") -> list:
     """The reward functions as a list, a folder or hub name as the `RewardModel` that is saved there."""
     functions = given if isinstance(given, (list, tuple)) else [given]
-    return [RewardModel(function) if isinstance(function, (str, os.PathLike)) else function for function in functions]
+    return [
+        RewardModel(function, packing=packing) if isinstance(function, (str, os.PathLike)) else function
+        for function in functions
+    ]
 
 
 def reward_models(functions: list) -> list[RewardModel]:

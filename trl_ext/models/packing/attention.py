@@ -87,6 +87,12 @@ def attend(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
         raise NotImplementedError("its attention is not causal")
+    if "windows" in plan.derived:
+        plan.derived["windows"].append(sliding_window)
+    if torch.is_autocast_enabled(query.device.type):
+        # Rotary angles may have raised queries and keys to float32, where values are in half precision.
+        precision = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (states.to(precision) for states in (query, key, value))
     # [T, heads, head size], as segments are cut and gathered along tokens.
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     backend = "sdpa" if dropout else plan.derived.get("backend", "sdpa")

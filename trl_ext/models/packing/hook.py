@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
-from trl_ext.models.packing.canary import difference
+from trl_ext.models.packing.canary import check_gradients, difference
 from trl_ext.models.packing.obstacles import (
     forward_functions,
     has_active_dropout,
@@ -27,13 +27,12 @@ from trl_ext.models.packing.obstacles import (
     is_classifier,
     original_context,
     packing_obstacle,
+    widest_without_window,
 )
 from trl_ext.models.packing.planner import Plan, plan_batch
 
 logger = logging.getLogger(__name__)
 
-# A batch that packing would shorten by less is left padded.
-LEAST_SAVING = 0.05
 _ATTRIBUTE = "_trl_ext_packing"
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # What trainers pass beside the batch and what changes nothing here: `margin` is a column that TRL's RewardTrainer
@@ -50,11 +49,13 @@ class Packing:
         model: the model of transformers, without wrappers.
         reason: why its passes are not packed, in a few words; None while they are, or may be.
         backend: the attention back-end in use; None until the first pass, which settles it.
-        largest_difference: between packed and padded log-probabilities or scores of the canary; None until then.
+        largest_difference: between packed and padded log-probabilities, or hidden states, of the canary; None until
+            then.
         padded_tokens: places of the batches that were packed, padding included.
         packed_tokens: tokens that were encoded for them.
         quiet: whether the line that says what is used is left out; that nothing is used is said all the same.
         left_padded: passes that were not packed, by reason.
+        skipped: back-ends that were tried first, and why each is not used.
     """
 
     def __init__(self, model: nn.Module, *, quiet: bool = False):
@@ -66,6 +67,8 @@ class Packing:
         self.padded_tokens = 0
         self.packed_tokens = 0
         self.left_padded: Counter[str] = Counter()
+        self.skipped: dict[str, str] = {}
+        self._widest: int | None = None
         self._forward = model.forward
         self._hooked = None
         self._context = None
@@ -94,17 +97,24 @@ class Packing:
         """One line: what is used, or why nothing is."""
         if not self.active:
             return f"packing: off, rows are padded: {self.reason}"
-        how = "settled at the first batch" if self.backend is None else f"{self.backend} attention"
-        checked = ""
-        if self.largest_difference is not None:
-            checked = f"; differs from the padded forward by at most {self.largest_difference:.1e}"
-        return f"packing: on, without padding and with common prefixes encoded once ({how}{checked})"
+        if self.backend is None:
+            return "packing: undecided until the first batch"
+        how = f"{self.backend} attention"
+        how += "".join(f"; not {name}: {why}" for name, why in self.skipped.items())
+        return (
+            f"packing: on, without padding and with common prefixes encoded once ({how}; differs from the padded "
+            f"forward by at most {self.largest_difference:.1e})"
+        )
 
     def remove(self) -> None:
         """Give the model its own forward pass back."""
         self.reason = "it was taken off"
         if self._hooked is not None and getattr(self.model.forward, "__func__", None) is self._hooked:
-            self.model.forward = self._forward
+            if getattr(self._forward, "__func__", None) is type(self.model).forward:
+                # Without a reference to itself, so that the model is freed when it is dropped.
+                del self.model.forward
+            else:
+                self.model.forward = self._forward
         self._hooked = None
 
     # ---- Batches ----
@@ -149,53 +159,61 @@ class Packing:
     def _plan(self, input_ids, attention_mask, labels) -> tuple[Plan | None, str]:
         if self._context is not None and input_ids.shape[1] > self._context:
             return None, "rotary angles depend on the length of the batch"
+        if self._widest is not None and input_ids.shape[1] > self._widest:
+            return None, "is longer than the sliding window, which the layers do not tell"
         # With a prefix encoded once, rows would not draw their dropout independently.
         plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
         if plan is None:
             return None, "has a mask or labels of another form"
-        if is_classifier(self.model) and not _has_scores(plan, input_ids, self.model.config):
-            return None, "is padded with another token than the model's"
-        if plan.tokens > (1 - LEAST_SAVING) * input_ids.numel():
-            return None, "saves too little"
         return plan, ""
 
     def _settle(self) -> None:
         """Choose the first back-end that gives what the padded forward gives, or give packing up."""
-        on_gpu = next(self.model.parameters()).is_cuda
-        failures = []
-        for backend in BACKENDS if on_gpu else ("sdpa",):
+        parameter = next(self.model.parameters())
+        device, precision = parameter.device, parameter.dtype
+        if torch.is_autocast_enabled(device.type):
+            precision = torch.get_autocast_dtype(device.type)
+        for backend in BACKENDS if device.type == "cuda" else ("sdpa",):
             try:
-                self.largest_difference, agrees = self._try(backend)
+                if backend != "sdpa":
+                    check_gradients(backend, self.model.config, device, precision)
+                largest, agrees = self._try(backend)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # Whatever a kernel or a model raises, the padded forward goes on.
-                failures.append(str(error).splitlines()[0] if str(error) else type(error).__name__)
+                self.skipped[backend] = str(error).splitlines()[0] if str(error) else type(error).__name__
                 continue
             if agrees:
-                self.backend = backend
+                self.backend, self.largest_difference = backend, largest
                 break
-            failures.append(f"{backend} attention is {self.largest_difference:.1e} off the padded forward")
+            self.skipped[backend] = f"is {largest:.1e} off the padded forward"
         else:
-            self.reason = failures[-1]
-            self.largest_difference = None
+            self.reason = "; ".join(
+                f"{backend} attention {why}" if why.startswith("is ") else why for backend, why in self.skipped.items()
+            )
         if not (self.quiet and self.active):
             _announce(self.describe())
 
     def _try(self, backend: str) -> tuple[float, bool]:
         classifier = is_classifier(self.model)
+        seen: list[int | None] = []
 
         def packed(input_ids, attention_mask, labels):
             plan = plan_batch(input_ids, attention_mask, None if classifier else labels)
-            plan.derived["backend"] = backend
+            plan.derived.update(backend=backend, windows=seen)
             if classifier:
-                return _packed_scores(self, plan, input_ids)
-            return _packed_log_probs(self, plan, labels).log_probs
+                return self.hidden_states(plan)[plan.columns[labels != -100]]
+            return _packed_log_probs(self, plan, labels).log_probs[labels[:, 1:] != -100]
 
         def padded(input_ids, attention_mask, labels):
+            batch = {"input_ids": input_ids, "attention_mask": attention_mask}
             if classifier:
-                return self.call(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
-            batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-            return self.call(**batch, fused_lm_head=True).log_probs
+                return self.model.base_model(**batch, use_cache=False).last_hidden_state[labels != -100]
+            return self.call(**batch, labels=labels, fused_lm_head=True).log_probs[labels[:, 1:] != -100]
 
-        return difference(self.model, packed, padded)
+        result = difference(self.model, packed, padded)
+        self._widest = widest_without_window(self.model.config, seen)
+        return result
 
     # ---- Passes ----
 
@@ -245,8 +263,15 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
 
     Raises:
+        TypeError: something else than a model, such as the trainer.
         ValueError: no model, or a language model without the fused head.
     """
+    for model in models:
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(
+                f"share_prefixes takes models, got {type(model).__name__}: share_prefixes(trainer.model, "
+                "trainer.ref_model)"
+            )
     inner = [_unwrapped(model) for model in models if model is not None]
     if not inner:
         raise ValueError("no model to share prefixes in")
@@ -268,7 +293,8 @@ def _hook(model: nn.Module, *, quiet: bool) -> None:
             return
         # Another trainer has put its head over the hook, and does not pass through it any more.
         packings[-1].reason = "it was taken over by another trainer"
-    if not is_classifier(model) and not has_fused_head(model):
+    compiled = hasattr(model, "_orig_mod")
+    if not compiled and not is_classifier(model) and not has_fused_head(model):
         raise ValueError(
             f"{type(model).__name__} has no fused LM head yet, which TRL's trainers put on it: make the trainer "
             "first, then call share_prefixes(trainer.model)"
@@ -320,23 +346,27 @@ def _packed_log_probs(packing: Packing, plan: Plan, labels: Tensor, num_items_in
 
 
 def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, *args, **kwargs):
-    plan = None if args else packing.plan(input_ids, attention_mask, **kwargs)
-    if plan is None:
+    plan = None
+    if not args and kwargs.get("labels") is None:
+        kwargs.pop("labels", None)
+        plan = packing.plan(input_ids, attention_mask, **kwargs)
+    places = None if plan is None else _score_places(packing, plan, input_ids)
+    if places is None:
         return packing.call(input_ids, attention_mask, *args, **kwargs)
-    return SequenceClassifierOutputWithPast(logits=_packed_scores(packing, plan, input_ids))
+    return SequenceClassifierOutputWithPast(logits=packing.model.score(packing.hidden_states(plan)[places]))
 
 
-def _packed_scores(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor:
-    model = packing.model
-    rows = torch.arange(len(input_ids), device=input_ids.device)
-    last = last_tokens(input_ids, model.config.get_text_config().pad_token_id)
-    return model.score(packing.hidden_states(plan)[plan.columns[rows, last]])
-
-
-def _has_scores(plan: Plan, input_ids: Tensor, config) -> bool:
-    """Whether the tokens that scores are read at are encoded."""
-    last = last_tokens(input_ids, config.get_text_config().pad_token_id)
-    return bool(plan.present.gather(1, last[:, None]).all())
+def _score_places(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor | None:
+    """Where in the packed row the scores of a batch are read, [B]; None where it is not padded with the model's."""
+    padding = packing.model.config.get_text_config().pad_token_id
+    # Without a padding token the model itself says that it cannot tell where rows end.
+    last = None if padding is None else last_tokens(input_ids, padding)[:, None]
+    if last is not None and plan.present.gather(1, last).all():
+        return plan.columns.gather(1, last)[:, 0]
+    packing.left_padded["is padded with another token than the model's"] += 1
+    packing.padded_tokens -= input_ids.numel()
+    packing.packed_tokens -= plan.tokens
+    return None
 
 
 def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -42,6 +43,8 @@ def packing_obstacle(model) -> str | None:
     Args:
         model: of transformers, for causal language modelling or sequence classification, without wrappers.
     """
+    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
+        return "it is compiled"
     config = model.config
     text = config.get_text_config()
     if text is not config:
@@ -52,8 +55,6 @@ def packing_obstacle(model) -> str | None:
         return "it reads its scores in a way of its own"
     if not is_classifier(model) and not model.can_generate():
         return "it is neither a causal language model nor one for sequence classification"
-    if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
-        return "it is compiled"
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         return "its layers are on several devices"
     others = set(getattr(text, "layer_types", None) or ()) - _LAYERS
@@ -85,9 +86,36 @@ def original_context(config) -> int | None:
     return min(filter(None, [*lengths, text.max_position_embeddings]))
 
 
+def widest_without_window(config, seen: list[int | None]) -> int | None:
+    """How wide a batch may be for sliding windows to make no difference; None if the layers apply theirs themselves.
+
+    Some architectures hand their window to attention, and some leave it to a mask, which a packed row does not have.
+
+    Args:
+        seen: the window that each layer has handed to attention.
+    """
+    text = config.get_text_config()
+    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    expected = [window if kinds is None or kind == "sliding_attention" else None for kind in kinds or seen]
+    if seen == expected:
+        return None
+    return min((width for width in [window, *seen] if width is not None), default=None)
+
+
 def has_active_dropout(model) -> bool:
     """Whether a forward pass would draw dropout, or the noise of a router, now."""
-    return any(module.training and _draws(module) for module in model.modules())
+    idle: set[int] = set()
+    for module in model.modules():
+        if not module.training or id(module) in idle:
+            continue
+        if isinstance(module, BaseTunerLayer):
+            # Of several adapters only the active ones draw, and none while they are switched off.
+            active = () if module.disable_adapters else module.active_adapters
+            dropouts = getattr(module, "lora_dropout", {})
+            idle.update(id(dropouts[name]) for name in dropouts if name not in active)
+        if _draws(module):
+            return True
+    return False
 
 
 def _draws(module) -> bool:

@@ -1,0 +1,191 @@
+"""The trainers under DeepSpeed ZeRO-2 and ZeRO-3, on two processes of the CPU: what plain data parallelism gives."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.tiny import pairs, save_tiny_model
+from tests.train_once import largest_difference, relative_difference
+from tests.zero_once import Run, train_under
+from trl_ext.rewards import RewardModel
+
+# Not imported here, which would take seconds whatever tests are run.
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs the extra: trl_ext[deepspeed]")]
+
+# An optimizer step takes 4 pairs of `dpo` and `reward`, 8 of `aot`, and 8 responses to 2 prompts of `policy`.
+TRAINED = {
+    "dpo": {"trainer": "PreferenceTrainer", "args": {"loss": "dpo"}},
+    "aot": {
+        "trainer": "PreferenceTrainer",
+        "lora": True,
+        "pairs": 24,
+        "args": {"loss": "aot", "gradient_accumulation_steps": 2},
+    },
+    "reward": {"trainer": "RewardTrainer", "args": {}},
+    "reward_adapter": {"trainer": "RewardTrainer", "lora": True, "args": {}},
+    "policy": {"trainer": "PolicyTrainer", "args": {"per_device_train_batch_size": 4, "beta": 0.05}},
+}
+# With one pair per process, the first process has the long pairs, and the second the short ones.
+UNEVEN = {
+    "trainer": "PreferenceTrainer",
+    "pairs": "uneven",
+    "args": {"loss": "dpo", "per_device_train_batch_size": 1},
+}
+PRECOMPUTED = {"trainer": "PreferenceTrainer", "args": {"loss": "dpo", "precompute_ref_log_probs": True}}
+SAMPLED = {
+    "trainer": "PolicyTrainer",
+    "lora": True,
+    "sampled": True,
+    "args": {"per_device_train_batch_size": 4, "beta": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def other_model_path(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("other-model")
+    save_tiny_model(path, seed=1)
+    return str(path)
+
+
+def specifications(model: str, other_model: str) -> dict[str, dict]:
+    """By name; without packing, as far as a name does not say `packed`."""
+    specs = {name: _with(spec, packing="off") for name, spec in TRAINED.items()}
+    specs |= {"uneven": UNEVEN, "sampled": SAMPLED, "precomputed": PRECOMPUTED}
+    specs = {name: {**spec, "model": model} for name, spec in specs.items()}
+    return {**specs, "precomputed_other": {**PRECOMPUTED, "model": other_model}}
+
+
+def _with(spec: dict, **arguments) -> dict:
+    return {**spec, "args": {**spec["args"], **arguments}}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model_path, other_model_path, tmp_path_factory) -> dict[str, Run]:
+    """Data parallelism; what is of `TRAINED` is not packed."""
+    folder = tmp_path_factory.mktemp("plain") / "runs"
+    return train_under("ddp", specifications(tiny_model_path, other_model_path), folder)
+
+
+@pytest.fixture(scope="module", params=["zero2", "zero3"])
+def sharded(request, tiny_model_path, other_model_path, tmp_path_factory) -> dict[str, Run]:
+    """Under one of the stages: the same; packed and with a checkpoint at step 2; and resumed from that checkpoint."""
+    folder = tmp_path_factory.mktemp(request.param) / "runs"
+    specs = specifications(tiny_model_path, other_model_path)
+    for name in TRAINED:
+        packed = _with(specs[name], packing="auto")
+        specs[f"packed_{name}"] = _with(packed, save_strategy="steps", save_steps=2)
+        specs[f"resumed_{name}"] = {
+            **packed,
+            "resume_from_checkpoint": str(folder / f"packed_{name}" / "checkpoint-2"),
+        }
+    return train_under(request.param, specs, folder)
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    assert largest_difference(run.start, expected.start) < 1e-6
+    assert relative_difference(run.change, expected.change) < 1e-5
+    assert len(run.logs) == len(expected.logs) == 3
+    for entry, other in zip(run.logs, expected.logs, strict=True):
+        assert entry == pytest.approx(other, rel=1e-4, abs=2e-6)
+
+
+# ---- Trained as without the engine ----
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_data_parallelism(name, sharded, plain):
+    expected = plain[name]
+    # Three steps of Adam at 0.01 change a parameter by 0.03 at most; here they do change them.
+    assert 0.001 < expected.change.abs().max() < 0.031
+    assert_same_run(sharded[name], expected)
+    assert "packed_tokens" not in sharded[name].facts
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_packed_training_is_that_of_data_parallelism(name, sharded, plain):
+    run = sharded[f"packed_{name}"]
+    assert_same_run(run, plain[name])
+    assert 0 < run.facts["packed_tokens"] < 0.6 * run.facts["padded_tokens"]
+    assert run.facts["left_padded"] == {}
+    assert run.facts["reference"] is (name in ("dpo", "policy"))
+
+
+@pytest.mark.parametrize("name", ["reward", "reward_adapter"])
+def test_scores_are_those_of_data_parallelism(name, sharded, plain):
+    assert plain[name].scores.std() > 0.01
+    for run in (sharded[name], sharded[f"packed_{name}"]):
+        torch.testing.assert_close(run.scores, plain[name].scores, rtol=1e-4, atol=1e-5)
+
+
+def test_processes_may_have_batches_of_unlike_shape(sharded, plain):
+    """The first process has the long pairs, of which packing saves next to nothing; both make as many passes."""
+    run = sharded["uneven"]
+    assert_same_run(run, plain["uneven"])
+    assert run.facts["packed_tokens"] > 0.95 * run.facts["padded_tokens"]
+
+
+def test_sampled_responses_are_those_of_data_parallelism(sharded, plain):
+    assert_same_run(sharded["sampled"], plain["sampled"])
+
+
+@pytest.mark.parametrize("name", ["precomputed", "precomputed_other"])
+def test_precomputed_reference_log_probabilities_are_of_the_model(name, sharded, plain):
+    """The second run has the pairs of the first and another model, and must not find what the first left on disk."""
+    assert_same_run(sharded[name], plain[name])
+    first, second = (plain[name].logs[0]["loss"] for name in ("precomputed", "precomputed_other"))
+    assert abs(first - second) > 0.01
+
+
+# ---- Saved and taken up again ----
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
+    run, expected = sharded[f"resumed_{name}"], sharded[f"packed_{name}"]
+    assert largest_difference(run.parameters, expected.parameters) < 1e-7
+    # What was logged until then is the checkpoint's.
+    assert run.logs[:2] == expected.logs[:2]
+    # TRL counts tokens from the start of the process, but for a policy's.
+    last, expected_last = ({k: v for k, v in each.logs[2].items() if k != "num_tokens"} for each in (run, expected))
+    assert last == pytest.approx(expected_last, rel=1e-6, abs=1e-7)
+    # And the checkpoint is not the end already.
+    assert expected.logs[2]["loss"] != pytest.approx(expected.logs[1]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "policy"])
+def test_a_saved_model_loads(name, sharded):
+    run = sharded[f"packed_{name}"]
+    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    model = kind.from_pretrained(run.folder, dtype=torch.float32)
+    assert largest_difference(dict(model.named_parameters()), run.parameters) == 0.0
+
+
+def test_a_saved_adapter_loads_and_merges(sharded, tiny_model_path):
+    """The merged weight is W + 8 / 4 B A, from A and B as they were gathered after training."""
+    run = sharded["packed_aot"]
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, run.folder).merge_and_unload().state_dict()
+    for layer in (0, 1):
+        for target in ("q_proj", "v_proj"):
+            module = f"model.layers.{layer}.self_attn.{target}"
+            a, b = (run.parameters[f"base_model.model.{module}.lora_{side}.default.weight"] for side in "AB")
+            added = 2 * b @ a
+            assert added.abs().max() > 0.01
+            torch.testing.assert_close(
+                merged[f"{module}.weight"], before[f"{module}.weight"] + added, rtol=0, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("name", ["reward", "reward_adapter"])
+def test_a_saved_reward_model_scores_as_it_did(name, sharded):
+    run, rows = sharded[f"packed_{name}"], pairs(12)
+    model, prompts = RewardModel(run.folder), [row["prompt"] for row in rows]
+    scores = torch.cat([model.score(prompts, [row[side] for row in rows]) for side in ("chosen", "rejected")])
+    torch.testing.assert_close(scores, run.scores, rtol=1e-4, atol=1e-5)

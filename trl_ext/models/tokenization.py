@@ -1,0 +1,149 @@
+"""Prompts and responses as padded token batches, and what a causal language model says about each of their tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, Tensor]:
+    """Tokenize prompts and outputs apart, join them, and shift them for next-token prediction.
+
+    The special tokens that the tokenizer puts before a text stand before the prompt, once; no end-of-text token is
+    added after the output. Rows are padded on the right with the padding token, or with the end-of-text token where
+    the tokenizer has none.
+
+    Args:
+        prompt_strs: B prompts, each of at least one token.
+        output_strs: B outputs; an empty one has a row of zeros for a mask.
+        tokenizer: a tokenizer of transformers.
+
+    Returns:
+        With L the tokens of the longest prompt and output together, each of shape [B, L - 1]:
+
+        - `input_ids`: the tokens but the last, int64;
+        - `labels`: the tokens but the first, int64;
+        - `response_mask`: True where the label is a token of the output.
+
+    Raises:
+        ValueError: no rows, lists of different length, a prompt without tokens, or a tokenizer without a padding and
+            an end-of-text token.
+    """
+    if len(prompt_strs) != len(output_strs) or not len(prompt_strs):
+        raise ValueError(
+            f"expected as many outputs as prompts and at least one, got {len(prompt_strs)} prompts and "
+            f"{len(output_strs)} outputs"
+        )
+    padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if padding is None:
+        raise ValueError("the tokenizer has neither a padding nor an end-of-text token: set tokenizer.pad_token")
+    prompts = [_prompt_ids(tokenizer, prompt) for prompt in prompt_strs]
+    outputs = [tokenizer(output, add_special_tokens=False)["input_ids"] for output in output_strs]
+    for row, prompt in enumerate(prompts):
+        if not prompt:
+            raise ValueError(f"prompt {row} has no tokens: there is nothing to predict its first output token from")
+    longest = max(len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True))
+    tokens = torch.full((len(prompts), longest), padding)
+    is_output = torch.zeros(tokens.shape, dtype=torch.bool)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        end = len(prompt) + len(output)
+        tokens[row, :end] = torch.tensor([*prompt, *output])
+        is_output[row, len(prompt) : end] = True
+    # Copies, so that a change in one of them is none in another.
+    return {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone(), "response_mask": is_output[:, 1:]}
+
+
+def _prompt_ids(tokenizer, prompt: str) -> list[int]:
+    """Ids of a text that something follows: one beginning-of-text token if the tokenizer uses one, and no end."""
+    has_beginning = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
+    ids = tokenizer(prompt, add_special_tokens=not has_beginning)["input_ids"]
+    ended_by_tokenizer = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token)
+    return ids[:-1] if ended_by_tokenizer else ids
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy of the distribution over the vocabulary at each position, in nats; differentiable.
+
+    Finite for logits of any size; a token whose logit is minus infinity contributes nothing.
+
+    Args:
+        logits: [..., V].
+
+    Returns:
+        [...], in float32 or finer.
+    """
+    return _entropy(_log_softmax(logits))
+
+
+def response_log_probs(
+    model, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
+) -> dict[str, Tensor]:
+    """Log-probability of each label under the model, and the entropy of what the model predicted in its place.
+
+    Prompt and padding positions are computed like the others: mask them afterwards. The model sees no attention mask,
+    so padding must stand on the right, as in `tokenize_prompt_and_output`. It is called in the mode in which it is,
+    and with gradient unless the caller switches it off.
+
+    Args:
+        model: a causal language model, whose output for [B, T] ids has `logits` of [B, T, V].
+        input_ids: [B, T].
+        labels: the token after each position, [B, T].
+        return_token_entropy: whether to compute the entropies too.
+
+    Returns:
+        `log_probs`, [B, T], in nats, and where asked for `token_entropy`, [B, T]; in float32 or finer.
+
+    Raises:
+        ValueError: shapes that differ, or a label that is not a token of the vocabulary, such as -100.
+    """
+    if input_ids.dim() != 2 or input_ids.shape != labels.shape:
+        raise ValueError(
+            f"input_ids and labels must have one shape [B, T], got {list(input_ids.shape)} and {list(labels.shape)}"
+        )
+    logits = model(input_ids).logits
+    outside = (labels < 0) | (labels >= logits.shape[-1])
+    if bool(outside.any()):
+        row, position = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"labels[{row}, {position}] is {labels[row, position].item()}, which is no token of the vocabulary of "
+            f"{logits.shape[-1]}: give every position its token, and mask those that do not count afterwards"
+        )
+    log_probs, entropies = [], []
+    for row, targets in zip(logits, labels, strict=True):
+        # Row by row: without gradient, log-probabilities of the whole batch's vocabulary would be the largest tensor.
+        distribution = _log_softmax(row)
+        log_probs.append(distribution.gather(-1, targets.unsqueeze(-1)).squeeze(-1))
+        if return_token_entropy:
+            entropies.append(_entropy(distribution))
+    results = {"log_probs": torch.stack(log_probs)}
+    if return_token_entropy:
+        results["token_entropy"] = torch.stack(entropies)
+    return results
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(dim=-1)
+
+
+def _entropy(log_probs: Tensor) -> Tensor:
+    probs = log_probs.exp()
+    # 0 log 0 is 0, in the gradient as well.
+    return -(probs * log_probs.masked_fill(probs == 0, 0)).sum(dim=-1)
+
+
+def completion_mask(completion_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:
+    """True up to and including the first end-of-text token of each completion, everywhere where there is none. [B, T].
+
+    Args:
+        completion_ids: generated tokens with what was padded behind them, [B, T].
+        eos_token_id: the token that ends a completion, or several.
+
+    Raises:
+        ValueError: ids that are not [B, T].
+    """
+    if completion_ids.dim() != 2:
+        raise ValueError(f"completion_ids must have the shape [B, T], got {list(completion_ids.shape)}")
+    ends = torch.isin(completion_ids, torch.as_tensor(eos_token_id, device=completion_ids.device)).long()
+    return ends.cumsum(dim=1) - ends == 0
