@@ -1,15 +1,24 @@
-"""Rewards: who scores a completion. Saved reward models, and ensembles of them or of any reward functions."""
+"""Rewards: who scores a completion. Saved reward models, ensembles of any reward functions, and verified answers."""
 
 from __future__ import annotations
 
 import importlib
 
-# These import torch, so they load when they are first used.
+# Reward models import torch, so every name loads when it is first used.
 _MODULE_OF_NAME = {
     "RewardEnsemble": "trl_ext.rewards.ensemble",
     "RewardModel": "trl_ext.rewards.reward_model",
+    "VerifiedReward": "trl_ext.rewards.verified",
     "combine": "trl_ext.rewards.ensemble",
+    "countdown_reward": "trl_ext.rewards.verified",
+    "gsm8k_truth": "trl_ext.rewards.parsers",
+    "is_correct": "trl_ext.rewards.answers",
+    "parse_gsm8k_response": "trl_ext.rewards.parsers",
+    "parse_mmlu_response": "trl_ext.rewards.parsers",
+    "question_only_reward": "trl_ext.rewards.verified",
+    "r1_zero_reward": "trl_ext.rewards.verified",
     "share_or_load": "trl_ext.rewards.sharing",
+    "verified_reward": "trl_ext.rewards.verified",
 }
 
 __all__ = [*_MODULE_OF_NAME]

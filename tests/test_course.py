@@ -1,0 +1,602 @@
+"""The course's functions: values worked by hand, and values and gradients of loops over single tokens in float64."""
+
+from __future__ import annotations
+
+import gzip
+import inspect
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.test_tokenization import with_special_tokens
+from tests.tiny import build_tokenizer, perturbed
+from trl_ext import course
+
+NAN = float("nan")
+
+# The batch of tests/test_policy_losses.py: two responses of 3 and 2 tokens. Ratios 1.349859, 0.904837, 1.051271 and
+# 0.670320, 1.221403; the clip at 0.2 makes the loss larger at the first token of each.
+LOG_RATIO = torch.tensor([[0.3, -0.1, 0.05], [-0.4, 0.2, 0.0]])
+MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
+REWARDS = torch.tensor([[1.0], [0.0]])
+ADVANTAGES = torch.tensor([[1.0], [-1.0]])
+NEW = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]])
+GIVEN = {"raw_rewards": REWARDS, "advantages": ADVANTAGES, "old_log_probs": NEW - LOG_RATIO, "cliprange": 0.2}
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("tokenize_prompt_and_output", "prompt_strs, output_strs, tokenizer"),
+        ("token_entropy", "logits"),
+        ("response_log_probs", "model, input_ids, labels, return_token_entropy=False"),
+        ("masked_mean", "tensor, mask, dim=None"),
+        ("masked_normalize", "tensor, mask, normalize_constant, dim=None"),
+        (
+            "compute_group_normalized_rewards",
+            "reward_fn, rollout_responses, repeated_ground_truths, group_size, advantage_eps, normalize_by_std",
+        ),
+        ("naive_policy_gradient_loss", "raw_rewards_or_advantages, policy_log_probs"),
+        ("grpo_clip_loss", "advantages, policy_log_probs, old_log_probs, cliprange"),
+        (
+            "policy_gradient_loss",
+            "policy_log_probs, loss_type, raw_rewards=None, advantages=None, old_log_probs=None, cliprange=None",
+        ),
+        (
+            "sft_microbatch_step",
+            "policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0",
+        ),
+        (
+            "policy_microbatch_step",
+            "policy_log_probs, response_mask, gradient_accumulation_steps, loss_type, raw_rewards=None, "
+            "advantages=None, old_log_probs=None, cliprange=None",
+        ),
+        ("per_instance_dpo_loss", "lm, lm_ref, tokenizer, beta, prompt, response_chosen, response_rejected"),
+        ("PackedSFTDataset", "tokenizer, dataset_path, seq_length, shuffle"),
+        ("iterate_batches", "dataset, batch_size, shuffle"),
+        ("parse_gsm8k_response", "model_output"),
+        ("parse_mmlu_response", "mmlu_example, model_output"),
+    ],
+)
+def test_names_and_arguments(name, arguments):
+    parameters = inspect.signature(getattr(course, name)).parameters.values()
+    assert ", ".join(str(p.replace(annotation=p.empty)) for p in parameters) == arguments
+    assert name in course.__all__
+
+
+def test_importing_is_cheap():
+    code = (
+        "import sys, trl_ext.course; print({'trl', 'transformers', 'datasets', 'pydantic', 'peft'} & set(sys.modules))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
+    with pytest.raises(AttributeError, match="no attribute 'nope'"):
+        course.nope  # noqa: B018
+
+
+def test_parsers():
+    assert course.parse_gsm8k_response("48 / 2 = 24, so 48 + 24 = 72 clips.") == "72"
+    assert course.parse_gsm8k_response("I do not know.") is None
+    example = {"subject": "s", "question": "1 + 1?", "options": ["2", "3", "4", "5"], "answer": "A"}
+    assert course.parse_mmlu_response(example, "The correct answer is B.") == "B"
+    assert course.parse_mmlu_response(example, "None of them.") is None
+
+
+# ---------------------------------------------------------------------------------------------------- reductions
+
+
+def test_masked_mean_by_hand():
+    """Rows (1 + 3) / 2 and nothing; columns 1, nothing, 3; everything (1 + 3) / 2."""
+    tensor, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, NAN]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
+    assert course.masked_mean(tensor, mask).item() == 2
+    assert course.masked_mean(tensor, mask, dim=1).tolist() == pytest.approx([2, NAN], nan_ok=True)
+    assert course.masked_mean(tensor, mask.bool(), 0).tolist() == pytest.approx([1, NAN, 3], nan_ok=True)
+    with pytest.raises(ValueError, match=r"^mask must broadcast to the tensor's shape \[2, 3\], got \[2\]$"):
+        course.masked_mean(tensor, torch.tensor([1, 1]))
+    with pytest.raises(ValueError, match=r"shape \[3\], got \[2, 3\]$"):
+        course.masked_mean(tensor[0], mask)
+
+
+def test_masked_normalize_by_hand():
+    """(1 + 3) / 8; rows 4 / 8 and 0 / 8."""
+    tensor, mask = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, NAN]]), torch.tensor([[1, 0, 1], [0, 0, 0]])
+    assert course.masked_normalize(tensor, mask, 8).item() == 0.5
+    assert course.masked_normalize(tensor, mask, 8.0, dim=1).tolist() == [0.5, 0]
+    assert course.masked_normalize(tensor, mask, 8, 0).tolist() == [0.125, 0, 0.375]
+    with pytest.raises(ValueError, match="^normalize_constant must be positive, got 0$"):
+        course.masked_normalize(tensor, mask, 0)
+    with pytest.raises(ValueError, match="^mask must broadcast"):
+        course.masked_normalize(tensor, mask[:, :2], 1.0)
+
+
+def test_long_and_short_responses():
+    """Losses of 2 at 4 and at 7 tokens: by the mean a token weighs 1/4 and 1/7, by the constant 1/7 in both."""
+    mask = torch.arange(7) < torch.tensor([[4], [7]])
+    for reduce, values, weights in [
+        (lambda losses: course.masked_mean(losses, mask, dim=1), [2, 2], [1 / 4, 1 / 7]),
+        (lambda losses: course.masked_normalize(losses, mask, 7.0, dim=1), [8 / 7, 2], [1 / 7, 1 / 7]),
+    ]:
+        losses = torch.full((2, 7), 2.0, requires_grad=True)
+        reduced = reduce(losses)
+        reduced.sum().backward()
+        assert reduced.tolist() == pytest.approx(values)
+        for row, weight in enumerate(weights):
+            assert losses.grad[row].tolist() == pytest.approx([weight * counts for counts in mask[row].tolist()])
+
+
+# ------------------------------------------------------------------------------------------------------- rewards
+
+
+def reward_of(table: dict[str, float]):
+    return lambda response, truth: {
+        "reward": table[response],
+        "format_reward": 1.0,
+        "answer_reward": float(response == truth),
+    }
+
+
+def test_group_normalized_rewards_by_hand():
+    """Groups 0, 1, 0, 0 and 2, 2, 2, 2. The first has mean 1/4 and sample variance (1/16 * 3 + 9/16) / 3 = 1/4, so
+    that its advantages are (-1/4, 3/4, -1/4, -1/4) over 1/2 + 1/2 here; the second has none.
+    """
+    table = {"a": 0.0, "b": 1.0, "c": 2.0}
+    responses, truths = list("abaacccc"), ["b"] * 4 + ["a"] * 4
+    advantages, rewards, metadata = course.compute_group_normalized_rewards(
+        reward_of(table), responses, truths, 4, 0.5, True
+    )
+    assert advantages.tolist() == [-0.25, 0.75, -0.25, -0.25, 0, 0, 0, 0]
+    assert rewards.tolist() == [0, 1, 0, 0, 2, 2, 2, 2]
+    assert metadata == {
+        "reward": 9 / 8,
+        "format_reward": 1,
+        "answer_reward": 1 / 8,
+        "reward_std": 0.25,
+        "frac_reward_zero_std": 0.5,
+    }
+    assert all(type(number) is float for number in metadata.values())
+    centered, _, _ = course.compute_group_normalized_rewards(reward_of(table), responses, truths, 4, 0.5, False)
+    assert centered.tolist() == [-0.25, 0.75, -0.25, -0.25, 0, 0, 0, 0]
+
+
+def test_sample_deviation():
+    """Of 0.2, 0.5, 0, 0.4: mean 0.275, squares 0.005625 + 0.050625 + 0.075625 + 0.015625 = 0.1475, over 3."""
+    rewards = dict(zip("wxyz", [0.2, 0.5, 0.0, 0.4], strict=True))
+    expected = [(reward - 0.275) / (math.sqrt(0.1475 / 3) + 1e-6) for reward in rewards.values()]
+    advantages, _, _ = course.compute_group_normalized_rewards(reward_of(rewards), "wxyz", "wxyz", 4, 1e-6, True)
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-6)
+    assert expected == pytest.approx([-0.338239, 1.014718, -1.240210, 0.563732], abs=1e-6)
+
+
+@pytest.mark.parametrize("normalize_by_std", [True, False])
+def test_group_of_one_has_no_signal(normalize_by_std):
+    advantages, rewards, metadata = course.compute_group_normalized_rewards(
+        reward_of({"a": 1.0}), ["a"], ["a"], 1, 1e-6, normalize_by_std
+    )
+    assert (advantages.tolist(), rewards.tolist()) == ([0], [1])
+    assert (metadata["reward_std"], metadata["frac_reward_zero_std"]) == (0, 1)
+
+
+def test_bad_rewards():
+    def call(reward_fn, responses="ab", truths="ab", group_size=2):
+        course.compute_group_normalized_rewards(reward_fn, responses, truths, group_size, 1e-6, True)
+
+    good = reward_of({"a": 0.0, "b": 1.0})
+    with pytest.raises(ValueError, match="got 2 rollout_responses and 1 repeated_ground_truths$"):
+        call(good, truths="a")
+    with pytest.raises(ValueError, match="2 rewards do not divide into groups of 3"):
+        call(good, group_size=3)
+    with pytest.raises(ValueError, match="^reward_fn returned a reward of nan for response 1$"):
+        call(reward_of({"a": 0.0, "b": NAN}))
+    with pytest.raises(ValueError, match="a dict with a number 'reward', got {'score': 1} for response 0$"):
+        call(lambda response, truth: {"score": 1})
+    with pytest.raises(ValueError, match="a dict with a number 'reward', got 1.0 for response 0$"):
+        call(lambda response, truth: 1.0)
+
+
+# ------------------------------------------------------------------------------------------------- policy losses
+
+
+def test_naive_loss_by_hand():
+    """-1 * -1, -1 * -0.7, ...; and 1 * -2, 1 * -0.3, ..."""
+    expected = torch.tensor([[1.0, 0.7, 0.5], [-2.0, -0.3, -0.9]])
+    assert torch.equal(course.naive_policy_gradient_loss(ADVANTAGES, NEW), expected)
+    assert torch.equal(course.naive_policy_gradient_loss(ADVANTAGES[:, 0], NEW), expected)
+    assert torch.equal(course.naive_policy_gradient_loss(ADVANTAGES.expand(2, 3), NEW), expected)
+
+
+def test_clip_loss_by_hand():
+    """Row 1: -1.2 (clipped), -0.904837, -1.051271. Row 2: 0.8 (clipped), 1.221403, which no clip may lower, and 1."""
+    losses, metadata = course.grpo_clip_loss(ADVANTAGES, NEW, NEW - LOG_RATIO, 0.2)
+    expected = torch.tensor([[-1.2, -0.904837, -1.051271], [0.8, 1.221403, 1.0]])
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=0)
+    assert metadata["clipped"].tolist() == [[1, 0, 0], [1, 0, 0]]
+    assert metadata["clip_fraction"].item() == pytest.approx(2 / 6)
+
+
+def token_loss(loss_type: str, log_prob: float, old: float, reward: float, advantage: float, cliprange: float):
+    """Loss of one token, and its derivative by the token's log-probability."""
+    if loss_type == "no_baseline":
+        return -reward * log_prob, -reward, False
+    if loss_type == "reinforce_with_baseline":
+        return -advantage * log_prob, -advantage, False
+    ratio = math.exp(log_prob - old)
+    clipped_ratio = min(max(ratio, 1 - cliprange), 1 + cliprange)
+    if loss_type == "grpo_clip" and clipped_ratio * advantage < ratio * advantage:
+        return -clipped_ratio * advantage, 0.0, True
+    return -ratio * advantage, -ratio * advantage, False
+
+
+def random_batch(seed: int = 0):
+    """5 responses of 0 to 9 tokens with ratios of about 0.5 to 2, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    log_probs = -3 * torch.rand(5, 9, generator=generator, dtype=torch.float64)
+    old = log_probs + 0.4 * torch.randn(5, 9, generator=generator, dtype=torch.float64)
+    mask = torch.arange(9) < torch.tensor([[9], [4], [1], [0], [6]])
+    mask[0, 2:5] = False
+    rewards, advantages = torch.randn(2, 5, 1, generator=generator, dtype=torch.float64)
+    arguments = {"raw_rewards": rewards, "advantages": advantages, "old_log_probs": old, "cliprange": 0.15}
+    return log_probs.requires_grad_(), mask, arguments
+
+
+@pytest.mark.parametrize("loss_type", ["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip"])
+def test_losses_and_gradients_token_by_token(loss_type):
+    """Per token, and then the step: each row's mean, over 5 rows and 3 micro-batches; an empty row counts as 0."""
+    log_probs, mask, arguments = random_batch()
+    losses, metadata = course.policy_gradient_loss(log_probs, loss_type, **arguments)
+    (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
+    loss, step_metadata = course.policy_microbatch_step(log_probs, mask, 3, loss_type, **arguments)
+    total, clipped_tokens, clipped_counted = 0.0, 0, 0
+    for row in range(5):
+        length = int(mask[row].sum())
+        for t in range(9):
+            value, slope, clipped = token_loss(
+                loss_type,
+                log_probs[row, t].item(),
+                arguments["old_log_probs"][row, t].item(),
+                arguments["raw_rewards"][row].item(),
+                arguments["advantages"][row].item(),
+                0.15,
+            )
+            weight = 1 / (length * 5 * 3) if mask[row, t] else 0.0
+            assert losses[row, t].item() == pytest.approx(value, rel=1e-12)
+            assert gradient[row, t].item() == pytest.approx(slope, rel=1e-12)
+            assert log_probs.grad[row, t].item() == pytest.approx(weight * slope, rel=1e-12)
+            assert metadata["clipped"][row, t].item() == clipped
+            total += weight * value
+            clipped_tokens += clipped
+            clipped_counted += clipped and bool(mask[row, t])
+    assert loss.item() == pytest.approx(total, rel=1e-12)
+    assert metadata["clip_fraction"].item() == pytest.approx(clipped_tokens / 45)
+    assert torch.equal(step_metadata["clipped"], metadata["clipped"] & mask)
+    assert step_metadata["clip_fraction"].item() == pytest.approx(clipped_counted / int(mask.sum()))
+    assert (clipped_counted > 2) == (loss_type == "grpo_clip")
+
+
+def test_no_gradient_through_the_old_policy():
+    """The same tensor for both: ratio 1, and the gradient of -A log p, not zero."""
+    log_probs = NEW.clone().requires_grad_()
+    losses, _ = course.policy_gradient_loss(log_probs, "grpo_no_clip", advantages=ADVANTAGES, old_log_probs=log_probs)
+    losses.sum().backward()
+    assert losses.tolist() == [[-1] * 3, [1] * 3]
+    assert log_probs.grad.tolist() == [[-1] * 3, [1] * 3]
+
+
+@pytest.mark.parametrize(
+    "loss_type, missing",
+    [
+        ("no_baseline", ["raw_rewards"]),
+        ("reinforce_with_baseline", ["advantages"]),
+        ("grpo_clip", ["advantages"]),
+        ("grpo_clip", ["old_log_probs", "cliprange"]),
+        ("grpo_no_clip", ["old_log_probs"]),
+    ],
+)
+def test_a_missing_argument_is_named(loss_type, missing):
+    given = {name: None if name in missing else value for name, value in GIVEN.items()}
+    message = f"^missing for the loss_type '{loss_type}': {', '.join(missing)}$"
+    with pytest.raises(ValueError, match=message):
+        course.policy_gradient_loss(NEW, loss_type, **given)
+    with pytest.raises(ValueError, match=message):
+        course.policy_microbatch_step(NEW.clone().requires_grad_(), MASK, 1, loss_type, **given)
+
+
+def test_bad_shapes_are_named():
+    with pytest.raises(ValueError, match=r"^policy_log_probs must have the shape \[B, T\], got \[3\]$"):
+        course.naive_policy_gradient_loss(ADVANTAGES, NEW[0])
+    message = r"^raw_rewards_or_advantages must have the shape \[2, 1\], \[2\] or \[2, 3\], got \[3\]$"
+    with pytest.raises(ValueError, match=message):
+        course.naive_policy_gradient_loss(torch.ones(3), NEW)
+    with pytest.raises(ValueError, match=r"^advantages must have the shape \[2, 1\]"):
+        course.grpo_clip_loss(ADVANTAGES.T, NEW, NEW, 0.2)
+    with pytest.raises(ValueError, match=r"^old_log_probs must have the shape of policy_log_probs, \[2, 3\], got \[2"):
+        course.grpo_clip_loss(ADVANTAGES, NEW, NEW[:, :2], 0.2)
+    with pytest.raises(ValueError, match="^cliprange must be a number from 0 up, got -0.2$"):
+        course.grpo_clip_loss(ADVANTAGES, NEW, NEW, -0.2)
+    with pytest.raises(ValueError, match="^unknown loss_type 'grpo-clip'; did you mean 'grpo_clip'. Known: no_base"):
+        course.policy_gradient_loss(NEW, "grpo-clip", **GIVEN)
+
+
+# --------------------------------------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize(
+    "loss_type, expected",
+    [
+        # Rows (1 + 0.7 + 0.5) / 3 and 0.
+        ("no_baseline", 0.366667),
+        # Rows 0.733333 and -(2 + 0.3) / 2.
+        ("reinforce_with_baseline", -0.208333),
+        # Rows -3.156108 / 3 and 2.021403 / 2.
+        ("grpo_clip", -0.020667),
+        # Rows -(1.349859 + 0.904837 + 1.051271) / 3 and (0.670320 + 1.221403) / 2.
+        ("grpo_no_clip", -0.078064),
+    ],
+)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_policy_step_by_hand(loss_type, expected, accumulation):
+    log_probs = NEW.clone().requires_grad_()
+    loss, metadata = course.policy_microbatch_step(log_probs, MASK, accumulation, loss_type, **GIVEN)
+    assert loss.item() == pytest.approx(expected / accumulation, abs=1e-6)
+    assert not loss.requires_grad and loss.shape == ()
+    # Two of the five tokens that count.
+    assert metadata["clip_fraction"].item() == pytest.approx(0.4 if loss_type == "grpo_clip" else 0)
+    assert log_probs.grad[1, 2] == 0
+
+
+def test_sft_step_by_hand():
+    """Rows 2.2 / 10 and 2.3 / 10; (0.22 + 0.23) / 2 / 4 = 0.05625. A token that counts has -1 / (10 * 2 * 4)."""
+    log_probs = NEW.clone().requires_grad_()
+    loss, metadata = course.sft_microbatch_step(log_probs, MASK, 4, normalize_constant=10.0)
+    assert loss.item() == pytest.approx(0.05625)
+    assert not loss.requires_grad
+    assert log_probs.grad.tolist() == [pytest.approx([-0.0125] * 3), pytest.approx([-0.0125, -0.0125, 0])]
+    assert metadata["token_count"].item() == 5
+    assert metadata["mean_log_prob"].item() == pytest.approx(-4.5 / 5)
+
+
+def test_sft_step_against_loops():
+    log_probs, mask, _ = random_batch(seed=1)
+    loss, _ = course.sft_microbatch_step(log_probs, mask, 3, 7.0)
+    total = sum(log_probs[row, t].item() for row in range(5) for t in range(9) if mask[row, t])
+    assert loss.item() == pytest.approx(-total / 7 / 5 / 3, rel=1e-12)
+    torch.testing.assert_close(log_probs.grad, -mask.double() / (7 * 5 * 3))
+
+
+def test_accumulated_steps_are_one_step_of_the_whole_batch():
+    log_probs, mask, arguments = random_batch(seed=2)
+    rows = [0, 1, 2, 4]
+    course.policy_microbatch_step(
+        log_probs[rows], mask[rows], 1, "grpo_clip", *(_take(value, rows) for value in arguments.values())
+    )
+    whole = log_probs.grad.clone()
+    log_probs.grad = None
+    for part in ([0, 1], [2, 4]):
+        selected = [_take(value, part) for value in arguments.values()]
+        course.policy_microbatch_step(log_probs[part], mask[part], 2, "grpo_clip", *selected)
+    torch.testing.assert_close(log_probs.grad, whole)
+
+
+def _take(value, rows):
+    return value[rows] if isinstance(value, torch.Tensor) else value
+
+
+def test_bad_steps():
+    log_probs = NEW.clone().requires_grad_()
+    with pytest.raises(
+        ValueError, match=r"^response_mask must have the shape of policy_log_probs, \[2, 3\], got \[2\]"
+    ):
+        course.sft_microbatch_step(log_probs, MASK[:, 0], 1)
+    with pytest.raises(ValueError, match="^gradient_accumulation_steps must be positive, got 0$"):
+        course.policy_microbatch_step(log_probs, MASK, 0, "grpo_clip", **GIVEN)
+    with pytest.raises(ValueError, match="^normalize_constant must be positive, got -1$"):
+        course.sft_microbatch_step(log_probs, MASK, 1, -1)
+    with pytest.raises(ValueError, match="^policy_log_probs has no gradient: compute it with the policy outside"):
+        course.sft_microbatch_step(NEW, MASK, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- DPO
+
+
+class Unigram(torch.nn.Module):
+    """The same distribution over the tokens at every position."""
+
+    def __init__(self, probabilities: torch.Tensor):
+        super().__init__()
+        self.logits = torch.nn.Parameter(probabilities.log())
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.logits.expand(*input_ids.shape, -1))
+
+
+def test_dpo_by_hand():
+    """The texts differ in one token, `a` or `b`, of probability 1/2 and 1/4; the reference takes them as equal.
+
+    The margin is ln 2: with beta 1 the loss is -log sigmoid(ln 2) = ln(1 + 1/2). It falls with the margin by
+    1 - sigmoid(ln 2) = 1/3, and the margin is the difference of two logits.
+    """
+    tokenizer = build_tokenizer()
+    a, b = (tokenizer.convert_tokens_to_ids(letter) for letter in "ab")
+    probabilities = torch.full((len(tokenizer),), 0.25 / (len(tokenizer) - 2), dtype=torch.float64)
+    probabilities[[a, b]] = torch.tensor([0.5, 0.25], dtype=torch.float64)
+    lm, lm_ref = Unigram(probabilities), Unigram(torch.full_like(probabilities, 1 / len(tokenizer)))
+    loss = course.per_instance_dpo_loss(lm, lm_ref, tokenizer, 1.0, "Which?", "a", "b")
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(math.log(1.5), rel=1e-9)
+    loss.backward()
+    expected = torch.zeros_like(probabilities)
+    expected[[a, b]] = torch.tensor([-1 / 3, 1 / 3], dtype=torch.float64)
+    torch.testing.assert_close(lm.logits.grad, expected)
+    assert lm_ref.logits.grad is None
+
+
+def alpaca(prompt: str, response: str) -> str:
+    first = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    return f"{first}\n\n### Instruction:\n{prompt}\n\n### Response:\n{response}"
+
+
+def test_dpo_of_a_transformer(tiny_model_path):
+    """Against sums over the responses alone, token by token, in float64; and the gradient of every parameter."""
+    tokenizer = build_tokenizer()
+    lm, lm_ref = (AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64).eval() for _ in "12")
+    perturbed(lm)
+    prompt, chosen, rejected = "Say {this}.", "A good answer.", "{bad}"
+
+    def response_sum(model, response):
+        ids = tokenizer(alpaca(prompt, response))["input_ids"] + [tokenizer.eos_token_id]
+        start = len(tokenizer(alpaca(prompt, ""))["input_ids"])
+        logits = model(torch.tensor([ids])).logits[0]
+        return sum(logits[t - 1, ids[t]] - logits[t - 1].exp().sum().log() for t in range(start, len(ids)))
+
+    margin = (response_sum(lm, chosen) - response_sum(lm_ref, chosen)) - (
+        response_sum(lm, rejected) - response_sum(lm_ref, rejected)
+    )
+    expected = torch.log1p(torch.exp(-0.3 * margin))
+    loss = course.per_instance_dpo_loss(lm, lm_ref, tokenizer, 0.3, prompt, chosen, rejected)
+    assert abs(margin.item()) > 0.1
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9)
+    parameters = list(lm.parameters())
+    gradients = zip(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters), strict=True)
+    # The model's norms are computed in float32 whatever its weights are, and the prompt's part cancels up to that.
+    for own, plain in gradients:
+        torch.testing.assert_close(own, plain, rtol=1e-5, atol=2e-6)
+        assert plain.abs().max() > 1e-3
+    same = course.per_instance_dpo_loss(lm_ref, lm_ref, tokenizer, 0.3, prompt, chosen, rejected)
+    assert same.item() == pytest.approx(math.log(2), rel=1e-9)
+    with pytest.raises(ValueError, match="^beta must be positive, got 0$"):
+        course.per_instance_dpo_loss(lm, lm_ref, tokenizer, 0, prompt, chosen, rejected)
+
+
+# ------------------------------------------------------------------------------------------------- packed examples
+
+ROWS = [{"prompt": f"Question {n}?", "response": "Yes. " * n, "source": n} for n in range(1, 7)]
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "examples.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS) + "\n")
+    return path
+
+
+def stream(tokenizer, rows) -> list[int]:
+    """Documents letter by letter, one token each, with the end-of-text token after every one."""
+    names = {" ": "\u0120", "\n": "\u010a"}
+    ids = []
+    for row in rows:
+        text = alpaca(row["prompt"], row["response"])
+        ids += [tokenizer.convert_tokens_to_ids(names.get(letter, letter)) for letter in text]
+        ids.append(tokenizer.eos_token_id)
+    return ids
+
+
+@pytest.mark.parametrize("seq_length", [1, 10, 64])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_packed_sequences(seq_length, compressed, path):
+    if compressed:
+        packed = gzip.compress(path.read_bytes())
+        path = path.with_name("examples.jsonl.gz")
+        path.write_bytes(packed)
+    tokenizer = build_tokenizer()
+    dataset = course.PackedSFTDataset(tokenizer, path, seq_length, shuffle=False)
+    expected = stream(tokenizer, ROWS)
+    assert len(dataset) == (len(expected) - 1) // seq_length
+    for index, item in enumerate(dataset):
+        start = index * seq_length
+        assert item["input_ids"].tolist() == expected[start : start + seq_length]
+        assert item["labels"].tolist() == expected[start + 1 : start + seq_length + 1]
+        assert item["input_ids"].dtype == item["labels"].dtype == torch.long
+    assert index == len(dataset) - 1
+    assert torch.equal(dataset[-1]["labels"], item["labels"])
+
+
+@pytest.mark.parametrize("surplus, count", [(0, 1), (1, 2)])
+def test_a_sequence_needs_the_token_after_it(surplus, count, path):
+    """Of 2 n tokens the last has no label, so that only one sequence of n is whole; of 2 n + 1, both are."""
+    tokenizer = build_tokenizer()
+    total = len(stream(tokenizer, ROWS[:1]))
+    response = ROWS[0]["response"] + "!" * ((total + surplus) % 2)
+    path.write_text(json.dumps({"prompt": ROWS[0]["prompt"], "response": response}))
+    total += (total + surplus) % 2
+    assert len(course.PackedSFTDataset(tokenizer, path, total // 2, shuffle=False)) == count
+
+
+def test_one_end_between_documents(path):
+    """Also of a tokenizer that puts tokens of its own before and after each text."""
+    tokenizer = with_special_tokens(build_tokenizer(), "<|im_start|> $A <|im_end|>")
+    dataset = course.PackedSFTDataset(tokenizer, path, 1, shuffle=False)
+    ids = [item["input_ids"].item() for item in dataset] + [dataset[-1]["labels"].item()]
+    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    documents = tokenizer.decode(ids).split("<|im_end|>")
+    assert documents == ["<|im_start|>" + alpaca(row["prompt"], row["response"]) for row in ROWS] + [""]
+    assert (ids.count(start), ids.count(end)) == (len(ROWS), len(ROWS))
+
+
+def test_shuffled_documents_stay_whole(path):
+    tokenizer = build_tokenizer()
+
+    def documents(seed):
+        torch.manual_seed(seed)
+        dataset = course.PackedSFTDataset(tokenizer, path, 1, shuffle=True)
+        ids = [item["input_ids"].item() for item in dataset] + [dataset[-1]["labels"].item()]
+        return tokenizer.decode(ids).split("<|im_end|>")[:-1]
+
+    in_order = [alpaca(row["prompt"], row["response"]) for row in ROWS]
+    assert documents(0) == documents(0) != documents(1)
+    assert documents(0) != in_order and sorted(documents(0)) == sorted(in_order)
+
+
+def test_a_change_in_an_item_is_its_own(path):
+    dataset = course.PackedSFTDataset(build_tokenizer(), path, 8, shuffle=False)
+    before = [item["input_ids"].tolist() for item in dataset]
+    for tensor in dataset[0].values():
+        tensor.fill_(-100)
+    assert [item["input_ids"].tolist() for item in dataset] == before
+    with pytest.raises(IndexError):
+        dataset[len(dataset)]
+
+
+def test_batches(path):
+    """Every sequence once per pass, in batches of 8 and a last one of the rest."""
+    dataset = course.PackedSFTDataset(build_tokenizer(), path, 16, shuffle=False)
+    in_order = [item["input_ids"].tolist() for item in dataset]
+    batches = course.iterate_batches(dataset, 8, shuffle=False)
+    assert len(batches) == math.ceil(len(dataset) / 8)
+    shapes = [tuple(batch["labels"].shape) for batch in batches]
+    assert shapes == [(8, 16)] * (len(dataset) // 8) + [(len(dataset) % 8, 16)]
+    assert [row for batch in batches for row in batch["input_ids"].tolist()] == in_order
+    torch.manual_seed(0)
+    shuffled = course.iterate_batches(dataset, 8, shuffle=True)
+    passes = [[row for batch in shuffled for row in batch["input_ids"].tolist()] for _ in "12"]
+    assert sorted(passes[0]) == sorted(passes[1]) == sorted(in_order)
+    assert passes[0] != in_order and passes[0] != passes[1]
+
+
+def test_bad_files(path, tmp_path):
+    tokenizer = build_tokenizer()
+
+    def refused(message, content=None, file=path, seq_length=8, error=ValueError):
+        if content is not None:
+            file.write_bytes(content)
+        with pytest.raises(error, match=message):
+            course.PackedSFTDataset(tokenizer, file, seq_length, shuffle=False)
+
+    refused("^seq_length must be at least 1, got 0$", seq_length=0)
+    refused(r"examples.jsonl: \d+ tokens do not fill one sequence of 9999 and its labels", seq_length=9999)
+    good = json.dumps(ROWS[0]).encode() + b"\n"
+    refused("examples.jsonl: line 2: bad JSON: .* at column 2", good + b"{oops}\n")
+    refused("examples.jsonl: line 2: byte 3 is not UTF-8", good + b'{"\xff"}\n')
+    refused("examples.jsonl: line 3: expected a JSON object, got list", good + b"\n[]\n")
+    refused("line 1: the field 'response' must be a text; the line has prompt", b'{"prompt": "a"}\n')
+    refused("line 1: the field 'prompt' must be a text; got int", b'{"prompt": 1, "response": "b"}\n')
+    refused("examples.jsonl: 0 tokens do not fill one sequence", b"\n")
+    refused("no such file of examples: .*nowhere.jsonl$", file=tmp_path / "nowhere.jsonl", error=FileNotFoundError)
+    compressed = tmp_path / "cut.jsonl.gz"
+    refused("cut.jsonl.gz: cannot be decompressed after line 1", gzip.compress(good)[:-9], compressed)
+    refused("cut.jsonl.gz: cannot be decompressed after line 0: Not a gzipped file", good, compressed)
+    tokenizer.eos_token = None
+    refused("no end-of-text token to end a document with: set tokenizer.eos_token", good)

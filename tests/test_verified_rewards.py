@@ -1,0 +1,452 @@
+"""Verified rewards: the strict forms, the hand-checked corpus, hostile answers, the process of math-verify."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trl_ext.rewards import countdown_reward, is_correct, question_only_reward, r1_zero_reward, verified_reward
+from trl_ext.rewards.answers import last_boxed
+from trl_ext.rewards.time_limit import MathWorker, _worker, verify_in_worker
+
+CORPUS = [json.loads(line) for line in Path(__file__).with_name("math_corpus.jsonl").read_text().splitlines()]
+TAGGED = "thoughts </think> <answer> {} </answer>"
+
+
+def parts(reward: dict[str, float]) -> tuple[float, float, float]:
+    assert set(reward) == {"reward", "format_reward", "answer_reward"}
+    assert all(type(value) is float for value in reward.values())
+    return reward["format_reward"], reward["answer_reward"], reward["reward"]
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("</think> <answer> 5 </answer>", "5", (1, 1, 1)),
+        ("</think><answer> 5 </answer>", "5", (0, 0, 0)),
+        ("</think>\n<answer> 5 </answer>", "5", (0, 0, 0)),
+        ("</think>  <answer> 5 </answer>", "5", (0, 0, 0)),
+        ("</think> <answer> 5", "5", (0, 0, 0)),
+        ("5", "5", (0, 0, 0)),
+        ("", "5", (0, 0, 0)),
+        (r"\boxed{5}", "5", (0, 0, 0)),
+        ("</think> <answer> 5 </answer> trailing text", "5", (1, 0, 0)),
+        ("</think> <answer> 6 </answer> <answer> 7 </answer>", "7", (1, 1, 1)),
+        ("</think> <answer> 6 </answer> <answer> 7 </answer>", "6", (1, 0, 0)),
+        (r"</think> <answer> \boxed{\frac{1}{2}} </answer>", r"\frac{1}{2}", (1, 1, 1)),
+        (r"</think> <answer> \boxed{5 </answer>", "5", (1, 0, 0)),
+        (r"</think> <answer> \boxed{4} or \boxed{5} </answer>", "5", (1, 1, 1)),
+        ("</think> <answer>  </answer>", "5", (1, 0, 0)),
+        ("</think> <answer></answer>", "5", (1, 0, 0)),
+        (TAGGED.format("7"), 7, (1, 1, 1)),
+        (TAGGED.format("7"), 7.0, (1, 1, 1)),
+        (TAGGED.format("7"), ["8", "7"], (1, 1, 1)),
+        (TAGGED.format("7"), [8, 9], (1, 0, 0)),
+        (TAGGED.format("7"), r"\boxed{7}", (1, 1, 1)),
+        (TAGGED.format("7"), r"so it is \boxed{7}.", (1, 1, 1)),
+        (TAGGED.format("8"), 7, (1, 0, 0)),
+    ],
+)
+def test_r1_zero_form(response, truth, expected):
+    assert parts(r1_zero_reward(response, truth)) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "correct"),
+    [
+        ("1/2", "0.5", 1),
+        (r"\frac{1}{2}", "0.5", 1),
+        ("72.0", "72", 1),
+        ("1,000", "1000", 1),
+        ("2/4", "1/2", 0),
+        ("$10", "10", 1),
+        (r"10\%", "10", 1),
+        ("5 cm", "5", 1),
+        ("x=5", "5", 1),
+        ("A", "a", 1),
+        ("72 clips", "72", 0),
+        ("The answer is 72", "72", 0),
+        ("(1, 2)", "(1,2)", 1),
+        ("5 or 6", "5,6", 1),
+        (r"2\sqrt{2}", r"\sqrt{8}", 1),
+        ("(1,2]", "(1,2)", 0),
+        ("3.14159", r"\pi", 0),
+    ],
+)
+def test_grading_of_the_course(answer, truth, correct):
+    assert parts(r1_zero_reward(TAGGED.format(answer), truth)) == (1, correct, correct)
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        (r"It is \boxed{5}.", "5", (1, 1, 1)),
+        ("It is 5.", "5", (0, 0, 0)),
+        (r"It is \boxed{5", "5", (0, 0, 0)),
+        (r"It is \fbox{5}", "5", (0, 0, 0)),
+        (r"It is \boxed 5", "5", (0, 0, 0)),
+        ("</think> <answer> 5 </answer>", "5", (0, 0, 0)),
+        (r"\boxed{}", "5", (1, 0, 0)),
+        (r"\boxed{4} no, \boxed{5}", "5", (1, 1, 1)),
+        (r"\boxed{5} no, \boxed{4}", "5", (1, 0, 0)),
+        (r"\boxed{5} or \boxed{6", "5", (0, 0, 0)),
+        (r"\boxed{\text{(B)}}", "B", (1, 1, 1)),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}", (1, 1, 1)),
+        (r"\boxed{\frac{\sqrt{3}}{2}}", r"\frac{\sqrt3}{2}", (1, 1, 1)),
+    ],
+)
+def test_question_only_form(response, truth, expected):
+    assert parts(question_only_reward(response, truth)) == expected
+
+
+def test_box_with_escaped_braces():
+    r"""`\left\{ 1 \right.` opens a brace that is a sign of the formula, and no group."""
+    assert last_boxed(r"so \boxed{\left\{ 1 \right.} indeed }") == r"\left\{ 1 \right."
+
+
+@pytest.mark.parametrize("case", CORPUS, ids=[f"{row['answer']} | {row['truth']}" for row in CORPUS])
+def test_corpus(case):
+    assert is_correct(case["answer"], case["truth"]) is case["verdict"]
+
+
+def test_corpus_with_math_verify():
+    """One process serves them all, without a refusal; what is correct by text stays correct."""
+    pytest.importorskip("math_verify")
+    started, refused = _worker.started, _worker.refused
+    for case in CORPUS:
+        expected = case.get("with_math_verify", case["verdict"])
+        assert is_correct(case["answer"], case["truth"], fast=False) is expected, case
+        assert expected or not case["verdict"]
+    assert _worker.started - started <= 1 and _worker.refused == refused
+
+
+def test_corpus_is_what_it_should_be():
+    assert len(CORPUS) >= 150
+    assert len({(row["answer"], row["truth"]) for row in CORPUS}) == len(CORPUS)
+    assert 0.3 < sum(row["verdict"] for row in CORPUS) / len(CORPUS) < 0.7
+
+
+@pytest.mark.parametrize("truth", ["", "  ", [], None, float("nan"), r"\boxed{7", r"\boxed{}", {"a": 1}])
+@pytest.mark.parametrize("response", [TAGGED.format("7"), "no form"])
+def test_a_truth_that_is_none_is_refused(truth, response):
+    with pytest.raises(ValueError, match="truth"):
+        r1_zero_reward(response, truth)
+
+
+def test_long_answers_are_compared_letter_for_letter():
+    """1,000 characters is the limit for parsers; the same text is the same answer at any length."""
+    text = "x + " * 1000 + "1"
+    assert is_correct(text, text)
+    assert not is_correct(text, text.replace(" ", ""))
+
+
+HOSTILE = {
+    "a megabyte of brackets": "(" * 500_000 + ")" * 500_000,
+    "a megabyte of braces": "{" * 1_000_000,
+    "a megabyte of spaces": " " * 1_000_000,
+    "boxes in boxes": r"\boxed{" * 100_000,
+    "deep fractions": r"\frac{" * 3000 + "1" + "}{2}" * 3000,
+    "forty brackets": "(" * 40 + "7" + ")" * 40,
+    "a tower": "9**9**9",
+    "a tower in LaTeX": "10^{10^{10}}",
+    "factorials": "(10^10^10)!",
+    "factorials of factorials": "((10!)!)!",
+    "a long number": "9" * 100_000,
+    "a long power": "(x+1)^{9999}",
+    "exponentials": "exp(exp(exp(exp(9))))",
+    "powers of powers": "(((2^9999)^9999)^9999)^9999",
+    "roots": r"\sqrt[9999]{" + "9" * 300 + "}",
+    "code": "__import__('os').system('false')",
+    "units": "5 " + "cm " * 300,
+    "conjunctions": "1 and " * 160,
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize("fast", [True, False])
+def test_hostile_answers_are_refused_quickly(answer, fast):
+    """Some milliseconds each, without math-verify's process; a second leaves room for a machine under load."""
+    if not fast:
+        pytest.importorskip("math_verify")
+    started, begin = _worker.started, time.process_time()
+    assert not r1_zero_reward(TAGGED.format(answer), "77", fast=fast)["reward"]
+    assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
+    assert time.process_time() - begin < 1
+    assert _worker.started - started <= (not fast)
+
+
+@pytest.fixture
+def worker():
+    pytest.importorskip("math_verify")
+    worker = MathWorker(seconds=1.0)
+    yield worker
+    worker.close()
+
+
+# Hours for a computer algebra system; asked of the process directly, past the checks that come before it.
+ENDLESS = "(x+y+z+w)^{9999}"
+
+
+def test_a_question_without_end_ends_at_the_limit(worker):
+    assert worker.verify("2/4", r"\frac{1}{2}") is True
+    process = worker.process
+    start = time.monotonic()
+    assert worker.verify(ENDLESS, "(x+y+z+w)^{9998}(x+y+z+w+0.5)") is None
+    assert time.monotonic() - start < 5
+    assert worker.refused == 1 and process.returncode == -signal.SIGKILL
+    assert worker.verify("2/4", r"\frac{1}{3}") is False
+    assert worker.started == 2
+
+
+# In math-verify's place: what a question of each kind would do to the process, without the wait for it.
+STUB = """
+LatexExtractionConfig = object
+def parse(text, **settings):
+    return text
+def verify(truth, answer, **settings):
+    print("0")
+    if "memory" in answer:
+        bytearray(1 << 31)
+    if "caught" in answer:
+        try:
+            kept = [bytearray(b"x" * (1 << 24)) for _ in range(100)]
+        except MemoryError:
+            return False
+    if "depth" in answer:
+        return verify(truth, answer)
+    if "C code" in answer:
+        sum(range(10 ** 12))
+    if "crash" in answer:
+        import os
+        os.abort()
+    return truth == answer
+"""
+
+
+@pytest.mark.parametrize("kind", ["memory", "caught", "depth", "C code", "crash"])
+def test_what_takes_too_much_ends_the_process(kind, tmp_path, monkeypatch):
+    """2 GiB at once and piece by piece where 1 GiB is allowed, endless recursion, C code that sees no signal."""
+    (tmp_path / "math_verify.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    worker = MathWorker(seconds=1.0)
+    try:
+        assert worker.verify("1", "1") is True
+        start = time.monotonic()
+        assert worker.verify(kind, "1") is None
+        assert time.monotonic() - start < 10
+        assert worker.refused == 1 and worker.process is None
+        assert worker.verify("2", "2") is True and worker.verify("2", "1") is False
+        assert worker.started == 2
+    finally:
+        worker.close()
+
+
+def test_an_orphan_ends_itself(tmp_path):
+    """Its program is killed while it computes: SIGALRM ends it, 2 seconds after the limit of 1 second."""
+    (tmp_path / "math_verify.py").write_text(STUB)
+    script = (
+        "import os, threading, time; from trl_ext.rewards.time_limit import MathWorker\n"
+        "worker = MathWorker(seconds=1.0); worker.verify('1', '1')\n"
+        "threading.Thread(target=worker.verify, args=('C code', '1'), daemon=True).start(); time.sleep(0.3)\n"
+        "print(worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, timeout=60)
+    assert run.returncode == -signal.SIGKILL
+    pid = int(run.stdout)
+    assert _runs_math_worker(pid)
+    _wait_until_gone([pid], 10)
+
+
+def test_threads_share_the_process(worker):
+    """signal.alarm, math-verify's own limit, raises in any thread but the main one."""
+    worker.seconds = 30.0
+    questions = [(f"{2 * n}/4", f"{n + n % 3}/2") for n in range(1, 61)]
+    with ThreadPoolExecutor(8) as pool:
+        verdicts = list(pool.map(lambda question: worker.verify(*question), questions))
+    assert verdicts == [n % 3 == 0 for n in range(1, 61)]
+    assert worker.started == 1
+
+
+def test_a_killed_process_is_replaced_and_none_is_left(worker):
+    assert worker.verify("2/4", "1/2")
+    first = worker.process
+    os.kill(first.pid, signal.SIGKILL)
+    assert worker.verify("4/8", "1/2")
+    assert worker.started == 2 and first.returncode == -signal.SIGKILL
+    second = worker.process.pid
+    worker.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
+
+
+def test_an_interrupted_question_does_not_answer_the_next(worker, monkeypatch):
+    assert worker.verify("2/4", "1/2")
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(worker, "_read_line", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        worker.verify("4/8", "1/2")
+    monkeypatch.undo()
+    assert worker.process is None
+    assert worker.verify("1/8", "1/2") is False
+
+
+SCRIPT = """
+import multiprocessing, os, sys
+from trl_ext.rewards import time_limit
+
+def grade(n):
+    return time_limit.verify_in_worker(f"{2 * n}/4", f"{n}/2"), time_limit._worker.process.pid
+
+if __name__ == "__main__":
+    here = grade(1)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        there = pool.map(grade, range(2, 6), chunksize=2)
+    again = grade(7)
+    assert all(verdict for verdict, _ in [here, *there, again]), there
+    assert here[1] == again[1] and here[1] not in {pid for _, pid in there}
+    print(*{pid for _, pid in [here, *there]})
+"""
+
+
+def test_forks_have_processes_of_their_own_and_all_end(tmp_path):
+    """Nothing is left a moment after the program, neither its worker nor those of its forks."""
+    pytest.importorskip("math_verify")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    run = subprocess.run(
+        [sys.executable, "-W", "error", script], capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert run.returncode == 0 and not run.stderr, run.stderr
+    pids = [int(pid) for pid in run.stdout.split()]
+    assert len(pids) >= 2
+    _wait_until_gone(pids, 10)
+
+
+def _wait_until_gone(pids: list[int], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(_runs_math_worker(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlived its program"
+        time.sleep(0.05)
+
+
+def _runs_math_worker(pid: int) -> bool:
+    try:
+        return b"math_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'trl_ext\[math\]'"):
+        r1_zero_reward(TAGGED.format("2/4"), "1/2", fast=False)
+    with pytest.raises(ValueError, match=r"pip install 'trl_ext\[math\]'"):
+        verified_reward(fast=False)
+    assert r1_zero_reward(TAGGED.format("1/2"), "1/2")["reward"] == 1
+
+
+def test_a_worker_thread_can_grade():
+    pytest.importorskip("math_verify")
+    verdicts = []
+    thread = threading.Thread(target=lambda: verdicts.append(verify_in_worker(r"\{2,1\}", r"\{1,2\}")))
+    thread.start()
+    thread.join()
+    assert verdicts == [True]
+
+
+def test_as_a_reward_function_of_trl():
+    """Correct, wrong, no form: the means of format and answer are 2/3 and 1/3."""
+    reward = verified_reward("r1_zero", truth_column="truth", name="math")
+    assert reward.__name__ == "math"
+    texts = [TAGGED.format("5"), TAGGED.format("6"), "5"]
+    columns, metrics = {}, {}
+    rewards = reward(
+        prompts=["p"] * 3,
+        completions=texts,
+        truth=["5", 5, [5]],
+        completion_ids=[[1]] * 3,
+        trainer_state=None,
+        log_extra=columns.__setitem__,
+        log_metric=metrics.__setitem__,
+    )
+    assert rewards == [1.0, 0.0, 0.0]
+    assert columns == {"reward/math/format": [1.0, 1.0, 0.0], "reward/math/answer": [1.0, 0.0, 0.0]}
+    assert metrics == {"rewards/math/format": pytest.approx(2 / 3), "rewards/math/answer": pytest.approx(1 / 3)}
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    messages[0][0]["content"] = [{"type": "text", "text": texts[0]}]
+    copy = pickle.loads(pickle.dumps(reward))
+    assert copy(prompts=[[]] * 3, completions=messages, truth=["5"] * 3) == [1.0, 0.0, 0.0]
+    assert copy.__name__ == "math"
+
+
+@pytest.mark.slow
+def test_grpo_trainer_of_trl_logs_both_parts(tiny_model_path, tmp_path):
+    """A step of TRL's own trainer on what a model of random weights says, which has no form: all is 0."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=4,
+        max_steps=1,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+    )
+    rows = [{"prompt": f"User: {n} + 1\nAssistant: <think>", "answer": str(n + 1)} for n in range(4)]
+    trainer = GRPOTrainer(
+        tiny_model_path, verified_reward(name="sums"), arguments, train_dataset=Dataset.from_list(rows)
+    )
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert logged["rewards/sums/mean"] == logged["rewards/sums/format"] == logged["rewards/sums/answer"] == 0.0
+
+
+def test_reward_functions_say_where_the_data_is_wrong():
+    reward = verified_reward("question_only", truth_column="answr")
+    with pytest.raises(ValueError, match="no column 'answr', but answer; .* did you mean 'answer'"):
+        reward(prompts=["p"], completions=["c"], answer=["5"])
+    with pytest.raises(ValueError, match="row 1, column 'answer': the truth must be .* got None"):
+        verified_reward("question_only")(prompts=["p"] * 2, completions=["c"] * 2, answer=["5", None])
+    with pytest.raises(ValueError, match="has 1 rows for 2 completions"):
+        verified_reward()(prompts=["p"] * 2, completions=["c"] * 2, answer=["5"])
+    with pytest.raises(ValueError, match="did you mean 'r1_zero'"):
+        verified_reward("r1-zero")
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("(25 - 5) * (3 + 1)", (1, 1, 1)),  # 20 * 4 = 80
+        ("(25 - 5) * (3 + 1) = 80", (1, 1, 1)),
+        (r"\boxed{(25-5) \times (3+1)}", (1, 1, 1)),
+        ("(25 - 5) * 3 + 1", (1, 0, 0)),  # 61
+        ("(25 - 5) * 4", (1, 0, 0)),  # 80, of other numbers
+        ("80", (1, 0, 0)),
+    ],
+)
+def test_countdown(answer, expected):
+    assert parts(countdown_reward(TAGGED.format(answer), [25, 5, 3, 1], 80)) == expected
+    assert parts(countdown_reward(answer, [25, 5, 3, 1], 80)) == (0, 0, 0)
+    reward = verified_reward("countdown", truth_column="target", numbers_column="nums")
+    given = {"target": [80], "nums": [[25, 5, 3, 1]]}
+    assert reward(prompts=["p"], completions=[TAGGED.format(answer)], **given) == [expected[2]]

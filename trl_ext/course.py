@@ -1,0 +1,390 @@
+"""The functions that a course on reasoning has its students write, over the library's own, to check theirs against.
+
+They have the arguments, the shapes and the conventions of Stanford's CS336, assignment 5; what differs from the
+library's elsewhere stands in each docstring. Shapes: B responses of up to T tokens, N = B responses of a rollout.
+Masks are 1 (or True) where a token counts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trl_ext import losses
+from trl_ext.advantages import group_centered, group_normalized
+from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
+from trl_ext.registry import nearest
+
+# These need more than torch, or not even that, so they load when they are first used.
+_MODULE_OF_NAME = {
+    "PackedSFTDataset": "trl_ext.data.packed_sft",
+    "iterate_batches": "trl_ext.data.packed_sft",
+    "parse_gsm8k_response": "trl_ext.rewards.parsers",
+    "parse_mmlu_response": "trl_ext.rewards.parsers",
+}
+
+__all__ = [
+    "compute_group_normalized_rewards",
+    "grpo_clip_loss",
+    "masked_mean",
+    "masked_normalize",
+    "naive_policy_gradient_loss",
+    "per_instance_dpo_loss",
+    "policy_gradient_loss",
+    "policy_microbatch_step",
+    "response_log_probs",
+    "sft_microbatch_step",
+    "token_entropy",
+    "tokenize_prompt_and_output",
+    *_MODULE_OF_NAME,
+]
+
+# What each loss type reads beside the policy's log-probabilities.
+LOSS_TYPES = {
+    "no_baseline": ("raw_rewards",),
+    "reinforce_with_baseline": ("advantages",),
+    "grpo_clip": ("advantages", "old_log_probs", "cliprange"),
+    "grpo_no_clip": ("advantages", "old_log_probs"),
+}
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module 'trl_ext.course' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+
+
+def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `tensor` where `mask` is 1, over `dim` or over everything; NaN where the mask selects nothing.
+
+    Raises:
+        ValueError: a mask whose shape does not broadcast to the tensor's.
+    """
+    _check_mask(tensor, mask)
+    return losses.masked_mean(tensor, mask, dim)
+
+
+def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float, dim: int | None = None) -> Tensor:
+    """Sum of `tensor` where `mask` is 1, over `dim` or over everything, divided by `normalize_constant`.
+
+    Raises:
+        ValueError: a mask whose shape does not broadcast to the tensor's, or a constant that is not positive.
+    """
+    _check_mask(tensor, mask)
+    _check_positive("normalize_constant", normalize_constant)
+    return losses.masked_normalize(tensor, mask, normalize_constant, dim)
+
+
+def compute_group_normalized_rewards(
+    reward_fn: Callable[[str, str], dict[str, float]],
+    rollout_responses: Sequence[str],
+    repeated_ground_truths: Sequence[str],
+    group_size: int,
+    advantage_eps: float,
+    normalize_by_std: bool,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Rewards of a rollout, and their advantages within the groups of responses to one prompt.
+
+    `(r - mean) / (std + advantage_eps)` with the sample standard deviation (divided by G - 1), or `r - mean`. A group
+    of equal rewards, and one of a single response, has advantages of exactly 0.
+
+    Args:
+        reward_fn: gives a response and its ground truth a dict of numbers, `reward` among them.
+        rollout_responses: N responses, those to one prompt standing together.
+        repeated_ground_truths: the ground truth of each, N.
+        group_size: responses per prompt, G.
+        advantage_eps: added to the standard deviation; not read where `normalize_by_std` is False.
+        normalize_by_std: whether to divide by the deviation.
+
+    Returns:
+        Advantages [N] and rewards [N], float32, and metadata: the mean of each number that every response was given,
+        `reward_std`, the groups' mean sample deviation, and `frac_reward_zero_std`, the fraction of groups without
+        signal.
+
+    Raises:
+        ValueError: lists of different length, a `group_size` that does not divide it, or a reward that is missing or
+            not finite, with the number of its response.
+    """
+    if len(rollout_responses) != len(repeated_ground_truths) or not len(rollout_responses):
+        raise ValueError(
+            f"expected one ground truth per response and at least one, got {len(rollout_responses)} "
+            f"rollout_responses and {len(repeated_ground_truths)} repeated_ground_truths"
+        )
+    pairs = zip(rollout_responses, repeated_ground_truths, strict=True)
+    scores = [_scores(reward_fn, response, truth, number) for number, (response, truth) in enumerate(pairs)]
+    rewards = torch.tensor([float(score["reward"]) for score in scores], dtype=torch.float32)
+    if normalize_by_std:
+        advantages = group_normalized(rewards, group_size, std_ddof=1, eps=advantage_eps)
+    else:
+        advantages = group_centered(rewards, group_size)
+    groups = rewards.reshape(-1, group_size)
+    deviations = groups.std(dim=1) if group_size > 1 else torch.zeros(len(groups))
+    names = [name for name in scores[0] if all(isinstance(score.get(name), (int, float)) for score in scores)]
+    metadata = {name: sum(score[name] for score in scores) / len(scores) for name in names}
+    metadata["reward_std"] = deviations.mean().item()
+    metadata["frac_reward_zero_std"] = (groups == groups[:, :1]).all(dim=1).float().mean().item()
+    return advantages, rewards, metadata
+
+
+def naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
+    """`-A log_prob` of each token. [B, T].
+
+    Args:
+        raw_rewards_or_advantages: [B, 1], [B] or [B, T].
+        policy_log_probs: [B, T].
+
+    Raises:
+        ValueError: other shapes.
+    """
+    _check_log_probs(policy_log_probs)
+    _check_advantages("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
+    return losses.reinforce(policy_log_probs, raw_rewards_or_advantages)
+
+
+def grpo_clip_loss(
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`-min(ratio A, clip(ratio, 1 - cliprange, 1 + cliprange) A)` of each token. [B, T].
+
+    Args:
+        advantages: [B, 1], [B] or [B, T].
+        policy_log_probs: [B, T].
+        old_log_probs: when the responses were sampled, [B, T]; no gradient flows into them.
+        cliprange: how far the ratio may move from 1 before it gives no gradient.
+
+    Returns:
+        Losses, and metadata: `clipped`, [B, T], True where the clip made the loss larger, so that the token gives no
+        gradient; `clip_fraction`, the mean of it over all B T positions, padding among them.
+
+    Raises:
+        ValueError: other shapes, or a negative `cliprange`.
+    """
+    log_ratio = _log_ratio(advantages, policy_log_probs, old_log_probs)
+    if not cliprange >= 0:
+        raise ValueError(f"cliprange must be a number from 0 up, got {cliprange}")
+    clipped_losses = losses.clipped_surrogate(log_ratio, advantages, clip_low=cliprange, clip_high=cliprange)
+    clipped = (clipped_losses > losses.unclipped_surrogate(log_ratio, advantages)).detach()
+    return clipped_losses, {"clip_fraction": clipped.float().mean(), "clipped": clipped}
+
+
+def policy_gradient_loss(
+    policy_log_probs: Tensor,
+    loss_type: str,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token by its name. [B, T].
+
+    | loss_type                 | loss                         | reads                                      |
+    |---------------------------|------------------------------|--------------------------------------------|
+    | `no_baseline`             | `naive_policy_gradient_loss` | `raw_rewards`                              |
+    | `reinforce_with_baseline` | `naive_policy_gradient_loss` | `advantages`                               |
+    | `grpo_clip`               | `grpo_clip_loss`             | `advantages`, `old_log_probs`, `cliprange` |
+    | `grpo_no_clip`            | `-ratio A`                   | `advantages`, `old_log_probs`              |
+
+    Arguments that the loss type does not read are left alone.
+
+    Returns:
+        Losses, and metadata as in `grpo_clip_loss`; without a clip, no token is clipped.
+
+    Raises:
+        ValueError: an unknown loss type, a missing argument, or shapes that are not those of the functions above.
+    """
+    given = {
+        "raw_rewards": raw_rewards,
+        "advantages": advantages,
+        "old_log_probs": old_log_probs,
+        "cliprange": cliprange,
+    }
+    if loss_type not in LOSS_TYPES:
+        known = list(LOSS_TYPES)
+        raise ValueError(f"unknown loss_type {loss_type!r}{nearest(str(loss_type), known)} Known: {', '.join(known)}")
+    missing = [name for name in LOSS_TYPES[loss_type] if given[name] is None]
+    if missing:
+        raise ValueError(f"missing for the loss_type {loss_type!r}: {', '.join(missing)}")
+    if loss_type == "grpo_clip":
+        return grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange)
+    if loss_type == "grpo_no_clip":
+        token_losses = losses.unclipped_surrogate(_log_ratio(advantages, policy_log_probs, old_log_probs), advantages)
+    else:
+        token_losses = naive_policy_gradient_loss(given[LOSS_TYPES[loss_type][0]], policy_log_probs)
+    clipped = torch.zeros_like(token_losses, dtype=torch.bool)
+    return token_losses, {"clip_fraction": clipped.float().mean(), "clipped": clipped}
+
+
+def sft_microbatch_step(
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
+    gradient_accumulation_steps: int,
+    normalize_constant: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of one micro-batch, with its backward pass.
+
+    Each row's sum over the response divided by `normalize_constant`, averaged over the rows and divided by
+    `gradient_accumulation_steps`.
+
+    Args:
+        policy_log_probs: with gradient, [B, T].
+        response_mask: [B, T].
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        normalize_constant: what each row's sum is divided by.
+
+    Returns:
+        The loss that was differentiated, a scalar without gradient, and metadata: `token_count`, the response tokens,
+        and `mean_log_prob` over them, NaN where there are none.
+
+    Raises:
+        ValueError: other shapes, log-probabilities without gradient, or a divisor that is not positive.
+    """
+    _check_step(policy_log_probs, response_mask, gradient_accumulation_steps)
+    row_losses = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=1)
+    metadata = {
+        "token_count": (response_mask != 0).sum(),
+        "mean_log_prob": masked_mean(policy_log_probs.detach(), response_mask),
+    }
+    return _backward(row_losses.mean(), gradient_accumulation_steps), metadata
+
+
+def policy_microbatch_step(
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
+    gradient_accumulation_steps: int,
+    loss_type: str,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Policy-gradient loss of one micro-batch, with its backward pass.
+
+    Each row's mean over the response, averaged over the rows and divided by `gradient_accumulation_steps`. A row
+    without response tokens counts as 0 and as one of the B: its mean would be NaN, and every gradient with it.
+
+    Args:
+        policy_log_probs: with gradient, [B, T].
+        response_mask: [B, T].
+        gradient_accumulation_steps: micro-batches per optimizer step.
+        loss_type, raw_rewards, advantages, old_log_probs, cliprange: see `policy_gradient_loss`.
+
+    Returns:
+        The loss that was differentiated, a scalar without gradient, and metadata as in `grpo_clip_loss`, here over
+        response tokens only; the fraction is NaN where there are none.
+
+    Raises:
+        ValueError: see `policy_gradient_loss` and `sft_microbatch_step`.
+    """
+    _check_step(policy_log_probs, response_mask, gradient_accumulation_steps)
+    token_losses, metadata = policy_gradient_loss(
+        policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
+    )
+    clipped = metadata["clipped"] & (response_mask != 0)
+    metadata = {"clip_fraction": masked_mean(clipped.float(), response_mask), "clipped": clipped}
+    loss = losses.aggregate(token_losses, response_mask, "sequence_mean")
+    return _backward(loss, gradient_accumulation_steps), metadata
+
+
+def per_instance_dpo_loss(
+    lm, lm_ref, tokenizer, beta: float, prompt: str, response_chosen: str, response_rejected: str
+) -> Tensor:
+    """DPO loss of one pair of responses; a scalar, with gradient to `lm`.
+
+    Prompt and response stand in the Alpaca template, followed by the end-of-text token. Log-probabilities are of the
+    whole text: the prompt's part is the same in both and cancels.
+
+    Args:
+        lm: the model that is trained, in the mode in which it is.
+        lm_ref: the reference, without gradient; put it into evaluation mode.
+        tokenizer: of both models.
+        beta: strength of the preference signal.
+        prompt, response_chosen, response_rejected: plain texts.
+
+    Raises:
+        ValueError: a `beta` that is not positive, or a tokenizer without an end-of-text token.
+
+    Rafailov et al. 2023, arXiv 2305.18290, equation 7.
+    """
+    from trl_ext.data.packed_sft import encode_documents
+
+    _check_positive("beta", beta)
+    rows = [{"prompt": prompt, "response": response} for response in (response_chosen, response_rejected)]
+    documents = encode_documents(tokenizer, rows)
+    policy = [_text_log_prob(lm, ids) for ids in documents]
+    with torch.no_grad():
+        reference = [_text_log_prob(lm_ref, ids).to(policy[0]) for ids in documents]
+    return losses.dpo(losses.PreferenceScores(*policy, *reference), beta=beta)
+
+
+def _text_log_prob(model, ids: list[int]) -> Tensor:
+    tokens = torch.tensor([ids], device=next(model.parameters()).device)
+    return response_log_probs(model, tokens[:, :-1], tokens[:, 1:])["log_probs"].sum()
+
+
+def _scores(reward_fn: Callable, response: str, truth: str, number: int) -> dict[str, float]:
+    scores = reward_fn(response, truth)
+    reward = scores.get("reward") if isinstance(scores, dict) else None
+    if not isinstance(reward, (int, float)):
+        raise ValueError(f"reward_fn must return a dict with a number 'reward', got {scores!r} for response {number}")
+    if not math.isfinite(reward):
+        raise ValueError(f"reward_fn returned a reward of {reward} for response {number}")
+    return scores
+
+
+def _log_ratio(advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    _check_log_probs(policy_log_probs)
+    _check_advantages("advantages", advantages, policy_log_probs)
+    _check_same_shape("old_log_probs", old_log_probs, policy_log_probs)
+    return losses.token_log_ratio(policy_log_probs, old_log_probs.detach())
+
+
+def _backward(loss: Tensor, gradient_accumulation_steps: int) -> Tensor:
+    loss = loss / gradient_accumulation_steps
+    loss.backward()
+    return loss.detach()
+
+
+def _check_step(policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int) -> None:
+    _check_log_probs(policy_log_probs)
+    _check_same_shape("response_mask", response_mask, policy_log_probs)
+    _check_positive("gradient_accumulation_steps", gradient_accumulation_steps)
+    if not policy_log_probs.requires_grad:
+        raise ValueError("policy_log_probs has no gradient: compute it with the policy outside torch.no_grad()")
+
+
+def _check_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_log_probs(policy_log_probs: Tensor) -> None:
+    if policy_log_probs.dim() != 2:
+        raise ValueError(f"policy_log_probs must have the shape [B, T], got {list(policy_log_probs.shape)}")
+
+
+def _check_same_shape(name: str, tensor: Tensor, policy_log_probs: Tensor) -> None:
+    if tensor.shape != policy_log_probs.shape:
+        raise ValueError(
+            f"{name} must have the shape of policy_log_probs, {list(policy_log_probs.shape)}, got {list(tensor.shape)}"
+        )
+
+
+def _check_advantages(name: str, advantages: Tensor, policy_log_probs: Tensor) -> None:
+    rows, tokens = policy_log_probs.shape
+    if tuple(advantages.shape) not in {(rows,), (rows, 1), (rows, tokens)}:
+        raise ValueError(
+            f"{name} must have the shape [{rows}, 1], [{rows}] or [{rows}, {tokens}], got {list(advantages.shape)}"
+        )
+
+
+def _check_mask(tensor: Tensor, mask: Tensor) -> None:
+    try:
+        fits = torch.broadcast_shapes(tensor.shape, mask.shape) == tensor.shape
+    except RuntimeError:
+        fits = False
+    if not fits:
+        raise ValueError(f"mask must broadcast to the tensor's shape {list(tensor.shape)}, got {list(mask.shape)}")

@@ -1,0 +1,52 @@
+"""Prompt templates: text files around the place of the question, the library's by name and a user's own by path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trl_ext.registry import nearest
+
+FOLDER = Path(__file__).parent / "prompt_templates"
+PLACEHOLDER = "{question}"
+
+
+def template_names() -> list[str]:
+    """The names of the library's templates."""
+    return sorted(path.stem for path in FOLDER.glob("*.txt"))
+
+
+def load_prompt_template(name_or_path: str | Path) -> str:
+    """A template's text, without the newline that ends its file.
+
+    Args:
+        name_or_path: a name of `template_names()`, or the path of a text file with `{question}` in it.
+
+    Raises:
+        FileNotFoundError: neither a name nor a file.
+        ValueError: the file is not text, or has no `{question}`.
+    """
+    names = template_names()
+    path = FOLDER / f"{name_or_path}.txt" if str(name_or_path) in names else Path(name_or_path)
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"no prompt template {str(name_or_path)!r}: there is no such file, and the library has "
+            f"{', '.join(names)}{nearest(str(name_or_path), names)}"
+        )
+    try:
+        template = path.read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: a prompt template must be a text file in UTF-8") from error
+    if PLACEHOLDER not in template:
+        raise ValueError(f"{path}: no {PLACEHOLDER} in this prompt template; write it where the question goes")
+    return template
+
+
+def render(template: str, question: str) -> str:
+    """The prompt: the question in its place; other braces, of the template or the question, stay as they are.
+
+    Raises:
+        ValueError: the template has no `{question}`.
+    """
+    if PLACEHOLDER not in template:
+        raise ValueError(f"no {PLACEHOLDER} in the template {template[:60]!r}; write it where the question goes")
+    return template.replace(PLACEHOLDER, question)

@@ -1,0 +1,154 @@
+"""Notation that does not change a mathematical answer is taken out of it: LaTeX layout, units, separators, labels."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+SYMBOLS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ",
+    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3",
+    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⁄": "/", "\u00a0": " ", "\u202f": "",
+}  # fmt: skip
+LAYOUT = re.compile(
+    r"\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![A-Za-z])\.?|(?<!\\)\\[!,;:]|\\q?quad|(?<!\\)~"
+)
+UNIT_SYNONYMS = {
+    "cm": "centimeter centimeters centimetre centimetres", "mm": "millimeter millimeters",
+    "m": "meter meters metre metres",
+    "km": "kilometer kilometers kilometre kilometres", "inch": "inches in", "foot": "feet ft", "yard": "yards yd",
+    "mile": "miles mi", "second": "seconds sec secs s", "minute": "minutes min mins", "hour": "hours hr hrs h",
+    "day": "days", "week": "weeks", "month": "months", "year": "years yr yrs", "degree": "degrees deg",
+    "dollar": "dollars usd", "cent": "cents", "percent": "percentage pct", "gram": "grams g",
+    "kg": "kilogram kilograms",
+    "pound": "pounds lb lbs", "ounce": "ounces oz", "liter": "liters litre litres l", "gallon": "gallons",
+    "mph": "", "unit": "units",
+}  # fmt: skip
+UNITS = {word: unit for unit, synonyms in UNIT_SYNONYMS.items() for word in (unit, *synonyms.split())}
+# A letter beside a number is a variable, unless it stands in \text{}.
+PLAIN_UNITS = "|".join(sorted((word for word in UNITS if len(word) > 1), key=len, reverse=True))
+UNIT = rf"(?:(?:square|cubic|sq)\.?\s+)?(?:{PLAIN_UNITS})\.?(?:\s*\^\s*\{{?[23]\}}?)?"
+TRAILING_UNIT = re.compile(rf"(?<=[\d}})\s])({UNIT}(?:\s*(?:/|per)\s*{UNIT})?)$", re.IGNORECASE)
+TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|hbox|mathrm|mathbf|rm)\s*\{([^{}]*)\}")
+TRAILING_TEXT = re.compile(r"\\(?:text|mbox|hbox|mathrm|textrm)\s*\{([^{}]*)\}(\s*\^\s*\{?[23]\}?)?$")
+LABEL = re.compile(r"^([A-Za-z])\s*(?:\(\s*[A-Za-z]\s*\)\s*)?(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
+THOUSANDS = re.compile(r"^([+-]?)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]*)?$")
+SCALED = re.compile(r"^([+-]?[0-9]+(?:\.[0-9]+)?)\s*(thousand|million|billion|trillion)$", re.IGNORECASE)
+SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer without its notation.
+
+    Attributes:
+        body: what remains, still LaTeX.
+        unit: the unit that was taken off, in one spelling; empty for none.
+        variable: the `x` of `x = 5`; empty for none.
+    """
+
+    body: str
+    unit: str = ""
+    variable: str = ""
+
+    @property
+    def formula(self) -> str:
+        """The answer for a reader of formulas, with what is a part of its value: a percent sign is a hundredth."""
+        return self.body + (r"\%" if self.unit == "percent" else "")
+
+    @property
+    def equation(self) -> str:
+        """The formula with its variable, where it has one."""
+        return f"{self.variable}={self.formula}" if self.variable else self.formula
+
+    def contradicts(self, other: Answer) -> bool:
+        """Both name a unit, or a variable, and it is not the same."""
+        return any(one and two and one != two for one, two in zip(self._labels(), other._labels(), strict=True))
+
+    def _labels(self) -> tuple[str, str]:
+        return self.unit, self.variable.lower()
+
+
+def clean(text: str) -> Answer:
+    """Take layout, delimiters, units and a leading `x =` off an answer of ordinary length."""
+    text = _without_layout(text)
+    variable = ""
+    label = LABEL.match(text)
+    if label and "=" not in text[label.end() :]:
+        variable, text = label[1], text[label.end() :]
+    text, unit = _without_unit(text)
+    text = TEXT_COMMAND.sub(r" \1 ", text).strip()
+    return Answer(_without_separators(text), unit, variable)
+
+
+def _without_layout(text: str) -> str:
+    for symbol, latex in SYMBOLS.items():
+        text = text.replace(symbol, latex)
+    text = LAYOUT.sub("", text).replace("{,}", ",")
+    text = re.sub(r"(?<!\\)\\ ", " ", text)
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = " ".join(text.split())
+    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+            text = text[len(opening) : -len(closing)].strip()
+    while text.endswith((".", ";", ",")):
+        text = text[:-1].rstrip()
+    whole = TEXT_COMMAND.fullmatch(text)
+    return whole[1].strip() if whole else text
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """What is left, and the unit."""
+    currency = re.match(r"^(-?)\s*(\\?\$|£|€)\s*(?=[-\d.\\])", text)
+    if currency:
+        text = currency[1] + text[currency.end() :]
+    unit = "dollar" if currency and "$" in currency[2] else currency[2] if currency else ""
+    text = text.replace(r"\$", "").replace("$", "")
+    percent = re.search(r"\s*\\?%$", text)
+    degree = re.search(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$", text)
+    if percent or degree:
+        return text[: (percent or degree).start()], "percent" if percent else "degree"
+    words = TRAILING_TEXT.search(text)
+    if words and words.start() and _names_a_unit(words[1]) and re.search(r"\d|\\pi|\\sqrt", text[: words.start()]):
+        return text[: words.start()].strip(), _one_spelling(words[1] + (words[2] or "")) or unit
+    plain = TRAILING_UNIT.search(text)
+    if plain and re.search(r"\d", text[: plain.start()]):
+        return text[: plain.start()].strip(), _one_spelling(plain[1])
+    return text, unit
+
+
+def _names_a_unit(words: str) -> bool:
+    """Words after a number, rather than a conjunction before another, a choice's letter or the imaginary unit."""
+    words = words.strip().lower()
+    if not re.fullmatch(r"[a-z .,/]*", words) or re.search(r"\b(?:or|and|million|billion|thousand)\b", words):
+        return False
+    return len(words) != 1 or words in UNITS
+
+
+def _one_spelling(unit: str) -> str:
+    """`square feet` and `ft^2` as one; empty for words that are no unit of the list."""
+    power = "2" if re.search(r"\b(?:square|sq)\b|\^\s*\{?2", unit, re.IGNORECASE) else ""
+    power = "3" if re.search(r"\bcubic\b|\^\s*\{?3", unit, re.IGNORECASE) else power
+    words = [word for word in re.findall(r"[a-z]+", unit.lower()) if word not in ("square", "sq", "cubic", "per")]
+    if not words or any(word not in UNITS for word in words):
+        return ""
+    return "/".join(UNITS[word] for word in words) + power
+
+
+def _without_separators(text: str) -> str:
+    """Conjunctions become commas; the commas inside of numbers go; `3 million` is written out."""
+    parts = re.split(r"\s*,?\s+(?:or|and)\s+", text)
+    return ",".join(_plain_number(part.strip()) for part in parts)
+
+
+def _plain_number(text: str) -> str:
+    thousands = THOUSANDS.match(text)
+    if thousands:
+        return thousands[1] + thousands[2].replace(",", "") + (thousands[3] or "")
+    scaled = SCALED.match(text.replace(",", ""))
+    if scaled:
+        digits, _, decimals = scaled[1].partition(".")
+        zeros = SCALES[scaled[2].lower()]
+        if len(decimals) <= zeros:
+            return f"{digits}{decimals.ljust(zeros, '0')}"
+    return text

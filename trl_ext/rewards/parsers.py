@@ -1,0 +1,125 @@
+"""Answers read out of free text: the last number, a choice's letter, an equation of given numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from trl_ext.rewards.expression import evaluate_arithmetic
+
+# A minus is a sign where nothing stands before it that it could be taken from.
+NUMBER = re.compile(
+    r"((?<![\w)\]}.])-)?(?:\\?\$)?((?<![0-9])(?<![0-9]\.)[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
+)
+STATED_CHOICE = re.compile(
+    r"answer(?:\s+choice|\s+option)?(?:\s+is|\s+would\s+be|\s+must\s+be)?\s*:?[\s*\"'$]*"
+    r"(?:(?:option|choice)\s+)?(?:\\boxed\{|\\text\{)*\(?([A-Z])(?![\w'])",
+    re.IGNORECASE,
+)
+LONE_CHOICE = re.compile(r"\W*(?:(?:option|choice)\s+)?(?:\\boxed\{|\\text\{)*\W*([A-Za-z])\W*", re.IGNORECASE)
+LEADING_CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])(?=\s|$)")
+MARKED_CHOICE = re.compile(r"\(([A-Z])\)|\b(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\b|\\boxed\{\s*([A-Z])\s*\}")
+MAX_CHOICE_CHARACTERS = 20_000
+MAX_EQUATION_CHARACTERS = 300
+
+
+def parse_gsm8k_response(model_output: str) -> str | None:
+    """The last number in a response, without thousands separators and currency; None if there is none."""
+    last = deque(NUMBER.finditer(model_output), maxlen=1)
+    return (last[0][1] or "") + last[0][2].replace(",", "") if last else None
+
+
+def gsm8k_truth(answer: str) -> str:
+    """The final number of a GSM8K solution, which stands after its last `####`, without thousands separators.
+
+    Raises:
+        ValueError: there is no such number.
+    """
+    _, marker, final = answer.rpartition("####")
+    number = final.strip().removeprefix("$").replace(",", "")
+    if not marker or not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", number):
+        raise ValueError(f"no number after '####' at the end of the solution {answer[-60:]!r}; mend the data")
+    return number
+
+
+def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
+    """The letter of the option that a response chooses.
+
+    Taken from, in this order: the last `answer is B`; a response that is or begins with a letter, as `B` or `(B) ...`;
+    the only letter that is marked, as `(B)` or `option B`; an option's text as the whole response.
+
+    Args:
+        mmlu_example: a row with its `options`, the first of which is A.
+        model_output: the response.
+
+    Returns:
+        The letter, or None if none is chosen, more than one is, or there is no such option.
+
+    Raises:
+        ValueError: the row has no options.
+    """
+    options = mmlu_example.get("options")
+    if not options or isinstance(options, str) or len(options) > 26:
+        raise ValueError(f"options: a row must have a list of 1 to 26 of them, got {options!r}")
+    letters = [chr(ord("A") + index) for index in range(len(options))]
+    text = " ".join(model_output[-MAX_CHOICE_CHARACTERS:].split())
+    letter = _chosen_letter(text)
+    if letter is not None:
+        return letter if letter in letters else None
+    same = [one for one, option in zip(letters, options, strict=True) if _plain(str(option)) == _plain(text)]
+    return same[0] if len(same) == 1 and text else None
+
+
+def _chosen_letter(text: str) -> str | None:
+    stated = [match[1] for match in STATED_CHOICE.finditer(text) if not _is_article(text, match)]
+    if stated:
+        return stated[-1].upper()
+    lone = LONE_CHOICE.fullmatch(text) if len(text) <= 40 else None
+    if lone:
+        return lone[1].upper()
+    leading = LEADING_CHOICE.match(text)
+    if leading:
+        return leading[1] or leading[2]
+    marked = {next(filter(None, match.groups())) for match in MARKED_CHOICE.finditer(text)}
+    return marked.pop() if len(marked) == 1 else None
+
+
+def _is_article(text: str, match: re.Match) -> bool:
+    """`the answer is a dog` and `my answer: I think`: a small letter, or an I, that a word follows."""
+    return (match[1].islower() or match[1] == "I") and re.match(
+        r"\s+[A-Za-z]", text[match.end(1) : match.end(1) + 10]
+    ) is not None
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split()).strip(" .")
+
+
+def countdown_is_solved(equation: str, numbers: Sequence[int], target: float) -> bool:
+    """Whether a formula of `+ - * /` uses each of the numbers exactly once and makes the target, exactly.
+
+    `= target` after the formula is allowed where it is right. `\\times`, `\\div` and their signs are read too.
+
+    Raises:
+        ValueError: the numbers are none, or the target is not a number.
+    """
+    try:
+        given = Counter(Fraction(number) for number in numbers)
+        wanted = Fraction(target)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"numbers {numbers!r} and target {target!r}: give a list of numbers and a number") from error
+    if not given:
+        raise ValueError("numbers: an empty list; a countdown needs at least one number")
+    if len(equation) > MAX_EQUATION_CHARACTERS:
+        return False
+    left, equals, right = equation.replace("−", "-").strip().strip("$").partition("=")
+    try:
+        value, used = evaluate_arithmetic(left)
+        if equals and evaluate_arithmetic(right)[0] != wanted:
+            return False
+    except ValueError:
+        return False
+    return value == wanted and Counter(used) == given
