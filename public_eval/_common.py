@@ -114,6 +114,11 @@ def check_judge_arguments(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path is not None and not Path(path).is_file():
             raise FileNotFoundError(f"--{name}: no file {path}")
+    has_key = os.environ.get("OPENAI_API_KEY", "").strip()
+    needs_none = options.base_url or os.environ.get("OPENAI_BASE_URL") or options.estimate
+    # With verdicts on file there may be nothing to ask; the judge itself refuses if there is.
+    if options.judge == "openai" and not (has_key or needs_none or _holds_something(Path(options.cache))):
+        raise ValueError("OPENAI_API_KEY is not set: export the key, or give the --base_url of your own server")
 
 
 def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
@@ -201,8 +206,10 @@ def show_estimates(names: list[str], estimates: list[Any], as_json: bool) -> Non
     print("nothing was sent")
 
 
-def usage_line(usage: dict[str, Any]) -> str:
-    """What judging took, in one line."""
+def usage_line(usage: dict[str, Any], judge: str) -> str:
+    """What judging took, in one line; of a `--judge` that is not paid for, only what it decided."""
+    if judge != "openai":
+        return f"{usage['calls']} verdicts, {usage['errors']} errors; this judge costs nothing"
     dollars = "at an unknown price" if usage["dollars"] is None else f"${usage['dollars']:.4f}"
     return (
         f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, {usage['errors']} errors, "
@@ -215,6 +222,10 @@ def interval_cell(interval: dict[str, Any] | None) -> str:
     if interval is None or not interval["n"]:
         return "-"
     return f"{format_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _fraction(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trl_ext.evaluation.command_line import format_interval, format_table, one_l
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
 from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
+from trl_ext.evaluation.submissions.rows import SHOWN_PROBLEMS, in_one_line
 from trl_ext.evaluation.submissions.submission import (
     REWARD_MODEL,
     check_submission_file,
@@ -34,13 +36,15 @@ from trl_ext.files import write_json
 DESCRIPTION = """\
 Every method of a submission against its threshold: the figure with its interval, PASS or FAIL, and how likely the
 figure of another sample of prompts would fall under the threshold. A missing file is a failure, and so is one with
-rows that cannot count; they are named by file and row_id. The exit code is 0 whatever the grades.
+rows that cannot count; they are named by file and row_id.
+
+exit    0 whatever the grades, for missing files too; 2 if a file that is there cannot be used, such as one with a NaN,
+        which `pack` refuses as well. The others are graded, printed and written nevertheless.
 
 cost    two questions to the judge per prompt and policy file. ground_truth and reward_model cost computing time only;
         openai costs money where its verdicts are not in --cache yet: see --estimate.
 writes  with openai, verdicts into --cache as they arrive; with --out the grades as JSON.
 """
-SHOWN_PROBLEMS = 5
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -84,7 +88,9 @@ def main(arguments: list[str] | None = None) -> None:
     if options.json:
         print_json(result.to_dict())
     else:
-        _print(result)
+        _print(result, options)
+    if any(grade.problems for grade in result.grades):
+        raise SystemExit(2)
 
 
 def _estimate(options, judge, assets: dict[str, Any]) -> None:
@@ -109,7 +115,7 @@ def _estimate(options, judge, assets: dict[str, Any]) -> None:
     show_estimates(names, estimate_cost(judge, checks["prompts"], pairs, options.cache), options.json)
 
 
-def _print(result: SubmissionGrade) -> None:
+def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
     header = (
         *("method", "grade", "measure", f"figure, {result.rule}", "ties as half", "threshold", "chance under it"),
         *("agreement", "position bias"),
@@ -117,10 +123,10 @@ def _print(result: SubmissionGrade) -> None:
     print(format_table(header, [_row(grade) for grade in result.grades]))
     for grade in result.grades:
         for label, lines in (("cannot be graded", grade.problems), ("warning", grade.warnings)):
-            for line in lines[:SHOWN_PROBLEMS]:
-                print(f"{label}: {line}")
             if len(lines) > SHOWN_PROBLEMS:
-                print(f"{label}: {grade.file}: and {len(lines) - SHOWN_PROBLEMS} more")
+                lines = [in_one_line(str(Path(options.folder) / grade.file), lines)]
+            for line in lines:
+                print(f"{label}: {line}")
     passed = sum(grade.passed for grade in result.grades)
     part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
     print(f"{passed} of {len(result.grades)} passed{part_two}")
@@ -130,7 +136,7 @@ def _print(result: SubmissionGrade) -> None:
     )
     print("Dirichlet-multinomial)")
     if result.usage is not None:
-        print(usage_line(result.usage))
+        print(usage_line(result.usage, options.judge))
 
 
 def _row(grade: FileGrade) -> tuple:

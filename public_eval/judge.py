@@ -102,7 +102,7 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             f"{first} minus {second}, {row['rule']}: {difference}, paired bootstrap over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
-    print(usage_line(summary["usage"]))
+    print(usage_line(summary["usage"], summary["judge"]["kind"]))
 
 
 def _row(result: CandidateResult) -> tuple:

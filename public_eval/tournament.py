@@ -72,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(format_table(("policy", "rating", "expected against the base"), rows))
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
-    print(usage_line(tournament.to_dict()["usage"]))
+    print(usage_line(tournament.to_dict()["usage"], options.judge))
     print(f"in {options.out}: tournament.json{', tournament.png' if pictured else ''}")
 
 

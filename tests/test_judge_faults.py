@@ -299,30 +299,111 @@ class TestServer:
         assert (result.usage.calls, result.usage.errors) == (24, 12)
         assert [outcome.error is None for outcome in result.outcomes] == [True, False] * 6
 
-    def test_too_many_errors_after_everything_is_saved(self, tmp_path):
-        """Two of ten rows fail where one may: the run is carried to its end, and the next one asks for those alone."""
+    def test_too_many_errors_stop_the_run_with_the_rest_saved(self, tmp_path):
+        """Rows 1 and 4 of ten are refused where one may be, the latter in one order: the run ends there.
+
+        One question at a time: rows 0, 2 and 3 and the second order of row 4 are answered, 2 + 2 + 2 + 1 = 7 calls;
+        row 1 takes 2 * 3 and the first order of row 4 takes 3. The next runs ask for what is missing.
+        """
         cache = tmp_path / "cache.jsonl"
+        refused = {("user: question 1", "cccc", "bb"), ("user: question 1", "bb", "cccc")}
+        refused |= {("user: question 4", "bb", "cccc")}
 
         def faults(question, attempt):
-            return (
-                Fault("refusal") if question[0].endswith(("question 1", "question 7")) and healthy is False else None
-            )
+            return Fault("refusal") if question in refused else None
 
-        healthy = False
         with LoopbackServer(faults=faults) as server:
             with pytest.raises(TooManyErrors) as caught:
-                judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.1)
-            message = str(caught.value)
-            assert message.startswith("2 of 10 rows could not be judged, more than the share of 0.1 that")
-            assert "row_id r1: the judge refused" in message and str(cache) in message and "\n" not in message
-            assert [outcome.error is None for outcome in caught.value.result.outcomes].count(True) == 8
-            assert len(lines(cache)) == 16
+                judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.1, max_concurrency=1)
+            assert str(caught.value) == (
+                "2 of 10 rows could not be judged, more than the share of 0.1 that max_error_fraction allows, so that "
+                f"the run stopped; 7 verdicts are kept in {cache}, and the next run goes on from there; the first: "
+                "row_id r1: the judge refused: I cannot judge this. (3 attempts)"
+            )
+            result = caught.value.result
+            errors = [outcome.error for outcome in result.outcomes]
+            assert [error is None for error in errors] == [True, False, True, True, False] + [False] * 5
+            assert errors[5:] == ["not asked: too many rows before it could not be judged"] * 5
+            assert (len(server.calls), result.usage.calls, result.usage.errors) == (7 + 9, 7 + 9, 3)
+            assert len(lines(cache)) == 7
             allowed = judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.2)
-            assert (allowed.usage.cached, allowed.usage.calls) == (16, 4 * 3)
-            healthy = True
+            assert (allowed.usage.cached, allowed.usage.calls) == (7, 10 + 3 * 3)
+            refused.clear()
             result = judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0)
-        assert (result.usage.cached, result.usage.calls) == (16, 4)
+        assert (result.usage.cached, result.usage.calls) == (17, 3)
         assert [row["outcome"] for row in result.verdicts] == expected_outcomes(10)
+
+    def test_as_many_errors_as_are_allowed_do_not_stop_the_run(self):
+        """The last row that may fail is the tenth of a hundred; 90 rows take 180 calls, and ten take 10 * 2 * 3."""
+
+        def faults(question, attempt):
+            return Fault("refusal") if int(question[0].split()[-1]) < 10 else None
+
+        with LoopbackServer(faults=faults) as server:
+            result = judge_pairs(judge_of(server), *pairs(100), max_error_fraction=0.1)
+        assert (result.usage.calls, sum(outcome.error is not None for outcome in result.outcomes)) == (240, 10)
+
+    @pytest.mark.parametrize(
+        "api, fault, reason",
+        [
+            (
+                "responses",
+                Fault("not_the_api"),
+                "not one of the responses API; a server that speaks only Chat Completions needs --api chat",
+            ),
+            (
+                "chat",
+                Fault("not_the_api"),
+                "not one of the chat API; a server that speaks only the Responses API needs --api responses",
+            ),
+            ("responses", Fault("not_json"), "the reply is not JSON; check the address, which ends in /v1 for most"),
+            ("chat", Fault("bad_schema"), "the model cannot produce structured output"),
+        ],
+        ids=["other API", "the other way round", "not JSON", "schema"],
+    )
+    @pytest.mark.parametrize("max_concurrency", [1, 8])
+    def test_replies_that_are_all_unusable_end_the_run_at_once(self, api, fault, reason, max_concurrency, tmp_path):
+        """Of 610 rows: nine replies, and those that are open by then."""
+        cache = tmp_path / "cache.jsonl"
+        with (
+            LoopbackServer(faults=lambda question, attempt: fault) as server,
+            pytest.raises(
+                JudgeUnavailable, match="stopped since the first 9 replies are all unusable, the last: "
+            ) as end,
+        ):
+            judge_pairs(judge_of(server, api=api), *pairs(610), cache=cache, max_concurrency=max_concurrency)
+        assert reason in str(end.value) and server.url in str(end.value)
+        assert 9 <= len(server.calls) <= 9 + 2 * (max_concurrency - 1)
+        assert cache.read_text() == ""
+
+    def test_unusable_replies_after_one_that_was_read_count_as_errors(self):
+        """One row of four is judged, two may fail: the third that fails ends the run, not the ninth bad reply."""
+
+        def faults(question, attempt):
+            return Fault("bad_schema") if question[0] != "user: question 0" else None
+
+        with LoopbackServer(faults=faults) as server, pytest.raises(TooManyErrors, match="3 of 4 rows"):
+            judge_pairs(judge_of(server), *pairs(4), max_error_fraction=0.5, max_concurrency=1)
+        assert len(server.calls) == 2 + 2 * 3 + 2 * 3 + 3
+
+    def test_an_interrupt_says_how_many_verdicts_are_kept(self, tmp_path):
+        """The third question is interrupted: two of ten verdicts are there; before the first, none."""
+
+        class Judge:
+            identity, sequential = {"kind": "mine"}, True
+
+            def judge(self, prompt, response_a, response_b):
+                if prompt[-1]["content"] == self.interrupted:
+                    raise KeyboardInterrupt
+                return "A"
+
+        judge, cache = Judge(), tmp_path / "c.jsonl"
+        for judge.interrupted, kept in (("question 0", 0), ("question 1", 2)):
+            with pytest.raises(KeyboardInterrupt) as caught:
+                judge_pairs(judge, *pairs(5), cache=cache)
+            assert str(caught.value) == (
+                f"{kept} of 10 verdicts are kept in {cache}, and the same command goes on from there"
+            )
 
     def test_an_error_in_the_users_judge_ends_the_run_with_the_rest_saved(self, tmp_path):
         answered = []

@@ -55,7 +55,9 @@ def one_line_error(result):
     code, out, err = result
     assert code == 2
     assert out == ""
-    lines = [line for line in err.replace("\r", "\n").splitlines() if line.strip() and "verdicts:" not in line]
+    lines = [
+        line for line in err.replace("\r", "\n").splitlines() if line.strip() and not line.startswith("verdicts:")
+    ]
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
 
@@ -227,6 +229,48 @@ class TestJudge:
         line = one_line_error(run("judge", "--candidate", path, *course["judging"], *options))
         assert "OPENAI_API_KEY is not set" in line
 
+    def test_no_key_is_needed_where_every_verdict_is_in_the_cache(self, run, course, tmp_path, monkeypatch):
+        """The server's address is part of no key, only that it is one's own: OPENAI_BASE_URL says so too."""
+        from tests.loopback import LoopbackServer
+
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
+        options = ("--judge", "openai", "--model", "gpt-5.4", "--json")
+        with LoopbackServer() as server:
+            assert run("judge", "--candidate", path, *course["judging"], *options, "--base_url", server.url)[0] == 0
+        monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+        code, out, _ = run("judge", "--candidate", path, *course["judging"], *options)
+        assert (code, json.loads(out)["usage"]["cached"]) == (0, 20)
+
+    def test_the_wrong_api_ends_the_command_with_the_way_out(self, run, course, tmp_path, monkeypatch):
+        from tests.loopback import Fault, LoopbackServer
+
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
+        with LoopbackServer(faults=lambda question, attempt: Fault("not_the_api")) as server:
+            options = ("--judge", "openai", "--model", "m", "--base_url", server.url)
+            line = one_line_error(run("judge", "--candidate", path, *course["judging"], *options))
+        assert "a server that speaks only Chat Completions needs --api chat" in line
+
+    def test_an_interrupt(self, run, course, tmp_path, monkeypatch):
+        """Before the first verdict: none of 20 is there, which it says."""
+        from trl_ext.evaluation.judging.run import JudgingRun
+
+        def interrupt(self, questions):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(JudgingRun, "ask_all", interrupt)
+        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
+        options = ("--judge", "openai", "--model", "m", "--base_url", "http://127.0.0.1:9/v1")
+        code, _, err = run("judge", "--candidate", path, *course["judging"], *options)
+        kept = "interrupted: 0 of 20 verdicts are kept in judge_cache.jsonl, and the same command goes on from there"
+        assert (code, err.strip()) == (130, kept)
+        code, _, err = run("judge", "--candidate", path, *course["judging"])
+        assert (code, err.strip()) == (
+            130,
+            "interrupted: no verdict is kept, since there is no cache of them: run again",
+        )
+
 
 class TestGrade:
     def test_table_and_problems(self, run, course, tmp_path):
@@ -237,7 +281,7 @@ class TestGrade:
         path = write_policy(folder, "dpo", bad)
         write_scores(folder, [1.0, 2.0, 3.0, -1.0])
         code, out, _ = run("grade", folder, *course["all"], "--out", "grades.json")
-        assert code == 0
+        assert code == 2, "a file that is there cannot be used"
         lines = {line.split()[0]: line for line in out.splitlines() if line.strip()}
         assert "PASS" in lines["aot"] and "0.800" in lines["aot"] and "0.72" in lines["aot"]
         assert "PASS" in lines["reward_model"] and "0.750" in lines["reward_model"]
@@ -247,6 +291,45 @@ class TestGrade:
         assert f"cannot be graded: {path}: row_id row-blue: missing" in out
         assert "2 of 9 passed; part two, by either file: FAIL" in out
         assert len(json.loads((tmp_path / "grades.json").read_text())["grades"]) == 9
+
+    def test_exit_codes(self, run, course, tmp_path):
+        """Eight of nine files are missing, one method fails: 0. A NaN among the scores: 2, as in packing."""
+        folder = tmp_path / "submission"
+        write_policy(folder, "aot", response_rows(plan(win=2, loss=8)))
+        code, out, _ = run("grade", folder, *course["all"])
+        assert code == 0 and "0 of 9 passed" in out
+        path = write_scores(folder, [1.0, 2.0, float("nan"), -1.0])
+        for more in ((), ("--json",)):
+            code, out, _ = run("grade", folder, *course["all"], *more)
+            assert code == 2 and "row_id pair-2: chosen_score must be a finite number, got 'nan'" in out
+            assert "0.200" in out or json.loads(out)["grades"], "the other file is graded all the same"
+        assert run("pack", folder, *course["prompts_jsonl"], *course["prefs_jsonl"])[0] == 2
+        assert path.name in out
+        assert "exit    0 whatever the grades" in run("grade", "--help")[1]
+
+    def test_an_empty_file_and_one_of_many_problems(self, run, course, tmp_path):
+        """Ten rows that are all foreign, and so ten missing: twenty problems, of which five are shown, in one line."""
+        folder = tmp_path / "submission"
+        empty = write_policy(folder, "aot", [])
+        foreign = [{**row, "row_id": f"other-{row['row_id']}"} for row in response_rows(plan(win=10))]
+        path = write_policy(folder, "dpo", foreign)
+        code, out, _ = run("grade", folder, *course["all"])
+        assert code == 2
+        assert f"cannot be graded: {empty}: the file is empty\n" in out
+        assert out.count(str(path)) == 1 and "; and 15 more" in out
+        assert one_line_error(run("judge", "--candidate", empty, *course["judging"])) == (
+            f"error: {empty}: the file is empty"
+        )
+        line = one_line_error(run("judge", "--candidate", path, *course["judging"]))
+        assert line.count(str(path)) == 1 and line.count("row_id") == 5 and line.endswith("; and 15 more")
+
+    def test_what_costs_nothing_is_not_counted_in_calls(self, run, course, tmp_path):
+        """Seven rows are asked about in both orders; the three ties are identical texts."""
+        path = write_policy(tmp_path / "submission", "aot", response_rows(plan(win=5, tie=3, loss=2)))
+        for command in (("grade", "submission", *course["all"]), ("judge", "--candidate", path, *course["judging"])):
+            out = run(*command)[1]
+            assert out.endswith("14 verdicts, 0 errors; this judge costs nothing\n")
+            assert "calls" not in out and "$" not in out
 
     def test_json_alone_on_standard_output(self, run, course, tmp_path):
         folder = tmp_path / "submission"
@@ -496,7 +579,23 @@ class TestCompareStages:
         code, out, _ = run("compare", *named, *course["prompts_jsonl"], *options)
         assert code == 0
         assert "base: no KL: samples at temperature 0.0 give no estimate; sample at 1" in out
-        assert "reference ppo" in out
+        how = (
+            "Reference: ppo. Decoding: greedy, one response per prompt, at most 3 tokens. "
+            "Samples: the files samples_*.jsonl hold all 2 prompts.\n"
+        )
+        assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
+
+    def test_sampling_and_how_many_samples_are_written_are_said(self, run, course, models):
+        named = [f"{name}={path}" for name, path in models.items()]
+        options = ("--max_new_tokens", "3", "--num_prompts", "4", "--num_samples", "3", "--temperature", "0.7")
+        code, out, _ = run("compare", *named, *course["prompts_jsonl"], *options, "--seed", "5")
+        assert code == 0
+        how = (
+            "Reference: base. Decoding: sampled at temperature 0.7, seed 5, one response per prompt, at most 3 "
+            "tokens. Samples: the files samples_*.jsonl hold the first 3 of 4 prompts.\n"
+        )
+        assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
+        assert len(Path("stages/samples_ppo.jsonl").read_text().splitlines()) == 3
 
     @pytest.mark.parametrize(
         "arguments, message",
@@ -506,10 +605,38 @@ class TestCompareStages:
             (["base=toy", "--reference", "sft"], "the reference 'sft' is none of the models: base"),
             (["../x=toy"], "may hold no slash"),
             (["base=./nowhere"], "no model folder './nowhere'"),
+            (["base=toy", "--reward_model", "./nowhere"], "no model folder './nowhere'"),
+            (["base=toy", "--temperature", "-1"], "temperature must not be negative, got -1.0"),
         ],
     )
     def test_errors(self, run, arguments, message):
         assert message in one_line_error(run("compare", *arguments))
+
+    @pytest.mark.parametrize(
+        "command, message",
+        [
+            ("compare base=toy sft=./nowhere", "no model folder './nowhere'"),
+            ("compare base=toy --reward_model ./nowhere", "no model folder './nowhere'"),
+            ("judge --judge openai --model gpt-5.4 --candidate RESPONSES", "OPENAI_API_KEY is not set"),
+            ("grade --judge openai --model gpt-5.4 .", "OPENAI_API_KEY is not set"),
+        ],
+    )
+    def test_what_the_command_line_tells_is_refused_before_slow_imports(self, command, message, tmp_path):
+        """`torch`, `transformers` and `openai` take many seconds."""
+        path = write_policy(tmp_path, "aot", response_rows(plan(win=10)))
+        name, *arguments = command.replace("RESPONSES", str(path)).split()
+        module = "trl_ext.evaluation.compare.__main__" if name == "compare" else f"public_eval.{name}"
+        program = (
+            f"import sys; from {module} import main\n"
+            f"try: main({arguments!r})\n"
+            "except SystemExit as end: print(end.code, {'torch', 'transformers', 'openai'} & set(sys.modules))"
+        )
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("OPENAI_")}
+        environment["PYTHONPATH"] = str(ROOT)
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.stdout == "2 set()\n" and message in done.stderr
 
 
 @pytest.mark.slow

@@ -429,6 +429,17 @@ class TestDerived:
         equal = [self.point("a", 1, 1), self.point("b", 1, 1)]
         assert pareto_front(equal, intervals=intervals) == {"a", "b"}, "equals both stay"
 
+    def test_figures_that_are_printed_alike_are_equal(self):
+        """a and b both read 0.200 at KL 1.00, so both stay; c reads 0.199, below both; d reads 0.201 and 1.01."""
+        points = [
+            self.point("a", 1.001, 0.2001),
+            self.point("b", 1.002, 0.1999),
+            self.point("c", 0.999, 0.1994),
+            self.point("d", 1.006, 0.2009),
+        ]
+        for intervals in (False, True):
+            assert pareto_front(points, intervals=intervals) == {"a", "b", "d"}
+
     def test_the_front_of_intervals_by_hand(self):
         """Half-widths of .25 in KL and .125 in reward, so that one must be better by .5 and by .25 to dominate.
 

@@ -148,6 +148,13 @@ class TestFieldsOfRows:
             ("reward_mistakes.jsonl", "chosen_score", 'null, not a finite number; at row_id "c"'),
         ]
 
+    @pytest.mark.parametrize("content", ["", "\n\n"])
+    def test_an_emptied_file_of_responses(self, policy, reward_model, content):
+        """A reward model without mistakes leaves an empty file of them."""
+        (policy / "generations.jsonl").write_text(content)
+        (reward_model / "reward_mistakes.jsonl").write_text("")
+        assert problems(policy.parent) == [("generations.jsonl", "", "the file is empty")]
+
     def test_a_file_that_cannot_be_read(self, policy):
         (policy / "metrics.jsonl").unlink()
         (policy / "metrics.jsonl").mkdir()

@@ -47,8 +47,9 @@ def one_line_errors() -> Iterator[None]:
     """End with `error: ...` and code 2 for what a user can mend; TRL_EXT_TRACEBACK=1 shows the traceback."""
     try:
         yield
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was finished is kept, and the same command goes on from there", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        kept = str(interrupt) or "what was finished is kept, and the same command goes on from there"
+        print(f"\ninterrupted: {kept}", file=sys.stderr)
         raise SystemExit(130) from None
     except (ValueError, OSError, ImportError, JudgeError) as error:
         if os.environ.get("TRL_EXT_TRACEBACK"):

@@ -72,8 +72,8 @@ def compare_stages(
         FileNotFoundError: no such model or prompts.
         ValueError: fewer than one model, a reference that is none of them, or an argument out of range.
     """
-    from trl_ext.evaluation.submissions.policy_models import load_policy
-    from trl_ext.rollouts import generate_responses
+    from trl_ext.evaluation.submissions.policy_models import find_policy, load_policy, require_on_hub
+    from trl_ext.models import resolve_model_path
 
     if not models:
         raise ValueError("give at least one model as name=folder")
@@ -83,13 +83,23 @@ def compare_stages(
     for name, value in (("num_prompts", num_prompts), ("batch_size", batch_size)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
+    if temperature < 0:
+        raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
+    # Before anything is imported or loaded for them, which takes seconds.
+    for source in models.values():
+        find_policy(source, dtype=dtype)
+    if reward_model is not None and not Path(path := resolve_model_path(str(reward_model))).is_dir():
+        require_on_hub(path)
+    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
+    prompts = load_prompts(prompts_jsonl)[:num_prompts]
+
+    from trl_ext.rollouts import generate_responses
+
     scorer = None
     if reward_model is not None:
         from trl_ext.rewards import RewardModel
 
         scorer = RewardModel(reward_model, batch_size=batch_size)
-    limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
-    prompts = load_prompts(prompts_jsonl)[:num_prompts]
     messages = [row["prompt"] for row in prompts]
     reference_model = load_policy(models[reference], dtype=dtype)
     rows, samples = [], {}

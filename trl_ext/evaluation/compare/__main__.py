@@ -18,7 +18,7 @@ from trl_ext.files import write_json, write_json_lines, write_text
 
 DESCRIPTION = """\
 The stages of a training, such as base, SFT and PPO, on the same prompts: mean and standard deviation of a reward
-model's reward, approximate KL to one of them, and length; one sampled response per prompt.
+model's reward, approximate KL to one of them, and length; one response per prompt, sampled unless --temperature is 0.
 
 cost    one generation per model and prompt, and one forward pass each under the model, the reference and the reward
         model. No network but for models on the hub. Two policies and the reward model are in memory at once.
@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--max_prompt_tokens", type=at_least_one, default=700, help="(default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=at_least_one, help="(default: 256; 48 for the embedded prompts)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="KL needs 1 (default: %(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=1.0, help="0 for greedy decoding; KL needs 1 (default: %(default)s)"
+    )
     parser.add_argument("--batch_size", type=at_least_one, default=32, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="of the policies' weights (default: as saved)")
@@ -60,7 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
         if row["kl_note"] and row["name"] != comparison.settings["reference"]:
             print(f"{row['name']}: no KL: {row['kl_note']}")
     names = ", ".join(["comparison.json", "comparison.md", *(f"samples_{name}.jsonl" for name in comparison.samples)])
-    print(f"reference {comparison.settings['reference']}; in {out}: {names}")
+    print(f"{_how(comparison)}\nin {out}: {names}")
 
 
 def _named(models: list[str]) -> dict[str, str]:
@@ -91,10 +93,22 @@ def _table_row(row: dict) -> tuple:
     )
 
 
+def _how(comparison: StageComparison) -> str:
+    """The reference, how responses were decoded, and how many of them the files of samples hold."""
+    settings, rows = comparison.settings, comparison.rows
+    held, n = len(comparison.samples[rows[0]["name"]]), rows[0]["n"]
+    greedy = settings["temperature"] == 0
+    decoding = "greedy" if greedy else f"sampled at temperature {settings['temperature']:g}, seed {settings['seed']}"
+    which = f"all {n} prompts" if held == n else f"the first {held} of {n} prompts"
+    return (
+        f"Reference: {settings['reference']}. Decoding: {decoding}, one response per prompt, at most "
+        f"{settings['max_new_tokens']} tokens. Samples: the files samples_*.jsonl hold {which}."
+    )
+
+
 def _write(out: Path, comparison: StageComparison, rows: list[tuple]) -> None:
     write_json(out / "comparison.json", comparison.to_dict())
-    reference = comparison.settings["reference"]
-    write_text(out / "comparison.md", f"{markdown_table(HEADER, rows)}\nReference: {reference}.\n")
+    write_text(out / "comparison.md", f"{markdown_table(HEADER, rows)}\n{_how(comparison)}\n")
     for name, samples in comparison.samples.items():
         write_json_lines(out / f"samples_{name}.jsonl", samples)
 

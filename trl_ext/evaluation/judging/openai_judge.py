@@ -17,12 +17,14 @@ from typing import Any, Literal, NamedTuple
 from trl_ext.evaluation.judge import JudgeError, Judgement, JudgeUnavailable, Messages
 from trl_ext.evaluation.judging.answer import answer_schema, read_answer
 from trl_ext.evaluation.judging.back_off import wait_before_retry
-from trl_ext.evaluation.judging.openai_replies import Failure, read_reply, status_failure
+from trl_ext.evaluation.judging.openai_replies import NO_STRUCTURE, Failure, read_reply, status_failure
 from trl_ext.evaluation.judging.prices import Usage, find_price, load_prices
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 # Each costs as much as an answer that can be read.
 BAD_ANSWER_RETRIES = 2
+# Replies in a row, from the first, that are not of the API or the schema: as many as three questions get.
+UNREADABLE_AT_FIRST = 3 * (1 + BAD_ANSWER_RETRIES)
 # A server that asks for more has a limit per hour or per day.
 LONGEST_RETRY_AFTER = 300.0
 OPENAI_URL = "https://api.openai.com/v1"
@@ -46,7 +48,8 @@ class OpenAIJudge:
     your own is asked without one if it is not set. Rate limits (429), errors of the server (408, 409, 5xx), broken
     connections and timeouts are retried with exponential back-off, and `Retry-After` is honoured; a server that cannot
     be reached at all is given up after a few seconds, unless it has answered before. An answer that is no verdict (not
-    JSON, outside the schema, empty, cut or a refusal) is asked for twice more. May be called from several threads.
+    JSON, outside the schema, empty, cut or a refusal) is asked for twice more. If not one of the first nine replies is
+    of the API and the schema, no others are asked for. May be called from several threads.
 
     Args:
         model: as the server knows it.
@@ -101,6 +104,8 @@ class OpenAIJudge:
         self._schema = answer_schema()
         self._lock = threading.Lock()
         self._has_answered = False
+        # None once a reply could be read.
+        self._unreadable: int | None = 0
         # What `ask` was called with, for the HTTP client to find.
         self._call = threading.local()
 
@@ -130,7 +135,7 @@ class OpenAIJudge:
         Raises:
             JudgeError: it could not be had.
             JudgeUnavailable: no question would be answered: the key is missing or refused, the model is unknown, the
-                server cannot be reached.
+                server cannot be reached, the first replies are all of another API or schema.
         """
         return self.ask(prompt, response_a, response_b).judgement
 
@@ -156,6 +161,7 @@ class OpenAIJudge:
             outcome, cost = self._send(request)
             usage += cost
             usage = replace(usage, retries=max(0, usage.calls - 1))
+            self._watch_first_replies(outcome)
             if isinstance(outcome, Judgement):
                 return Answer(outcome, usage)
             if outcome.kind == "fatal":
@@ -177,6 +183,23 @@ class OpenAIJudge:
                 raise JudgeError(reason, usage=usage, server_failed=server_failed)
             if outcome.kind != "answer":
                 self._wait(failures - 1, outcome, usage, stop)
+
+    def _watch_first_replies(self, outcome: Judgement | Failure) -> None:
+        """End the run if no reply from the first on could be read: each of them is paid for."""
+        is_reply = isinstance(outcome, Judgement) or outcome.kind == "answer"
+        if not is_reply or self._unreadable is None:
+            return
+        with self._lock:
+            if isinstance(outcome, Judgement) or not outcome.advice:
+                self._unreadable = None
+            elif self._unreadable is not None:
+                self._unreadable += 1
+            count = self._unreadable
+        if count is not None and count >= UNREADABLE_AT_FIRST:
+            raise JudgeUnavailable(
+                f"{self._server} gives no verdicts: stopped since the first {count} replies are all unusable, the "
+                f"last: {outcome.reason}; {outcome.advice}"
+            )
 
     def estimate_tokens(self, prompt: Messages | str, response_a: str, response_b: str, count) -> int:
         """Input tokens of a question, with `count` as the tokenizer: `f(text) -> int`."""
@@ -258,11 +281,12 @@ class OpenAIJudge:
         reply = read_reply(body, self.api)
         cost += self._cost(reply)
         if reply.problem is not None:
-            return Failure("answer", self._without_key(reply.problem)), cost
+            return Failure("answer", self._without_key(reply.problem), advice=reply.advice), cost
         try:
             return read_answer(reply.text), cost
         except ValueError as error:
-            return Failure("answer", self._without_key(f"the answer breaks the schema: {error}")), cost
+            reason = self._without_key(f"the answer breaks the schema: {error}")
+            return Failure("answer", reason, advice=NO_STRUCTURE), cost
 
     def _connection_failure(self, error: Exception) -> Failure:
         """Why a request had no reply. The SDK's own text says only that there was an error, so the cause is named."""

@@ -16,6 +16,15 @@ _ADVICE = {
     402: "the account has no credit left: add some, and run again; what is judged already is not asked again",
     404: "check the name of the model and the address of the server",
 }
+# What helps where every reply is of another shape than was asked for.
+NO_STRUCTURE = (
+    "the model cannot produce structured output, or its server does not enforce the schema: choose a model and a "
+    "server that do"
+)
+_OTHER_API = {
+    "responses": "a server that speaks only Chat Completions needs --api chat",
+    "chat": "a server that speaks only the Responses API needs --api responses",
+}
 
 
 @dataclass(frozen=True)
@@ -28,7 +37,7 @@ class Failure:
             meet; "stopped" for one that was not sent since the run ends.
         reason: in a few words.
         retry_after: seconds that the server asks to wait.
-        advice: what the user can do about a fatal one.
+        advice: what the user can do about a fatal one, or about an answer of another API or schema, should all be so.
     """
 
     kind: Literal["answer", "transient", "unreachable", "request", "fatal", "stopped"]
@@ -39,13 +48,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Reply:
-    """The text of a reply, or why there is none, and the tokens that it cost."""
+    """The text of a reply, or why there is none and what helps if all are so, and the tokens that it cost."""
 
     text: str | None
     problem: str | None = None
     input_tokens: int = 0
     cached_input_tokens: int = 0
     output_tokens: int = 0
+    advice: str = ""
 
 
 def read_reply(body: bytes, api: Literal["responses", "chat"]) -> Reply:
@@ -53,14 +63,16 @@ def read_reply(body: bytes, api: Literal["responses", "chat"]) -> Reply:
     try:
         data = json.loads(body)
     except ValueError:
-        return Reply(None, "the reply is not JSON")
+        advice = f"check the address, which ends in /v1 for most servers; {_OTHER_API[api]}"
+        return Reply(None, "the reply is not JSON", advice=advice)
+    advice = ""
     try:
         text, problem = _read_responses(data) if api == "responses" else _read_chat(data)
     except (KeyError, IndexError, TypeError, AttributeError):
-        text, problem = None, f"the reply is not one of the {api} API"
+        text, problem, advice = None, f"the reply is not one of the {api} API", _OTHER_API[api]
     if problem is None and not text.strip():
         problem = "the answer is empty"
-    return Reply(text, problem, **_read_tokens(data))
+    return Reply(text, problem, advice=advice, **_read_tokens(data))
 
 
 def _read_responses(data: Any) -> tuple[str, str | None]:

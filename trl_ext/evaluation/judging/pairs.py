@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from trl_ext.evaluation.win_rate import PairOutcome
 # What the row of a comparison says that was not asked about.
 EMPTY = "empty response"
 IDENTICAL = "identical responses"
+# Its error, where the run stopped before both of its questions were answered.
+NOT_ASKED = "not asked: too many rows before it could not be judged"
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,12 @@ def judge_pairs(
         cache: file of verdicts; made if it is missing. Several processes may share it. Judges whose verdicts cost
             nothing do not use it.
         max_concurrency: questions that may be open at once.
-        max_error_fraction: share of the rows that may remain without a judgement.
+        max_error_fraction: share of the rows that may remain without a judgement; the run stops at the first beyond.
         progress: what a progress bar calls the work; None for no bar.
 
     Raises:
         TooManyErrors: more rows than `max_error_fraction` have an error; what was judged is in the cache.
+        KeyboardInterrupt: it says how many verdicts are in the cache.
         JudgeUnavailable: the judge answers no question at all; what was judged is in the cache.
         CacheError: a verdict could not be written; the run stops.
         ValueError: the lengths differ, an argument is out of range, or an answer of the judge is no verdict.
@@ -99,11 +102,23 @@ def judge_pairs(
     rows = list(rows)
     passes = make_questions(judge, rows, candidate, base, candidate_finished, base_finished)
     questions = distinct_questions(passes)
+    rows_of = _rows_of(passes)
+
+    def too_many(errors: Collection[str]) -> bool:
+        failed = {index for key in errors for index in rows_of[key]}
+        return len(failed) > 0 and len(failed) / len(rows) > max_error_fraction
+
     with open_cache(judge, cache) as store:
-        run = JudgingRun(judge, store, max_concurrency, progress)
-        run.ask_all(questions)
+        run = JudgingRun(judge, store, max_concurrency, progress, too_many)
+        try:
+            run.ask_all(questions)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_kept(run, len(questions), store)) from None
     result = _collect(rows, passes, run)
-    _check_errors(result, max_error_fraction, cache)
+    errors = run.errors if run.stopped_by is None else run.stopped_by
+    if too_many(errors):
+        failed = sorted({index for key in errors for index in rows_of[key]})
+        raise TooManyErrors(_failure(rows, passes, run, failed, max_error_fraction, store), result)
     return result
 
 
@@ -181,8 +196,8 @@ def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> Ju
             continue
         answers = [run.answers.get(question.key) for question in pair]
         errors = [run.errors[question.key] for question in pair if question.key in run.errors]
-        if errors:
-            outcome = PairOutcome(row["row_id"], None, None, error=errors[0])
+        if None in answers:
+            outcome = PairOutcome(row["row_id"], None, None, error=errors[0] if errors else NOT_ASKED)
         else:
             outcome = pair_outcome(row["row_id"], *map(as_judgement, answers))
         outcomes.append(outcome)
@@ -211,14 +226,36 @@ def _answer_alone(record: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if record is None else {name: value for name, value in record.items() if name not in ("key", "row_id")}
 
 
-def _check_errors(result: JudgingResult, max_error_fraction: float, cache: str | Path | None) -> None:
-    failed = [outcome for outcome in result.outcomes if outcome.error is not None]
-    if not failed or len(failed) / len(result.outcomes) <= max_error_fraction:
-        return
-    saved = f"the verdicts that there are lie in {cache}, and the next run goes on from there; " if cache else ""
-    raise TooManyErrors(
-        f"{len(failed)} of {len(result.outcomes)} rows could not be judged, more than the share of "
-        f"{max_error_fraction:g} that max_error_fraction allows; {saved}the first: row_id {failed[0].row_id}: "
-        f"{failed[0].error}",
-        result,
+def _rows_of(passes: list[tuple[Question, Question] | PairOutcome]) -> dict[str, list[int]]:
+    """By key, the places of the rows that a question decides: more than one where rows repeat."""
+    rows_of: dict[str, list[int]] = {}
+    for index, pair in enumerate(passes):
+        for question in () if isinstance(pair, PairOutcome) else pair:
+            rows_of.setdefault(question.key, []).append(index)
+    return rows_of
+
+
+def _kept(run: JudgingRun, asked: int, store: VerdictCache | None) -> str:
+    """How much of a run that was interrupted need not be done again."""
+    if store is None:
+        return "no verdict is kept, since there is no cache of them: run again"
+    return f"{len(run.answers)} of {asked} verdicts are kept in {store.path}, and the same command goes on from there"
+
+
+def _failure(
+    rows: list[Mapping[str, Any]],
+    passes: list,
+    run: JudgingRun,
+    failed: list[int],
+    max_error_fraction: float,
+    store: VerdictCache | None,
+) -> str:
+    """What `TooManyErrors` says, in one line."""
+    stopped = "" if run.stopped_by is None else ", so that the run stopped"
+    count = len(run.answers)
+    saved = f"; {count} verdicts are kept in {store.path}, and the next run goes on from there" if store else ""
+    reason = next(run.errors[question.key] for question in passes[failed[0]] if question.key in run.errors)
+    return (
+        f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} that "
+        f"max_error_fraction allows{stopped}{saved}; the first: row_id {rows[failed[0]]['row_id']}: {reason}"
     )

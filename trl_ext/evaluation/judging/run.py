@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,17 +49,31 @@ class JudgingRun:
     A judge with a method `ask` is given the event that ends the run and the semaphore that bounds its open requests,
     and returns its judgement with what it cost. Others are called as `PairwiseJudge` says.
 
+    Args:
+        judge: the judge.
+        cache: where verdicts are kept; None for nowhere.
+        max_concurrency: questions that may be open at once.
+        progress: what a progress bar calls the work; None for no bar.
+        too_many: whether the questions of these keys are more than may fail; the run then stops.
+
     Attributes:
         answers: by key, what was answered, as it stands in the cache.
         errors: by key, why there is no answer.
+        stopped_by: the keys whose failures stopped the run; None if they were not too many.
         usage: what this run has cost so far.
     """
 
     def __init__(
-        self, judge: PairwiseJudge, cache: VerdictCache | None, max_concurrency: int, progress: str | None = None
+        self,
+        judge: PairwiseJudge,
+        cache: VerdictCache | None,
+        max_concurrency: int,
+        progress: str | None = None,
+        too_many: Callable[[Collection[str]], bool] | None = None,
     ):
         self.judge = judge
         self.cache = cache
+        self.stopped_by: tuple[str, ...] | None = None
         self.answers: dict[str, dict[str, Any]] = {}
         self.errors: dict[str, str] = {}
         self.usage = Usage()
@@ -70,6 +84,8 @@ class JudgingRun:
         self._unsaved: list[dict[str, Any]] = []
         self._write_error: CacheError | None = None
         self._failures_in_a_row = 0
+        self._too_many = too_many
+        self._has_new_errors = False
         self._failure: BaseException | None = None
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -183,6 +199,7 @@ class JudgingRun:
             self.answers[question.key] = record
             self.usage += usage
             self._failures_in_a_row = 0
+            self._stop_if_too_many()
             self._show_progress()
 
     def _record_error(self, question: Question, error: JudgeError) -> None:
@@ -192,12 +209,23 @@ class JudgingRun:
             self.usage += replace(error.usage or Usage(calls=1), errors=1)
             self._failures_in_a_row = self._failures_in_a_row + 1 if error.server_failed else 0
             in_a_row = self._failures_in_a_row
+            self._has_new_errors = True
+            self._stop_if_too_many()
             self._show_progress()
         if in_a_row == max(FAILURES_IN_A_ROW, self._concurrency):
             raise JudgeUnavailable(
                 f"stopped after {in_a_row} failures in a row, the last on row_id {question.row_id}: {reason}; "
                 "what was judged before is in the cache, if there is one: run again when this is mended"
             )
+
+    def _stop_if_too_many(self) -> None:
+        """Stop once enough questions have failed; not while the server itself fails, which says more of the cause."""
+        if self._too_many is None or not self._has_new_errors or self._failures_in_a_row or self._stop.is_set():
+            return
+        self._has_new_errors = False
+        if self._too_many(self.errors):
+            self.stopped_by = tuple(self.errors)
+            self._stop.set()
 
     def _fail(self, error: BaseException) -> None:
         """End the run with its first error; what is open is awaited, and written down."""

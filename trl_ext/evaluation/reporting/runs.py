@@ -178,7 +178,7 @@ def _read_run(label: str, folder: Path) -> Run | IncompleteRun:
         folder,
         results,
         metrics=sorted(_read_rows(folder / "metrics.jsonl", ("step",), (), problems), key=lambda row: row["step"]),
-        generations=_read_rows(folder / "generations.jsonl", (), ("prompt_text", "response_text"), problems),
+        generations=_read_generations(folder / "generations.jsonl", problems),
         mistakes=_read_rows(
             folder / "reward_mistakes.jsonl", ("margin",), ("prompt_text", "chosen_text", "rejected_text"), problems
         ),
@@ -189,6 +189,16 @@ def _read_run(label: str, folder: Path) -> Run | IncompleteRun:
 def _last_step(folder: Path) -> str:
     rows = _read_rows(folder / "metrics.jsonl", ("step",), (), [])
     return f", last logged at step {rows[-1]['step']:g}" if rows else ", nothing logged"
+
+
+def _read_generations(path: Path, problems: list[Problem]) -> list[dict[str, Any]]:
+    """The rows of the file of responses, which holds one at least wherever it is written."""
+    found: list[Problem] = []
+    rows = _read_rows(path, (), ("prompt_text", "response_text"), found)
+    if not rows and not found and path.exists():
+        found.append(Problem(path.name, "", "the file is empty"))
+    problems += found
+    return rows
 
 
 def _read_rows(

@@ -16,6 +16,8 @@ from trl_ext.evaluation.win_rate import wilson_interval
 Row = dict[str, Any]
 # What the reward of a trade-off is called, apart from the learned rewards, which carry their own names.
 SCORE_GAIN, WIN_RATE = "true score gain", "win rate, ties as half"
+# Decimals of a trade-off, as they are printed and as fronts are found: what reads the same is the same.
+DECIMALS = {"kl": 2, "reward": 3}
 
 
 def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[str, list[Row]]:
@@ -92,10 +94,15 @@ def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set
 
     With `intervals` this must hold wherever in their intervals the two lie: the lowest reward of the one is at least
     the highest of the other, and its highest KL at most the other's lowest. A figure without an interval is its own.
+    All are rounded as they are printed.
     """
 
+    def rounded(point: Mapping[str, Any], name: str, key: str) -> float | None:
+        value = point[name].get(key)
+        return None if value is None else round(value, DECIMALS[name])
+
     def ends(point: Mapping[str, Any], name: str) -> tuple[float, float]:
-        value, low, high = (point[name].get(key) for key in ("value", "low", "high"))
+        value, low, high = (rounded(point, name, key) for key in ("value", "low", "high"))
         if not intervals or low is None or high is None or not low <= value <= high:
             return value, value
         return low, high
@@ -103,7 +110,8 @@ def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set
     def dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         kl = ends(other, "kl")[0] - ends(one, "kl")[1]
         reward = ends(one, "reward")[0] - ends(other, "reward")[1]
-        better = one["kl"]["value"] < other["kl"]["value"] or one["reward"]["value"] > other["reward"]["value"]
+        less_kl = rounded(one, "kl", "value") < rounded(other, "kl", "value")
+        better = less_kl or rounded(one, "reward", "value") > rounded(other, "reward", "value")
         return one["setting"] == other["setting"] and min(kl, reward) >= 0 and better
 
     points = list(points)

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_ext.evaluation.reporting.curves import HELD_OUT_COLUMNS, held_out_rows
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import Row, trade_offs, with_wilson_interval
+from trl_ext.evaluation.reporting.summary import DECIMALS, Row, trade_offs, with_wilson_interval
 from trl_ext.evaluation.reporting.values import number, pick
 
 MISTAKES_SHOWN = 10
@@ -16,7 +16,8 @@ NOTHING = "-"
 FRONT_RULE = (
     "A run may be on the Pareto front unless the intervals of another of the same model and data dominate its own: "
     "all of the other's 95% interval of the reward lies at or above the run's, and all of its interval of the KL at "
-    "or below. The front of the figures takes the figures without their intervals."
+    "or below. The front of the figures takes the figures without their intervals. Both take figures as they are "
+    "printed in the table: what is equal there is equal."
 )
 
 
@@ -166,8 +167,8 @@ def trade_off_table(policies: Sequence[Row]) -> Table:
     columns = [
         Column("reward", lambda row: Cell(row["what"])),
         Column("run", lambda row: Cell(row["run"])),
-        Column("KL to the base (nats)", lambda row: estimate(row["kl"], 2)),
-        Column("figure", lambda row: estimate(row["reward"])),
+        Column("KL to the base (nats)", lambda row: estimate(row["kl"], DECIMALS["kl"])),
+        Column("figure", lambda row: estimate(row["reward"], DECIMALS["reward"])),
         Column("may be on the Pareto front", lambda row: _yes(row["on_front"])),
         Column("front of the figures", lambda row: _yes(row["on_point_front"])),
     ]

@@ -14,7 +14,7 @@ from trl_ext.evaluation.judging.prices import Usage
 from trl_ext.evaluation.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
-from trl_ext.evaluation.submissions.rows import Response
+from trl_ext.evaluation.submissions.rows import EMPTY_FILE, Response
 from trl_ext.evaluation.submissions.submission import (
     PART_TWO,
     REWARD_MODEL,
@@ -167,7 +167,9 @@ def _grade(folder, name, threshold, checks, judged, rule: Rule, usages: list[Usa
     fatal = [str(problem) for problem in problems if problem.fatal]
     base |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
     if fatal:
-        return FileGrade(**base, passed=False, reason=f"{len(fatal)} bad row" + "s" * (len(fatal) > 1))
+        is_empty = any(problem.message == EMPTY_FILE for problem in problems)
+        reason = EMPTY_FILE if is_empty else f"{len(fatal)} bad row" + "s" * (len(fatal) > 1)
+        return FileGrade(**base, passed=False, reason=reason)
     if name == REWARD_MODEL:
         return _grade_reward_model(base, rows)
     try:

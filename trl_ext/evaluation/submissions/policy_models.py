@@ -28,14 +28,7 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
         ValueError: it is no causal language model, such as a reward model; its adapter does not fit its base; or an
             unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    path = resolve_model_path(str(name_or_path))
-    adapter = _read(Path(path) / "adapter_config.json")
-    base = resolve_model_path(adapter["base_model_name_or_path"]) if adapter else path
-    _refuse_reward_models(name_or_path, adapter, _read(Path(base) / "config.json"))
-    if not Path(base).is_dir():
-        _require_on_hub(base)
+    path, base, is_adapter = find_policy(name_or_path, dtype=dtype)
 
     import torch
     from safetensors import SafetensorError
@@ -47,11 +40,29 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
         tokenizer = AutoTokenizer.from_pretrained(path if has_tokenizer else base)
     except (OSError, SafetensorError) as error:
         raise FileNotFoundError(f"the model {str(name_or_path)!r} could not be loaded: {error}") from error
-    if adapter:
+    if is_adapter:
         model = _with_adapter(model, path)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.requires_grad_(False).eval().to(device), tokenizer
+
+
+def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:
+    """Where a policy and its base lie, and whether it is an adapter; nothing is loaded.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: a reward model, or an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    path = resolve_model_path(str(name_or_path))
+    adapter = _read(Path(path) / "adapter_config.json")
+    base = resolve_model_path(adapter["base_model_name_or_path"]) if adapter else path
+    _refuse_reward_models(name_or_path, adapter, _read(Path(base) / "config.json"))
+    if not Path(base).is_dir():
+        require_on_hub(base)
+    return path, base, bool(adapter)
 
 
 def model_sha256(name_or_path: str | Path) -> str:
@@ -93,7 +104,7 @@ def _refuse_reward_models(name: str | Path, adapter: dict[str, Any] | None, conf
         raise ValueError(f"{name} is a reward model, which cannot generate: name a policy")
 
 
-def _require_on_hub(name: str) -> None:
+def require_on_hub(name: str) -> None:
     """Ask the hub once: loading a model that is not there asks for file after file, for over a minute offline."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 

@@ -12,6 +12,8 @@ from trl_ext.data.rows import read_jsonl
 
 # A text does not always tokenize back into the tokens that it was made of; a count from the text may be off by these.
 RECOUNT_SLACK = 4
+EMPTY_FILE = "the file is empty"
+SHOWN_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
@@ -120,10 +122,20 @@ def read_pair_scores(
 
 
 def refuse_fatal(problems: Iterable[RowProblem]) -> None:
-    """Raise ValueError if any problem is fatal, with the first five in one line."""
-    fatal = [str(problem) for problem in problems if problem.fatal]
-    if fatal:
-        raise ValueError("; ".join(fatal[:5]) + (f"; and {len(fatal) - 5} more" if len(fatal) > 5 else ""))
+    """Raise ValueError if any problem is fatal, with the first five of each file in one line, and its path once."""
+    by_file: dict[str, list[str]] = {}
+    for problem in problems:
+        if problem.fatal:
+            by_file.setdefault(problem.file, []).append(str(problem))
+    if by_file:
+        raise ValueError("; ".join(in_one_line(file, lines) for file, lines in by_file.items()))
+
+
+def in_one_line(file: str, problems: Sequence[str]) -> str:
+    """The first five of a file's problems, as `str` gives them, with the file's name once."""
+    more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+    shown = [problem.removeprefix(f"{file}: ") for problem in problems[:SHOWN_PROBLEMS]]
+    return f"{file}: {'; '.join(shown)}{more}"
 
 
 def response_row(prompt: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any]:
@@ -145,6 +157,8 @@ def _read_rows(
         raise FileNotFoundError(f"no file {path}")
     split = read_jsonl(path)
     problems = [RowProblem(file, None, f"line {bad.position}: {bad.message}") for bad in split.problems]
+    if not split.rows and not problems and row_ids:
+        return {}, [RowProblem(file, None, EMPTY_FILE)]
     wanted, rows, line_of = set(row_ids), {}, {}
     for line, row in split.rows:
         row_id = row.get("row_id")
