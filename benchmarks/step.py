@@ -226,18 +226,18 @@ def table(result: dict[str, Any]) -> str:
         for label, name in (("wall seconds", "seconds"), ("CPU seconds", "cpu_seconds"))
     ]
 
-    def plain(label: str, values: dict[str, float], ratio: float) -> list[Any]:
+    def plain(label: str, values: dict[str, float], ratio: float | None) -> list[Any]:
         return [label, values["stock"], values["packed"], ratio, None, "-"]
 
     rows.append(plain("tokens encoded", summary["tokens"], summary["tokens"]["ratio"]))
     rates = summary["tokens_per_second"]
-    rows.append(plain("tokens per second", rates, rates["stock"] / rates["packed"]))
+    rows.append(plain("tokens per second", rates, None))  # The ratio of seconds, upside down.
     if "peak_bytes" in result:
         peaks = {arm: value / MIB for arm, value in result["peak_bytes"].items()}
         rows.append(plain("peak memory, MiB", peaks, peaks["stock"] / peaks["packed"]))
     if result.get("utilization"):
         rates = result["utilization"]
-        rows.append(plain("model FLOPs utilization", rates, rates["stock"] / rates["packed"]))
+        rows.append(plain("model FLOPs utilization", rates, None))
     head = ["", "stock", "packed", "ratio", "of medians", "range"]
     others = [arm for arm in summary["seconds"] if arm in ("varlen", "flex", "sdpa")]
     lines = [f"{arm} attention: {summary['seconds'][arm]:.3f} wall seconds" for arm in others]

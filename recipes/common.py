@@ -75,8 +75,9 @@ def parse_arguments(
     flags = {name[2:]: action for name, action in parser._option_string_actions.items() if name[:2] == "--"}
     flags = {name: action for name, action in flags.items() if "-" not in name}
     # A bare --resume_from_checkpoint means the last one.
-    resume = flags["resume_from_checkpoint"]
-    resume.nargs, resume.const = "?", "last"
+    if "resume_from_checkpoint" in flags:
+        resume = flags["resume_from_checkpoint"]
+        resume.nargs, resume.const = "?", "last"
     arguments = [part for argument in sys.argv[1:] for part in _split_flag(argument)]
     given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
     config_path = _config_path(arguments)
@@ -185,7 +186,8 @@ def config_text(*instances: Any) -> str:
             told = value is not None or field.default not in (None, dataclasses.MISSING)
             if field.init and told and field.name not in _NOT_OF_THE_RUN:
                 values[field.name] = value
-    values["report_to"] = values.get("report_to") or "none"
+    if "report_to" in values:
+        values["report_to"] = values["report_to"] or "none"
     plain = _without_secrets(json.loads(json.dumps(values, default=_plain)))
     return yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
 

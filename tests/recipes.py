@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -20,10 +21,18 @@ ONLINE = {
     "remax": "ReMax",
     "policy": "Policy",
 }
+# Recipes with a module of their own: its arguments, and the trainer's configuration where it trains.
+# Names in the script itself.
+REASONING = {
+    "evaluate_math": ("EvaluationArguments", None),
+    "sft": ("SFTArguments", "SFTConfig"),
+    "expert_iteration": ("ExpertIterationArguments", "ExpertIterationConfig"),
+    "grpo_math": ("GRPOMathArguments", "CourseConfig"),
+}
 
 
 def parse(monkeypatch, script: str, *arguments: str):
-    """The dataclasses that `recipes/{script}.py` would run with: the recipe's own, the model's and the trainer's."""
+    """The dataclasses that `recipes/{script}.py` would run with: the recipe's own, the model's and any trainer's."""
     _as_script(monkeypatch, script, arguments)
     import common
     import offline
@@ -33,15 +42,17 @@ def parse(monkeypatch, script: str, *arguments: str):
 
     import trl_ext
 
-    if script == "reward_model":
+    if script in REASONING:
+        module = importlib.import_module(script)
+        own, config = (name and getattr(module, name) for name in REASONING[script])
+    elif script == "reward_model":
         own, config = reward.RewardArguments, trl_ext.RewardConfig
     elif script in ONLINE:
         own, config = online.OnlineArguments, getattr(trl_ext, f"{ONLINE[script]}Config")
     else:
         own, config = offline.RecipeArguments, getattr(trl_ext, f"{PREFERENCE[script]}Config")
-    return common.parse_arguments(
-        (own, training.ModelArguments, config), default_config=RECIPES / "configs" / "toy" / f"{script}.yaml"
-    )
+    types = (own, training.ModelArguments, *([config] if config else []))
+    return common.parse_arguments(types, default_config=RECIPES / "configs" / "toy" / f"{script}.yaml")
 
 
 def run(monkeypatch, script: str, *arguments: str) -> None:
@@ -53,7 +64,9 @@ def run(monkeypatch, script: str, *arguments: str) -> None:
 
     import trl_ext
 
-    if script == "reward_model":
+    if script in REASONING:
+        importlib.import_module(script).main()
+    elif script == "reward_model":
         reward.main()
     elif script in ONLINE:
         name = ONLINE[script]

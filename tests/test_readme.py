@@ -36,6 +36,11 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (recipes.REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
         return
+    if words[:2] == ["python", "recipes/sweep.py"]:
+        monkeypatch.syspath_prepend(str(recipes.RECIPES))
+        monkeypatch.chdir(recipes.REPOSITORY)
+        importlib.import_module("sweep").main([*words[2:], "--dry_run"])
+        return
     if words[0] == "python":
         assert words[1] == "-m"
         module = recipes.REPOSITORY / words[2].replace(".", "/")

@@ -11,6 +11,8 @@ from peft import PeftModel
 from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from trl_ext.rollouts.stopping import check_stop, cut_at_stop
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -18,9 +20,9 @@ class Generation:
 
     Attributes:
         prompt_ids: the prompt as the model saw it, cut at its beginning where it was too long.
-        response_ids: generated tokens, the end token included where it came.
-        text: the response without special tokens.
-        finished: whether the model ended it; False if it was cut at the token limit.
+        response_ids: generated tokens, the end token or those of a stop string included where they came.
+        text: the response without special tokens; one that met a stop string ends with it.
+        finished: whether the model or a stop string ended it; False if it was cut at the token limit.
     """
 
     prompt_ids: list[int]
@@ -38,6 +40,7 @@ def generate_responses(
     max_prompt_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    stop: Sequence[str] = (),
     batch_size: int = 32,
     seed: int = 0,
     progress: str | None = None,
@@ -55,6 +58,7 @@ def generate_responses(
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
         top_p: nucleus sampling.
+        stop: texts that end a response, which keeps the one it met.
         batch_size: prompts per batch.
         seed: of the sampling.
         progress: what a progress bar calls the work; None for no bar.
@@ -63,14 +67,15 @@ def generate_responses(
         One `Generation` per prompt, in order.
 
     Raises:
-        ValueError: a negative temperature, a limit below one token, or an empty prompt.
+        ValueError: a negative temperature, a limit below one token, an empty prompt, or an empty stop string.
     """
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
     if max_new_tokens < 1 or (max_prompt_tokens is not None and max_prompt_tokens < 1):
         raise ValueError("max_new_tokens and max_prompt_tokens must be at least 1")
-    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, temperature, top_p)
-    prompt_ids = [_prompt_ids(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
+    stop = check_stop(stop)
+    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, temperature, top_p, stop)
+    prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
     for index, ids in enumerate(prompt_ids):
         if not ids:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue")
@@ -87,16 +92,19 @@ def generate_responses(
                 padded = tokenizer.pad(
                     {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"
                 ).to(model.device)
-                output = model.generate(**padded, generation_config=config)
+                # The tokenizer is for stop strings.
+                output = model.generate(**padded, generation_config=config, tokenizer=tokenizer)
                 width = padded["input_ids"].size(1)
                 for row, tokens in zip(rows, output[:, width:].tolist(), strict=True):
-                    results[row] = _finish(tokenizer, prompt_ids[row], tokens, end_ids)
+                    results[row] = _finish(tokenizer, prompt_ids[row], tokens, end_ids, stop)
     finally:
         model.train(was_training)
     return results
 
 
-def _generation_config(model, tokenizer, max_new_tokens, temperature, top_p) -> tuple[GenerationConfig, set[int]]:
+def _generation_config(
+    model, tokenizer, max_new_tokens, temperature, top_p, stop
+) -> tuple[GenerationConfig, set[int]]:
     own_end = model.generation_config.eos_token_id
     end_ids = {tokenizer.eos_token_id, *(own_end if isinstance(own_end, list) else [own_end])} - {None}
     sampling = {"do_sample": False}
@@ -106,6 +114,7 @@ def _generation_config(model, tokenizer, max_new_tokens, temperature, top_p) -> 
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(end_ids),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids),
+        stop_strings=list(stop) or None,
         **sampling,
     )
     return config, end_ids
@@ -125,7 +134,8 @@ def _no_settings_of_its_own(model) -> Iterator[None]:
             holder.generation_config = config
 
 
-def _prompt_ids(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
+def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
+    """A prompt as the model sees it: messages through the chat template, and cut at the beginning where too long."""
     # The tokenizer warns of texts that are too long for the model; what is cut here is not.
     warn = {"verbose": max_prompt_tokens is None}
     if isinstance(prompt, str):
@@ -137,8 +147,13 @@ def _prompt_ids(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | No
     return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
 
 
-def _finish(tokenizer, prompt_ids: list[int], tokens: list[int], end_ids: set[int]) -> Generation:
+def _finish(
+    tokenizer, prompt_ids: list[int], tokens: list[int], end_ids: set[int], stop: tuple[str, ...]
+) -> Generation:
     end = next((i for i, token in enumerate(tokens) if token in end_ids), None)
     response = tokens if end is None else tokens[: end + 1]
+    stopped = cut_at_stop(tokenizer, response, stop)
+    if stopped is not None:
+        return Generation(prompt_ids=prompt_ids, response_ids=stopped[0], text=stopped[1], finished=True)
     text = tokenizer.decode(response, skip_special_tokens=True)
     return Generation(prompt_ids=prompt_ids, response_ids=response, text=text, finished=end is not None)

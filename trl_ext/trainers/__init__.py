@@ -1,5 +1,7 @@
 """TRL trainers, each connected to a row of the tables of losses by two narrow seams."""
 
+from trl_ext.trainers.expert_iteration import ExpertIterationTrainer
+from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
 from trl_ext.trainers.policy import PolicyTrainer
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.policy_methods import (
@@ -52,6 +54,8 @@ from trl_ext.trainers.preference_methods import (
 )
 from trl_ext.trainers.reward import RewardTrainer
 from trl_ext.trainers.reward_config import RewardConfig
+from trl_ext.trainers.sft import SFTTrainer
+from trl_ext.trainers.sft_config import SFTConfig
 
 __all__ = [
     "PolicyConfig",
@@ -82,6 +86,8 @@ __all__ = [
     "DPOPConfig",
     "DPOPTrainer",
     "DPOTrainer",
+    "ExpertIterationConfig",
+    "ExpertIterationTrainer",
     "HingeConfig",
     "HingeTrainer",
     "IPOConfig",
@@ -98,6 +104,8 @@ __all__ = [
     "RewardTrainer",
     "RobustDPOConfig",
     "RobustDPOTrainer",
+    "SFTConfig",
+    "SFTTrainer",
     "SPPOConfig",
     "SPPOTrainer",
     "SimPOConfig",

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
@@ -30,14 +31,23 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._zero = time.monotonic()
         if state.is_world_process_zero:
-            earlier = read_metrics(self.path) if state.global_step else []
-            kept = [row for row in earlier if row["step"] <= state.global_step]
-            self._zero -= max((row.get("seconds", 0.0) for row in kept), default=0.0)
-            write_json_lines(self.path, kept)
+            self.keep_until(state.global_step)
+
+    def keep_until(self, step: int) -> None:
+        """Begin behind the lines of an earlier part of the run, of which those up to a step are kept."""
+        earlier = read_metrics(self.path) if step else []
+        kept = [row for row in earlier if row["step"] <= step]
+        self._zero = time.monotonic() - max((row.get("seconds", 0.0) for row in kept), default=0.0)
+        write_json_lines(self.path, kept)
+
+    @property
+    def seconds(self) -> float:
+        """Time since training began, as the lines have it."""
+        return time.monotonic() - self._zero
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         if state.is_world_process_zero and logs:
-            seconds = round(time.monotonic() - self._zero, 3)
+            seconds = round(self.seconds, 3)
             metrics = {name: _json_number(value) for name, value in logs.items()}
             row = {"step": state.global_step, "seconds": seconds, **metrics}
             with self.path.open("a", encoding="utf-8") as file:
@@ -60,6 +70,33 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
     return rows
+
+
+class TimeBudgetCallback(TrainerCallback):
+    """Ends training, with a checkpoint, when a run has taken its time; what it took before it was resumed counts.
+
+    Args:
+        hours: the budget.
+        metrics: keeps the time; it must come before this callback.
+        accelerator: of the trainer, whose first process decides for all.
+        period: steps between the places where the run may end, such as the updates of one rollout.
+    """
+
+    def __init__(self, hours: float, metrics: MetricsFileCallback, accelerator, *, period: int = 1):
+        self.hours = hours
+        self.metrics = metrics
+        self.accelerator = accelerator
+        self.period = period
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step % self.period == 0 and state.global_step < state.max_steps and self._is_spent():
+            control.should_training_stop = control.should_save = control.should_log = True
+
+    def _is_spent(self) -> bool:
+        spent = [self.metrics.seconds >= 3600 * self.hours]
+        if self.accelerator.num_processes > 1:
+            broadcast_object_list(spent)
+        return spent[0]
 
 
 class GenerationTableCallback(TrainerCallback):

@@ -20,24 +20,25 @@ from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
-from trl_ext.trainers.packing import keeps_groups, pack_trainer, regroup
+from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
 from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
+from trl_ext.trainers.stop_strings import StopStrings
 from trl_ext.trainers.update_guard import UpdateGuard
 
 
-class PolicyTrainer(TRLGRPOTrainer):
+class PolicyTrainer(StopStrings, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Takes what `trl.GRPOTrainer` takes, with a `PolicyConfig`, and keeps what it does: generation with transformers or
     vLLM, tools, adapters, checkpointing, metrics, distribution. Different from it: advantages and loss are the
-    algorithm's; prompts lose their beginning at `max_prompt_tokens`; reward functions are told which responses are
-    `finished`, and may be `trl_ext.rewards.RewardModel`s, whose adapters share the policy's own backbone where that
-    can be done; a token mean divides by the tokens of the whole optimizer batch; and updates that are not finite are
-    skipped.
+    algorithm's; prompts lose their beginning at `max_prompt_tokens`; a response ends at a text of `stop` as well as at
+    its own end, and keeps it; reward functions are told which responses are `finished`, and may be
+    `trl_ext.rewards.RewardModel`s, whose adapters share the policy's own backbone where that can be done; a token mean
+    divides by the tokens of the whole optimizer batch; and updates that are not finite are skipped.
 
     Logged beside TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
@@ -64,7 +65,7 @@ class PolicyTrainer(TRLGRPOTrainer):
                 f"from trl_ext import {self._config_class.__name__}"
             )
         self.objective = args.build_objective()
-        functions = as_reward_functions(reward_funcs)
+        functions = as_reward_functions(reward_funcs, args.packing)
         if not functions:
             raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
         self._check_greedy(kwargs)
@@ -127,9 +128,6 @@ class PolicyTrainer(TRLGRPOTrainer):
     def _place_reward_models(self) -> None:
         if not self._reward_models:
             return
-        if self.args.packing == "off":
-            for model in self._reward_models:
-                model.packing = "off"
         reason = None
         if not is_peft_model(self.model):
             reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
@@ -154,7 +152,7 @@ class PolicyTrainer(TRLGRPOTrainer):
     # ---- Seam one: from rewards to advantages ----
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        finished = [bool(ids) and ids[-1] in self.eos_token_ids for ids in completion_ids_list]
+        finished = [self.has_ended(ids) for ids in completion_ids_list]
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -268,8 +266,9 @@ class PolicyTrainer(TRLGRPOTrainer):
     def _prepare_inputs(self, generation_batch):
         earlier = self._buffered_inputs
         inputs = super()._prepare_inputs(generation_batch)
-        if self.model.training and self._buffered_inputs is not earlier and keeps_groups(self):
-            # TRL has just dealt a new rollout out over its micro-batches.
+        # TRL has just dealt a new rollout out over its micro-batches.
+        is_new = self.model.training and self._buffered_inputs is not earlier
+        if is_new and keeps_groups(self) and can_regroup(self._buffered_inputs):
             self._buffered_inputs = regroup(self._buffered_inputs, "group")
             inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
         if self.model.training and self._needs_token_count:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig as TRLGRPOConfig
 
 from trl_ext.algorithms import PolicyObjective
+from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.defaults import (
     PACKING_CHOICES,
     check_at_least,
@@ -116,6 +117,9 @@ class PolicyConfig(TRLGRPOConfig):
         default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
     )
     min_new_tokens: int = field(default=0, metadata={"help": "Shortest response, in tokens."})
+    stop: list[str] | None = field(
+        default=None, metadata={"help": "Texts that end a response, which keeps the one it met, as </answer>."}
+    )
     missing_eos_penalty: float = field(
         default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_completion_length."}
     )
@@ -174,6 +178,7 @@ class PolicyConfig(TRLGRPOConfig):
         self._check_values()
         self._check_group(objective)
         self._give_min_new_tokens()
+        self._give_stop()
         resolve_device_defaults(self)
         self._post_init_of_any_group_size()
         self._check_batch()
@@ -237,6 +242,19 @@ class PolicyConfig(TRLGRPOConfig):
         self.generation_kwargs = {
             **(parse_json_option("generation_kwargs", self.generation_kwargs) or {}),
             name: self.min_new_tokens,
+        }
+
+    def _give_stop(self) -> None:
+        if not self.stop:
+            return
+        self.stop = list(check_stop(self.stop))
+        for name in ("mask_truncated_completions", "use_transformers_continuous_batching"):
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with stop: it knows of no responses that a text ends")
+        stopping = {"stop": self.stop, "include_stop_str_in_output": True}
+        self.generation_kwargs = {
+            **(parse_json_option("generation_kwargs", self.generation_kwargs) or {}),
+            **(stopping if self.use_vllm else {"stop_strings": self.stop}),
         }
 
     def _post_init_of_any_group_size(self) -> None:

@@ -1,0 +1,125 @@
+"""`CourseConfig`: `PolicyConfig` in the words of the course on reasoning, for batches, baselines and lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trl_ext import PolicyConfig
+from trl_ext.trainers.defaults import check_choice, world_size
+
+# The course's words, and the library's.
+ALGORITHMS = {"no_baseline": "reinforce"}
+LENGTH_NORMALIZATION = {"masked_mean": "sequence_mean", "masked_normalize": "constant"}
+STD_NORMALIZATION = {True: "group_normalized", False: "group_centered"}
+
+
+@dataclass
+class CourseConfig(PolicyConfig):
+    """`PolicyConfig` with a few more words for the same settings; each replaces what TRL calls otherwise.
+
+    Raises:
+        ValueError: as `PolicyConfig`, and for sizes that do not divide, or that two words say differently.
+    """
+
+    algorithm: str = field(
+        default="grpo",
+        metadata={
+            "help": "grpo, dr_grpo, reinforce_with_baseline, no_baseline (the same as reinforce), grpo_no_clip, or "
+            "any other that python -m trl_ext.algorithms lists, or your own as file.py:function."
+        },
+    )
+    rollout_batch_size: int | None = field(
+        default=None, metadata={"help": "Responses per rollout, over all processes: generation_batch_size."}
+    )
+    train_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Responses per update, over all processes; on-policy where it is rollout_batch_size. It is dealt "
+            "out over gradient_accumulation_steps passes of per_device_train_batch_size."
+        },
+    )
+    epochs_per_rollout_batch: int | None = field(
+        default=None, metadata={"help": "How often each rollout is gone through: num_iterations."}
+    )
+    group_size: int | None = field(default=None, metadata={"help": "Responses per prompt: num_generations."})
+    n_grpo_steps: int | None = field(
+        default=None, metadata={"help": "Rollouts in all: max_steps is so many times the updates of a rollout."}
+    )
+    use_std_normalization: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether the rewards of a group are divided by their standard deviation: advantage "
+            "group_normalized or group_centered. Default: the algorithm's own."
+        },
+    )
+    length_normalization: str | None = field(
+        default=None,
+        metadata={
+            "help": "masked_mean (over each response: aggregation sequence_mean) or masked_normalize (the sum over a "
+            "constant: aggregation constant). Default: the algorithm's own."
+        },
+    )
+
+    def __post_init__(self):
+        self.algorithm = ALGORITHMS.get(self.algorithm, self.algorithm)
+        self._same("group_size", "num_generations", self.group_size)
+        self._same("epochs_per_rollout_batch", "num_iterations", self.epochs_per_rollout_batch)
+        self._same("rollout_batch_size", "generation_batch_size", self.rollout_batch_size)
+        if self.use_std_normalization is not None:
+            self._same("use_std_normalization", "advantage", STD_NORMALIZATION[self.use_std_normalization])
+        if self.length_normalization is not None:
+            check_choice("length_normalization", self.length_normalization, tuple(LENGTH_NORMALIZATION))
+            self._same("length_normalization", "aggregation", LENGTH_NORMALIZATION[self.length_normalization])
+        self._settle_accumulation()
+        super().__post_init__()
+        if self.n_grpo_steps is not None:
+            self._same("n_grpo_steps", "max_steps", self.n_grpo_steps * self.updates_per_rollout)
+
+    def set_stop(self, stop: list[str]) -> None:
+        """End responses at these texts."""
+        self.stop = stop
+        self._give_stop()
+
+    def _same(self, word: str, name: str, value) -> None:
+        """Settle a setting of TRL by the course's word for it."""
+        if value is None:
+            return
+        given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+        if given not in (default, value):
+            raise ValueError(
+                f"--{word} {getattr(self, word)} means {name} {value}, and {name} is {given}: give one of the two"
+            )
+        setattr(self, name, value)
+
+    def _settle_accumulation(self) -> None:
+        update, rollout = self.train_batch_size, self.generation_batch_size
+        for word in (
+            "rollout_batch_size",
+            "train_batch_size",
+            "epochs_per_rollout_batch",
+            "group_size",
+            "n_grpo_steps",
+        ):
+            value = getattr(self, word)
+            if value is not None and value < 1:
+                raise ValueError(f"{word} must be at least 1, got {value}")
+        if rollout is not None and self.num_generations is not None and rollout % self.num_generations:
+            raise ValueError(
+                f"rollout_batch_size {rollout} does not divide into groups of group_size {self.num_generations}"
+            )
+        if update is None:
+            return
+        if rollout is None:
+            self.generation_batch_size = rollout = update
+        if rollout % update:
+            raise ValueError(
+                f"rollout_batch_size {rollout} does not divide into updates of train_batch_size {update}: "
+                "the one must be a multiple of the other"
+            )
+        one_pass = self.per_device_train_batch_size * world_size()
+        if update % one_pass:
+            raise ValueError(
+                f"train_batch_size {update} does not divide into passes of {one_pass} responses "
+                f"(per_device_train_batch_size {self.per_device_train_batch_size} x {world_size()} processes)"
+            )
+        self._same("train_batch_size", "gradient_accumulation_steps", update // one_pass)

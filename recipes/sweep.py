@@ -1,0 +1,298 @@
+"""Runs a study: one recipe under a list or a grid of settings, one run after another or as a SLURM array.
+
+A study is a YAML file:
+
+    recipe: grpo_math                  # recipes/grpo_math.py
+    common:                            # arguments of every run
+      config: recipes/configs/toy/grpo_math.yaml
+    grid:                              # every combination; or `runs`: a list of arguments, each with a `name`
+      learning_rate: [1.0e-4, 5.0e-4]
+      seed: [0, 1, 2]
+
+Each run has a folder of its own in `runs/{name of the study}`. Finished runs are skipped, interrupted ones taken up
+from their checkpoint, and a run that fails does not keep the others from running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trl_ext.evaluation.report import write_report
+from trl_ext.files import write_json
+from trl_ext.registry import nearest
+
+RECIPES = Path(__file__).resolve().parent
+KEYS = ("recipe", "common", "runs", "grid")
+# What a run of a sweep was started with, beside its results.
+ARGUMENTS_NAME = "sweep.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study: its name, which is also that of its folder, and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study as read from its file: the recipe's name, the runs in order, and their folder."""
+
+    recipe: str
+    runs: list[Run]
+    folder: Path
+    launcher: list[str] = field(default_factory=list)
+
+    def folder_of(self, run: Run) -> Path:
+        return self.folder / run.name
+
+    def command(self, run: Run) -> list[str]:
+        """What runs it, from the beginning or from its last checkpoint."""
+        launch = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher]
+        flags = [text for name, value in run.arguments.items() for text in _flag(name, value)]
+        folder = self.folder_of(run)
+        if list(folder.glob("checkpoint-*/trainer_state.json")):
+            flags += ["--resume_from_checkpoint", "last"]
+        elif folder.exists():
+            flags += ["--overwrite_output_dir", "true"]
+        return [*launch, str(RECIPES / f"{self.recipe}.py"), *flags, "--output_dir", str(folder)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the study that the command line names, or print how."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", required=True, help="YAML file of the study")
+    parser.add_argument("--output_dir", help="folder of the runs; default: runs/{name of the study}")
+    parser.add_argument("--accelerate_config", help="for accelerate launch --config_file")
+    parser.add_argument("--array_index", type=int, help="run only the one of this number, from 0")
+    parser.add_argument("--dry_run", action="store_true", help="print the commands and run nothing")
+    parser.add_argument("--slurm", action="store_true", help="print an sbatch script for an array of the runs")
+    given = parser.parse_args(arguments)
+    try:
+        study = read_study(given.study, given.output_dir, given.accelerate_config)
+        chosen = _chosen(study, given.array_index)
+        _check_folders(study)
+    except (ValueError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if given.slurm:
+        print(slurm_script(study, given))
+    elif given.dry_run:
+        for run in chosen:
+            print(f"# {run.name}: {_state(study, run)}\n{shlex.join(study.command(run))}")
+    else:
+        failed = run_all(study, chosen)
+        if given.array_index is None:
+            _report(study)
+        if failed:
+            raise SystemExit(1)
+
+
+# ---- The study ----
+
+
+def read_study(path: str | Path, output_dir: str | None = None, accelerate_config: str | None = None) -> Study:
+    """Read and check a study.
+
+    Raises:
+        FileNotFoundError: no such file, recipe or configuration.
+        ValueError: it is not YAML, or not a study; the message names the key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no study {str(path)!r}: give a YAML file, as those in recipes/configs/sweeps")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no study: it needs recipe, and runs or grid")
+    for key in content:
+        if key not in KEYS:
+            raise ValueError(f"{path}: unknown key {key!r}{nearest(str(key), KEYS)} Known: {', '.join(KEYS)}")
+    recipe = str(content.get("recipe"))
+    if not (RECIPES / f"{recipe}.py").is_file():
+        raise FileNotFoundError(f"{path}: no recipe {recipe!r}: {RECIPES}/{recipe}.py does not exist")
+    common = _mapping(path, "common", content.get("common") or {})
+    runs = [_run(path, common, own) for own in _settings(path, content)]
+    names = [run.name for run in runs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{path}: two runs are called {twice[0]!r}: give each a name of its own")
+    launcher = []
+    if accelerate_config is not None:
+        if not Path(accelerate_config).is_file():
+            raise FileNotFoundError(f"no file --accelerate_config {accelerate_config}")
+        launcher = ["--config_file", accelerate_config]
+    return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher)
+
+
+def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The arguments of each run beside the common ones."""
+    if ("runs" in content) == ("grid" in content):
+        raise ValueError(f"{path}: give either runs (a list of arguments) or grid (lists of values)")
+    if "runs" in content:
+        runs = content["runs"]
+        if not isinstance(runs, list) or not runs:
+            raise ValueError(f"{path}: runs must be a list of arguments, one entry per run")
+        return [_mapping(path, f"runs, entry {number}", own) for number, own in enumerate(runs, start=1)]
+    grid = _mapping(path, "grid", content["grid"])
+    for name, values in grid.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"{path}: grid: {name} must be a list of values, got {values!r}")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def _mapping(path: Path, what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value and what != "common":
+        raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {value!r}")
+    for name in value:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise ValueError(f"{path}: {what}: {name!r} is no argument")
+        if name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
+            raise ValueError(f"{path}: {what}: {name} is settled by the sweep: leave it out")
+    return value
+
+
+def _run(path: Path, common: dict[str, Any], own: dict[str, Any]) -> Run:
+    name = own.get("name") or "-".join(f"{key}_{value}" for key, value in own.items())
+    own = {key: value for key, value in own.items() if key != "name"}
+    safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", str(name)).strip("._")
+    if not safe:
+        raise ValueError(f"{path}: {name!r} cannot be a folder's name")
+    return Run(safe, _with_config_found(path, {**common, **own}))
+
+
+def _with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments with the path of their configuration, which may be from here or from the repository's folder."""
+    if "config" not in arguments:
+        return arguments
+    config = Path(arguments["config"])
+    found = next((place for place in (config, RECIPES.parent / config) if place.is_file()), None)
+    if found is None:
+        raise FileNotFoundError(f"{path}: no configuration file {str(config)!r}")
+    return {**arguments, "config": str(found)}
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(json.dumps(one) if isinstance(one, (dict, bool)) else str(one) for one in values)]
+
+
+def _chosen(study: Study, index: int | None) -> list[Run]:
+    if index is None:
+        return study.runs
+    if not 0 <= index < len(study.runs):
+        raise ValueError(f"--array_index {index}: the study has {len(study.runs)} runs, numbered from 0")
+    return [study.runs[index]]
+
+
+# ---- Running ----
+
+
+def _state(study: Study, run: Run) -> str:
+    folder = study.folder_of(run)
+    if (folder / "results.json").is_file():
+        return "finished"
+    if not folder.exists():
+        return "new"
+    return "interrupted" if list(folder.glob("checkpoint-*/trainer_state.json")) else "to begin anew"
+
+
+def _check_folders(study: Study) -> None:
+    """Refuse a folder whose run was started with other arguments: it would pass for the one that is wanted."""
+    for run in study.runs:
+        folder = study.folder_of(run)
+        kept = folder / ARGUMENTS_NAME
+        started = folder.exists() and any(folder.iterdir())
+        if started and (not kept.is_file() or json.loads(kept.read_text(encoding="utf-8")) != _kept(study, run)):
+            raise ValueError(
+                f"{folder} holds a run that this study did not start, or started with other arguments: remove it, or "
+                "choose another --output_dir"
+            )
+
+
+def _kept(study: Study, run: Run) -> dict[str, Any]:
+    # As JSON gives it back.
+    return json.loads(json.dumps({"recipe": study.recipe, "arguments": run.arguments}))
+
+
+def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
+    """Run what is not finished, one after another; returns the names of those that failed."""
+    failed = []
+    for number, run in enumerate(runs, start=1):
+        state = _state(study, run)
+        print(f"\n=== {number} of {len(runs)}, {run.name}: {state}", flush=True)
+        if state == "finished":
+            continue
+        command = study.command(run)
+        folder = study.folder_of(run)
+        write_json(folder / ARGUMENTS_NAME, _kept(study, run))
+        code = subprocess.run(command).returncode
+        if code or not (folder / "results.json").is_file():
+            failed.append(run.name)
+            print(f"=== {run.name} failed with exit status {code}; going on", flush=True)
+    print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {study.folder}")
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries them again")
+    return failed
+
+
+def _report(study: Study) -> None:
+    out = study.folder / "report.html"
+    try:
+        summary = write_report(study.folder, out)
+    except ValueError as error:
+        print(f"no report: {error}")
+        return
+    for row in summary["policies"]:
+        score, gain = row["score"], row["score_gain"]
+        if score and gain:
+            print(f"  {row['run']}: score {score['policy']:.3f}, gain {_interval(gain)}")
+    print(f"comparison: {out}")
+
+
+def _interval(estimate: dict[str, Any]) -> str:
+    value, low, high = (estimate.get(key) for key in ("value", "low", "high"))
+    return f"{value:+.3f}" + ("" if low is None else f" [{low:+.3f}, {high:+.3f}]")
+
+
+def slurm_script(study: Study, given: argparse.Namespace) -> str:
+    """An sbatch script that runs each run of the study as a task of an array, from this folder."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--study", str(Path(given.study).resolve())]
+    command += ["--output_dir", str(study.folder.resolve())]
+    if given.accelerate_config:
+        command += ["--accelerate_config", str(Path(given.accelerate_config).resolve())]
+    name = Path(given.study).stem
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            f"#SBATCH --job-name={name}",
+            f"#SBATCH --array=0-{len(study.runs) - 1}",
+            f"#SBATCH --output={name}-%A-%a.log",
+            "#SBATCH --gres=gpu:1",
+            "#SBATCH --time=24:00:00",
+            "set -euo pipefail",
+            f"cd {shlex.quote(str(Path.cwd()))}",
+            f'{shlex.join(command)} --array_index "$SLURM_ARRAY_TASK_ID"',
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Problems with known answers: every layout, where bad rows are, prompts, solutions, and the embedded traces."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from trl_ext.data.math import demonstration, load_math, math_prompt
+from trl_ext.toy import score
+from trl_ext.toy.prompts import prompt_pool
+from trl_ext.toy.traces import addition_trace
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+LAYOUTS = {
+    "ours": (
+        {"row_id": "a", "prompt_text": "What is 1 + 1?", "answer": "2"},
+        {"row_id": "a", "prompt_text": "What is 1 + 1?", "answer": "2"},
+    ),
+    "a number": (
+        {"prompt_text": "What is 1 + 1?", "answer": 2, "response": " 2"},
+        {"row_id": "rows:1", "prompt_text": "What is 1 + 1?", "answer": "2", "response": " 2"},
+    ),
+    "gsm8k": (
+        {"question": "Clips?", "answer": "He sold 4*250=$<<4*250=1000>>1000.\nSo 1000.\n#### 1,000"},
+        {
+            "row_id": "rows:1",
+            "prompt_text": "Clips?",
+            "answer": "1000",
+            "solution": "He sold 4*250=$1000.\nSo 1000.",
+        },
+    ),
+    "question with a plain answer": (
+        {"question": "Clips?", "answer": "72"},
+        {"row_id": "rows:1", "prompt_text": "Clips?", "answer": "72"},
+    ),
+    "math": (
+        {"problem": "Halve 1.", "solution": "It is \\boxed{\\frac{1}{2}}.", "answer": "\\frac{1}{2}", "level": 1},
+        {
+            "row_id": "rows:1",
+            "prompt_text": "Halve 1.",
+            "answer": "\\frac{1}{2}",
+            "solution": "It is \\boxed{\\frac{1}{2}}.",
+        },
+    ),
+    "math without an answer": (
+        {"problem": "Halve 1.", "solution": "Not \\boxed{3} but \\boxed{\\frac{1}{2}}."},
+        {
+            "row_id": "rows:1",
+            "prompt_text": "Halve 1.",
+            "answer": "\\frac{1}{2}",
+            "solution": "Not \\boxed{3} but \\boxed{\\frac{1}{2}}.",
+        },
+    ),
+    "a whole prompt": (
+        {"prompt": "User: 1 + 1? <think>", "response": " 2 </think>", "ground_truth": "2"},
+        {
+            "row_id": "rows:1",
+            "prompt_text": "User: 1 + 1? <think>",
+            "answer": "2",
+            "prompt": "User: 1 + 1? <think>",
+            "response": " 2 </think>",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, tmp_path):
+    raw, expected = LAYOUTS[layout]
+    assert load_math(write(tmp_path / "rows.jsonl", raw)) == [expected]
+
+
+@pytest.mark.parametrize("field", ["nums", "numbers"])
+def test_a_countdown_asks_for_its_numbers(field, tmp_path):
+    (row,) = load_math(write(tmp_path / "rows.jsonl", {field: [3, 25, 3], "target": 28}))
+    assert (row["answer"], row["numbers"]) == ("28", [3, 25, 3])
+    assert re.findall(r"\d+", row["prompt_text"]) == ["28", "3", "25", "3"]
+
+
+def test_a_folder_holds_splits(tmp_path):
+    write(tmp_path / "test.jsonl", {"question": "q", "answer": "1"})
+    assert load_math(tmp_path, "test")[0]["row_id"] == "test:1"
+    with pytest.raises(FileNotFoundError, match=r"no file train\.jsonl .* holds test\.jsonl"):
+        load_math(tmp_path, "train")
+    with pytest.raises(FileNotFoundError, match="give toy, a folder"):
+        load_math(tmp_path / "nowhere")
+
+
+GOOD = {"row_id": "g", "question": "q", "answer": "1"}
+BAD = {
+    "no answer": ({"row_id": "x", "question": "q"}, r"line 2, row_id x: answer: must be text, got None"),
+    "empty question": ({"question": " ", "answer": "1"}, r"line 2, row_id rows:2: question: .* empty"),
+    "no number": ({"question": "q", "answer": "so\n#### many"}, r"line 2, .*answer: no number after ####.*many"),
+    "unknown": ({"text": "q"}, r"line 2, .*no problem with an answer.*this one has text"),
+    "no box": ({"problem": "p", "solution": "it is \\boxed{3"}, r"line 2, .*closed \\boxed"),
+    "nums": ({"nums": ["3"], "target": 3}, r"line 2, .*nums, target: .*whole numbers"),
+    "target": ({"nums": [3], "target": True}, r"line 2, .*nums, target: .*whole numbers"),
+    "not finite": ({"question": "q", "answer": float("inf")}, r"line 2, .*answer: must be text"),
+    "twice": (GOOD, r"line 2, row_id g: row_id: already used on line 1"),
+    "not JSON": ("{", r"line 2: bad JSON"),
+    "response": ({"question": "q", "answer": "1", "response": 3}, r"line 2, .*response: must be text"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_rows_are_named(name, tmp_path):
+    raw, expected = BAD[name]
+    path = write(tmp_path / "rows.jsonl", GOOD, raw)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl: 1 bad row: {expected}") as raised:
+        load_math(path)
+    assert "\n" not in str(raised.value)
+
+
+def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="7 bad rows: line 1.*line 5.*; and 2 more"):
+        load_math(write(tmp_path / "rows.jsonl", *[{"text": "q"}] * 7))
+    with pytest.raises(ValueError, match="empty"):
+        load_math(write(tmp_path / "none.jsonl"))
+
+
+def test_prompts():
+    row = {"row_id": "a", "prompt_text": "1 + {1}?", "answer": "2"}
+    assert math_prompt(row, None) == [{"role": "user", "content": "1 + {1}?"}]
+    assert math_prompt(row, "Q: {question}\nA: <think>") == "Q: 1 + {1}?\nA: <think>"
+    assert math_prompt({**row, "prompt": "whole"}, "Q: {question}") == "whole"
+
+
+def test_demonstrations_take_the_form_that_is_asked_for():
+    row = {"row_id": "a", "prompt_text": "q", "answer": "72", "solution": "48+24 = 72."}
+    tags = "48+24 = 72. </think> <answer> 72 </answer>"
+    assert demonstration(row, "{question} <think>") == f" {tags}"
+    assert demonstration(row, "{question}") == demonstration(row, None) == f"<think> {tags}"
+    assert demonstration(row, "{question}", boxed=True) == "48+24 = 72.\n\\boxed{72}"
+    boxed = {**row, "solution": "So \\boxed{72}."}
+    assert demonstration(boxed, "{question}", boxed=True) == "So \\boxed{72}."
+    assert demonstration({**row, "response": "as it is"}, None) == "as it is"
+    assert demonstration({"row_id": "a", "prompt_text": "q", "answer": "72"}, None) is None
+
+
+class TestTheEmbeddedAdditions:
+    def test_splits(self):
+        train, validation, test = (load_math("toy", split) for split in ("train", "validation", "test"))
+        assert (len(train), len(validation), len(test)) == (400, 200, 200)
+        for rows, pool in ((train, "train"), (validation, "validation"), (test, "test")):
+            assert {row["prompt_text"] for row in rows} <= set(prompt_pool(pool)["add"])
+            for row in rows:
+                first, second = re.findall(r"\d+", row["prompt_text"])
+                assert row["answer"] == str(int(first) + int(second))
+        assert load_math("toy", "train_math") == train
+        with pytest.raises(FileNotFoundError, match="train, validation, test"):
+            load_math("toy", "dev")
+
+    def test_a_quarter_of_the_traces_is_wrong(self):
+        """107 of 400: 100 expected, with a standard deviation of sqrt(400 x 0.25 x 0.75) = 8.7."""
+        train = load_math("toy", "train")
+        right = [score(row["prompt_text"], row["response"]) == 1 for row in train]
+        assert right.count(False) == 107
+
+    def test_a_right_trace_has_right_steps(self):
+        for row in load_math("toy", "train"):
+            if score(row["prompt_text"], row["response"]) == 1:
+                steps = re.findall(r"([\d+]+)=(\d+)", row["response"])
+                assert len(steps) == 2
+                assert all(sum(map(int, left.split("+"))) == int(right) for left, right in steps)
+
+    def test_shares_and_seeds(self):
+        prompts = [row["prompt_text"] for row in load_math("toy", "test")]
+        for share, expected in ((0.0, 1.0), (1.0, 0.0)):
+            assert {float(score(p, addition_trace(p, wrong_share=share)) == 1) for p in prompts} == {expected}
+        assert [addition_trace(p) for p in prompts] == [addition_trace(p) for p in prompts]
+        assert [addition_trace(p) for p in prompts] != [addition_trace(p, seed=1) for p in prompts]
+        with pytest.raises(ValueError, match="wrong_share"):
+            addition_trace(prompts[0], wrong_share=1.5)
+        with pytest.raises(ValueError, match="no addition"):
+            addition_trace("Say happy three times.")

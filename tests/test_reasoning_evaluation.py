@@ -1,0 +1,447 @@
+"""Evaluation of reasoning: stop strings, engines, categories, pass@k and maj@k, intervals, and resuming."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trl_ext.data.math import load_math, math_prompt
+from trl_ext.evaluation.reasoning import (
+    accuracy_gain,
+    category_of,
+    count_categories,
+    evaluate_reasoning,
+    grader,
+    majority_at_k,
+    pass_at_k,
+    summarize_reasoning,
+)
+from trl_ext.evaluation.reasoning.samples import vote_of
+from trl_ext.rollouts import (
+    Generation,
+    SamplingSettings,
+    TransformersEngine,
+    VLLMEngine,
+    generate_responses,
+    response_entropies,
+)
+from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+from trl_ext.toy import MODEL_DIR
+
+
+@pytest.fixture(scope="module")
+def toy():
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def additions():
+    rows = load_math("toy", "test")[:12]
+    return rows, [math_prompt(row, None) for row in rows]
+
+
+# ---- Stop strings ----
+
+
+class Pieces:
+    """A tokenizer whose tokens are the pieces of a text."""
+
+    @staticmethod
+    def decode(tokens, skip_special_tokens):
+        return "".join(token for token in tokens if token != "<pad>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        # The token that completes the string stays whole; the text ends with the string.
+        (["a", "</ans", "wer>\n", "b", "<pad>"], ["</answer>"], (["a", "</ans", "wer>\n"], "a</answer>")),
+        (["</answer>"], ["</answer>"], (["</answer>"], "</answer>")),
+        # Of several the one that is complete first, and of one its first occurrence.
+        (["a!", "b.", "c!"], [".", "!"], (["a!"], "a!")),
+        (["x", "yz", "y"], ["yz", "y"], (["x", "yz"], "xy")),
+        (["a", "</answer"], ["</answer>"], None),
+        (["a"], [], None),
+        ([], ["a"], None),
+    ],
+)
+def test_responses_are_cut_behind_the_first_stop_string(tokens, stop, expected):
+    assert cut_at_stop(Pieces, tokens, stop) == expected
+
+
+def test_the_end_of_a_stop_string():
+    assert end_of_stop("ab</answer>c</answer>", ["</answer>"]) == 11
+    assert end_of_stop("ab", ["c"]) is None
+
+
+def test_generation_stops_and_is_otherwise_the_same(toy, additions):
+    """Greedy responses with a stop string are those without it, up to the string's end."""
+    model, tokenizer = toy
+    options = {"max_new_tokens": 48, "batch_size": 5}
+    whole = generate_responses(model, tokenizer, additions[1], **options)
+    stopped = generate_responses(model, tokenizer, additions[1], stop=["</think>"], **options)
+    assert all("</think> <answer>" in one.text for one in whole)
+    for one, other in zip(whole, stopped, strict=True):
+        assert other.text == one.text[: one.text.index("</think>") + len("</think>")]
+        assert other.response_ids == one.response_ids[: len(other.response_ids)]
+        assert tokenizer.decode(other.response_ids).startswith(other.text)
+        assert "</think>" not in tokenizer.decode(other.response_ids[:-1]), "no token more than it takes"
+        assert other.finished and not set(other.response_ids) & {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
+def test_rows_that_do_not_stop_end_as_before(toy, additions):
+    model, tokenizer = toy
+    options = {"max_new_tokens": 20, "batch_size": 12}
+    whole = generate_responses(model, tokenizer, additions[1], **options)
+    assert generate_responses(model, tokenizer, additions[1], stop=["nowhere"], **options) == whole
+    assert not all(one.finished for one in whole)
+
+
+@pytest.mark.parametrize("stop", ["</answer>", [""], [3]])
+def test_stop_strings_are_checked(stop, toy, additions):
+    with pytest.raises(ValueError, match="stop must be a list of texts"):
+        generate_responses(*toy, additions[1], max_new_tokens=4, stop=stop)
+
+
+# ---- Engines ----
+
+
+def test_the_settings_are_the_courses():
+    settings = SamplingSettings()
+    assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
+    assert settings.stop == ("</answer>",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)]
+)
+def test_settings_are_checked(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingSettings(**{field: value})
+
+
+def test_vllm_is_an_extra(monkeypatch, toy):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"pip install 'trl_ext\[vllm\]'"):
+        VLLMEngine("model", toy[1], SamplingSettings())
+
+
+def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions):
+    """What goes to vLLM and what comes of its answer, with a stand-in for it: the package needs a GPU."""
+    calls = {}
+
+    class LLM:
+        def __init__(self, **options):
+            calls["options"] = options
+
+        def generate(self, requests, sampling, use_tqdm):
+            calls["requests"], calls["sampling"] = requests, sampling
+            answer = {"token_ids": (5, 6), "text": "so </answer>"}
+            reasons = ["stop", "length"]
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(**answer, finish_reason=reason)])
+                for reason in reasons[: len(requests)]
+            ]
+
+    stand_in = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    engine = VLLMEngine("a model", toy[1], SamplingSettings(max_prompt_tokens=7), dtype="bfloat16")
+    prompts = additions[1][:1] * 2
+    first, second = engine(prompts, seed=3)
+    assert calls["options"] == {"model": "a model", "dtype": "bfloat16"}
+    expected = generate_responses(*toy, prompts, max_new_tokens=1, max_prompt_tokens=7)[0].prompt_ids
+    assert [request["prompt_token_ids"] for request in calls["requests"]] == [expected] * 2
+    for sampling in calls["sampling"]:
+        assert sampling["include_stop_str_in_output"] and sampling["stop"] == ["</answer>"]
+        assert (sampling["max_tokens"], sampling["temperature"], sampling["top_p"]) == (1024, 1.0, 1.0)
+    assert calls["sampling"][0]["seed"] != calls["sampling"][1]["seed"], "equal prompts must differ"
+    assert first == Generation(expected, [5, 6], "so </answer>", True)
+    assert not second.finished
+
+
+def test_entropies_are_those_of_each_response_by_itself(toy, additions):
+    model, tokenizer = toy
+    generations = generate_responses(model, tokenizer, additions[1][:5], max_new_tokens=12)
+    generations[1] = Generation(generations[1].prompt_ids, generations[1].response_ids[:3], "", False)
+    generations.insert(2, Generation(generations[0].prompt_ids, [], "", False))
+    found = response_entropies(model, generations, batch_size=4, pad_token_id=tokenizer.pad_token_id)
+    assert found.pop(2) is None
+    del generations[2]
+    for generation, entropy in zip(generations, found, strict=True):
+        ids = torch.tensor([generation.prompt_ids + generation.response_ids])
+        with torch.no_grad():
+            probs = model(ids).logits[0, len(generation.prompt_ids) - 1 : -1].double().softmax(-1)
+        assert entropy == pytest.approx(-(probs * probs.log()).sum(-1).mean().item(), abs=1e-5)
+
+
+# ---- Categories and samples ----
+
+
+def test_the_three_categories():
+    assert [category_of(*rewards) for rewards in ((1, 1), (1, 0), (0, 0))] == [
+        "correct",
+        "wrong_answer",
+        "wrong_format",
+    ]
+    with pytest.raises(ValueError, match="only be correct in the right form"):
+        category_of(0, 1)
+    rows = [{"category": "correct"}, {"category": "correct"}, {"category": "wrong_format"}]
+    assert count_categories(rows) == {"correct": 2, "wrong_answer": 0, "wrong_format": 1}
+
+
+def test_graders():
+    row = {"row_id": "a", "answer": "10", "numbers": [4, 6]}
+    right = "x </think> <answer> 10 </answer>"
+    assert grader()(right, row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+    assert grader("question_only")("\\boxed{10}", row)["reward"] == 1
+    assert grader("question_only")(right, row)["format_reward"] == 0
+    countdown = grader("countdown")
+    assert countdown("x </think> <answer> 4 + 6 </answer>", row)["reward"] == 1
+    assert countdown("x </think> <answer> 10 </answer>", row)["reward"] == 0, "the numbers must be used"
+    with pytest.raises(ValueError, match="row_id b: no numbers"):
+        countdown("x", {"row_id": "b", "answer": "10"})
+    with pytest.raises(ValueError, match="did you mean"):
+        grader("r1-zero")
+
+
+@pytest.mark.parametrize("n", [1, 4, 6])
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(n):
+    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
+        samples = [place < correct for place in range(n)]
+        subsets = list(itertools.combinations(samples, k))
+        expected = sum(any(subset) for subset in subsets) / len(subsets)
+        assert pass_at_k(n, correct, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_by_hand():
+    """5 samples, 2 correct, k = 2: 1 - C(3, 2) / C(5, 2) = 1 - 3/10."""
+    assert pass_at_k(5, 2, 2) == pytest.approx(0.7)
+    for arguments in ((5, 2, 6), (5, 2, 0), (5, 6, 1)):
+        with pytest.raises(ValueError, match="must lie between"):
+            pass_at_k(*arguments)
+
+
+def test_majority_by_hand():
+    """Votes 7, 7, 8, of which 8 is correct.
+
+    One votes: right in 1 of 3. Two: (7, 7) is wrong and either (7, 8) a draw, so (0 + 1/2 + 1/2) / 3. All: 7 wins.
+    """
+    votes, correct = ["7", "7", "8"], [False, False, True]
+    assert majority_at_k(votes, correct, 1) == pytest.approx(1 / 3)
+    assert majority_at_k(votes, correct, 2) == pytest.approx(1 / 3)
+    assert majority_at_k(votes, correct, 3) == 0
+
+
+def test_who_votes():
+    # Two ways to write the correct answer are one; without the form there is no vote, and without votes no answer.
+    assert majority_at_k(["0.5", "1/2", "3", "3", "3"], [True, True, False, False, False], 5) == 0
+    assert majority_at_k(["0.5", "1/2", "3"], [True, True, False], 3) == 1
+    assert majority_at_k([None, None, "5"], [False, False, True], 3) == 1
+    assert majority_at_k([None, None], [False, False], 2) == 0
+    tags = {"category": "wrong_answer", "response_text": "1 </think> <answer> 1,  B </answer>"}
+    assert vote_of(tags) == "1, b"
+    assert vote_of({"category": "wrong_answer", "response_text": "so \\boxed{ 1/2 }"}) == "1/2"
+    assert vote_of({**tags, "category": "wrong_format"}) is None
+
+
+def test_many_subsets_are_sampled():
+    """C(16, 8) = 12,870 subsets: 12 votes of 16 for the correct answer win nearly all of them (1 - 0.0035 exactly).
+
+    A subset of 8 holds 4, 5 ... 8 of the 12. At 4 the vote is a draw, with C(12, 4) C(4, 4) = 495 subsets: 1/2 each.
+    """
+    votes, correct = ["a"] * 12 + ["b"] * 4, [True] * 12 + [False] * 4
+    exact = 1 - 0.5 * math.comb(12, 4) * math.comb(4, 4) / math.comb(16, 8)
+    assert majority_at_k(votes, correct, 8) == pytest.approx(exact, abs=0.05)
+    assert majority_at_k(votes, correct, 8) == majority_at_k(votes, correct, 8), "seeded"
+
+
+# ---- Summaries ----
+
+
+def graded(row_id, category, tokens=10, sample=0, **more):
+    rewards = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format": (0.0, 0.0)}[category]
+    return {
+        "row_id": row_id,
+        "sample": sample,
+        "response_text": f"</think> <answer> {more.pop('answer', 1)} </answer>",
+        "generated_num_tokens": tokens,
+        "finished": True,
+        "category": category,
+        "reward": rewards[1],
+        "format_reward": rewards[0],
+        "answer_reward": rewards[1],
+        **more,
+    }
+
+
+def test_a_summary_by_hand():
+    """Two of four correct. Wilson with z = 1.96: (0.5 + 0.4802) / 1.9604 = 0.5 for the centre, and for half the width
+    1.96 sqrt(0.25 / 4 + 3.8416 / 64) / 1.9604 = 0.35.
+    """
+    rows = [
+        graded("a", "correct", 10, entropy=0.2),
+        graded("b", "correct", 20, entropy=0.4),
+        graded("c", "wrong_answer", 30),
+        graded("d", "wrong_format", 50, finished=False),
+    ]
+    summary = summarize_reasoning(rows)
+    accuracy = summary["accuracy"]
+    assert (accuracy["mean"], accuracy["n"]) == (0.5, 4)
+    assert (accuracy["low"], accuracy["high"]) == pytest.approx((0.15, 0.85), abs=1e-3)
+    assert summary["format_rate"]["mean"] == 0.75
+    assert summary["categories"] == {"correct": 2, "wrong_answer": 1, "wrong_format": 1}
+    lengths = ("mean_tokens", "mean_tokens_correct", "mean_tokens_incorrect", "truncated_fraction", "mean_entropy")
+    assert [summary[name] for name in lengths] == pytest.approx([27.5, 15, 40, 0.25, 0.3])
+    assert (summary["pass_at"], summary["maj_at"]) == ({}, {})
+    assert summarize_reasoning(rows[2:])["mean_tokens_correct"] is None
+    json.dumps(summary, allow_nan=False)
+
+
+def test_samples_of_a_problem_go_together():
+    """Problem a: 2 of 2 correct; b: 1 of 2; c: 0. Accuracy (1 + 1/2 + 0) / 3, pass@2 (1 + 1 + 0) / 3; maj@2 as
+    accuracy, since b's two votes are a draw.
+
+    The bootstrap resamples three problems whose means are 1, 1/2 and 0: all three are c in 1 of 27 samples, so that
+    the interval reaches from 0 to 1. Six independent responses would have had 0.19 to 0.81.
+    """
+    rows = [
+        graded(name, category, sample=sample, answer=sample)
+        for name, categories in (
+            ("a", ("correct", "correct")),
+            ("b", ("correct", "wrong_answer")),
+            ("c", ("wrong_answer", "wrong_format")),
+        )
+        for sample, category in enumerate(categories)
+    ]
+    summary = summarize_reasoning(rows, (1, 2))
+    assert (summary["n_prompts"], summary["n_samples"], summary["accuracy"]["n"]) == (3, 2, 3)
+    assert summary["accuracy"]["mean"] == summary["pass_at"]["1"]["mean"] == pytest.approx(0.5)
+    assert (summary["accuracy"]["low"], summary["accuracy"]["high"]) == (0.0, 1.0)
+    assert summary["pass_at"]["2"]["mean"] == pytest.approx(2 / 3)
+    assert summary["maj_at"]["2"]["mean"] == pytest.approx(0.5)
+    with pytest.raises(ValueError, match="1 to 2 samples"):
+        summarize_reasoning(rows[:-1])
+    with pytest.raises(ValueError, match="no responses"):
+        summarize_reasoning([])
+
+
+def test_equal_problems_have_an_interval_too():
+    """All of 20 problems at 2 of 2: a bootstrap would have no width; Wilson's lower bound is 20 / (20 + 3.84)."""
+    rows = [graded(str(n), "correct", sample=sample) for n in range(20) for sample in range(2)]
+    accuracy = summarize_reasoning(rows)["accuracy"]
+    assert (accuracy["low"], accuracy["high"]) == pytest.approx((20 / (20 + 1.96**2), 1.0), abs=1e-3)
+
+
+def test_the_gain_is_of_pairs():
+    """Of 40 problems 10 turn from wrong to correct and none back: +0.25, and p = 2 / 2^10 by McNemar's exact test.
+
+    The standard error of the paired difference is sqrt(0.25 x 0.75 / 40) = 0.068: an interval of about 0.25 -+ 0.134.
+    """
+    names = [str(n) for n in range(40)]
+    before = [graded(name, "correct" if n < 20 else "wrong_answer") for n, name in enumerate(names)]
+    after = [graded(name, "correct" if n < 30 else "wrong_format") for n, name in enumerate(names)]
+    gain = accuracy_gain(before, after[::-1])
+    assert gain["mean"] == pytest.approx(0.25) and gain["n"] == 40
+    assert (gain["low"], gain["high"]) == pytest.approx((0.116, 0.384), abs=0.02)
+    assert gain["p_value"] == pytest.approx(2 / 2**10)
+    with pytest.raises(ValueError, match="same rows"):
+        accuracy_gain(before, after[1:])
+
+
+# ---- Runs ----
+
+
+class Interrupted(Exception):
+    pass
+
+
+def run(toy, additions, calls: int | None = None, **options):
+    """An evaluation of 12 problems with 3 samples each, 36 responses, saved 7 at a time; interrupted before a call."""
+    engine = TransformersEngine(*toy, SamplingSettings(max_new_tokens=40, batch_size=4))
+    count = itertools.count()
+
+    def counted(prompts, **keywords):
+        if next(count) == calls:
+            raise Interrupted
+        return engine(prompts, **keywords)
+
+    return evaluate_reasoning(*additions, counted, grader(), samples=3, seed=1, save_every=7, **options)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(toy, additions, tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "rows.jsonl"
+    return run(toy, additions, path=path), path.read_bytes()
+
+
+def test_rows_of_a_run(uninterrupted, additions):
+    rows, saved = uninterrupted
+    assert [(row["row_id"], row["sample"]) for row in rows] == [
+        (row["row_id"], sample) for row in additions[0] for sample in range(3)
+    ]
+    assert [json.loads(line) for line in saved.splitlines()] == rows
+    for row in rows:
+        rewards = grader()(row["response_text"], row)
+        assert {name: row[name] for name in rewards} == rewards
+        assert row["category"] == category_of(rewards["format_reward"], rewards["answer_reward"])
+        if row["format_reward"]:
+            assert row["response_text"].endswith("</answer>") and row["finished"]
+    assert len({row["response_text"] for row in rows[:3]}) > 1, "samples of a problem differ"
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3])
+def test_an_interrupted_run_goes_on(calls, toy, additions, uninterrupted, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with pytest.raises(Interrupted):
+        run(toy, additions, calls, path=path)
+    assert len(path.read_bytes().splitlines() if path.exists() else []) == 7 * calls
+    assert run(toy, additions, path=path) == uninterrupted[0]
+    assert path.read_bytes() == uninterrupted[1]
+
+
+@pytest.mark.parametrize("cut", [1, 30, 700, 3000])
+def test_a_torn_file_goes_on(cut, toy, additions, uninterrupted, tmp_path):
+    """A line that was cut off while it was written, and what of its save is there, is made again."""
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(uninterrupted[1][:-cut])
+    assert run(toy, additions, path=path) == uninterrupted[0]
+    assert path.read_bytes() == uninterrupted[1]
+
+
+def test_a_finished_run_samples_nothing(toy, additions, uninterrupted, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(uninterrupted[1])
+    assert run(toy, additions, calls=0, path=path) == uninterrupted[0]
+
+
+def test_files_of_others_and_damaged_ones_are_refused(toy, additions, uninterrupted, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    lines = uninterrupted[1].splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[3:17]))
+    with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is row_id .* of another one"):
+        run(toy, additions, path=path)
+    path.write_bytes(b"{\n" + b"".join(lines[1:7]))
+    with pytest.raises(ValueError, match=r"rows\.jsonl: line 1 is damaged"):
+        run(toy, additions, path=path)
+    path.write_bytes(uninterrupted[1] * 2)
+    with pytest.raises(ValueError, match="line 37 is row_id"):
+        run(toy, additions, path=path)
+
+
+def test_what_cannot_be_graded_is_named(additions):
+    def engine(prompts, **keywords):
+        return [Generation([1], [2], "</think> <answer> 1 </answer>", True) for _ in prompts]
+
+    rows = [{**additions[0][0], "answer": ""}]
+    with pytest.raises(ValueError, match=f"row_id {rows[0]['row_id']}: "):
+        evaluate_reasoning(rows, additions[1][:1], engine, grader())
+    with pytest.raises(ValueError, match="0 prompts for 1 problems"):
+        evaluate_reasoning(rows, [], engine, grader())

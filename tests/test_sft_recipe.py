@@ -1,0 +1,383 @@
+"""`SFTTrainer`, and the recipe end to end: what it trains on, what it leaves, that it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+import yaml
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests import recipes
+from tests.train_once import in_processes
+from trl_ext import SFTConfig, SFTTrainer
+from trl_ext.data.math import load_math
+from trl_ext.evaluation.reasoning import category_of, grader
+from trl_ext.evaluation.report import write_report
+from trl_ext.models import packing_of
+from trl_ext.toy import MODEL_DIR
+
+ROWS = [
+    {"prompt": "one and ", "completion": "two"},
+    {"prompt": "a longer prompt, then ", "completion": "four words of completion"},
+    {"prompt": "ca", "completion": "t"},
+    {"prompt": "one and ", "completion": "three or four"},
+]
+
+
+def messages(rows: list[dict]) -> list[dict]:
+    roles = {"prompt": "user", "completion": "assistant"}
+    return [{name: [{"role": roles[name], "content": text}] for name, text in row.items()} for row in rows]
+
+
+def trainer_of(model: str, folder: Path, rows: list[dict], **args) -> SFTTrainer:
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 1,
+        "learning_rate": 1.0,
+        "optim": "sgd",
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "report_to": "none",
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = SFTConfig(output_dir=str(folder), **{**options, **args})
+    return SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows))
+
+
+# ---- The trainer ----
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_rows_are_the_tokens_of_prompt_and_completion(conversational, tmp_path):
+    """Tokenized apart: `ca` and `t` are not `cat`, which the model never generates from `ca`."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    rows = messages(ROWS) if conversational else ROWS
+    trainer = trainer_of(str(MODEL_DIR), tmp_path, rows)
+    for row, text, encoded in zip(rows, ROWS, trainer.train_dataset, strict=True):
+        if conversational:
+            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
+            prompt = prompt["input_ids"]
+        else:
+            prompt = tokenizer(text["prompt"])["input_ids"]
+        completion = tokenizer(text["completion"])["input_ids"]
+        assert encoded["input_ids"][: len(prompt) + len(completion) + 1] == [
+            *prompt,
+            *completion,
+            tokenizer.eos_token_id,
+        ]
+        labels = encoded["labels"]
+        assert labels[: len(prompt)] == [-100] * len(prompt)
+        assert labels[len(prompt) :] == encoded["input_ids"][len(prompt) :]
+    ids = [tokenizer(text)["input_ids"] for text in ("ca", "t", "cat")]
+    assert ids[0] + ids[1] != ids[2], "or else the row proves nothing"
+
+
+def test_the_loss_is_the_mean_over_completion_tokens(tiny_model_path, tmp_path):
+    """Of the whole optimizer batch, with two micro-batches: their tokens count alike, whichever they are in."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    losses = []
+    for row in ROWS:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        completion = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            log_probs = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
+        places = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        losses += [-log_probs[place, token].item() for place, token in zip(places, completion, strict=True)]
+    trainer = trainer_of(tiny_model_path, tmp_path, ROWS)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+
+
+def test_packed_passes_train_alike(tiny_model_path, tmp_path):
+    trained = {}
+    for share in (True, False):
+        trainer = trainer_of(tiny_model_path, tmp_path, ROWS, share_prefixes=share)
+        assert (packing_of(trainer.model) is not None) is share
+        trainer.train()
+        trained[share] = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        if share:
+            assert trainer.packing.active and trainer.packing.packed_tokens < trainer.packing.padded_tokens
+    initial = load_file(Path(tiny_model_path) / "model.safetensors")
+    for name, value in trained[True].items():
+        assert (value - trained[False][name]).abs().max() < 1e-5
+    assert any((trained[True][name] - initial[name]).abs().max() > 1e-3 for name in initial), "it trains"
+
+
+def test_trls_own_packing_is_left_to_trl(tiny_model_path, tmp_path):
+    args = {"packing": True, "packing_strategy": "wrapped", "max_length": 32}
+    trainer = trainer_of(tiny_model_path, tmp_path, ROWS, **args)
+    assert trainer.packing is None and packing_of(trainer.model) is None
+    assert max(len(row["input_ids"]) for row in trainer.train_dataset) == 32
+
+
+def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
+    """One token for each byte, and one to end: rows of 12, 47, 4 and 22 tokens; the prompt of the second has 22."""
+    with caplog.at_level(logging.WARNING):
+        trainer = trainer_of(tiny_model_path, tmp_path, ROWS, max_length=20)
+    expected = "2 of 4 rows are longer than 20 max_length and lose their end; 1 of them have no completion left"
+    assert expected in caplog.text
+    assert len(trainer.train_dataset) == 3
+    with pytest.raises(ValueError, match="no row of the train dataset has a completion within 2 max_length"):
+        trainer_of(tiny_model_path, tmp_path, ROWS, max_length=2)
+
+
+def test_refusals(tiny_model_path, tmp_path):
+    with pytest.raises(TypeError, match="SFTTrainer takes an SFTConfig, got SFTConfig of trl"):
+        SFTTrainer(tiny_model_path, args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True))
+    bad = [{**ROWS[0], "row_id": "x"}, {"row_id": "y", "prompt": "a", "completion": None}]
+    with pytest.raises(ValueError, match="row_id y cannot be encoded"):
+        trainer_of(tiny_model_path, tmp_path, bad)
+    with pytest.raises(ValueError, match="'tools' of the train dataset would not be used"):
+        trainer_of(tiny_model_path, tmp_path, [{**ROWS[0], "tools": "[]"}])
+    for name, value in (("learning_rate", -1.0), ("max_length", 1), ("max_steps", 0)):
+        with pytest.raises(ValueError, match=name):
+            SFTConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+# ---- The recipe ----
+
+SHORT = [
+    "--max_steps=6",
+    "--num_eval_prompts=16",
+    "--generation_eval_every=3",
+    "--num_generation_prompts=4",
+    "--logging_steps=1",
+    "--save_steps=3",
+    "--save_total_limit=3",
+    "--disable_tqdm=true",
+]
+
+
+def read(folder: Path, name: str):
+    text = (folder / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    done = recipes.launch("sft", *SHORT, folder=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    (folder / "stdout.txt").write_text(done.stdout)
+    return folder
+
+
+@pytest.mark.slow
+class TestARun:
+    def test_files(self, finished):
+        run = finished / "runs" / "sft-toy"
+        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "model.safetensors"):
+            assert (run / name).stat().st_size > 0, name
+        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+        names = {path.name for path in (run / "samples").iterdir()}
+        steps = {f"step_{step:06d}.jsonl" for step in (0, 3, 6)}
+        assert names == {"base_sampled.jsonl", "base_greedy.jsonl"} | steps
+
+    def test_rows_are_graded_and_beside_the_base(self, finished):
+        run = finished / "runs" / "sft-toy"
+        rows, base = read(run, "generations.jsonl"), read(run, "samples/base_sampled.jsonl")
+        problems = load_math("toy", "test")[:16]
+        assert [row["row_id"] for row in rows] == [row["row_id"] for row in problems]
+        for row, other, problem in zip(rows, base, problems, strict=True):
+            rewards = grader()(row["response_text"], problem)
+            assert row["category"] == category_of(rewards["format_reward"], rewards["answer_reward"])
+            assert row["score"] == rewards["reward"] and row["answer"] == problem["answer"]
+            assert row["base_response_text"] == other["response_text"]
+            assert row["base_score"] == grader()(other["response_text"], problem)["reward"]
+
+    def test_results_are_those_of_the_rows(self, finished):
+        run = finished / "runs" / "sft-toy"
+        results, rows = read(run, "results.json"), read(run, "generations.jsonl")
+        own, base = ([row[name] for row in rows] for name in ("score", "base_score"))
+        score = results["score"]
+        assert (score["policy"], score["base"]) == pytest.approx((sum(own) / 16, sum(base) / 16))
+        assert score["gain"]["mean"] == pytest.approx((sum(own) - sum(base)) / 16)
+        found = results["reasoning"]
+        for when, key in (("before", "base_greedy_category"), ("after", "greedy_category")):
+            correct = sum(row[key] == "correct" for row in rows)
+            assert found[when]["greedy"]["categories"]["correct"] == correct
+            assert found[when]["greedy"]["accuracy"]["mean"] == correct / 16
+        settings = results["run"]
+        assert settings["filtered"] == {"kept": 293, "of": 400} and settings["train_responses"] == 293
+        assert (settings["optimizer_steps"], settings["reward"]) == (6, "r1_zero")
+
+    def test_metrics(self, finished):
+        run = finished / "runs" / "sft-toy"
+        metrics = read(run, "metrics.jsonl")
+        evaluations = [row for row in metrics if "eval_score" in row]
+        assert [row["step"] for row in evaluations] == [0, 3, 6]
+        for row in evaluations:
+            rows = read(run, f"samples/step_{row['step']:06d}.jsonl")
+            assert len(rows) == 4
+            assert row["eval_score"] == sum(one["answer_reward"] for one in rows) / 4
+            assert row["eval_rewards/format"] == sum(one["format_reward"] for one in rows) / 4
+            lengths = [one["generated_num_tokens"] for one in rows]
+            assert row["eval_completions/mean_length"] == sum(lengths) / 4
+            wrong = [one["generated_num_tokens"] for one in rows if one["category"] != "correct"]
+            assert row.get("eval_completions/mean_length_incorrect") == (sum(wrong) / len(wrong) if wrong else None)
+            entropies = [one["entropy"] for one in rows]
+            assert row["eval_entropy"] == pytest.approx(sum(entropies) / 4)
+            assert all(one["prompt_text"] and one["answer"] and "response_text" in one for one in rows)
+        assert [row["step"] for row in metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+    def test_it_prints_what_it_found(self, finished):
+        printed = (finished / "stdout.txt").read_text()
+        for text in (
+            "filter_correct: kept 293 of 400 responses",
+            "accuracy, sampled",
+            "accuracy, greedy",
+            "correct / wrong answer / wrong format",
+            "mean length, incorrect",
+            "in runs/sft-toy: results.json",
+        ):
+            assert text in printed
+
+    def test_the_configuration_reads_back(self, finished, monkeypatch):
+        path = finished / "runs" / "sft-toy" / "config.yaml"
+        parsed = recipes.parse(monkeypatch, "sft", "--config", str(path))
+        import common
+
+        assert yaml.safe_load(common.config_text(*parsed)) == yaml.safe_load(path.read_text())
+
+    def test_the_report_finds_nothing_damaged(self, finished, tmp_path):
+        summary = write_report([finished / "runs"], tmp_path / "report.html")
+        (row,) = summary["policies"]
+        assert row["score_gain"]["n"] == 16 and not summary["problems"]
+
+
+@pytest.mark.slow
+def test_a_run_of_the_defaults_learns_to_add(tmp_path):
+    """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
+    done = recipes.launch("sft", folder=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = read(tmp_path / "runs" / "sft-toy", "results.json")
+    assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
+    assert results["score"]["gain"]["low"] > 0.4
+    assert results["reasoning"]["gain"]["greedy"]["low"] > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "straight")
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken")
+    for path in sorted((tmp_path / "broken").glob("checkpoint-6/*")):
+        path.unlink()
+    (tmp_path / "broken" / "checkpoint-6").rmdir()
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    results = [read(tmp_path / name, "results.json") for name in ("straight", "broken")]
+    assert results[0]["reasoning"] == results[1]["reasoning"], "the base's responses are of the base"
+    steps = [row["step"] for row in read(tmp_path / "broken", "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    # Without them, the base is not known any more.
+    (tmp_path / "broken" / "samples" / "base_greedy.jsonl").unlink()
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint")
+
+
+@pytest.mark.slow
+def test_several_processes(finished, tmp_path):
+    """Two processes divide the evaluation: the base's greedy responses are those that one process finds."""
+    arguments = [*SHORT, "--per_device_train_batch_size=16", "--use_cpu=true"]
+    in_processes(2, str(recipes.RECIPES / "sft.py"), *arguments, cwd=tmp_path)
+    run, alone = (folder / "runs" / "sft-toy" for folder in (tmp_path, finished))
+    assert read(run, "results.json")["run"]["processes"] == 2
+    assert len(read(run, "generations.jsonl")) == 16
+    for row, expected in zip(
+        read(run, "samples/base_greedy.jsonl"), read(alone, "samples/base_greedy.jsonl"), strict=True
+    ):
+        assert row["entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
+        assert {**row, "entropy": None} == {**expected, "entropy": None}
+    # The same 32 rows for each step: the losses agree.
+    losses = [[row["loss"] for row in read(folder, "metrics.jsonl") if "loss" in row] for folder in (run, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+class TestChoosingDemonstrations:
+    """What the recipe trains on, before any model is loaded."""
+
+    @staticmethod
+    def choose(monkeypatch, *arguments: str):
+        parsed = recipes.parse(monkeypatch, "sft", *arguments)[0]
+        import reasoning
+        import sft
+
+        return sft.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
+
+    def test_filtered_and_counted(self, monkeypatch, capsys):
+        rows, counts = self.choose(monkeypatch, "--num_examples=100")
+        assert "kept 293 of 400 responses" in capsys.readouterr().out
+        assert counts == {"kept": 293, "of": 400} and len(rows) == 100
+        problems = {row["row_id"]: row for row in load_math("toy", "train")}
+        for row in rows:
+            assert grader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
+        # Smaller sizes are the beginning of larger ones.
+        assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
+
+    def test_everything(self, monkeypatch):
+        rows, counts = self.choose(monkeypatch, "--filter_correct=false")
+        assert len(rows) == 400 and counts is None
+
+    def test_templates_and_solutions(self, monkeypatch, tmp_path):
+        (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Sum?", "answer": "2+2=4.\n#### 4"}) + "\n")
+        (row,), counts = self.choose(monkeypatch, f"--dataset_name={tmp_path}")
+        assert counts == {"kept": 1, "of": 1}
+        assert row["prompt"].endswith("User: Sum?\nAssistant: <think>")
+        assert row["completion"] == " 2+2=4. </think> <answer> 4 </answer>"
+        (row,), _ = self.choose(monkeypatch, f"--dataset_name={tmp_path}", "--prompt_template=question_only")
+        assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
+
+
+def refused(monkeypatch, capsys, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, "sft", *arguments)
+    assert stopped.value.code == 2
+    (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    return message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--dataset_name", "nowhere"], "no problems at 'nowhere'"),
+        (["--eval_split", "dev"], "toy has no split 'dev'"),
+        (["--prompt_template", "r1-zero"], "did you mean 'r1_zero'"),
+        (["--reward", "r1"], "reward must be one of"),
+        (["--reward", "countdown"], "needs problems with nums and target"),
+        (["--num_examples", "400"], "has 293 problems, and 400 were asked for"),
+        (["--num_examples", "0"], "num_examples must be at least 1"),
+        (["--num_eval_prompts", "201"], "has 200 problems, and 201 were asked for"),
+        (["--train_split", "test"], "has no response or solution to train on"),
+        (["--reward", "question_only"], "filter_correct: no response of 'train' verifies"),
+        (["--max_new_tokens", "0"], "max_new_tokens must be at least 1"),
+        (["--generation_temperature", "-1"], "temperature must not be negative"),
+        (["--nun_examples", "4"], "did you mean 'num_examples'"),
+        (["--model_name_or_path", "./nowhere"], "nowhere"),
+        (["--resume_from_checkpoint"], "no checkpoint to resume"),
+    ],
+)
+def test_refusals_before_training(arguments, expected, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(monkeypatch, capsys, *arguments)
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "Sum?", "answer": "4"}\n{"row_id": "b", "question": "Sum?"}\n')
+    message = refused(monkeypatch, capsys, "--dataset_name", str(tmp_path))
+    assert "train.jsonl: 1 bad row: line 2, row_id b: answer:" in message

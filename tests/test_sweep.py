@@ -1,0 +1,175 @@
+"""Studies: what each of them runs, that finished runs are skipped and failures passed over, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import recipes
+
+STUDIES = sorted((recipes.RECIPES / "configs" / "sweeps").glob("*.yaml"))
+
+
+@pytest.fixture
+def sweep(monkeypatch):
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import sweep
+
+    return sweep
+
+
+# A recipe that takes --value and --output_dir, writes results, and fails where it is told to.
+RECIPE = """
+import argparse, json, pathlib, sys
+parser = argparse.ArgumentParser()
+for name in ("value", "fail", "config", "output_dir", "resume_from_checkpoint", "overwrite_output_dir"):
+    parser.add_argument(f"--{name}")
+given = parser.parse_args()
+folder = pathlib.Path(given.output_dir)
+folder.mkdir(parents=True, exist_ok=True)
+with (folder / "calls.txt").open("a") as calls:
+    calls.write(json.dumps([given.value, given.resume_from_checkpoint, given.overwrite_output_dir]) + "\\n")
+if given.fail and pathlib.Path(given.fail).exists():
+    sys.exit(3)
+estimate = {"mean": 0.25, "low": 0.125, "high": 0.375, "n": 8}
+score = {"base": 0.5, "policy": 0.75, "gain": estimate}
+run = {"objective": f"stand-in {given.value}", "model": "toy", "dataset": "toy"}
+(folder / "results.json").write_text(json.dumps({"run": run, "score": score}))
+"""
+
+
+@pytest.fixture
+def stand_in(sweep, monkeypatch, tmp_path):
+    """A folder of recipes with the stand-in, and a study of three runs of it; returns a function that runs it."""
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "stand_in.py").write_text(RECIPE)
+    monkeypatch.setattr(sweep, "RECIPES", tmp_path / "recipes")
+    monkeypatch.chdir(tmp_path)
+    runs = [{"name": "one", "value": 1}, {"name": "two", "value": 2, "fail": "broken"}, {"name": "three", "value": 3}]
+    study(tmp_path, recipe="stand_in", runs=runs)
+
+    def run(*arguments: str) -> int:
+        try:
+            sweep.main(["--study", "study.yaml", *arguments])
+        except SystemExit as stopped:
+            return stopped.code
+        return 0
+
+    return run
+
+
+def study(folder: Path, **content) -> Path:
+    (folder / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return folder / "study.yaml"
+
+
+def calls(name: str) -> list:
+    path = Path("runs") / "study" / name / "calls.txt"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+@pytest.mark.slow
+def test_a_failure_does_not_keep_the_others_from_running(stand_in, capfd):
+    Path("broken").touch()
+    assert stand_in() == 1
+    printed = capfd.readouterr().out
+    assert "two failed with exit status 1; going on" in printed
+    assert "2 of 3 runs are finished" in printed and "failed: two" in printed
+    assert [len(calls(name)) for name in ("one", "two", "three")] == [1, 1, 1]
+    assert "score 0.750, gain +0.250 [+0.125, +0.375]" in printed
+    # The second time, only the one that failed runs, anew, as it has no checkpoint.
+    Path("broken").unlink()
+    assert stand_in() == 0
+    assert calls("one") == [["1", None, None]]
+    assert calls("two") == [["2", None, None], ["2", None, "true"]]
+    assert "3 of 3 runs are finished" in capfd.readouterr().out
+    assert Path("runs/study/report.html").is_file() and "stand-in 2" in Path("runs/study/report.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_taken_up_from_its_checkpoint(stand_in):
+    Path("broken").touch()
+    stand_in("--array_index", "1")
+    state = Path("runs/study/two/checkpoint-4/trainer_state.json")
+    state.parent.mkdir()
+    state.write_text("{}")
+    stand_in("--array_index", "1")
+    assert calls("two")[1] == ["2", "last", None]
+    assert not calls("one") and not Path("runs/study/report.html").exists(), "a task of an array runs its own only"
+
+
+@pytest.mark.slow
+def test_a_folder_of_other_arguments_is_refused(stand_in, tmp_path, capsys):
+    assert stand_in() == 0
+    study(tmp_path, recipe="stand_in", runs=[{"name": "one", "value": 7}])
+    assert stand_in() == 2
+    assert "runs/study/one holds a run that this study did not start" in capsys.readouterr().err
+    assert stand_in("--output_dir", "elsewhere") == 0
+
+
+def test_a_dry_run_prints_and_runs_nothing(stand_in, capsys):
+    assert stand_in("--dry_run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0::2] == ["# one: new", "# two: new", "# three: new"]
+    command = shlex.split(lines[1])
+    assert command[:4] == [sys.executable, "-m", "accelerate.commands.launch", command[3]]
+    assert command[3].endswith("stand_in.py") and command[-2:] == ["--output_dir", "runs/study/one"]
+    assert not Path("runs").exists()
+
+
+def test_the_slurm_script_runs_one_task_each(stand_in, tmp_path, capsys):
+    assert stand_in("--slurm") == 0
+    script = capsys.readouterr().out
+    assert "#SBATCH --array=0-2" in script
+    command = script.splitlines()[-1].replace('"$SLURM_ARRAY_TASK_ID"', "2")
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+    assert shlex.split(command)[-2:] == ["--array_index", "2"]
+    assert f"--study {tmp_path / 'study.yaml'}" in command
+
+
+def test_a_grid_is_every_combination(sweep, tmp_path):
+    path = study(tmp_path, recipe="sweep", common={"a": 1}, grid={"rate": [0.1, 0.2], "seed": [0, 1]})
+    runs = sweep.read_study(path).runs
+    assert [run.name for run in runs] == [f"rate_{rate}-seed_{seed}" for rate in (0.1, 0.2) for seed in (0, 1)]
+    assert runs[2].arguments == {"a": 1, "rate": 0.2, "seed": 0}
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"recipe": "nope", "runs": [{"a": 1}]}, "no recipe 'nope'"),
+        ({"recipe": "sweep"}, "give either runs"),
+        ({"recipe": "sweep", "runs": [{"a": 1}], "grid": {"a": [1]}}, "give either runs"),
+        ({"recipe": "sweep", "runs": []}, "runs must be a list"),
+        ({"recipe": "sweep", "grid": {"a": 1}}, "grid: a must be a list of values, got 1"),
+        ({"recipe": "sweep", "comon": {}, "runs": [{"a": 1}]}, "unknown key 'comon'"),
+        ({"recipe": "sweep", "runs": [{"output_dir": "x"}]}, "output_dir is settled by the sweep"),
+        ({"recipe": "sweep", "runs": [{"name": "x", "a": 1}, {"name": "x", "a": 2}]}, "two runs are called 'x'"),
+        ({"recipe": "sweep", "runs": [{"config": "nope.yaml"}]}, "no configuration file 'nope.yaml'"),
+    ],
+)
+def test_what_is_no_study(content, expected, sweep, tmp_path, capsys):
+    path = study(tmp_path, **content)
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(["--study", str(path)])
+    assert stopped.value.code == 2 and expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_run_of_the_studies_has_arguments_that_its_recipe_takes(path, sweep, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    found = sweep.read_study(path)
+    for run in found.runs:
+        command = found.command(run)
+        script = next(place for place, part in enumerate(command) if part.endswith(f"{found.recipe}.py"))
+        arguments, _, training = recipes.parse(monkeypatch, found.recipe, *command[script + 1 :])
+        assert training.output_dir == os.path.join("runs", path.stem, run.name)
+        if "config" in run.arguments and path.stem.startswith("toy"):
+            assert arguments.eval_split == "validation", "studies choose settings, and not on the test problems"

@@ -1,0 +1,44 @@
+"""Who grades a response: one of the verified rewards, by name, on the rows that problems are loaded as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trl_ext.registry import nearest
+from trl_ext.rewards.verified import KINDS, countdown_reward, question_only_reward, r1_zero_reward
+
+# f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
+Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
+
+
+def grader(kind: str = "r1_zero", *, fast: bool = True) -> Grader:
+    """A function that grades a response to a row of `trl_ext.data.math.load_math`.
+
+    Args:
+        kind: `r1_zero` (tags), `question_only` (a box), or `countdown` (tags around an expression of given numbers).
+        fast: False to ask math-verify about answers that string and value do not settle.
+
+    Raises:
+        ValueError: there is no such kind, or math-verify is asked for and not installed.
+    """
+    if kind not in KINDS:
+        raise ValueError(
+            f"the reward must be one of {', '.join(KINDS)}, got {kind!r}{nearest(str(kind), list(KINDS))}"
+        )
+    if not fast:
+        from trl_ext.rewards.time_limit import require_math_verify
+
+        require_math_verify()
+    if kind == "countdown":
+        return _countdown
+    reward = r1_zero_reward if kind == "r1_zero" else question_only_reward
+    return lambda response, row: reward(response, row["answer"], fast=fast)
+
+
+def _countdown(response: str, row: Mapping[str, Any]) -> dict[str, float]:
+    if "numbers" not in row:
+        raise ValueError(
+            f"row_id {row['row_id']}: no numbers; the reward countdown is for rows with numbers and target"
+        )
+    return countdown_reward(response, row["numbers"], row["answer"])

@@ -1,0 +1,123 @@
+"""The figures of an evaluation of reasoning, with 95% intervals, and what changed between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from trl_ext.evaluation.bootstrap import paired_bootstrap, percentile_interval, resample_counts, unanimous_interval
+from trl_ext.evaluation.reasoning.categories import count_categories
+from trl_ext.evaluation.reasoning.samples import majority_at_k, pass_at_k, vote_of
+from trl_ext.evaluation.win_rate import PairOutcome, wilson_interval
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
+    """Accuracy, categories and lengths of graded responses.
+
+    Args:
+        rows: of `evaluate_reasoning`, as many for each problem.
+        ks: of pass@k and maj@k, at most the samples of a problem.
+
+    Returns:
+        JSON-ready: `n_prompts`, `n_samples` (of each problem); `accuracy` and `format_rate`, each with `mean`, its
+        interval `low` and `high`, and `n`; counts by category; mean lengths in tokens of all, correct and incorrect
+        responses, the share that was cut at the limit, and the mean entropy in nats (None where there is none);
+        `pass_at` and `maj_at` by k, with intervals. With one sample of each problem an interval is Wilson's; with
+        several, samples of one problem go together and the interval is that of a bootstrap over problems.
+
+    Raises:
+        ValueError: no rows, or problems with different numbers of samples, or a k above them.
+    """
+    by_prompt = _by_prompt(rows)
+    counts = {len(samples) for samples in by_prompt}
+    if len(counts) > 1:
+        raise ValueError(f"problems have {min(counts)} to {max(counts)} samples: give the same number for each")
+    n_samples = counts.pop()
+
+    def per_prompt(value: Callable[[Rows], float]) -> dict[str, Any]:
+        return mean_with_interval([value(samples) for samples in by_prompt], binary=n_samples == 1)
+
+    lengths = {
+        correct: [row["generated_num_tokens"] for row in rows if (row["category"] == "correct") == correct]
+        for correct in (True, False)
+    }
+    return {
+        "n_prompts": len(by_prompt),
+        "n_samples": n_samples,
+        "accuracy": per_prompt(lambda samples: _mean([row["answer_reward"] for row in samples])),
+        "format_rate": per_prompt(lambda samples: _mean([row["format_reward"] for row in samples])),
+        "categories": count_categories(rows),
+        "mean_tokens": _mean(lengths[True] + lengths[False]),
+        "mean_tokens_correct": _mean(lengths[True]),
+        "mean_tokens_incorrect": _mean(lengths[False]),
+        "truncated_fraction": _mean([not row["finished"] for row in rows]),
+        "mean_entropy": _mean([row["entropy"] for row in rows if row.get("entropy") is not None]),
+        "pass_at": {
+            str(k): per_prompt(
+                lambda samples, k=k: pass_at_k(n_samples, sum(row["category"] == "correct" for row in samples), k)
+            )
+            for k in ks
+        },
+        "maj_at": {str(k): per_prompt(lambda samples, k=k: _majority(samples, k)) for k in ks},
+    }
+
+
+def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
+    """Accuracy after minus before, on the same problems with one response to each, and its paired 95% interval.
+
+    Problems are resampled with both their responses; see `trl_ext.evaluation.paired_bootstrap`.
+
+    Returns:
+        `mean`, `low`, `high`, `n` (problems), and `p_value` of McNemar's exact test.
+
+    Raises:
+        ValueError: the two are not of the same problems, or there are several responses to one.
+    """
+    found = paired_bootstrap(_outcomes(after), _outcomes(before))
+    return {
+        "mean": found.difference,
+        "low": found.low,
+        "high": found.high,
+        "n": found.n,
+        "p_value": found.mcnemar.p_value,
+    }
+
+
+def mean_with_interval(values: Sequence[float], *, binary: bool) -> dict[str, Any]:
+    """The mean of one value in [0, 1] per problem, with its 95% interval.
+
+    Args:
+        values: one for each problem.
+        binary: whether they are 0 or 1, for Wilson's interval; otherwise problems are resampled, and where all values
+            are equal the interval is Wilson's too.
+    """
+    bounds = wilson_interval(sum(values), len(values)) if binary else unanimous_interval(values)
+    if bounds is None:
+        bounds = percentile_interval(resample_counts(len(values)) @ numpy.array(values) / len(values))
+    return {"mean": _mean(values), "low": bounds[0], "high": bounds[1], "n": len(values)}
+
+
+def _by_prompt(rows: Rows) -> list[Rows]:
+    if not rows:
+        raise ValueError("there are no responses to summarize")
+    by_prompt: dict[str, list] = {}
+    for row in rows:
+        by_prompt.setdefault(row["row_id"], []).append(row)
+    return list(by_prompt.values())
+
+
+def _majority(samples: Rows, k: int) -> float:
+    return majority_at_k([vote_of(row) for row in samples], [row["category"] == "correct" for row in samples], k)
+
+
+def _outcomes(rows: Rows) -> list[PairOutcome]:
+    names = {True: "candidate", False: "base"}
+    return [PairOutcome(row["row_id"], *[names[row["category"] == "correct"]] * 2) for row in rows]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

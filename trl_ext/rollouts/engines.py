@@ -1,0 +1,116 @@
+"""Sampling of responses with fixed settings: by transformers, or by vLLM where it is installed and asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trl_ext.rollouts.generation import Generation, generate_responses, prompt_tokens
+from trl_ext.rollouts.stopping import check_stop
+
+ANSWER_END = "</answer>"
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are sampled; the defaults are those of the course on reasoning.
+
+    Attributes:
+        max_new_tokens: longest response.
+        temperature: 0 for greedy decoding.
+        top_p: nucleus sampling.
+        stop: texts that end a response, which keeps the one it met.
+        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
+        batch_size: prompts per batch; vLLM makes its own.
+    """
+
+    max_new_tokens: int = 1024
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = (ANSWER_END,)
+    max_prompt_tokens: int | None = None
+    batch_size: int = 32
+
+    def __post_init__(self):
+        check_stop(self.stop)
+        for name in ("max_new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}; 0 is greedy decoding")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+
+
+class TransformersEngine:
+    """Samples with a model of transformers; calling it with prompts and a seed gives one `Generation` for each."""
+
+    def __init__(self, model, tokenizer, settings: SamplingSettings):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+
+    def __call__(
+        self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
+    ) -> list[Generation]:
+        settings = self.settings
+        return generate_responses(
+            self.model,
+            self.tokenizer,
+            prompts,
+            max_new_tokens=settings.max_new_tokens,
+            max_prompt_tokens=settings.max_prompt_tokens,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            stop=settings.stop,
+            batch_size=settings.batch_size,
+            seed=seed,
+            progress=progress,
+        )
+
+
+class VLLMEngine:
+    """Samples with vLLM, from the prompts' token ids that transformers would be given; called as `TransformersEngine`.
+
+    Args:
+        model_path: a folder or hub name.
+        tokenizer: the model's.
+        settings: how to sample.
+        options: for `vllm.LLM`, such as `gpu_memory_utilization`.
+
+    Raises:
+        ImportError: vLLM is not installed; the message names the extra.
+    """
+
+    def __init__(self, model_path: str, tokenizer, settings: SamplingSettings, **options: Any):
+        try:
+            import vllm
+        except ImportError as error:
+            raise ImportError("sampling with vLLM needs its package: pip install 'trl_ext[vllm]'") from error
+        self.tokenizer, self.settings = tokenizer, settings
+        self._sampling = vllm.SamplingParams
+        self._model = vllm.LLM(model=model_path, **options)
+
+    def __call__(
+        self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
+    ) -> list[Generation]:
+        settings = self.settings
+        prompt_ids = [prompt_tokens(self.tokenizer, prompt, settings.max_prompt_tokens) for prompt in prompts]
+        # A seed to each request, so that equal prompts differ and a batch's make-up changes nothing.
+        sampling = [
+            self._sampling(
+                max_tokens=settings.max_new_tokens,
+                temperature=settings.temperature,
+                top_p=settings.top_p,
+                stop=list(settings.stop) or None,
+                include_stop_str_in_output=True,
+                seed=seed * 1_000_003 + index,
+            )
+            for index in range(len(prompts))
+        ]
+        requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        outputs = self._model.generate(requests, sampling, use_tqdm=progress is not None)
+        results = []
+        for ids, output in zip(prompt_ids, outputs, strict=True):
+            sample = output.outputs[0]
+            results.append(Generation(ids, list(sample.token_ids), sample.text, sample.finish_reason == "stop"))
+        return results

@@ -1,0 +1,95 @@
+"""`SFTTrainer`: TRL's, with prompt and completion tokenized apart, as in generation, and packed forward passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from datasets import Dataset
+from trl import SFTTrainer as TRLSFTTrainer
+
+from trl_ext.data import encode_turn
+from trl_ext.models import packing_of
+from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.sft_config import SFTConfig
+
+# Columns by which TRL's tokenization varies and this one does not.
+_UNUSED_COLUMNS = ("tools", "chat_template_kwargs")
+
+
+class SFTTrainer(TRLSFTTrainer):
+    """Fine-tunes on demonstrations; of a `prompt` with its `completion`, the loss is that of the completion alone.
+
+    Takes what `trl.SFTTrainer` takes, with an `SFTConfig`, and keeps what it does. Different from it: a completion is
+    tokenized apart from its prompt, where TRL tokenizes the two as one text, in which the tokens at the seam may be
+    others than those that generation begins from; and forward passes are packed where nothing speaks against it, with
+    rows, losses and gradients as they are, up to rounding.
+
+    Raises:
+        TypeError: `args` is not an `SFTConfig`.
+        ValueError: a dataset is empty, or a row cannot be encoded.
+    """
+
+    _tag_names = ["trl", "trl_ext", "sft"]
+
+    def __init__(self, model, args: SFTConfig | None = None, **kwargs: Any):
+        args = SFTConfig() if args is None else args
+        if not isinstance(args, SFTConfig):
+            raise TypeError(
+                f"SFTTrainer takes an SFTConfig, got {type(args).__name__} of {type(args).__module__}: "
+                "from trl_ext import SFTConfig"
+            )
+        super().__init__(model, args, **kwargs)
+        self.packing = self._pack()
+
+    def _pack(self):
+        if self.args.share_prefixes and not self.padding_free and not self.args.packing:
+            return pack_trainer(self)
+        earlier = packing_of(self.model)
+        if earlier is not None:
+            earlier.remove()
+        return None
+
+    def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
+        if isinstance(dataset, Dataset) and not len(dataset):
+            raise ValueError(f"the {dataset_name} dataset has no rows")
+        columns = dataset.column_names or list(next(iter(dataset)))
+        if formatting_func is None and {"prompt", "completion"} <= set(columns) and "input_ids" not in columns:
+            unused = [column for column in _UNUSED_COLUMNS if column in columns]
+            if unused:
+                raise ValueError(
+                    f"the column {unused[0]!r} of the {dataset_name} dataset would not be used: remove it, or give "
+                    "the rows as token ids in input_ids and completion_mask"
+                )
+            described = {"desc": f"Tokenizing {dataset_name} dataset"} if isinstance(dataset, Dataset) else {}
+            dataset = dataset.map(_encode, fn_kwargs={"tokenizer": processing_class}, **described)
+            if isinstance(dataset, Dataset):
+                _say_what_is_cut(dataset, dataset_name, args.max_length, packing)
+        return super()._prepare_dataset(dataset, processing_class, args, packing, formatting_func, dataset_name)
+
+
+def _encode(row: dict, tokenizer) -> dict:
+    """`input_ids` of a row and `completion_mask`, 1 for the tokens of the completion and its end."""
+    try:
+        prompt_ids, completion_ids = encode_turn(tokenizer, row["prompt"], row["completion"])
+    except (ValueError, TypeError, KeyError) as error:
+        name = f"row_id {row['row_id']}" if "row_id" in row else f"the row {str(row)[:100]}"
+        raise ValueError(f"{name} cannot be encoded: {error}") from error
+    return {
+        "input_ids": prompt_ids + completion_ids,
+        "completion_mask": [0] * len(prompt_ids) + [1] * len(completion_ids),
+    }
+
+
+def _say_what_is_cut(dataset: Dataset, dataset_name: str, limit: int | None, packing: bool) -> None:
+    if limit is None or packing:
+        return
+    cut = sum(len(ids) > limit for ids in dataset["input_ids"])
+    lost = sum(not any(mask[:limit]) for mask in dataset["completion_mask"])
+    if cut:
+        warn_once_per_run(
+            f"{dataset_name}: {cut} of {len(dataset)} rows are longer than {limit} max_length and lose their end"
+            + (f"; {lost} of them have no completion left and are dropped" if lost else "")
+        )
+    if lost == len(dataset):
+        raise ValueError(f"no row of the {dataset_name} dataset has a completion within {limit} max_length: raise it")

@@ -1,0 +1,68 @@
+"""Rollouts of a policy trainer that end at stop strings, which TRL's own generation has no place for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from accelerate.utils import gather
+
+from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+
+
+class StopStrings:
+    """For a subclass of TRL's `GRPOTrainer` whose `args.stop` names texts that end a response, or is None.
+
+    A response keeps the stop string that it met, and no token behind the one that completes it.
+    """
+
+    def has_ended(self, ids: list[int]) -> bool:
+        """Whether the model or a stop string ended a response, given as token ids, and not the limit."""
+        if ids and ids[-1] in self.eos_token_ids:
+            return True
+        stop = self.args.stop
+        return bool(stop) and end_of_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop) is not None
+
+    def _generate_single_turn(self, *args, **kwargs):
+        if not self.args.stop:
+            return super()._generate_single_turn(*args, **kwargs)
+        with _given_to_generate(self.accelerator.unwrap_model(self.model_wrapped), tokenizer=self._tokenizer):
+            completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
+        # transformers pads a response that met a stop string while others go on.
+        cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]
+        completion_ids = [
+            ids if stopped is None else stopped[0] for ids, stopped in zip(completion_ids, cut, strict=True)
+        ]
+        if log_probs is not None:
+            log_probs = [own[: len(ids)] for own, ids in zip(log_probs, completion_ids, strict=True)]
+        return completion_ids, log_probs
+
+    def _generate(self, prompts: list):
+        output = super()._generate(prompts)
+        if self.args.stop:
+            self._log_what_ended(output[1])
+        return output
+
+    def _log_what_ended(self, completion_ids: list[list[int]]) -> None:
+        """Replace TRL's figures of responses that ended, for which a stop string is none."""
+        device = self.accelerator.device
+        lengths = gather(torch.tensor([len(ids) for ids in completion_ids], device=device)).float()
+        ended = gather(torch.tensor([self.has_ended(ids) for ids in completion_ids], device=device))
+        of_ended = lengths[ended] if ended.any() else torch.zeros(1)
+        figures = {"clipped_ratio": (~ended).float().mean()}
+        figures |= {f"{name}_terminated_length": getattr(of_ended, name)() for name in ("mean", "min", "max")}
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in figures.items():
+            metrics[f"completions/{name}"][-1] = value.item()
+
+
+@contextmanager
+def _given_to_generate(model, **arguments) -> Iterator[None]:
+    """Give `model.generate` further arguments for the while: TRL's call of it passes none."""
+    model.generate = partial(model.generate, **arguments)
+    try:
+        yield
+    finally:
+        del model.generate
