@@ -18,9 +18,10 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 # Reference log-probabilities of earlier runs, as the trainers keep them, must not reach the tests.
 os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl-ext-tests-")
-atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 import pytest
+
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
