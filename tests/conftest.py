@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -44,6 +45,12 @@ def wildchat() -> Path:
     if not (folder / "test_prefs.jsonl").is_file():
         pytest.skip("the WildChat pairs are not here")
     return folder
+
+
+def pytest_sessionstart(session):
+    """One of several test processes ignores Ctrl-C, and what it starts would too, which some tests interrupt."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session):

@@ -251,6 +251,25 @@ def test_what_takes_too_much_ends_the_process(kind, tmp_path, monkeypatch):
         worker.close()
 
 
+def test_a_large_program_refuses_no_wrong_answer(tmp_path):
+    """The program that trains has more memory than the worker may; Linux hands its peak on to what it starts."""
+    (tmp_path / "math_verify.py").write_text(STUB)
+    script = (
+        "from trl_ext.rewards.time_limit import MathWorker\n"
+        "ballast = bytearray(b'x') * (700 * 2**20)\n"
+        "worker = MathWorker(seconds=1.0); print(worker.verify('2', '1'), worker.started); worker.close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.split() == ["False", "1"], done.stderr
+
+
 def test_an_orphan_ends_itself(tmp_path):
     """Its program is killed while it computes: SIGALRM ends it, 2 seconds after the limit of 1 second."""
     (tmp_path / "math_verify.py").write_text(STUB)
