@@ -589,8 +589,8 @@ def test_bad_files(path, tmp_path):
     refused(r"examples.jsonl: \d+ tokens do not fill one sequence of 9999 and its labels", seq_length=9999)
     good = json.dumps(ROWS[0]).encode() + b"\n"
     refused("examples.jsonl: line 2: bad JSON: .* at column 2", good + b"{oops}\n")
-    refused("examples.jsonl: line 2: byte 3 is not UTF-8", good + b'{"\xff"}\n')
-    refused("examples.jsonl: line 3: expected a JSON object, got list", good + b"\n[]\n")
+    refused("examples.jsonl: line 2: byte 3 of the line is not UTF-8", good + b'{"\xff"}\n')
+    refused("examples.jsonl: line 3: bad JSON: expected an object, got list", good + b"\n[]\n")
     refused("line 1: the field 'response' must be a text; the line has prompt", b'{"prompt": "a"}\n')
     refused("line 1: the field 'prompt' must be a text; got int", b'{"prompt": 1, "response": "b"}\n')
     refused("examples.jsonl: 0 tokens do not fill one sequence", b"\n")

@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -315,7 +317,7 @@ class TestBadRows:
         assert benchmark["train_prefs"]["row_id"][:] == ["a", "d"]
         assert benchmark["train_prefs"][0]["prompt"] == [user("Name a fruit.")]
         [record] = caplog.records
-        expected = f"{path}: dropped 4 of 6 rows (2 empty response, 1 bad JSON, 1 duplicate row_id)"
+        expected = f"{path}: dropped 4 of 6 rows (2 empty response, 1 bad JSON, 1 duplicate row_id): lines 2-5"
         assert record.getMessage() == expected
 
     def test_nothing_remains(self, tmp_path):
@@ -458,3 +460,25 @@ class TestRealBenchmark:
         prompts, responses = benchmark[names[1]], benchmark[names[2]]
         assert prompts["row_id"][:] == responses["row_id"][:]
         assert prompts["prompt"][:] == responses["prompt"][:]
+
+
+def test_torch_is_loaded_by_what_needs_it_alone():
+    """In a process of its own: this one has loaded torch long since."""
+    script = """
+import sys
+import trl_ext.data
+from trl_ext.data import load_benchmark, load_math, load_prompt_template
+assert load_math("toy", "test")[0]["answer"] and "{question}" in load_prompt_template("r1_zero")
+assert "torch" not in sys.modules, "trl_ext.data loads torch"
+from trl_ext.data import PackedSFTDataset
+assert "torch" in sys.modules and PackedSFTDataset.__module__ == "trl_ext.data.packed_sft"
+assert {"PackedSFTDataset", "load_math"} <= set(trl_ext.data.__all__)
+try:
+    trl_ext.data.load_maths
+except AttributeError as error:
+    assert "'trl_ext.data' has no attribute 'load_maths'" in str(error)
+else:
+    raise AssertionError("a name that does not exist")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -119,7 +119,7 @@ def test_bad_rows_are_named(name, tmp_path):
 
 
 def test_many_bad_rows_are_counted_and_an_empty_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="7 bad rows: line 1.*line 5.*; and 2 more"):
+    with pytest.raises(ValueError, match="7 bad rows: line 1.*line 2.*; and 5 more; a row holds"):
         load_math(write(tmp_path / "rows.jsonl", *[{"text": "q"}] * 7))
     with pytest.raises(ValueError, match="empty"):
         load_math(write(tmp_path / "none.jsonl"))

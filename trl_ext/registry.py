@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
+from trl_ext.files import brief
+
 
 def nearest(name: str, valid: list[str]) -> str:
     """The end of an error message: `; did you mean 'aot'?`, or a full stop where nothing is near."""
@@ -173,8 +175,9 @@ class Registry(Generic[EntryType]):
         if name.endswith(".py"):
             raise ValueError(f"{name!r} is a file: name the {self.kind} in it, as {name}:function")
         if name not in self._entries:
+            given = brief(name)
             raise ValueError(
-                f"unknown {self.kind} {name!r}{nearest(name, list(self))} Known: {', '.join(sorted(self))}; "
+                f"unknown {self.kind} {given!r}{nearest(given, list(self))} Known: {', '.join(sorted(self))}; "
                 "or give your own as file.py:function"
             )
         return self._entries[name]

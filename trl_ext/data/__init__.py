@@ -1,8 +1,25 @@
-"""Benchmark rows: their schemas, the loader that checks them, and the truncation of prompts and responses."""
+"""Benchmark rows: their schemas, the loader that checks them, truncation, and problems, templates and packing."""
+
+from __future__ import annotations
+
+import importlib
 
 from trl_ext.data.benchmark import load_benchmark
 from trl_ext.data.conversation import encode_turn
 from trl_ext.data.schemas import PreferenceRow, PromptRow
 from trl_ext.data.truncation import truncate_pair
 
-__all__ = ["PreferenceRow", "PromptRow", "encode_turn", "load_benchmark", "truncate_pair"]
+# Loaded when they are first used: packing imports torch.
+_MODULE_OF_NAME = {
+    "PackedSFTDataset": "trl_ext.data.packed_sft",
+    "load_math": "trl_ext.data.math",
+    "load_prompt_template": "trl_ext.data.templates",
+}
+
+__all__ = ["PreferenceRow", "PromptRow", "encode_turn", "load_benchmark", "truncate_pair", *_MODULE_OF_NAME]
+
+
+def __getattr__(name: str):
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module 'trl_ext.data' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from trl_ext.data.rows import RawSplit, build_split, read_jsonl
 from trl_ext.data.schemas import has_response_field
+from trl_ext.files import local_path
 
 if TYPE_CHECKING:
     import datasets
@@ -70,7 +71,7 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
         from trl_ext.toy import DATA_DIR
 
         return _read_folder(Path(DATA_DIR), wanted)
-    path = Path(name_or_path).expanduser()
+    path = local_path(name_or_path)
     if path.is_dir():
         return _read_folder(path, wanted)
     if path.is_file():
@@ -87,7 +88,7 @@ def _is_preference_split(name: str, split: RawSplit) -> bool:
 
 
 def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
-    path_of_split = {path.stem: path for path in folder.glob("*.jsonl") if path.is_file()}
+    path_of_split = {path.stem: path for path in folder.glob("*.jsonl")}
     names = [name for name in KNOWN_SPLITS if name in path_of_split] if wanted is None else wanted
     missing = [name for name in names if name not in path_of_split]
     if missing:
@@ -95,6 +96,9 @@ def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
     if not names:
         known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
         raise FileNotFoundError(f"none of {known} is there, choose others with splits=[...]; {_listing(folder)}")
+    for name in names:
+        if not path_of_split[name].is_file():
+            raise FileNotFoundError(f"{path_of_split[name]} is no file, but a folder or a link that leads nowhere")
     return {name: read_jsonl(path_of_split[name]) for name in names}
 
 

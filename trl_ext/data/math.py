@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.rows import Problem, RawSplit, read_jsonl
+from trl_ext.data.rows import SHOWN_CHARACTERS, Problem, RawSplit, first_few, read_jsonl
 from trl_ext.data.templates import render
+from trl_ext.files import brief, local_path
 
 Row = dict[str, Any]
 SPLITS_OF_TOY = ("train", "validation", "test")
 VALIDATION_ROWS = 200
-SHOWN_PROBLEMS = 5
+# Characters in which a box must be closed: far more than an answer has.
+MAX_BOX = 100_000
+_UNKNOWN = "no problem with an answer"
 _LAYOUTS = (
     "prompt_text and answer; question and answer (GSM8K); problem with answer or solution (MATH); "
     "nums and target (Countdown); or prompt and ground_truth"
@@ -46,7 +49,7 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
     """
     if name_or_path == "toy":
         return _load_toy(split)
-    return _checked(read_jsonl(_path_of(Path(name_or_path).expanduser(), split)))
+    return _checked(read_jsonl(_path_of(local_path(name_or_path), split)))
 
 
 def math_prompt(row: Mapping[str, Any], template: str | None) -> list[dict[str, str]] | str:
@@ -108,7 +111,7 @@ def _path_of(path: Path, split: str) -> Path:
         return path
     if not path.is_dir():
         raise FileNotFoundError(
-            f"no problems at {str(path)!r}: give toy, a folder of {{split}}.jsonl, or a .jsonl file"
+            f"no problems at {brief(path, 200)!r}: give toy, a folder of {{split}}.jsonl, or a .jsonl file"
         )
     file = path / f"{split}.jsonl"
     if not file.is_file():
@@ -121,9 +124,9 @@ def _checked(split: RawSplit) -> list[Row]:
     rows, problems = [], list(split.problems)
     line_of_row_id: dict[str, int] = {}
     for line, raw in split.rows:
-        row_id = raw.get("row_id")
-        row_id = f"{split.stem}:{line}" if row_id is None else str(row_id)
+        row_id = None
         try:
+            row_id = _row_id(raw, f"{split.stem}:{line}")
             if line_of_row_id.setdefault(row_id, line) != line:
                 raise ValueError(f"row_id: already used on line {line_of_row_id[row_id]}")
             rows.append({"row_id": row_id, **_row(raw)})
@@ -131,15 +134,27 @@ def _checked(split: RawSplit) -> list[Row]:
             problems.append(Problem(line, row_id, "bad row", str(error)))
     if problems:
         problems.sort(key=lambda problem: problem.position)
-        shown = "; ".join(
-            f"line {one.position}{f', row_id {one.row_id}' if one.row_id else ''}: {one.message}"
-            for one in problems[:SHOWN_PROBLEMS]
-        )
-        more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-        raise ValueError(f"{split.source}: {len(problems)} bad row{'s' * (len(problems) > 1)}: {shown}{more}")
+        lines = [
+            f"line {one.position}{f', row_id {brief(one.row_id)}' if one.row_id else ''}: {one.message}"
+            for one in problems
+        ]
+        # What a row may hold is said once, in the room that problems leave.
+        unknown = any(one.message.startswith(_UNKNOWN) for one in problems)
+        shown = first_few(lines, SHOWN_CHARACTERS // 2 if unknown else SHOWN_CHARACTERS)
+        advice = f"; a row holds {_LAYOUTS}" if unknown else ""
+        raise ValueError(f"{split.source}: {len(problems)} bad row{'s' * (len(problems) > 1)}: {shown}{advice}")
     if not rows:
         raise ValueError(f"{split.source}: empty; expected at least one problem")
     return rows
+
+
+def _row_id(raw: Mapping[str, Any], default: str) -> str:
+    value = raw.get("row_id")
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        raise ValueError(f"row_id: must be text or a whole number, got {brief(repr(value), 40)}")
+    return str(value)
 
 
 def _row(raw: Mapping[str, Any]) -> Row:
@@ -156,9 +171,7 @@ def _row(raw: Mapping[str, Any]) -> Row:
     elif "prompt_text" in raw:
         row = {"prompt_text": _text(raw, "prompt_text"), "answer": _answer(raw, "answer")}
     else:
-        raise ValueError(
-            f"no problem with an answer; a row holds {_LAYOUTS}; this one has {', '.join(raw) or 'nothing'}"
-        )
+        raise ValueError(f"{_UNKNOWN}; this one has {brief(', '.join(raw) or 'nothing', 80)}")
     return row | ({"response": _text(raw, "response")} if raw.get("response") is not None else {})
 
 
@@ -170,7 +183,7 @@ def _gsm8k(raw: Mapping[str, Any]) -> Row:
         return {**row, "answer": answer}
     number = final.strip().removeprefix("$").replace(",", "")
     if not _FINAL_NUMBER.fullmatch(number):
-        raise ValueError(f"answer: no number after ####, but {final.strip()[:40]!r}")
+        raise ValueError(f"answer: no number after ####, but {brief(final.strip(), 40)!r}")
     return {**row, "answer": number, "solution": _CALCULATION.sub("", solution).strip()}
 
 
@@ -188,7 +201,7 @@ def _math(raw: Mapping[str, Any]) -> Row:
 def _last_boxed(text: str) -> str | None:
     start = text.rfind("\\boxed{")
     depth = 0
-    for place in range(start + len("\\boxed"), len(text) if start >= 0 else 0):
+    for place in range(start + len("\\boxed"), min(len(text), start + MAX_BOX) if start >= 0 else 0):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
             return text[start + len("\\boxed{") : place].strip() or None
@@ -199,7 +212,8 @@ def _countdown(raw: Mapping[str, Any]) -> Row:
     field = "nums" if "nums" in raw else "numbers"
     numbers, target = raw.get(field), raw["target"]
     if not isinstance(numbers, list) or not numbers or not all(map(_is_whole, [target, *numbers])):
-        raise ValueError(f"{field}, target: must be a list of whole numbers and one, got {numbers!r} and {target!r}")
+        got = f"{brief(repr(numbers), 60)} and {brief(repr(target), 40)}"
+        raise ValueError(f"{field}, target: must be a list of whole numbers and one, got {got}")
     question = (
         f"Make {target} from the numbers {', '.join(map(str, numbers))}: write one expression with +, -, *, / and "
         "brackets that uses each of the numbers exactly once."
@@ -214,12 +228,15 @@ def _is_whole(value: Any) -> bool:
 def _text(raw: Mapping[str, Any], field: str) -> str:
     value = raw.get(field)
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{field}: must be text, got {'an empty one' if isinstance(value, str) else repr(value)}")
+        raise ValueError(
+            f"{field}: must be text, got {'an empty one' if isinstance(value, str) else brief(repr(value))}"
+        )
     return value
 
 
 def _answer(raw: Mapping[str, Any], field: str) -> str:
     value = raw.get(field)
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+    # Whole numbers may be too large for a float, and none is infinite.
+    if _is_whole(value) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     return _text(raw, field)

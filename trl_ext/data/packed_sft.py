@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import zlib
 from collections.abc import Iterator
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from trl_ext.data.rows import parse_row
 from trl_ext.data.templates import load_prompt_template, render
+from trl_ext.files import brief, numbered_lines, refuse_other_formats
 
 FIELDS = ("prompt", "response")
 # Documents tokenized in one call: enough for the tokenizer's threads, few enough for its intermediate objects.
@@ -109,24 +110,21 @@ def _read_rows(path: Path) -> Iterator[dict[str, str]]:
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parse_row(line, f"{path}: line {number}")
+            refuse_other_formats(file, path)
+            for number, line in numbered_lines(file):
+                yield _parse_row(line, f"{path}: line {number}")
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ValueError(f"{path}: cannot be decompressed after line {number}: {error}") from error
 
 
-def _parse_row(line: bytes, place: str) -> dict[str, str]:
+def _parse_row(line: bytes | None, place: str) -> dict[str, str]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{place}: byte {error.start + 1} is not UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place}: bad JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{place}: expected a JSON object, got {type(row).__name__}")
+        row = parse_row(line)
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}") from None
     for field in FIELDS:
         if not isinstance(row.get(field), str):
-            got = f"got {type(row[field]).__name__}" if field in row else f"the line has {', '.join(row) or 'none'}"
+            there = brief(", ".join(row) or "none", 80)
+            got = f"got {type(row[field]).__name__}" if field in row else f"the line has {there}"
             raise ValueError(f"{place}: the field {field!r} must be a text; {got}")
     return {field: row[field] for field in FIELDS}

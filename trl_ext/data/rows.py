@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from trl_ext.data.schemas import PreferenceRow, PromptRow, has_response_field
+from trl_ext.files import MAX_LINE_BYTES, brief, numbered_lines, parse_json, refuse_other_formats
 
 if TYPE_CHECKING:
     import datasets
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHOWN_PROBLEMS = 5
+# A message stays readable, and what a row holds cannot flood the screen.
+SHOWN_CHARACTERS = 320
+SHOWN_COLUMNS = 20
 PROMPT_COLUMNS = ("row_id", "prompt")
 PREFERENCE_COLUMNS = ("row_id", "prompt", "chosen", "rejected")
 # TRL tells the format of a data set by any one of these columns, so a left-over one could misname it.
@@ -53,28 +57,48 @@ class RawSplit:
 
 
 def read_jsonl(path: Path) -> RawSplit:
-    """Read one JSON object per line; blank lines are passed over, lines that do not parse become problems."""
+    """Read one JSON object per line; blank lines are passed over, lines that do not parse become problems.
+
+    Raises:
+        ValueError: the file as a whole is in another format, such as an archive, or in another encoding.
+    """
     split = RawSplit(source=str(path), stem=path.stem)
     with open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
+        refuse_other_formats(file, path)
+        for number, line in numbered_lines(file):
             try:
-                # A byte-order mark, which some editors write, is legal at the start of the file only.
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip())
-            except UnicodeDecodeError as error:
-                problem = f"byte {error.start + 1} of the line is not UTF-8"
-                split.problems.append(Problem(number, None, "not UTF-8", problem))
-            except json.JSONDecodeError as error:
-                problem = f"bad JSON: {error.msg} at column {error.colno}"
-                split.problems.append(Problem(number, None, "bad JSON", problem))
-            else:
-                if isinstance(row, dict):
-                    split.rows.append((number, row))
-                else:
-                    problem = f"bad JSON: expected an object, got {type(row).__name__}"
-                    split.problems.append(Problem(number, None, "bad JSON", problem))
+                split.rows.append((number, parse_row(line)))
+            except ValueError as error:
+                message = str(error)
+                reasons = ("bad JSON", "not UTF-8", "too long")
+                reason = next((reason for reason in reasons if reason in message), "invalid Unicode")
+                split.problems.append(Problem(number, None, reason, message))
     return split
+
+
+def parse_row(line: bytes | None) -> dict[str, Any]:
+    """The object in a line of `numbered_lines`; a ValueError says in a short phrase what is wrong with it."""
+    if line is None:
+        raise ValueError(f"too long: over {MAX_LINE_BYTES // 2**20} MB")
+    try:
+        row = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start + 1} of the line is not UTF-8") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
+    return row
+
+
+def first_few(problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
+    """Up to five of the problems of a file in one line of about `limit` characters, and how many more there are."""
+    shown: list[str] = []
+    for problem in problems[:SHOWN_PROBLEMS]:
+        problem = brief(problem, max(limit // 2, 80))
+        if shown and sum(map(len, shown)) + len(problem) > limit:
+            break
+        shown.append(problem)
+    hidden = len(problems) - len(shown)
+    return "; ".join([*shown, f"and {hidden} more"] if hidden else shown)
 
 
 def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> datasets.Dataset:
@@ -95,7 +119,10 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
         counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
         if not rows:
             raise ValueError(f"{split.source}: every row is bad, none of {total} remains ({counts})")
-        logger.warning("%s: dropped %d of %d rows (%s)", split.source, len(problems), total, counts)
+        places = f"{split.unit}s {_ranges([problem.position for problem in problems])}"
+        logger.warning("%s: dropped %d of %d rows (%s): %s", split.source, len(problems), total, counts, places)
+        for problem in problems:
+            logger.info("%s: dropped %s", split.source, _in_words(split, problem))
     return _to_dataset(split.source, rows, PREFERENCE_COLUMNS if pairs else PROMPT_COLUMNS)
 
 
@@ -130,21 +157,31 @@ def _problem_of(error: ValidationError, position: int, raw: dict[str, Any]) -> P
     """The first error of a row: the others often follow from it."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     location = ".".join(str(part) for part in first["loc"])
-    message = f"{location}: {first['msg']}" if location else first["msg"]
+    message = brief(f"{location}: {first['msg']}" if location else first["msg"], 160)
     reason = f"invalid {first['loc'][0]}" if location else first["type"]
     return Problem(position, raw.get("row_id"), reason, message)
 
 
 def _describe(split: RawSplit, problems: list[Problem]) -> str:
-    shown = []
-    for problem in problems[:SHOWN_PROBLEMS]:
-        row_id = "" if problem.row_id is None else f", row_id {problem.row_id}"
-        shown.append(f"{split.unit} {problem.position}{row_id}: {problem.message}")
-    hidden = len(problems) - len(shown)
-    if hidden:
-        shown.append(f"and {hidden} more")
     count = f"{len(problems)} bad row" + "s" * (len(problems) > 1)
-    return f"{split.source}: {count}: {'; '.join(shown)} (fix the data, or drop such rows with skip_bad_rows)"
+    shown = first_few([_in_words(split, problem) for problem in problems])
+    return f"{split.source}: {count}: {shown} (fix the data, or drop such rows with skip_bad_rows)"
+
+
+def _in_words(split: RawSplit, problem: Problem) -> str:
+    row_id = "" if problem.row_id is None else f", row_id {brief(problem.row_id)}"
+    return f"{split.unit} {problem.position}{row_id}: {problem.message}"
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """`2, 4-7`: ascending numbers, cut short where there are many gaps."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return brief(", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges), 200)
 
 
 def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[str, ...]) -> datasets.Dataset:
@@ -153,6 +190,7 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
 
     columns = {name: [row[name] for row in rows] for name in format_columns}
     counts = Counter(name for row in rows for name in row if name not in columns)
+    dropped = []
     for name, count in counts.items():
         values = _uniform_scalars([row[name] for row in rows]) if count == len(rows) else None
         if name in TRL_FORMAT_COLUMNS:
@@ -164,7 +202,11 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
         else:
             columns[name] = values
             continue
-        logger.warning("%s: dropped column %r: %s", source, name, reason)
+        dropped.append(name)
+        if len(dropped) <= SHOWN_COLUMNS:
+            logger.warning("%s: dropped column %r: %s", source, brief(name), reason)
+    if len(dropped) > SHOWN_COLUMNS:
+        logger.warning("%s: dropped %d more columns", source, len(dropped) - SHOWN_COLUMNS)
     return Dataset.from_dict(columns)
 
 
@@ -173,6 +215,7 @@ def _uniform_scalars(values: list[Any]) -> list[Any] | None:
     types = {type(value) for value in values}
     if types in ({str}, {bool}, {float}):
         return values
-    if types == {int, float}:
+    fits = types <= {int, float} and all(-INT64_LIMIT <= value < INT64_LIMIT for value in values if type(value) is int)
+    if fits and types == {int, float}:
         return [float(value) for value in values]
-    return values if types == {int} and all(-INT64_LIMIT <= value < INT64_LIMIT for value in values) else None
+    return values if fits and types == {int} else None

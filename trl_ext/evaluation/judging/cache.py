@@ -243,7 +243,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     """The record in a line; None for one that was cut short."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     whole = isinstance(record, dict) and isinstance(record.get("key"), str) and record.get("verdict") in VERDICTS
     return record if whole else None

@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from trl_ext.files import brief, read_json
+
 
 @dataclass(frozen=True)
 class Usage:
@@ -83,9 +85,9 @@ def load_prices(override: str | Path | Mapping[str, Any] | None = None) -> dict[
         if not Path(override).is_file():
             raise FileNotFoundError(f"no price file {source!r}")
         try:
-            entries = json.loads(Path(override).read_text(encoding="utf-8"))
+            entries = read_json(override)
         except ValueError as error:
-            raise ValueError(f"{source} is not valid JSON: {error}") from error
+            raise ValueError(f"{source} is not valid JSON: {str(error).removeprefix(f'{source}: ')}") from error
     if not isinstance(entries, Mapping):
         raise ValueError(f"{source} must hold an object of models, got a {type(entries).__name__}")
     return prices | {model: _read_price(source, model, entry) for model, entry in entries.items()}
@@ -101,8 +103,8 @@ def _read_price(source: str, model: str, entry: Any) -> Price:
     known = isinstance(entry, Mapping) and {"input", "output"} <= set(entry) <= names
     if not known or not all(_is_price(value) for value in entry.values()):
         raise ValueError(
-            f"{source}: {model}: must hold input, output and perhaps cached_input, in dollars per million tokens, "
-            f"got {json.dumps(entry)}"
+            f"{source}: {brief(model)}: must hold input, output and perhaps cached_input, in dollars per million "
+            f"tokens, got {brief(json.dumps(entry), 100)}"
         )
     return Price(**entry)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from trl_ext.data import load_benchmark
 from trl_ext.evaluation.judge import last_user_text
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.files import brief, local_path, read_json
 
+_METHOD_NAME = re.compile(r"(?=.*[^\W_])[\w-]{1,100}")
 MAX_PROMPT_TOKENS = 700
 MAX_NEW_TOKENS = 256
 
@@ -97,18 +99,17 @@ def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float
     if isinstance(source, Mapping):
         values, where = dict(source), "thresholds"
     else:
-        where = str(source)
-        try:
-            values = json.loads(_file(source).read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: bad JSON: {error.msg} at line {error.lineno}") from error
+        values, where = read_json(local_path(source)), str(source)
     if not isinstance(values, dict) or not values:
         raise ValueError(f"{where}: must hold an object of method: threshold")
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise ValueError(f"{where}: {name}: must be a rate between 0 and 1, got {value!r}")
-        if not name.replace("_", "").replace("-", "").isalnum():
-            raise ValueError(f"{where}: {name!r}: a method's name is its file's, of letters, digits, _ and -")
+            got = brief(repr(value), 40)
+            raise ValueError(f"{where}: {brief(name)}: must be a rate between 0 and 1, got {got}")
+        if not _METHOD_NAME.fullmatch(name):
+            raise ValueError(
+                f"{where}: {brief(name)!r}: a method's name is its file's, of up to 100 letters, digits, _ and -"
+            )
     return {name: float(value) for name, value in values.items()}
 
 
@@ -145,7 +146,7 @@ def token_counter(tokenizer: str) -> TokenCounter:
 
 
 def _file(path: str | Path) -> Path:
-    path = Path(path)
+    path = local_path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"no file {brief(path, 200)}")
     return path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trl_ext.data.rows import read_jsonl
-from trl_ext.files import write_json, write_json_lines
+from trl_ext.files import brief, read_json, write_json, write_json_lines
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +16,11 @@ logger = logging.getLogger(__name__)
 FREE = ("model",)
 # Padding changes the last bits of what is computed, which can tip a close choice between two tokens, and no more.
 NEARLY_FREE = ("batch_size",)
+# The fields that are read back, by what the settings say the rows are.
+FIELDS = {
+    "greedy responses": {"prompt_text": str, "response_text": str, "generated_num_tokens": int},
+    "scores of pairs": {"chosen_score": int | float, "rejected_score": int | float},
+}
 
 
 class RowFile:
@@ -41,8 +45,9 @@ class RowFile:
         self, path: str | Path, settings: Mapping[str, Any], row_ids: Sequence[str], *, overwrite: bool = False
     ):
         self.path = Path(path)
-        if self.path.is_dir():
-            raise ValueError(f"{self.path} is a folder: name a file")
+        if self.path.exists() and not self.path.is_file():
+            what = "a folder" if self.path.is_dir() else "no ordinary file"
+            raise ValueError(f"{self.path} is {what}: name a file")
         self.settings_path = self.path.with_name(f"{self.path.stem}.settings.json")
         self.settings = dict(settings)
         self.row_ids = list(row_ids)
@@ -69,8 +74,10 @@ class RowFile:
     def _check_settings(self) -> dict[str, Any]:
         advice = "choose another --out, or replace it with --overwrite"
         try:
-            earlier = json.loads(self.settings_path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
+            earlier = read_json(self.settings_path)
+            if not isinstance(earlier, dict):
+                raise ValueError("no object")
+        except (OSError, ValueError):
             message = f"{self.path} exists, and no {self.settings_path.name} says how it was made: {advice}"
             raise FileExistsError(message) from None
         for name, value in self.settings.items():
@@ -91,20 +98,27 @@ class RowFile:
 
     def _read(self) -> None:
         split = read_jsonl(self.path)
+        known, advice = set(self.row_ids), "replace the file with --overwrite"
         if split.problems:
             bad = split.problems[0]
-            raise ValueError(f"{self.path}: line {bad.position}: {bad.message}; replace the file with --overwrite")
+            raise ValueError(f"{self.path}: line {bad.position}: {bad.message}; {advice}")
         for line, row in split.rows:
-            if row.get("row_id") not in self.row_ids:
-                raise ValueError(
-                    f"{self.path}: line {line}: row_id {row.get('row_id')} is foreign; replace it with --overwrite"
-                )
-            self.rows[row["row_id"]] = row
+            row_id = row.get("row_id")
+            if not isinstance(row_id, str) or row_id not in known:
+                raise ValueError(f"{self.path}: line {line}: row_id {brief(row_id)} is foreign; {advice}")
+            if row_id in self.rows:
+                raise ValueError(f"{self.path}: line {line}: row_id {brief(row_id)} stands there twice; {advice}")
+            for name, kinds in FIELDS.get(self.settings.get("rows"), {}).items():
+                value = row.get(name)
+                if isinstance(value, bool) or not isinstance(value, kinds):
+                    got = "and is missing" if value is None else f"got {brief(repr(value), 40)}"
+                    raise ValueError(f"{self.path}: line {line}: {name} is damaged, {got}; {advice}")
+            self.rows[row_id] = row
 
 
 def _short(settings: Mapping[str, Any], name: str) -> str:
     """A setting in words; a hash by the name of what it is of."""
     value = settings.get(name)
     if name == "model_sha256":
-        return f"the model {settings.get('model')} ({str(value)[:12]})"
-    return f"{name} {value[:12] if isinstance(value, str) and len(value) == 64 else value}"
+        return f"the model {brief(settings.get('model'), 100)} ({brief(str(value)[:12])})"
+    return f"{name} {value[:12] if isinstance(value, str) and len(value) == 64 else brief(value)}"

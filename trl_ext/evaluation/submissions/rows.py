@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.rows import read_jsonl
+from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
+from trl_ext.files import brief
 
 # A text does not always tokenize back into the tokens that it was made of; a count from the text may be off by these.
 RECOUNT_SLACK = 4
 EMPTY_FILE = "the file is empty"
 SHOWN_PROBLEMS = 5
+# More than any token of any vocabulary holds, so that a text beyond it need not be tokenized to be refused.
+MAX_CHARACTERS_PER_TOKEN = 1000
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class RowProblem:
     fatal: bool = True
 
     def __str__(self) -> str:
-        row = "" if self.row_id is None else f"row_id {self.row_id}: "
-        return f"{self.file}: {row}{self.message}"
+        row = "" if self.row_id is None else f"row_id {brief(self.row_id)}: "
+        return f"{self.file}: {row}{brief(self.message, 200)}"
 
 
 def read_responses(
@@ -128,14 +131,13 @@ def refuse_fatal(problems: Iterable[RowProblem]) -> None:
         if problem.fatal:
             by_file.setdefault(problem.file, []).append(str(problem))
     if by_file:
-        raise ValueError("; ".join(in_one_line(file, lines) for file, lines in by_file.items()))
+        limit = SHOWN_CHARACTERS // len(by_file)
+        raise ValueError("; ".join(in_one_line(file, lines, limit) for file, lines in by_file.items()))
 
 
-def in_one_line(file: str, problems: Sequence[str]) -> str:
-    """The first five of a file's problems, as `str` gives them, with the file's name once."""
-    more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-    shown = [problem.removeprefix(f"{file}: ") for problem in problems[:SHOWN_PROBLEMS]]
-    return f"{file}: {'; '.join(shown)}{more}"
+def in_one_line(file: str, problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
+    """The first five of a file's problems, as `str` gives them, in about `limit` characters and its name once."""
+    return f"{file}: {first_few([problem.removeprefix(f'{file}: ') for problem in problems], limit)}"
 
 
 def response_row(prompt: Mapping[str, Any], text: str, tokens: int) -> dict[str, Any]:
@@ -184,12 +186,16 @@ def _response_problems(
         yield "prompt_text is not the benchmark's for this row_id", True
     if not isinstance(text, str):
         yield f"response_text must be a text, {_found(text)}", True
+    elif len(text) > MAX_CHARACTERS_PER_TOKEN * max_new_tokens:
+        yield f"over the token budget: the text has {len(text)} characters, for {max_new_tokens} tokens", True
+        return
     elif not text.strip():
         yield "the response is empty", False
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
         yield f"generated_num_tokens must be a count, {_found(tokens)}", True
     elif tokens > max_new_tokens:
-        yield f"over the token budget: generated_num_tokens is {tokens}, at most {max_new_tokens} are allowed", True
+        stated = brief(tokens, 25)
+        yield f"over the token budget: generated_num_tokens is {stated}, at most {max_new_tokens} are allowed", True
     elif isinstance(text, str) and count_tokens is not None:
         # A character cut within its bytes decodes to U+FFFD, which is longer than what was generated.
         counted = count_tokens(text.rstrip("\ufffd"))
@@ -198,8 +204,11 @@ def _response_problems(
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def _found(value: Any) -> str:
-    return "and is missing" if value is None else f"got {str(value)[:40]!r}"
+    return "and is missing" if value is None else f"got {brief(value, 40)!r}"
