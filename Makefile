@@ -4,20 +4,45 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 ZERO_STAMP := .venv/installed-deepspeed
+AUDIT := .venv/audit/bin/pip-audit
 
-.PHONY: demo test test-zero lint clean
+.PHONY: demo test test-slow test-zero test-gpu audit lint clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
 		kept=runs/aot-toy-$$(date +%Y%m%d-%H%M%S); mv runs/aot-toy $$kept; echo "the earlier run is kept as $$kept"; fi
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/aot.py
 
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+
 test: $(STAMP)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
+
+# Whole recipes, several processes, kills: what takes longer than a few seconds.
+test-slow: $(STAMP)
+	$(PYTEST) -m slow --ignore tests/test_zero.py $(ARGS)
 
 # Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so nothing else installs it.
 test-zero: $(ZERO_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
+
+# For a machine with GPUs; elsewhere every test is skipped.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+# Asks PyPI for known vulnerabilities of the pinned packages. --strict, as pip-audit else finds none where it cannot ask.
+audit: $(AUDIT)
+	@status=0; $(AUDIT) --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt \
+		>.venv/audit/log 2>&1 || status=$$?; \
+	unanswered=$$(grep -E 'could not be audited|ConnectionError|ConnectTimeout|ReadTimeout' .venv/audit/log | tail -n 1 | cut -c 1-300); \
+	if [ -n "$$unanswered" ]; then \
+		echo "audit: the advisory service gave no answer, so nothing is known of any package: $$unanswered" >&2; exit 1; \
+	fi; \
+	cat .venv/audit/log; exit $$status
+
+$(AUDIT):
+	$(PYTHON) -m venv .venv/audit
+	.venv/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from tests import recipes
 from tests.tiny import pairs, save_tiny_model
 from tests.train_once import largest_difference, relative_difference
-from tests.zero_once import Run, train_under
+from tests.zero_once import Run, launch, train_under
+from trl_ext import toy
 from trl_ext.rewards import RewardModel
 
 # Not imported here, which would take seconds whatever tests are run.
@@ -30,7 +34,13 @@ TRAINED = {
     "reward": {"trainer": "RewardTrainer", "args": {}},
     "reward_adapter": {"trainer": "RewardTrainer", "lora": True, "args": {}},
     "policy": {"trainer": "PolicyTrainer", "args": {"per_device_train_batch_size": 4, "beta": 0.05}},
+    "policy_adapter": {
+        "trainer": "PolicyTrainer",
+        "lora": True,
+        "args": {"per_device_train_batch_size": 4, "beta": 0.05},
+    },
 }
+ADAPTERS = [name for name, spec in TRAINED.items() if spec.get("lora")]
 # With one pair per process, the first process has the long pairs, and the second the short ones.
 UNEVEN = {
     "trainer": "PreferenceTrainer",
@@ -74,16 +84,16 @@ def plain(tiny_model_path, other_model_path, tmp_path_factory) -> dict[str, Run]
 
 @pytest.fixture(scope="module", params=["zero2", "zero3"])
 def sharded(request, tiny_model_path, other_model_path, tmp_path_factory) -> dict[str, Run]:
-    """Under one of the stages: the same; packed and with a checkpoint at step 2; and resumed from that checkpoint."""
+    """Under one of the stages: the same, and packed; those of `TRAINED` also resumed from a checkpoint at step 2."""
     folder = tmp_path_factory.mktemp(request.param) / "runs"
     specs = specifications(tiny_model_path, other_model_path)
     for name in TRAINED:
-        packed = _with(specs[name], packing="auto")
-        specs[f"packed_{name}"] = _with(packed, save_strategy="steps", save_steps=2)
-        specs[f"resumed_{name}"] = {
-            **packed,
-            "resume_from_checkpoint": str(folder / f"packed_{name}" / "checkpoint-2"),
-        }
+        for straight, spec in ((name, specs[name]), (f"packed_{name}", _with(specs[name], packing="auto"))):
+            specs[straight] = _with(spec, save_strategy="steps", save_steps=2)
+            specs[f"resumed_{straight}"] = {
+                **spec,
+                "resume_from_checkpoint": str(folder / straight / "checkpoint-2"),
+            }
     return train_under(request.param, specs, folder)
 
 
@@ -116,6 +126,13 @@ def test_packed_training_is_that_of_data_parallelism(name, sharded, plain):
     assert run.facts["reference"] is (name in ("dpo", "policy"))
 
 
+def test_the_engine_is_foreseen(sharded, plain):
+    """What a plan says before a model is loaded is what accelerate then has."""
+    assert {run.facts["engine"] for run in plain.values()} == {"DDP"}
+    (engine,) = {run.facts["engine"] for run in sharded.values()}
+    assert engine == f"ZeRO-{sharded['dpo'].facts['zero_stage']}"
+
+
 @pytest.mark.parametrize("name", ["reward", "reward_adapter"])
 def test_scores_are_those_of_data_parallelism(name, sharded, plain):
     assert plain[name].scores.std() > 0.01
@@ -145,9 +162,9 @@ def test_precomputed_reference_log_probabilities_are_of_the_model(name, sharded,
 # ---- Saved and taken up again ----
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", [*TRAINED, *(f"packed_{name}" for name in TRAINED)])
 def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
-    run, expected = sharded[f"resumed_{name}"], sharded[f"packed_{name}"]
+    run, expected = sharded[f"resumed_{name}"], sharded[name]
     assert largest_difference(run.parameters, expected.parameters) < 1e-7
     # What was logged until then is the checkpoint's.
     assert run.logs[:2] == expected.logs[:2]
@@ -166,10 +183,15 @@ def test_a_saved_model_loads(name, sharded):
     assert largest_difference(dict(model.named_parameters()), run.parameters) == 0.0
 
 
-def test_a_saved_adapter_loads_and_merges(sharded, tiny_model_path):
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("packing", ["", "packed_"])
+def test_a_saved_adapter_loads_and_merges(name, packing, sharded, tiny_model_path):
     """The merged weight is W + 8 / 4 B A, from A and B as they were gathered after training."""
-    run = sharded["packed_aot"]
-    base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    run = sharded[packing + name]
+    kind, options = AutoModelForCausalLM, {}
+    if name == "reward_adapter":
+        kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    base = kind.from_pretrained(tiny_model_path, dtype=torch.float32, **options)
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     merged = PeftModel.from_pretrained(base, run.folder).merge_and_unload().state_dict()
     for layer in (0, 1):
@@ -181,6 +203,9 @@ def test_a_saved_adapter_loads_and_merges(sharded, tiny_model_path):
             torch.testing.assert_close(
                 merged[f"{module}.weight"], before[f"{module}.weight"] + added, rtol=0, atol=1e-6
             )
+    if name == "reward_adapter":
+        (head,) = (weight for key, weight in run.parameters.items() if "score" in key)
+        assert torch.equal(merged["score.weight"], head)
 
 
 @pytest.mark.parametrize("name", ["reward", "reward_adapter"])
@@ -189,3 +214,60 @@ def test_a_saved_reward_model_scores_as_it_did(name, sharded):
     model, prompts = RewardModel(run.folder), [row["prompt"] for row in rows]
     scores = torch.cat([model.score(prompts, [row[side] for row in rows]) for side in ("chosen", "rejected")])
     torch.testing.assert_close(scores, run.scores, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward_adapter"])
+def test_a_checkpoint_takes_the_space_that_is_planned(name, sharded, tiny_model_path):
+    """Weights and states, and at most 8 kB by which a file describes what it holds."""
+    from peft import LoraConfig
+
+    from trl_ext.trainers.engine import Engine
+    from trl_ext.trainers.memory_estimate import Weights, estimate_checkpoint
+    from trl_ext.trainers.model_size import model_size
+
+    run = sharded[name]
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"]) if name == "reward_adapter" else None
+    size = model_size(tiny_model_path, peft_config=adapter, classifier=name == "reward_adapter")
+    engine = Engine(run.facts["engine"], run.facts["engine"], 2, 2, "cpu", "no")
+    args = SimpleNamespace(optim="adamw_torch", save_only_model=False)
+    planned = estimate_checkpoint(size, args, engine, Weights("float32"))["checkpoint"]
+    files = [path for path in (run.folder / "checkpoint-2").rglob("*") if path.suffix in (".pt", ".safetensors")]
+    written = sum(path.stat().st_size for path in files)
+    assert planned <= written < planned + 8192 * len(files)
+
+
+# ---- The recipes ----
+
+SHORT = ["--max_steps=2", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1", "--logging_steps=1"]
+SHORT += ["--save_steps=1", "--eval_strategy=no", "--num_eval_prompts=4", "--generation_eval_every=0", "--seed=1"]
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_a_recipe_leaves_a_model_for_plain_transformers(engine, tmp_path):
+    """Its base is compared with, so that the reference is gathered too."""
+    script = [str(recipes.RECIPES / "aot.py"), *SHORT, "--max_new_tokens=4", "--eval_split=none"]
+    launched = launch(engine, [*script, f"--output_dir={tmp_path / 'run'}"], tmp_path)
+    assert launched.returncode == 0, launched.stderr[-8000:]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["run"]["optimizer_steps"], results["run"]["processes"]) == (2, 2)
+    model, problems = AutoModelForCausalLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not problems["missing_keys"] and not problems["mismatched_keys"]
+    assert sum(p.numel() for p in model.parameters()) == 403_680
+    base = AutoModelForCausalLM.from_pretrained(toy.MODEL_DIR)
+    moved = largest_difference(dict(model.named_parameters()), dict(base.named_parameters()))
+    assert 1e-6 < moved < 1e-2
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "run")("What", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=3).shape[1] > tokens["input_ids"].shape[1]
+
+
+def test_fsdp_on_a_cpu_is_refused_and_not_trained(tmp_path):
+    """accelerate starts one process without it, and says nothing."""
+    script = [str(recipes.RECIPES / "aot.py"), *SHORT, f"--output_dir={tmp_path / 'run'}"]
+    refused = launch("fsdp2", script, tmp_path)
+    assert refused.returncode != 0
+    assert "error: FSDP2 was asked for" in refused.stderr and "--allow_engine_fallback" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    planned = launch("fsdp2", [*script, "--print_plan=json"], tmp_path)
+    assert planned.returncode == 0, planned.stderr[-3000:]
+    engine = json.loads(planned.stdout.splitlines()[-1])["engine"]
+    assert engine["asked"] == "FSDP2" and engine["name"] in ("DDP", "none")

@@ -44,8 +44,9 @@ class Run:
         parameters: the same after it.
         scores: of the training pairs, chosen then rejected, by a reward model after training; None for others.
         logs: an entry for each step, times left out.
-        facts: `processes`; `zero_stage`, None without DeepSpeed; and of the first process's packing, where it packs,
-            `packed_tokens`, `padded_tokens`, `left_padded` and `reference`, whether the reference model is packed.
+        facts: `processes`; `engine`, as it was foreseen; `zero_stage`, None without DeepSpeed; and of the first
+            process's packing, where it packs, `packed_tokens`, `padded_tokens`, `left_padded` and `reference`, whether
+            the reference model is packed.
         folder: of its output.
     """
 
@@ -72,7 +73,8 @@ def train_under(engine: str, specs: dict[str, dict], folder: Path) -> dict[str, 
     if ENGINES[engine] is None:
         train_once.in_processes(2, *command, cwd=REPOSITORY)
     else:
-        _launch(engine, command, folder)
+        launched = launch(engine, command, folder)
+        assert launched.returncode == 0, launched.stderr[-8000:]
     runs = {}
     for name in specs:
         tensors = load_file(folder / f"{name}.safetensors")
@@ -88,13 +90,13 @@ def train_under(engine: str, specs: dict[str, dict], folder: Path) -> dict[str, 
     return runs
 
 
-def _launch(engine: str, command: list[str], folder: Path) -> None:
+def launch(engine: str, command: list[str], folder: Path) -> subprocess.CompletedProcess:
     """By the configuration that users get, but on two processes of the CPU in float32."""
     configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
     configuration |= {"use_cpu": True, "mixed_precision": "no", "num_processes": 2, "main_process_port": 0}
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
     launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    launched = subprocess.run(
+    return subprocess.run(
         [sys.executable, *launcher, *command],
         cwd=REPOSITORY,
         capture_output=True,
@@ -102,7 +104,6 @@ def _launch(engine: str, command: list[str], folder: Path) -> None:
         timeout=600,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert launched.returncode == 0, launched.stderr[-8000:]
 
 
 def uneven_pairs() -> list[dict]:
@@ -159,7 +160,7 @@ def shift(model) -> None:
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
             else:
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.05).to(parameter.device))
 
 
 def whole(parameters: list, *, changed: bool = False):
@@ -182,10 +183,12 @@ def trained_parameters(trainer, kind: str) -> dict:
 def told(trainer) -> dict[str, Any]:
     """`logs` and `facts` of a run."""
     from trl_ext.models.packing import packing_of
+    from trl_ext.trainers.engine import engine_in_force
 
     plugin, packing = trainer.accelerator.state.deepspeed_plugin, trainer.packing
     facts = {
         "processes": trainer.accelerator.num_processes,
+        "engine": engine_in_force(trainer.args).name,
         "zero_stage": None if plugin is None else plugin.zero_stage,
     }
     if packing is not None:
