@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 from accelerate import Accelerator
-from common import RECIPES, config_text, one_line_errors, parse_arguments, settings_digest
+from common import RECIPES, one_line_errors, parse_arguments
 from reasoning import (
     LENGTHS,
     TITLES,
@@ -27,6 +27,7 @@ from reasoning import (
     print_table,
     sampling_settings,
 )
+from run_folder import config_text, settings_digest
 from training import ModelArguments
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import get_quantization_config

@@ -7,36 +7,21 @@ import os
 # A run says nothing to anybody unless it is asked to.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-import time
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-from common import (
-    MENDABLE_IN_TRAINING,
-    RECIPES,
-    check_trackers,
-    clear_run_folder,
-    config_text,
-    one_line_errors,
-    open_run_folder,
-    parse_arguments,
-    settings_digest,
-)
+from common import MENDABLE_IN_TRAINING, one_line_errors
 from results import print_results, write_results
-from training import ModelArguments, can_be_resumed, load_finished, load_trainer
-from transformers import TrainerState
+from run_folder import begin_run
+from training import can_be_resumed, held_out_generations, load_rows
 
-from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
-from trl_ext.evaluation import GroundTruthJudge
+from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.evaluation.plots import ONLINE_PANELS
-from trl_ext.files import write_text
 from trl_ext.registry import load_function
 from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.rollouts import end_processes
-from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback
+from trl_ext.trainers.callbacks import GenerationTableCallback
 from trl_ext.trainers.defaults import warn_once_per_run
-from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
 from trl_ext.trainers.policies import remember_base
 from trl_ext.trainers.reward_functions import reward_columns
 
@@ -92,82 +77,60 @@ class OnlineArguments:
             raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
 
 
+@can_be_resumed()
 def main(
     config_class: type[PolicyConfig] = PolicyConfig,
     trainer_class: type[PolicyTrainer] = PolicyTrainer,
 ) -> None:
     """Read the arguments, train, evaluate, and write the run folder."""
-    with can_be_resumed():
-        _run(config_class, trainer_class)
-
-
-def _run(config_class: type[PolicyConfig], trainer_class: type[PolicyTrainer]) -> None:
-    started = time.time()
     with one_line_errors():
-        arguments, model, training = parse_arguments(
-            (OnlineArguments, ModelArguments, config_class),
-            default_config=RECIPES / "configs" / "toy" / f"{config_class._method or 'policy'}.yaml",
+        run = begin_run(
+            OnlineArguments,
+            config_class,
+            config=config_class._method or "policy",
             description=config_class.__doc__,
+            name=lambda training: training.algorithm.rpartition(":")[2],
         )
-        if training.output_dir == "trainer_output":
-            name = Path(arguments.dataset_name).stem
-            training.output_dir = f"runs/{training.algorithm.rpartition(':')[2]}-{name}"
-        checkpoint = open_run_folder(
-            training.output_dir,
-            overwrite=arguments.overwrite_output_dir,
-            resume_from_checkpoint=training.resume_from_checkpoint,
-        )
-        check_trackers(training.report_to)
+        arguments, training = run.arguments, run.training
         splits = _load_splits(arguments)
         rewards = _rewards(arguments, training)
-        resolved = config_text(arguments, model, training)
-        trainer = load_trainer(
-            partial(trainer_class, reward_funcs=rewards), model, training, train_dataset=splits["train"]
-        )
+        trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=splits["train"])
         if arguments.calibrate_rewards:
             # Only now, when the members share what they can.
             _calibrate(rewards, splits["train"])
         if "prompts" in splits:
             remember_base(trainer)
-    main_process = trainer.accelerator.is_main_process
-    if main_process:
-        if arguments.overwrite_output_dir:
-            clear_run_folder(training.output_dir)
-        write_text(Path(training.output_dir) / "config.yaml", resolved)
-    trainer.add_callback(MetricsFileCallback(Path(training.output_dir) / "metrics.jsonl"))
-    evaluation = _evaluation(trainer, arguments, training, splits)
+    run.open(trainer)
+    evaluation = None
+    if "prompts" in splits:
+        evaluation = held_out_generations(
+            trainer,
+            splits["prompts"],
+            arguments,
+            max_new_tokens=training.max_completion_length,
+            batch_size=arguments.generation_eval_batch_size,
+            reward_columns=partial(reward_columns, trainer),
+        )
     every = _evaluate_every(arguments, training)
     if evaluation is not None and every:
         trainer.add_callback(
             GenerationTableCallback(evaluation, every=every, prompts=arguments.num_generation_prompts, prefix="eval_")
         )
 
-    training_started = time.time()
-    with one_line_errors(MENDABLE_IN_TRAINING):
-        if not load_finished(trainer, checkpoint):
-            trainer.train(resume_from_checkpoint=checkpoint)
-    training_seconds = time.time() - training_started
-    trainer.save_model(training.output_dir)
+    run.train(trainer)
 
     with one_line_errors(MENDABLE_IN_TRAINING):
         comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
-    if main_process:
-        run = _describe(trainer, arguments, model, checkpoint)
-        run["settings_digest"] = settings_digest(resolved)
-        seconds = {"training_seconds": training_seconds, "total_seconds": time.time() - started}
-        results = write_results(trainer, comparison, None, {**run, **seconds}, panels=ONLINE_PANELS)
+    if trainer.accelerator.is_main_process:
+        described = run.describe(**_describe(trainer, arguments))
+        results = write_results(trainer, comparison, None, described, panels=ONLINE_PANELS)
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
     end_processes(trainer.accelerator)
 
 
 def _load_splits(arguments: OnlineArguments) -> dict:
     """The benchmark's prompts to train on (`train`), and those that are held out (`prompts`) where there are any."""
-    benchmark = load_benchmark(arguments.dataset_name, skip_bad_rows=arguments.skip_bad_rows)
-    if arguments.train_split not in benchmark:
-        raise ValueError(
-            f"{arguments.dataset_name} has no split {arguments.train_split!r} to train on: "
-            f"it has {', '.join(benchmark)}; name one with --train_split"
-        )
+    benchmark = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
     splits = {"train": benchmark[arguments.train_split]}
     if arguments.prompt_split in benchmark:
         splits["prompts"] = benchmark[arguments.prompt_split]
@@ -213,42 +176,12 @@ def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
     return int(training.eval_steps) if training.eval_steps and training.eval_steps >= 1 else 50
 
 
-def _evaluation(trainer, arguments, training, splits) -> GenerationEvaluation | None:
-    if "prompts" not in splits:
-        return None
-    settings = GenerationSettings(
-        max_prompt_tokens=training.max_prompt_tokens,
-        max_new_tokens=training.max_completion_length,
-        temperature=arguments.generation_temperature,
-        batch_size=arguments.generation_eval_batch_size,
-        seed=training.seed,
-    )
-    # Only the embedded benchmark comes with a known quality of every response.
-    judge = GroundTruthJudge() if arguments.dataset_name == "toy" else None
-    return GenerationEvaluation(
-        trainer,
-        splits["prompts"],
-        settings,
-        judge=judge,
-        score_function=judge.score_function if judge else None,
-        reward_columns=partial(reward_columns, trainer),
-    )
-
-
-def _describe(trainer, arguments: OnlineArguments, model: ModelArguments, checkpoint: str | None) -> dict:
+def _describe(trainer, arguments: OnlineArguments) -> dict:
     args = trainer.args
-    # Checkpoints lie between rollouts.
-    steps_before = 0
-    if checkpoint:
-        steps_before = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json")).global_step
-    micro_batches = steps_before * args.gradient_accumulation_steps
-    rollouts = trainer.rollouts + micro_batches // (args.steps_per_generation * args.num_iterations)
     return {
         "algorithm": args.algorithm,
         "objective": trainer.objective.describe(),
         "settings": trainer.objective.to_dict(),
-        "model": model.model_name_or_path,
-        "dataset": arguments.dataset_name,
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
         "ensembles": [
@@ -257,7 +190,7 @@ def _describe(trainer, arguments: OnlineArguments, model: ModelArguments, checkp
             if isinstance(function, RewardEnsemble)
         ],
         "train_prompts": len(trainer.train_dataset),
-        "rollouts": rollouts,
-        "sampled_responses": rollouts * args.generation_batch_size,
+        "rollouts": trainer.rollouts,
+        "sampled_responses": trainer.rollouts * args.generation_batch_size,
         "skipped_updates": dict(trainer.update_guard.skipped),
     }

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from results import describe_run
+from run_folder import TrainingRun
+
 from trl_ext.data.math import load_math
 from trl_ext.data.templates import load_prompt_template
 from trl_ext.evaluation.plots import draw_curves, new_figure
@@ -16,7 +19,7 @@ from trl_ext.files import replacing, write_json, write_json_lines
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.engines import ANSWER_END
 from trl_ext.trainers.callbacks import read_metrics
-from trl_ext.trainers.reasoning_evaluation import DECODINGS
+from trl_ext.trainers.reasoning_evaluation import DECODINGS, ReasoningEvaluation
 
 CHAT = "chat"
 TITLES = {"correct": "correct", "wrong_answer": "wrong answer", "wrong_format": "wrong format"}
@@ -49,8 +52,9 @@ class ProblemArguments:
     reward: str | None = field(
         default=None,
         metadata={
-            "help": "r1_zero (answer in tags), question_only (answer in a box) or countdown. Default: countdown where "
-            "problems have numbers and a target, question_only for the prompt of that name, else r1_zero."
+            "help": "r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
+            "Default: countdown where problems have numbers and a target, question_only for the prompt of that name, "
+            "else r1_zero."
         },
     )
     use_math_verify: bool = field(
@@ -128,9 +132,49 @@ def sampling_settings(arguments: ProblemArguments, *, reward: str = "r1_zero") -
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.generation_temperature,
         top_p=arguments.generation_top_p,
-        stop=() if reward == "question_only" else (ANSWER_END,),
+        stop=(ANSWER_END,) if reward in ("r1_zero", "countdown") else (),
         batch_size=arguments.generation_eval_batch_size,
     )
+
+
+def evaluate_on(trainer, problems: Problems, settings: SamplingSettings) -> ReasoningEvaluation:
+    """What samples a trainer's policy on the problems and grades it."""
+    return ReasoningEvaluation(trainer, problems.rows, problems.template, problems.grade, settings)
+
+
+def require_base(evaluation: ReasoningEvaluation, run: TrainingRun) -> None:
+    """Check that a run that goes on can be compared with its base, whose weights are no longer there to sample.
+
+    Raises:
+        ValueError: the run folder does not hold the base's responses to all problems.
+    """
+    if run.checkpoint is not None and not evaluation.base_is_known():
+        raise ValueError(
+            f"{run.folder}/samples does not hold the base's responses to the {len(evaluation.rows)} held-out "
+            "problems, which a run leaves there at its start: begin anew with --overwrite_output_dir"
+        )
+
+
+def compare_with_base(run: TrainingRun, trainer, evaluation: ReasoningEvaluation, **own: Any) -> dict[str, Any] | None:
+    """Evaluate the trained policy, write the comparison with its base into the run folder, and print it.
+
+    Args:
+        run: of the recipe.
+        trainer: after training.
+        evaluation: on the problems of the comparison, whose base is known.
+        own: what the recipe says of the run.
+
+    Returns:
+        the results; None on processes other than the main one.
+    """
+    after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
+    before = evaluation.base()
+    if not trainer.accelerator.is_main_process:
+        return None
+    described = describe_run(trainer, run.describe(**own))
+    results = write_comparison(run.folder, described, before, after)
+    print_comparison(results, after["sampled"], run.training.output_dir)
+    return results
 
 
 def compare(before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:

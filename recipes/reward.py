@@ -7,31 +7,20 @@ import os
 # A run says nothing to anybody unless it is asked to.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from common import (
-    RECIPES,
-    check_trackers,
-    clear_run_folder,
-    config_text,
-    one_line_errors,
-    open_run_folder,
-    parse_arguments,
-)
+from common import one_line_errors
 from reward_results import print_reward_results, write_reward_results
-from training import ModelArguments, can_be_resumed, load_finished, load_pairs, load_trainer
-from transformers import AutoModelForCausalLM, IntervalStrategy
+from run_folder import begin_run
+from training import ModelArguments, can_be_resumed, load_pairs
+from transformers import AutoModelForCausalLM
 
 from trl_ext import RewardConfig, RewardTrainer, toy
 from trl_ext.data import encode_turn
 from trl_ext.evaluation.judge import last_user_text
-from trl_ext.files import write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import end_processes, generate_responses
-from trl_ext.trainers.callbacks import MetricsFileCallback
 from trl_ext.trainers.defaults import is_main_process, warn_once_per_run
 from trl_ext.trainers.reward_selection import CheckpointSelection, ScoredSamples
 
@@ -73,42 +62,34 @@ class RewardArguments:
             raise ValueError(f"num_mistakes must be at least 0, got {self.num_mistakes}")
 
 
+@can_be_resumed()
 def main() -> None:
     """Read the arguments, train, choose a checkpoint, evaluate it, and write the run folder."""
-    with can_be_resumed():
-        _run()
-
-
-def _run() -> None:
-    started = time.time()
     with one_line_errors():
-        arguments, model, training, checkpoint = _read_arguments()
+        run = begin_run(
+            RewardArguments,
+            RewardConfig,
+            config="reward_model",
+            description="Train a reward model on preference pairs.",
+            name=lambda training: "reward-model",
+        )
+        arguments, training = run.arguments, run.training
         benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         held_out = _split(benchmark, arguments.eval_split, arguments, "held-out pairs will not be evaluated")
         selection_split = _selection_split(benchmark, arguments, training)
-        resolved = config_text(arguments, model, training)
-        if held_out is None:
-            training.eval_strategy = IntervalStrategy.NO
-        trainer = load_trainer(
-            RewardTrainer, model, training, train_dataset=benchmark[arguments.train_split], eval_dataset=held_out
+        trainer = run.load_trainer(
+            RewardTrainer, train_dataset=benchmark[arguments.train_split], eval_dataset=held_out
         )
         selection = None
         if selection_split is not None:
             pairs = benchmark[selection_split]
-            samples = _samples(trainer, pairs, arguments, model) if training.select_best == "best_of_n" else None
+            samples = _samples(trainer, pairs, arguments, run.model) if training.select_best == "best_of_n" else None
             selection = CheckpointSelection(trainer, pairs, samples=samples)
-    if trainer.accelerator.is_main_process:
-        if arguments.overwrite_output_dir:
-            clear_run_folder(training.output_dir)
-        write_text(Path(training.output_dir) / "config.yaml", resolved)
-    trainer.add_callback(MetricsFileCallback(Path(training.output_dir) / "metrics.jsonl"))
+    run.open(trainer)
     if selection is not None:
         trainer.add_callback(selection)
 
-    training_started = time.time()
-    if not load_finished(trainer, checkpoint):
-        trainer.train(resume_from_checkpoint=checkpoint)
-    training_seconds = time.time() - training_started
+    run.train(trainer, save=False)
     with one_line_errors():
         selected = None if selection is None else selection.load_best(split=selection_split)
     trainer.save_model(training.output_dir)
@@ -117,18 +98,13 @@ def _run() -> None:
     if held_out is not None:
         scores = trainer.score_pairs(trainer.eval_dataset, progress="held-out pairs")
     if trainer.accelerator.is_main_process:
-        run = {
-            "objective": _objective(training),
-            "model": model.model_name_or_path,
-            "dataset": arguments.dataset_name,
-            "train_pairs": len(trainer.train_dataset),
-            "eval_split": None if held_out is None else arguments.eval_split,
-            "training_seconds": training_seconds,
-            "total_seconds": time.time() - started,
-        }
         results = write_reward_results(
             trainer,
-            run,
+            run.describe(
+                objective=_objective(training),
+                train_pairs=len(trainer.train_dataset),
+                eval_split=None if held_out is None else arguments.eval_split,
+            ),
             held_out,
             scores,
             selected,
@@ -137,24 +113,6 @@ def _run() -> None:
         )
         print_reward_results(results, training.output_dir)
     end_processes(trainer.accelerator)
-
-
-def _read_arguments() -> tuple[RewardArguments, ModelArguments, RewardConfig, str | None]:
-    """The arguments, and the checkpoint to resume from, once the run folder and the trackers are found usable."""
-    arguments, model, training = parse_arguments(
-        (RewardArguments, ModelArguments, RewardConfig),
-        default_config=RECIPES / "configs" / "toy" / "reward_model.yaml",
-        description="Train a reward model on preference pairs.",
-    )
-    if training.output_dir == "trainer_output":
-        training.output_dir = f"runs/reward-model-{Path(arguments.dataset_name).stem}"
-    checkpoint = open_run_folder(
-        training.output_dir,
-        overwrite=arguments.overwrite_output_dir,
-        resume_from_checkpoint=training.resume_from_checkpoint,
-    )
-    check_trackers(training.report_to)
-    return arguments, model, training, checkpoint
 
 
 def _split(benchmark, name: str, arguments: RewardArguments, consequence: str):

@@ -7,35 +7,29 @@ import os
 # A run says nothing to anybody unless it is asked to.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from common import (
-    MENDABLE_IN_TRAINING,
-    RECIPES,
-    check_trackers,
-    clear_run_folder,
-    config_text,
-    one_line_errors,
-    open_run_folder,
-    parse_arguments,
-    settings_digest,
-)
+from common import one_line_errors
 from datasets import Dataset
-from reasoning import ProblemArguments, Problems, first, load_problems, print_comparison, sampling_settings
-from reasoning import write_comparison as write_results
-from results import describe_run
-from training import ModelArguments, can_be_resumed, load_finished, load_trainer
+from reasoning import (
+    ProblemArguments,
+    Problems,
+    compare_with_base,
+    evaluate_on,
+    first,
+    load_problems,
+    require_base,
+    sampling_settings,
+)
+from run_folder import begin_run
+from training import can_be_resumed
 
 from trl_ext import SFTConfig, SFTTrainer
 from trl_ext.data.math import demonstration, math_prompt
-from trl_ext.files import write_text
 from trl_ext.rollouts import end_processes
-from trl_ext.trainers.callbacks import MetricsFileCallback
 from trl_ext.trainers.defaults import is_main_process
-from trl_ext.trainers.reasoning_evaluation import DECODINGS, ReasoningCallback, ReasoningEvaluation
+from trl_ext.trainers.reasoning_evaluation import ReasoningCallback
 
 
 @dataclass
@@ -62,78 +56,41 @@ class SFTArguments(ProblemArguments):
                 raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+@can_be_resumed()
 def main() -> None:
     """Read the arguments, train, evaluate before and after, and write the run folder."""
-    with can_be_resumed():
-        _run()
-
-
-def _run() -> None:
-    started = time.time()
     with one_line_errors():
-        arguments, model, training, checkpoint = _read_arguments()
+        run = begin_run(
+            SFTArguments,
+            SFTConfig,
+            config="sft",
+            description="Fine-tune a model on worked problems.",
+            name=lambda training: "sft",
+        )
+        arguments = run.arguments
         train = load_problems(arguments, arguments.train_split)
         held_out = load_problems(arguments, arguments.eval_split, arguments.num_eval_prompts)
         demonstrations, kept = choose_demonstrations(arguments, train)
-        resolved = config_text(arguments, model, training)
-        trainer = load_trainer(SFTTrainer, model, training, train_dataset=Dataset.from_list(demonstrations))
-        settings = sampling_settings(arguments, reward=held_out.reward)
-        evaluation = ReasoningEvaluation(trainer, held_out.rows, held_out.template, held_out.grade, settings)
-        if checkpoint is not None and not evaluation.base_is_known():
-            raise ValueError(
-                f"{training.output_dir}/samples does not hold the base's responses to the {len(held_out.rows)} "
-                "held-out problems, which a run leaves there at its start: begin anew with --overwrite_output_dir"
-            )
-    if trainer.accelerator.is_main_process:
-        if arguments.overwrite_output_dir:
-            clear_run_folder(training.output_dir)
-        write_text(Path(training.output_dir) / "config.yaml", resolved)
-    trainer.add_callback(MetricsFileCallback(Path(training.output_dir) / "metrics.jsonl"))
+        trainer = run.load_trainer(SFTTrainer, train_dataset=Dataset.from_list(demonstrations))
+        evaluation = evaluate_on(trainer, held_out, sampling_settings(arguments, reward=held_out.reward))
+        require_base(evaluation, run)
+    run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
     trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
 
-    training_started = time.time()
-    with one_line_errors(MENDABLE_IN_TRAINING):
-        if not load_finished(trainer, checkpoint):
-            trainer.train(resume_from_checkpoint=checkpoint)
-    training_seconds = time.time() - training_started
-    trainer.save_model(training.output_dir)
+    run.train(trainer)
 
-    after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
-    before = evaluation.base()
-    if trainer.accelerator.is_main_process:
-        run = {
-            "objective": f"SFT ({describe_data(arguments, len(demonstrations))}, {held_out.template_name} prompt)",
-            "model": model.model_name_or_path,
-            "dataset": arguments.dataset_name,
-            "reward": held_out.reward,
-            "train_problems": len(train.rows),
-            "train_responses": len(demonstrations),
-            "filtered": kept,
-            "settings_digest": settings_digest(resolved),
-            "training_seconds": training_seconds,
-            "total_seconds": time.time() - started,
-        }
-        results = write_results(training.output_dir, describe_run(trainer, run), before, after)
-        print_comparison(results, after["sampled"], training.output_dir)
+    compare_with_base(
+        run,
+        trainer,
+        evaluation,
+        objective=f"SFT ({describe_data(arguments, len(demonstrations))}, {held_out.template_name} prompt)",
+        reward=held_out.reward,
+        train_problems=len(train.rows),
+        train_responses=len(demonstrations),
+        filtered=kept,
+    )
     end_processes(trainer.accelerator)
-
-
-def _read_arguments() -> tuple[SFTArguments, ModelArguments, SFTConfig, str | None]:
-    arguments, model, training = parse_arguments(
-        (SFTArguments, ModelArguments, SFTConfig),
-        default_config=RECIPES / "configs" / "toy" / "sft.yaml",
-        description="Fine-tune a model on worked problems.",
-    )
-    if training.output_dir == "trainer_output":
-        training.output_dir = f"runs/sft-{Path(arguments.dataset_name).absolute().stem}"
-    checkpoint = open_run_folder(
-        training.output_dir,
-        overwrite=arguments.overwrite_output_dir,
-        resume_from_checkpoint=training.resume_from_checkpoint,
-    )
-    check_trackers(training.report_to)
-    return arguments, model, training, checkpoint
 
 
 def choose_demonstrations(

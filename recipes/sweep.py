@@ -27,10 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trl_ext.evaluation.report import write_report
-from trl_ext.files import write_json
+from trl_ext.files import brief, read_yaml, write_json
 from trl_ext.registry import nearest
 
 RECIPES = Path(__file__).resolve().parent
@@ -114,15 +112,12 @@ def read_study(path: str | Path, output_dir: str | None = None, accelerate_confi
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no study {str(path)!r}: give a YAML file, as those in recipes/configs/sweeps")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no study: it needs recipe, and runs or grid")
     for key in content:
         if key not in KEYS:
-            raise ValueError(f"{path}: unknown key {key!r}{nearest(str(key), KEYS)} Known: {', '.join(KEYS)}")
+            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), KEYS)} Known: {', '.join(KEYS)}")
     recipe = str(content.get("recipe"))
     if not (RECIPES / f"{recipe}.py").is_file():
         raise FileNotFoundError(f"{path}: no recipe {recipe!r}: {RECIPES}/{recipe}.py does not exist")
@@ -152,16 +147,16 @@ def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
     grid = _mapping(path, "grid", content["grid"])
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
-            raise ValueError(f"{path}: grid: {name} must be a list of values, got {values!r}")
+            raise ValueError(f"{path}: grid: {name} must be a list of values, got {brief(repr(values), 100)}")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def _mapping(path: Path, what: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value and what != "common":
-        raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {value!r}")
+        raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
         if not isinstance(name, str) or not name.isidentifier():
-            raise ValueError(f"{path}: {what}: {name!r} is no argument")
+            raise ValueError(f"{path}: {what}: {brief(repr(name))} is no argument")
         if name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
             raise ValueError(f"{path}: {what}: {name} is settled by the sweep: leave it out")
     return value

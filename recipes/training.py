@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
+from common import MENDABLE_IN_TRAINING, one_line_errors
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from trl_ext import load_benchmark
+from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.models import resolve_model_path
 from trl_ext.trainers.defaults import is_main_process, warn_once_per_run
+from trl_ext.trainers.faults import plain_faults
+from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
 
 
 @dataclass
@@ -27,16 +30,32 @@ class ModelArguments(ModelConfig):
 
 @contextmanager
 def can_be_resumed() -> Iterator[None]:
-    """End an interrupted run with a line that says how to go on."""
+    """End an interrupted run, and one that meets a fault of the machine, with a line that says how to go on."""
     try:
-        yield
+        with one_line_errors(MENDABLE_IN_TRAINING), plain_faults():
+            yield
     except KeyboardInterrupt:
         if is_main_process():
             print(
                 "\ninterrupted; once there is a checkpoint in the output folder, the same command goes on from it "
-                "with --resume_from_checkpoint (and without --overwrite_output_dir)"
+                "with --resume_from_checkpoint (and without --overwrite_output_dir); before the first one, it begins "
+                "anew with --overwrite_output_dir"
             )
         raise SystemExit(130) from None
+
+
+def load_rows(name: str, split: str, *, skip_bad_rows: bool):
+    """A benchmark whose split `split` is there to train on.
+
+    Raises:
+        ValueError: it has no such split.
+    """
+    benchmark = load_benchmark(name, skip_bad_rows=skip_bad_rows)
+    if split not in benchmark:
+        raise ValueError(
+            f"{name} has no split {split!r} to train on: it has {', '.join(benchmark)}; name one with --train_split"
+        )
+    return benchmark
 
 
 def load_pairs(name: str, split: str, *, skip_bad_rows: bool):
@@ -45,11 +64,7 @@ def load_pairs(name: str, split: str, *, skip_bad_rows: bool):
     Raises:
         ValueError: it has no such split, or the split holds prompts only.
     """
-    benchmark = load_benchmark(name, skip_bad_rows=skip_bad_rows)
-    if split not in benchmark:
-        raise ValueError(
-            f"{name} has no split {split!r} to train on: it has {', '.join(benchmark)}; name one with --train_split"
-        )
+    benchmark = load_rows(name, split, skip_bad_rows=skip_bad_rows)
     if "chosen" not in benchmark[split].column_names:
         raise ValueError(f"the split {split!r} holds prompts and no pairs: name another --train_split")
     return benchmark
@@ -96,17 +111,27 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
         ) from error
 
 
-def load_finished(trainer, checkpoint: str | None) -> bool:
-    """Load a checkpoint that is the end of the run; training on from it would take one step too many."""
-    if checkpoint is None or trainer.args.max_steps <= 0 or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        return False
-    state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
-    if state.global_step < trainer.args.max_steps:
-        return False
-    trainer._load_from_checkpoint(checkpoint)
-    state.is_world_process_zero = trainer.is_world_process_zero()
-    state.is_local_process_zero = trainer.is_local_process_zero()
-    trainer.state = state
-    if trainer.args.load_best_model_at_end and state.best_model_checkpoint:
-        trainer._load_best_model()
-    return True
+def held_out_generations(
+    trainer, prompts, arguments, *, max_new_tokens: int, batch_size: int, **options: Any
+) -> GenerationEvaluation:
+    """What generates for held-out prompts and compares with the base; judged where the data has its own judge.
+
+    Args:
+        trainer: of the policy.
+        prompts: rows of the benchmark.
+        arguments: the recipe's, with `dataset_name` and `generation_temperature`.
+        max_new_tokens: of a response.
+        batch_size: prompts at a time.
+        options: further ones of `GenerationEvaluation`.
+    """
+    settings = GenerationSettings(
+        max_prompt_tokens=trainer.args.max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=arguments.generation_temperature,
+        batch_size=batch_size,
+        seed=trainer.args.seed,
+    )
+    # Only the embedded benchmark comes with a known quality of every response.
+    judge = GroundTruthJudge() if arguments.dataset_name == "toy" else None
+    score_function = judge.score_function if judge else None
+    return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)

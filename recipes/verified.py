@@ -1,9 +1,8 @@
-"""What recipes share that train on verified rewards: the sets of problems, the reward by name, and plots over time."""
+"""What recipes share that train on verified rewards: the sets of problems, and plots over time."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,8 @@ from reasoning import ProblemArguments, Problems, load_problems
 
 from trl_ext.evaluation.plots import draw_curves, new_figure
 from trl_ext.files import replacing
-from trl_ext.rewards import verified_reward
-from trl_ext.rewards.answers import is_correct
-from trl_ext.rewards.parsers import parse_gsm8k_response
-from trl_ext.rewards.verified import completion_text
-from trl_ext.rollouts.engines import ANSWER_END
 from trl_ext.trainers.callbacks import read_metrics
 
-LAST_NUMBER = "gsm8k"
 # Title -> label of each curve -> metric, drawn over steps and over minutes.
 TIME_PANELS = {
     "Accuracy on validation problems, 95% interval": {
@@ -41,14 +34,6 @@ TIME_PANELS = {
 class TrainingProblems(ProblemArguments):
     """Problems to train and validate on, beside those of the final comparison."""
 
-    reward: str | None = field(
-        default=None,
-        metadata={
-            "help": "r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
-            "Default: countdown where problems have numbers and a target, question_only for the prompt of that name, "
-            "else r1_zero."
-        },
-    )
     train_split: str = field(default="train", metadata={"help": "Problems to train on."})
     validation_split: str | None = field(
         default=None, metadata={"help": "Problems to validate on. Default: validation on toy, else eval_split."}
@@ -80,44 +65,7 @@ def load_problem_sets(arguments: TrainingProblems) -> tuple[Problems, Problems, 
         (validation, arguments.num_validation_prompts),
         (arguments.eval_split, arguments.num_eval_prompts),
     )
-    if arguments.reward != LAST_NUMBER:
-        return tuple(load_problems(arguments, split, count) for split, count in wanted)
-    # Loaded under any reward, and graded by their last number.
-    arguments = dataclasses.replace(arguments, reward="question_only")
-    problems = [load_problems(arguments, split, count) for split, count in wanted]
-    return tuple(dataclasses.replace(one, reward=LAST_NUMBER, grade=grade_last_number) for one in problems)
-
-
-def stops(reward: str) -> tuple[str, ...]:
-    """What ends a response: where answers stand in tags, the closing one."""
-    return (ANSWER_END,) if reward in ("r1_zero", "countdown") else ()
-
-
-def grade_last_number(response: str, row: Mapping[str, Any]) -> dict[str, float]:
-    """GSM8K's own grading: the last number of a response is its answer, and having one is all of its form."""
-    answer = parse_gsm8k_response(response)
-    correct = float(answer is not None and is_correct(answer, row["answer"]))
-    return {"reward": correct, "format_reward": float(answer is not None), "answer_reward": correct}
-
-
-def last_number_reward(completions: Sequence, answer: Sequence[str], log_metric=None, **columns: Any) -> list[float]:
-    """`grade_last_number` with TRL's signature of a reward function; logs its parts as the verified rewards do."""
-    pairs = zip(completions, answer, strict=True)
-    graded = [grade_last_number(completion_text(completion), {"answer": truth}) for completion, truth in pairs]
-    if log_metric is not None and graded:
-        for part in ("format", "answer"):
-            mean = sum(one[f"{part}_reward"] for one in graded) / len(graded)
-            log_metric(f"rewards/{LAST_NUMBER}/{part}", mean)
-    return [one["reward"] for one in graded]
-
-
-# Under which TRL logs it.
-last_number_reward.__name__ = LAST_NUMBER
-
-
-def reward_function(problems: Problems, *, fast: bool = True):
-    """The problems' reward as TRL's trainers call it."""
-    return last_number_reward if problems.reward == LAST_NUMBER else verified_reward(problems.reward, fast=fast)
+    return tuple(load_problems(arguments, split, count) for split, count in wanted)
 
 
 def plot_over_time(folder: str | Path, results: Mapping[str, Any]) -> None:

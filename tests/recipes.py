@@ -20,6 +20,10 @@ ONLINE = {
     "rloo": "RLOO",
     "remax": "ReMax",
     "policy": "Policy",
+    "ppo": "PPO",
+    "online_preference": "OnlinePreference",
+    # A second configuration of the same recipe.
+    "online_preference_replay": "OnlinePreference",
 }
 # Recipes with a module of their own: its arguments, and the trainer's configuration where it trains.
 # Names in the script itself.
@@ -28,6 +32,7 @@ REASONING = {
     "sft": ("SFTArguments", "SFTConfig"),
     "expert_iteration": ("ExpertIterationArguments", "ExpertIterationConfig"),
     "grpo_math": ("GRPOMathArguments", "CourseConfig"),
+    "kto": ("RecipeArguments", "KTOConfig"),
 }
 
 

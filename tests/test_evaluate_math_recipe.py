@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -68,9 +69,9 @@ def test_the_report_reads_it(straight, tmp_path):
 def test_the_configuration_reads_back(straight, monkeypatch):
     path = straight / "config.yaml"
     parsed = recipes.parse(monkeypatch, "evaluate_math", "--config", str(path))
-    import common
+    import run_folder
 
-    assert yaml.safe_load(common.config_text(*parsed)) == yaml.safe_load(path.read_text())
+    assert yaml.safe_load(run_folder.config_text(*parsed)) == yaml.safe_load(path.read_text())
 
 
 @pytest.mark.parametrize("cut", [1, 2000])
@@ -127,6 +128,19 @@ def test_several_processes_divide_the_work(tmp_path):
     assert [(row["row_id"], row["sample"]) for row in rows] == [
         (row["row_id"], sample) for row in load_math("toy", "test")[:10] for sample in range(4)
     ]
+
+
+def test_the_last_number_of_a_response(tmp_path, monkeypatch, capsys):
+    """`--reward gsm8k`: each category follows from the last number in the response, found here by itself."""
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "evaluate_math", *SHORT, "--reward", "gsm8k", "--output_dir", "numbers")
+    assert "reward gsm8k" in capsys.readouterr().out
+    rows = read(tmp_path / "numbers", "generations.jsonl")
+    for row in rows:
+        numbers = re.findall(r"\d+", row["response_text"])
+        right = bool(numbers) and int(numbers[-1]) == int(row["answer"])
+        assert row["category"] == ("correct" if right else "wrong_answer" if numbers else "wrong_format"), row
+    assert {row["category"] for row in rows} >= {"correct", "wrong_answer"}
 
 
 def refused(monkeypatch, capsys, *arguments: str) -> str:

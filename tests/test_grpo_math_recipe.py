@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,16 +122,20 @@ def test_algorithms_and_normalizations(settings, expected, build):
 
 
 def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    from verified import grade_last_number, last_number_reward
+    """In training, validation and the final comparison alike, and no tag ends a response."""
+    arguments, _, _ = recipes.parse(monkeypatch, "grpo_math", "--reward", "gsm8k", "--num_eval_prompts", "3")
+    import reasoning
+    import verified
 
-    row = {"answer": "1200"}
-    graded = {text: grade_last_number(text, row) for text in ("So 3 x 400 = $1,200.", "It is 1200, or 12.", "None.")}
-    assert [(one["format_reward"], one["answer_reward"]) for one in graded.values()] == [(1, 1), (1, 0), (0, 0)]
-    logged = {}
-    rewards = last_number_reward(list(graded), ["1200"] * 3, log_metric=logged.__setitem__)
-    assert rewards == [1, 0, 0]
-    assert logged == {"rewards/gsm8k/format": 2 / 3, "rewards/gsm8k/answer": 1 / 3}
+    sets = verified.load_problem_sets(arguments)
+    for problems in sets:
+        row = problems.rows[0]
+        assert problems.reward == "gsm8k"
+        assert problems.grade(f"no tags: {row['answer']}", row)["reward"] == 1
+        assert problems.grade(f"{row['answer']}, or 0", row)["reward"] == 0
+    assert len(sets[2].rows) == 3
+    assert reasoning.sampling_settings(arguments, reward="gsm8k").stop == ()
+    assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
 
 
 # ---- Stop strings ----
@@ -269,12 +277,12 @@ def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]
     words += ["--length_normalization", "masked_normalize", "--max_steps", "-1", "--stop", "</answer>"]
     parsed = recipes.parse(monkeypatch, "grpo_math", *words, "--algorithm", "grpo_no_clip")
-    import common
+    import run_folder
 
     path = tmp_path / "config.yaml"
-    path.write_text(common.config_text(*parsed))
+    path.write_text(run_folder.config_text(*parsed))
     again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
-    assert yaml.safe_load(common.config_text(*again)) == yaml.safe_load(path.read_text())
+    assert yaml.safe_load(run_folder.config_text(*again)) == yaml.safe_load(path.read_text())
     assert again[-1].max_steps == 20 and again[-1].generation_kwargs == {"stop_strings": ["</answer>"]}
 
 
@@ -282,7 +290,7 @@ def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     ("arguments", "expected"),
     [
         (["--rollout_batch_size", "20"], "rollout_batch_size 20"),
-        (["--reward", "r2"], "reward must be one of"),
+        (["--reward", "r2"], "reward must be one of r1_zero, question_only, gsm8k, countdown"),
         (["--reward", "countdown"], "nums and target"),
         (["--prompt_template", "nope.txt"], "nope.txt"),
         (["--algorithm", "grpoo"], "grpoo"),
@@ -325,6 +333,33 @@ def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkey
     assert all(one[name].equal(other[name]) for name in one)
     steps = [[row["step"] for row in read(tmp_path / name / "metrics.jsonl")] for name in ("straight", "broken")]
     assert sorted(set(steps[0])) == sorted(set(steps[1]))
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint(tmp_path, monkeypatch, capsys):
+    """The same command and the one that would resume it both say what to do, and doing it works."""
+    monkeypatch.chdir(tmp_path)
+    command = [*SHORT, "--save_steps=100", "--output_dir=run"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = subprocess.Popen(
+        recipes.launch_command("grpo_math", *command, "--max_steps=500"), start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not (metrics.exists() and '"loss"' in metrics.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, "the run did not begin"
+            time.sleep(0.5)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    for flags in ([], ["--resume_from_checkpoint"]):
+        with pytest.raises(SystemExit) as stopped:
+            recipes.run(monkeypatch, "grpo_math", *command, *flags)
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+        assert stopped.value.code == 2 and "metrics.jsonl" in line and "--overwrite_output_dir" in line
+        assert "no checkpoint" in line and "resume it with" not in line
+    recipes.run(monkeypatch, "grpo_math", *command, "--overwrite_output_dir")
+    assert [row["step"] for row in read(metrics) if "loss" in row] == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

@@ -161,7 +161,7 @@ class TestARun:
     def test_the_configuration_reads_back(self, ensemble_run, monkeypatch):
         path = ensemble_run / "runs" / "grpo-toy" / "config.yaml"
         parsed = recipes.parse(monkeypatch, "grpo", "--config", str(path))
-        assert yaml.safe_load(common().config_text(*parsed)) == yaml.safe_load(path.read_text())
+        assert yaml.safe_load(run_folder().config_text(*parsed)) == yaml.safe_load(path.read_text())
 
     def test_it_prints_what_it_found(self, ensemble_run):
         printed = (ensemble_run / "stdout.txt").read_text()
@@ -172,6 +172,11 @@ class TestARun:
 def common():
     """The recipes' module of that name, once a recipe has been parsed or run."""
     return sys.modules["common"]
+
+
+def run_folder():
+    """As `common`."""
+    return sys.modules["run_folder"]
 
 
 BATCHES = {
@@ -192,12 +197,12 @@ def test_a_saved_configuration_reads_back(method, batch, monkeypatch, tmp_path):
     arguments = ["--reward_function", "my_rewards.py:known", "--min_new_tokens", "3", "--save_steps", "7"]
     parsed = recipes.parse(monkeypatch, method, *arguments, *BATCHES[batch])
     path = tmp_path / "config.yaml"
-    path.write_text(common().config_text(*parsed))
+    path.write_text(run_folder().config_text(*parsed))
     again = recipes.parse(monkeypatch, method, "--config", str(path))
     for one, other in zip(parsed, again, strict=True):
         names = [field.name for field in dataclasses.fields(one) if field.init and field.name != "logging_dir"]
         assert {name: getattr(one, name) for name in names} == {name: getattr(other, name) for name in names}
-    assert yaml.safe_load(common().config_text(*again)) == yaml.safe_load(path.read_text())
+    assert yaml.safe_load(run_folder().config_text(*again)) == yaml.safe_load(path.read_text())
     training, expected = again[-1], {"default": 64, "rollout": 256, "micro-batches": 256, "one response": 128}
     assert training.generation_batch_size == expected[batch]
     assert training.steps_per_generation == expected[batch] // 64
@@ -241,32 +246,20 @@ def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, online,
     trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
     trainer.train()
     assert len(calls) == rollouts
-    described = online._describe(trainer, online.OnlineArguments(), online.ModelArguments(), None)
+    described = online._describe(trainer, online.OnlineArguments())
     assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
 
 
-@pytest.mark.parametrize(
-    "checkpoint, rollouts",
-    [
-        # 3 updates of 4 micro-batches, of which 2 make a rollout, and then one more rollout.
-        ("run/checkpoint-3", 7),
-        pytest.param(
-            "run/kept",
-            7,
-        ),
-    ],
-)
-def test_rollouts_before_a_resumed_run_are_counted(checkpoint, rollouts, online, tiny_model_path, tmp_path):
-    """Whatever the checkpoint's folder is called: its trainer_state.json knows the step."""
-    folder = tmp_path / checkpoint
-    folder.mkdir(parents=True)
-    (folder / "trainer_state.json").write_text('{"global_step": 3}')
-    args = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 1}
-    spec = {"model": save_policy(tiny_model_path, tmp_path / "policy"), "args": args}
+def test_rollouts_before_a_resumed_run_are_counted(online, tiny_model_path, tmp_path):
+    """4 updates of 4 micro-batches, of which 2 make a rollout: 8 rollouts, 6 of them before the checkpoint."""
+    args = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 4}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    spec = {"model": save_policy(tiny_model_path, tmp_path / "policy"), "args": {**args, **saving}}
+    build(spec, str(tmp_path / "run")).train()
     trainer = build(spec, str(tmp_path / "run"))
-    trainer.rollouts = 1
-    described = online._describe(trainer, online.OnlineArguments(), online.ModelArguments(), str(folder))
-    assert (described["rollouts"], described["sampled_responses"]) == (rollouts, 16 * rollouts)
+    trainer.train(resume_from_checkpoint=str((tmp_path / "run" / "checkpoint-3").rename(tmp_path / "kept")))
+    described = online._describe(trainer, online.OnlineArguments())
+    assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
 
 
 def test_members_are_calibrated_where_they_share(online, monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import defaultdict
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +29,7 @@ REWARDS = f"{TRAINER}._calculate_rewards"
 ADVANTAGES = f"{TRAINER}._generate_and_score_completions"
 LOSS = f"{TRAINER}._compute_loss"
 GREEDY = "trl_ext.trainers.greedy"
+STOP = "trl_ext.trainers.stop_strings.StopStrings"
 GUARD = "trl_ext.trainers.update_guard.UpdateGuard"
 
 
@@ -207,6 +209,60 @@ def test_the_settings_of_vllm(name):
     assert uses("__init__", ast.Store) and uses("generate", ast.Load), (
         f"VLLMGeneration no longer keeps {name} in __init__ and reads it in generate: {GREEDY}._GREEDY_VLLM sets it "
         "for greedy responses"
+    )
+
+
+def test_stop_strings_reach_the_call_of_generate(stock):
+    """`StopStrings` gives the tokenizer to the model's `generate` for the while of TRL's one call of it."""
+    assert stock._tokenizer is stock.processing_class, (
+        f"GRPOTrainer._tokenizer is {type(getattr(stock, '_tokenizer', None)).__name__} and not the tokenizer of its "
+        f"processing class: {STOP} decodes with it"
+    )
+    model = stock.accelerator.unwrap_model(stock.model_wrapped)
+    calls, generate = [], model.generate
+
+    def recorded(*arguments, **keywords):
+        calls.append(keywords)
+        return generate(*arguments, **keywords)
+
+    ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
+    model.generate = recorded
+    try:
+        stock._generate_single_turn(ids, images, fields, 1)
+    finally:
+        del model.generate
+    assert len(calls) == 1, (
+        f"GRPOTrainer._generate_single_turn calls `generate` of accelerator.unwrap_model(self.model_wrapped) "
+        f"{len(calls)} times and not once: {STOP}._generate_single_turn hands the tokenizer over there, without which "
+        "transformers refuses stop_strings"
+    )
+    assert "tokenizer" not in calls[0], (
+        f"GRPOTrainer._generate_single_turn gives generate a tokenizer itself: {STOP}._generate_single_turn need not"
+    )
+
+
+def test_what_generate_returns_and_logs(stock, monkeypatch):
+    """Three responses of 3, 1 and 2 tokens, the first two of which end: a third is cut, and those that ended have
+    (3 + 1) / 2 = 2 tokens."""
+    assert parameter_names(trl.GRPOTrainer._generate) == ["self", "prompts"], (
+        f"GRPOTrainer._generate takes {parameter_names(trl.GRPOTrainer._generate)}: {STOP}._generate overrides it"
+    )
+    end = stock.eos_token_ids[0]
+    responses = [[5, 6, end], [end], [7, 8]]
+    monkeypatch.setattr(stock, "_generate_single_turn", lambda *arguments: (responses, None))
+    # The fixture's figures stay as they were.
+    monkeypatch.setattr(stock, "_metrics", {"train": defaultdict(list), "eval": defaultdict(list)})
+    stock.model.train()
+    output = stock._generate([row["prompt"] for row in prompts(3)])
+    assert output[1] == responses, (
+        f"the second of what GRPOTrainer._generate returns is {output[1]} and not the responses: {STOP}._generate"
+    )
+    expected = {"clipped_ratio": 1 / 3}
+    expected |= {f"{name}_terminated_length": value for name, value in (("mean", 2), ("min", 1), ("max", 3))}
+    found = {name: stock._metrics["train"].get(f"completions/{name}") for name in expected}
+    assert found == {name: [pytest.approx(value)] for name, value in expected.items()}, (
+        f"GRPOTrainer._generate logs {found} and not each figure at the end of its list in `_metrics`: "
+        f"{STOP}._log_what_ended replaces those ends, as a stop string ends a response too"
     )
 
 

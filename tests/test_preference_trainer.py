@@ -77,9 +77,15 @@ def scores_seen(trainer, rows: list[dict]) -> PreferenceScores:
 def test_dpo_is_trls_bit_by_bit(setup, tiny_model_path, tmp_path):
     stock = result(train(specification(tiny_model_path, "trl.DPOTrainer", setup), str(tmp_path / "stock")))
     own = result(train(specification(tiny_model_path, "DPOTrainer", setup), str(tmp_path / "own")))
-    assert own.logs == stock.logs  # names and values of all metrics
+    assert same_in_trl(own) == same_in_trl(stock)  # names and values of metrics
     assert len(own.logs) == 3
     assert largest_difference(own.parameters, stock.parameters) == 0.0
+
+
+def same_in_trl(run) -> list[dict]:
+    """Logs without the count that TRL has not, and without means over tokens, which in TRL are of micro-batches."""
+    other = ("skipped_updates", "entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
+    return [{key: value for key, value in entry.items() if key not in other} for entry in run.logs]
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +101,7 @@ def on_two_processes(tiny_model_path, tmp_path_factory):
 @pytest.mark.parametrize("setup", ["full", "lora"])
 def test_dpo_is_trls_bit_by_bit_on_two_processes(setup, on_two_processes):
     stock, own = on_two_processes["trl.DPOTrainer", setup], on_two_processes["DPOTrainer", setup]
-    assert own.logs == stock.logs
+    assert same_in_trl(own) == same_in_trl(stock)
     assert largest_difference(own.parameters, stock.parameters) == 0.0
 
 

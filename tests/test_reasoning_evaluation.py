@@ -203,6 +203,8 @@ def test_graders():
     assert grader()(right, row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
     assert grader("question_only")("\\boxed{10}", row)["reward"] == 1
     assert grader("question_only")(right, row)["format_reward"] == 0
+    assert grader("gsm8k")("no tags, but 10", row) == {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+    assert grader("gsm8k")("no number", row)["format_reward"] == 0
     countdown = grader("countdown")
     assert countdown("x </think> <answer> 4 + 6 </answer>", row)["reward"] == 1
     assert countdown("x </think> <answer> 10 </answer>", row)["reward"] == 0, "the numbers must be used"

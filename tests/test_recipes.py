@@ -336,9 +336,9 @@ def test_secrets_are_not_written(monkeypatch):
         '--model_init_kwargs={"token": "hf_secret", "deep": [{"api_key": "hf_secret"}], "use_cache": false}',
         "--pad_token=<|endoftext|>",
     )
-    import common
+    import run_folder
 
-    text = common.config_text(*parsed)
+    text = run_folder.config_text(*parsed)
     assert "hf_secret" not in text
     written = yaml.safe_load(text)
     assert written["pad_token"] == "<|endoftext|>"
@@ -349,9 +349,9 @@ def test_no_limit_is_written_as_such(monkeypatch, tmp_path):
     """An explicit null must not come back as the default of 512."""
     (tmp_path / "one.yaml").write_text("max_prompt_tokens: null\nmax_response_tokens: 9\n")
     parsed = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "one.yaml"))
-    import common
+    import run_folder
 
-    (tmp_path / "two.yaml").write_text(common.config_text(*parsed))
+    (tmp_path / "two.yaml").write_text(run_folder.config_text(*parsed))
     _, _, again = recipes.parse(monkeypatch, "aot", "--config", str(tmp_path / "two.yaml"))
     assert (again.max_prompt_tokens, again.max_response_tokens) == (None, 9)
 
@@ -372,11 +372,11 @@ def test_the_model_to_train_is_not_overwritten(place, tmp_path, monkeypatch, cap
 def test_overwriting_leaves_no_other_model_behind(tmp_path, monkeypatch):
     """An adapter beside a whole model would be loaded on top of it."""
     monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import common
+    import run_folder
 
     for name in ("adapter_config.json", "adapter_model.safetensors", "model.safetensors", "results.json", "mine.txt"):
         (tmp_path / name).write_text("x")
-    common.clear_run_folder(str(tmp_path))
+    run_folder.clear_run_folder(str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
@@ -413,11 +413,11 @@ def test_output_dir_that_cannot_be_written(tmp_path, monkeypatch, capsys):
 def test_a_start_that_failed_does_not_block_the_next(tmp_path, monkeypatch):
     """Only arguments are there: no earlier run to lose."""
     monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import common
+    import run_folder
 
     (tmp_path / "config.yaml").write_text("beta: 1\n")
     (tmp_path / "metrics.jsonl").write_text("")
-    assert common.open_run_folder(str(tmp_path), overwrite=False, resume_from_checkpoint=None) is None
+    assert run_folder.open_run_folder(str(tmp_path), overwrite=False, resume_from_checkpoint=None) is None
 
 
 def test_flags_override_the_configuration(monkeypatch, tmp_path):

@@ -324,7 +324,8 @@ def test_under_deepspeed_a_bad_reward_stops_the_run_at_once(policy_path, tmp_pat
     trainer = build({"model": policy_path}, str(tmp_path))
     guard, loss = trainer.update_guard, torch.tensor(0.5)
     trainer.is_deepspeed_enabled = True
-    guard.observe_micro_batch(loss, False)
-    guard.observe_micro_batch(loss * NAN, False)
+    guard.observe_loss(loss)
+    guard.observe_reward(False)
+    guard.observe_loss(loss * NAN)
     with pytest.raises(FloatingPointError, match="a reward at step 0 was not finite, and DeepSpeed cannot skip"):
-        guard.observe_micro_batch(loss, True)
+        guard.observe_reward(True)

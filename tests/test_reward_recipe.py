@@ -287,7 +287,7 @@ def test_switched_off_is_written_as_such(monkeypatch, tmp_path):
 
     monkeypatch.syspath_prepend(str(recipes.RECIPES))
     parsed = recipes.parse(monkeypatch, "reward_model", "--select_best=none", "--max_response_tokens=9")
-    text = sys.modules["common"].config_text(*parsed)
+    text = sys.modules["run_folder"].config_text(*parsed)
     (tmp_path / "again.yaml").write_text(text)
     _, _, again = recipes.parse(monkeypatch, "reward_model", "--config", str(tmp_path / "again.yaml"))
     assert again.select_best is None and again.max_response_tokens == 9

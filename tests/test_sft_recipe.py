@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -247,9 +248,9 @@ class TestARun:
     def test_the_configuration_reads_back(self, finished, monkeypatch):
         path = finished / "runs" / "sft-toy" / "config.yaml"
         parsed = recipes.parse(monkeypatch, "sft", "--config", str(path))
-        import common
+        import run_folder
 
-        assert yaml.safe_load(common.config_text(*parsed)) == yaml.safe_load(path.read_text())
+        assert yaml.safe_load(run_folder.config_text(*parsed)) == yaml.safe_load(path.read_text())
 
     def test_the_report_finds_nothing_damaged(self, finished, tmp_path):
         summary = write_report([finished / "runs"], tmp_path / "report.html")
@@ -328,6 +329,14 @@ class TestChoosingDemonstrations:
         # Smaller sizes are the beginning of larger ones.
         assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
 
+    def test_filtered_by_the_last_number(self, monkeypatch):
+        """Every response of the embedded data has its answer last, so as many are right as under the tags."""
+        rows, counts = self.choose(monkeypatch, "--reward=gsm8k")
+        problems = {row["row_id"]: row for row in load_math("toy", "train")}
+        last = [(re.findall(r"\d+", row["completion"][0]["content"])[-1], row["row_id"]) for row in rows]
+        assert all(float(number) == float(problems[name]["answer"]) for number, name in last)
+        assert counts == {"kept": len(rows), "of": 400} and 293 <= len(rows) < 400
+
     def test_everything(self, monkeypatch):
         rows, counts = self.choose(monkeypatch, "--filter_correct=false")
         assert len(rows) == 400 and counts is None
@@ -374,6 +383,49 @@ def test_refusals_before_training(arguments, expected, monkeypatch, capsys, tmp_
     monkeypatch.chdir(tmp_path)
     assert expected in refused(monkeypatch, capsys, *arguments)
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("left", [["metrics.jsonl"], ["metrics.jsonl", "checkpoint-2/model.safetensors"]])
+def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkeypatch, capsys, tmp_path):
+    """Without a flag and with --resume_from_checkpoint, in one line each; neither sends the user to the other."""
+    monkeypatch.chdir(tmp_path)
+    for name in left:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}\n")
+    names = ", ".join(Path(name).parts[0] for name in left)
+    assert refused(monkeypatch, capsys, "--output_dir=run") == (
+        f"error: run holds an earlier run ({names}) and no checkpoint of it to resume: choose another --output_dir, "
+        "or begin anew with --overwrite_output_dir"
+    )
+    assert refused(monkeypatch, capsys, "--output_dir=run", "--resume_from_checkpoint") == (
+        f"error: run has no checkpoint to resume, only {names}: to begin anew, give --overwrite_output_dir in place "
+        "of --resume_from_checkpoint"
+    )
+    # With a checkpoint that is whole, resuming is one of the ways.
+    (tmp_path / "run" / "checkpoint-1").mkdir()
+    (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    # No tensors: the length of the header, and the header.
+    (tmp_path / "run" / "checkpoint-1" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "--output_dir=run")
+
+
+@pytest.mark.parametrize(
+    ("earlier", "kept"), [("beta: 1\n", True), ("beta: 2\n", False), (None, True)], ids=["same", "other", "none"]
+)
+def test_responses_of_the_base_under_other_settings_are_not_taken_over(earlier, kept, monkeypatch, tmp_path):
+    """A run that ended while its base was sampled left responses and config.yaml, and nothing that keeps the next
+    run out of the folder. Under the same arguments the sampling goes on; a folder of the user's own is left alone."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import run_folder
+
+    base, mine = tmp_path / "samples" / "base_greedy.jsonl", tmp_path / "samples" / "mine.jsonl"
+    base.parent.mkdir()
+    for path in (base, mine):
+        path.write_text("{}\n")
+    if earlier is not None:
+        (tmp_path / "config.yaml").write_text(earlier)
+    run_folder._forget_other_base(tmp_path, "beta: 1\n")
+    assert base.exists() == kept and mine.exists()
 
 
 def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):

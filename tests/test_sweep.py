@@ -173,3 +173,34 @@ def test_every_run_of_the_studies_has_arguments_that_its_recipe_takes(path, swee
         assert training.output_dir == os.path.join("runs", path.stem, run.name)
         if "config" in run.arguments and path.stem.startswith("toy"):
             assert arguments.eval_split == "validation", "studies choose settings, and not on the test problems"
+
+
+@pytest.mark.slow
+def test_the_off_policy_study_on_the_embedded_additions(sweep, monkeypatch, tmp_path, capfd):
+    """Two of its points, cut to two rollouts: on-policy that is an update each, and with half a rollout to an update,
+    twice over, four updates each. The comparison has the figures of both runs."""
+    monkeypatch.chdir(tmp_path)
+    content = yaml.safe_load((recipes.RECIPES / "configs" / "sweeps" / "toy_off_policy.yaml").read_text())
+    content["runs"] = [run for run in content["runs"] if run["name"] in ("on_policy", "four_updates_no_clip")]
+    content["common"] |= {"n_grpo_steps": 2, "num_validation_prompts": 8, "num_eval_prompts": 16, "logging_steps": 1}
+    path = study(tmp_path, **content)
+    sweep.main(["--study", str(path)])
+    printed = capfd.readouterr().out
+    assert "2 of 2 runs are finished, in runs/study" in printed
+    folder = tmp_path / "runs" / "study"
+    # As Markdown shows it.
+    report = (folder / "report.md").read_text().replace("\\", "")
+    found = {}
+    for name, updates in (("on_policy", 1), ("four_updates_no_clip", 4)):
+        results = json.loads((folder / name / "results.json").read_text())
+        run, score = results["run"], results["score"]
+        assert (run["updates_per_rollout"], run["optimizer_steps"]) == (updates, 2 * updates)
+        assert run["sampled_responses"] == 2 * 128
+        metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in metrics if "loss" in row] == [*range(1, 2 * updates + 1)]
+        figures = f"score {score['policy']:.3f}, gain {score['gain']['mean']:+.3f}"
+        assert f"{name}: {figures}" in printed
+        rows = [line for line in report.splitlines() if line.startswith("|") and name in line]
+        assert any(f"{score['policy']:.3f}" in row for row in rows) and run["objective"] in report
+        found[name] = run["algorithm"]
+    assert found == {"on_policy": "grpo", "four_updates_no_clip": "grpo_no_clip"}

@@ -15,7 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from trl_ext.rewards import countdown_reward, is_correct, question_only_reward, r1_zero_reward, verified_reward
+from trl_ext.rewards import (
+    countdown_reward,
+    gsm8k_reward,
+    is_correct,
+    question_only_reward,
+    r1_zero_reward,
+    verified_reward,
+)
 from trl_ext.rewards.answers import last_boxed
 from trl_ext.rewards.time_limit import MathWorker, _worker, verify_in_worker
 
@@ -107,6 +114,40 @@ def test_grading_of_the_course(answer, truth, correct):
 )
 def test_question_only_form(response, truth, expected):
     assert parts(question_only_reward(response, truth)) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        # The last number counts, whatever stands around it.
+        ("So 3 x 400 = $1,200.", "1200", (1, 1, 1)),
+        ("It is 1200, or 12.", "1200", (1, 0, 0)),
+        ("5 - 8 = -3", "-3", (1, 1, 1)),
+        ("</think> <answer> 72 </answer>", 72, (1, 1, 1)),
+        ("#### 18.00", "18", (1, 1, 1)),
+        ("None.", "5", (0, 0, 0)),
+        ("", "5", (0, 0, 0)),
+    ],
+)
+def test_gsm8k_last_number(response, truth, expected):
+    assert parts(gsm8k_reward(response, truth)) == expected
+
+
+def test_gsm8k_as_a_reward_function():
+    """Of three responses two have a number, and one of them is right."""
+    reward, logged = verified_reward("gsm8k"), {}
+    completions = ["So 3 x 400 = $1,200.", [{"role": "assistant", "content": "It is 1200, or 12."}], "None."]
+    assert reward(prompts=["p"] * 3, completions=completions, answer=["1200"] * 3, log_metric=logged.__setitem__) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
+    assert logged == {"rewards/gsm8k/format": 2 / 3, "rewards/gsm8k/answer": 1 / 3}
+    assert reward.__name__ == "gsm8k" and pickle.loads(pickle.dumps(reward)).kind == "gsm8k"
+    with pytest.raises(ValueError, match="gsm8k: row 1, column 'answer'"):
+        reward(prompts=["p"] * 2, completions=["5", "none"], answer=["5", None])
+    with pytest.raises(ValueError, match="r1_zero, question_only, gsm8k, countdown, got 'gsm8'; did you mean 'gsm8k'"):
+        verified_reward("gsm8")
 
 
 def test_box_with_escaped_braces():

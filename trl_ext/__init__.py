@@ -68,6 +68,12 @@ _NAMES_BY_MODULE = {
         "RLOOTrainer",
         "ReMaxConfig",
         "ReMaxTrainer",
+        "OnlinePreferenceConfig",
+        "OnlinePreferenceTrainer",
+        "KTOConfig",
+        "KTOTrainer",
+        "PPOConfig",
+        "PPOTrainer",
     ],
 }
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}

@@ -230,7 +230,7 @@ class PolicyObjective(PolicyLoss):
     """A named algorithm with its settings resolved: rewards to advantages, and scores to a loss.
 
     Args:
-        algorithm: a name of the table, or `file.py:function`.
+        algorithm: a name of the table, `file.py:function`, or a row of one's own.
         options: keyword options of a surrogate of one's own; `strength` for `quadratic_ratio`.
         overrides: settings of `Algorithm` and `loss_constant` to replace; None leaves the algorithm's own.
 
@@ -242,12 +242,12 @@ class PolicyObjective(PolicyLoss):
             another or that nothing would read; the message names the flags and what to use instead.
     """
 
-    def __init__(self, algorithm: str, *, options: dict[str, Any] | None = None, **overrides: Any):
+    def __init__(self, algorithm: str | Algorithm, *, options: dict[str, Any] | None = None, **overrides: Any):
         known = [*_ADVANTAGE_SETTINGS, *_LOSS_SETTINGS]
         for name in overrides:
             if name not in known:
                 raise ValueError(f"no setting {name!r}{nearest(name, known)} Known: {', '.join(known)}")
-        self.algorithm = policy_algorithms.find(algorithm)
+        self.algorithm = algorithm if isinstance(algorithm, Algorithm) else policy_algorithms.find(algorithm)
         given = {name: value for name, value in overrides.items() if value is not None}
         self._check_given(given)
         self._estimator = self._resolve_advantage(given)

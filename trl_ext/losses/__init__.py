@@ -35,6 +35,8 @@ from trl_ext.losses.preference import (
     sppo,
 )
 from trl_ext.losses.reward import bradley_terry
+from trl_ext.losses.unpaired import kto
+from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
 from trl_ext.losses.weighting import confidence, wpo
 
 __all__ = [
@@ -51,13 +53,16 @@ __all__ = [
     "cdpo",
     "cispo",
     "clipped_surrogate",
+    "clipped_value_loss",
     "confidence",
     "cpo",
     "dpo",
     "dpop",
+    "explained_variance",
     "hinge",
     "ipo",
     "kl_estimate",
+    "kto",
     "masked_mean",
     "masked_normalize",
     "masked_sum",
@@ -72,5 +77,6 @@ __all__ = [
     "sppo",
     "token_log_ratio",
     "unclipped_surrogate",
+    "whiten",
     "wpo",
 ]

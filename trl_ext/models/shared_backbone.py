@@ -48,7 +48,7 @@ class SharedBackbone:
         self.model = model
         self.base_name_or_path: str = model.peft_config[model.active_adapters[0]].base_model_name_or_path
         self._heads: dict[str, Tensor] = {}
-        _save_without_rewards(model, self._heads)
+        save_without(model, self._heads)
 
     @classmethod
     def load(
@@ -316,8 +316,8 @@ def _load_exactly(model: PeftModel, name: str, tensors: dict[str, Tensor], folde
             raise ValueError(f"{folder}: the adapter {kind} {len(keys)} tensors, such as {keys[0]}")
 
 
-def _save_without_rewards(model: PeftModel, heads: MutableMapping[str, Tensor]) -> None:
-    """Let `model.save_pretrained` leave out reward adapters unless the caller selects adapters."""
+def save_without(model: PeftModel, heads: MutableMapping[str, Tensor]) -> None:
+    """Let `model.save_pretrained` leave out the adapters that `heads` names unless the caller selects adapters."""
     # Of every backbone that was ever made of this model.
     model.reward_heads = [*getattr(model, "reward_heads", []), heads]
 

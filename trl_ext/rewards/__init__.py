@@ -11,6 +11,7 @@ _MODULE_OF_NAME = {
     "VerifiedReward": "trl_ext.rewards.verified",
     "combine": "trl_ext.rewards.ensemble",
     "countdown_reward": "trl_ext.rewards.verified",
+    "gsm8k_reward": "trl_ext.rewards.verified",
     "gsm8k_truth": "trl_ext.rewards.parsers",
     "is_correct": "trl_ext.rewards.answers",
     "parse_gsm8k_response": "trl_ext.rewards.parsers",

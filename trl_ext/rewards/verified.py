@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 
 from trl_ext.registry import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
-from trl_ext.rewards.parsers import countdown_is_solved
+from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
-Kind = Literal["r1_zero", "question_only", "countdown"]
+Kind = Literal["r1_zero", "question_only", "gsm8k", "countdown"]
 KINDS: tuple[str, ...] = get_args(Kind)
 
 
@@ -45,6 +45,15 @@ def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) 
     return _graded(answer is not None, answer, ground_truth, fast)
 
 
+def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
+    """The reward of a response whose answer is its last number; arguments and result as `r1_zero_reward`.
+
+    This is the grading of GSM8K (https://arxiv.org/abs/2110.14168); to have a number is all of the form.
+    """
+    answer = parse_gsm8k_response(response)
+    return _graded(answer is not None, answer, ground_truth, fast)
+
+
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
     """The reward of a response, in the form of `r1_zero_reward`, that makes the target of all of the numbers.
 
@@ -56,6 +65,14 @@ def countdown_reward(response: str, numbers: Sequence[int], target: float) -> di
     answer = _tagged_answer(response)
     inside = _unboxed(answer)
     return _scores(answer is not None, countdown_is_solved(inside or "", numbers, target) and inside is not None)
+
+
+# Those of a response and its truth alone.
+ANSWER_REWARDS: dict[str, Callable[..., dict[str, float]]] = {
+    "r1_zero": r1_zero_reward,
+    "question_only": question_only_reward,
+    "gsm8k": gsm8k_reward,
+}
 
 
 class VerifiedReward:
@@ -105,8 +122,7 @@ class VerifiedReward:
     def _score(self, response: str, truth: Any, numbers: Any) -> dict[str, float]:
         if self.kind == "countdown":
             return countdown_reward(response, numbers, truth)
-        reward = r1_zero_reward if self.kind == "r1_zero" else question_only_reward
-        return reward(response, truth, fast=self.fast)
+        return ANSWER_REWARDS[self.kind](response, truth, fast=self.fast)
 
     def _column(self, name: str, columns: dict[str, Any], rows: int) -> Sequence:
         if name not in columns:
@@ -131,8 +147,8 @@ def verified_reward(
     """A reward function for TRL's trainers.
 
     Args:
-        kind: `r1_zero` and `question_only` for `r1_zero_reward` and `question_only_reward`; `countdown` for
-            `countdown_reward`, whose target is in the truth's column.
+        kind: `r1_zero`, `question_only` and `gsm8k` for `r1_zero_reward`, `question_only_reward` and `gsm8k_reward`;
+            `countdown` for `countdown_reward`, whose target is in the truth's column.
         truth_column: the dataset's column with the truth of each row: a text, a number or a list of those.
         name: under which TRL logs it; None for the kind.
         fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.

@@ -2,6 +2,9 @@
 
 from trl_ext.trainers.expert_iteration import ExpertIterationTrainer
 from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
+from trl_ext.trainers.kto import KTOConfig, KTOTrainer
+from trl_ext.trainers.online_preference import OnlinePreferenceTrainer
+from trl_ext.trainers.online_preference_config import OnlinePreferenceConfig
 from trl_ext.trainers.policy import PolicyTrainer
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.policy_methods import (
@@ -16,6 +19,8 @@ from trl_ext.trainers.policy_methods import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl_ext.trainers.ppo import PPOTrainer
+from trl_ext.trainers.ppo_config import PPOConfig
 from trl_ext.trainers.preference import PreferenceTrainer
 from trl_ext.trainers.preference_config import PreferenceConfig
 from trl_ext.trainers.preference_methods import (
@@ -70,6 +75,8 @@ __all__ = [
     "RLOOTrainer",
     "ReMaxConfig",
     "ReMaxTrainer",
+    "PPOConfig",
+    "PPOTrainer",
     "AOTConfig",
     "AOTPairedConfig",
     "AOTPairedTrainer",
@@ -92,8 +99,12 @@ __all__ = [
     "HingeTrainer",
     "IPOConfig",
     "IPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "NCAConfig",
     "NCATrainer",
+    "OnlinePreferenceConfig",
+    "OnlinePreferenceTrainer",
     "ORPOConfig",
     "ORPOTrainer",
     "PreferenceConfig",

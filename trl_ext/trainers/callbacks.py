@@ -20,8 +20,8 @@ TABLE_NAME = "samples/generation_table"
 class MetricsFileCallback(TrainerCallback):
     """Appends every logged metric to a JSON-lines file, one object per log call with its `step` and `seconds`.
 
-    `seconds` is the time since training began, evaluations included. A run that resumes keeps the lines up to the step
-    it resumes from and counts on from the last of them; a line cut off by a crash is dropped.
+    `seconds` is the time since training began, evaluations included. A run that resumes keeps the lines that had been
+    written when its checkpoint was, and counts on from the last of them; a line cut off by a crash is dropped.
     """
 
     def __init__(self, path: str | Path):
@@ -31,12 +31,19 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._zero = time.monotonic()
         if state.is_world_process_zero:
-            self.keep_until(state.global_step)
+            # What was logged at this step after the checkpoint, the resumed run logs again.
+            self.keep_until(state.global_step, sum(row["step"] == state.global_step for row in state.log_history))
 
-    def keep_until(self, step: int) -> None:
-        """Begin behind the lines of an earlier part of the run, of which those up to a step are kept."""
+    def keep_until(self, step: int, at_step: int | None = None) -> None:
+        """Begin behind the lines of an earlier part of the run, of which those up to a step are kept.
+
+        Args:
+            step: the last of which to keep lines.
+            at_step: how many of the lines of that very step; None for all.
+        """
         earlier = read_metrics(self.path) if step else []
-        kept = [row for row in earlier if row["step"] <= step]
+        kept = [row for row in earlier if row["step"] < step]
+        kept += [row for row in earlier if row["step"] == step][:at_step]
         self._zero = time.monotonic() - max((row.get("seconds", 0.0) for row in kept), default=0.0)
         write_json_lines(self.path, kept)
 

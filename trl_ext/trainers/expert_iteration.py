@@ -20,6 +20,7 @@ from transformers import Trainer, TrainerState
 from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
+from trl_ext.trainers import checkpoints
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
 from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
 from trl_ext.trainers.policies import trained_policy
@@ -61,6 +62,8 @@ class ExpertIterationTrainer(SFTTrainer):
     """
 
     _tag_names = ["trl", "trl_ext", "expert-iteration"]
+    # A round begins again from its responses.
+    saves_within_training = False
 
     def __init__(
         self,
@@ -127,11 +130,14 @@ class ExpertIterationTrainer(SFTTrainer):
         main = self.accelerator.is_main_process
         done, same_sampling = 0, False
         if checkpoint is not None:
+            checkpoints.check_checkpoint(checkpoint)
+            self._resumed_from = Path(checkpoint)
             saved = json.loads((Path(checkpoint) / STEP_FILE).read_text(encoding="utf-8"))
             done, same_sampling = saved["expert_step"], saved["sampling"] == self._sampling()
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
                 self._load_from_checkpoint(checkpoint)
+                self._set_counts(saved.get("carried_over", {}))
         self.state.is_world_process_zero = self.is_world_process_zero()
         if main:
             self.metrics_file.keep_rounds(done, self.state.global_step)
@@ -140,28 +146,24 @@ class ExpertIterationTrainer(SFTTrainer):
                 step = int(path.name.split("_")[1])
                 if step > done + same_sampling:
                     path.unlink()
-            if checkpoint is None:
-                self._write_state(0)
         self.accelerator.wait_for_everyone()
+        if checkpoint is None:
+            self._save_checkpoint_of(0)
         return done
 
     def _save_checkpoint_of(self, step: int) -> None:
-        self.save_model(str(self._checkpoint(step)))
-        if self.accelerator.is_main_process:
-            self._write_state(step)
-            limit = self.args.save_total_limit
-            for earlier in range(0, step - limit + 1 if limit else 0):
-                shutil.rmtree(self._checkpoint(earlier), ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-
-    def _write_state(self, step: int) -> None:
-        folder = self._checkpoint(step)
-        write_json(folder / STEP_FILE, {"expert_step": step, "sampling": self._sampling()})
-        # Last: a checkpoint without it was interrupted.
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-
-    def _checkpoint(self, step: int) -> Path:
-        return Path(self.args.output_dir) / f"checkpoint-{step}"
+        final = Path(self.args.output_dir) / f"checkpoint-{step}"
+        partial = final.parent / checkpoints.PARTIAL_FOLDER / final.name
+        with self._written_whole(partial, final):
+            if step:
+                self.save_model(str(partial))
+            if self.args.should_save:
+                told = {"expert_step": step, "sampling": self._sampling(), "carried_over": self._counts()}
+                write_json(partial / STEP_FILE, told)
+                self.state.save_to_json(str(partial / checkpoints.STATE_FILE))
+        if self.args.should_save:
+            in_use = self._resumed_from if step < self.args.n_steps else None
+            checkpoints.delete_old(final, self.args.save_total_limit, in_use=in_use)
 
     def _sampling(self) -> dict[str, Any]:
         """What decides which responses a policy gives, ready for JSON."""

@@ -20,17 +20,20 @@ from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
+from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy_config import PolicyConfig
+from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
 from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
+from trl_ext.trainers.step_metrics import RolloutMetrics
 from trl_ext.trainers.stop_strings import StopStrings
-from trl_ext.trainers.update_guard import UpdateGuard
+from trl_ext.trainers.vllm_server import wait_for_server, watch_server
 
 
-class PolicyTrainer(StopStrings, TRLGRPOTrainer):
+class PolicyTrainer(StopStrings, GuardedTraining, Resumable, RolloutMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Takes what `trl.GRPOTrainer` takes, with a `PolicyConfig`, and keeps what it does: generation with transformers or
@@ -55,6 +58,7 @@ class PolicyTrainer(StopStrings, TRLGRPOTrainer):
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    carried_over = (*Resumable.carried_over, "_step", "_seen_signal", "rollouts")
 
     def __init__(self, model, reward_funcs, args: PolicyConfig | None = None, **kwargs: Any):
         if args is None:
@@ -71,21 +75,20 @@ class PolicyTrainer(StopStrings, TRLGRPOTrainer):
         self._check_greedy(kwargs)
         self._check_prompts(kwargs.get("train_dataset"), args)
         self._reward_models = reward_models(functions)
-        self.reward_guard = RewardGuard(args.reward_errors)
-        self.update_guard = UpdateGuard(self, args.max_skipped_updates)
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         # The latest rollout's rewards and which responses ended, and the latest forward pass, as they go by.
         self._rollout: tuple[Tensor, list[bool]] | None = None
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
         self._seen_signal = False
-        # Of this process's life: a checkpoint does not hold it.
         self.rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
+        wait_for_server(args, model)
         super().__init__(model, guarded, args, **kwargs)
+        watch_server(self)
         self._check_context()
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
-        self.add_callback(self.update_guard)
         self._place_reward_models()
 
     # ---- What TRL prepares ----
@@ -336,8 +339,7 @@ class PolicyTrainer(StopStrings, TRLGRPOTrainer):
             loss = loss + self.router_aux_loss_coef * auxiliary_loss
         if not training:
             return loss
-        bad_reward = bool(inputs["bad_reward"].any()) if "bad_reward" in inputs else False
-        self.update_guard.observe_micro_batch(loss, bad_reward)
+        self.update_guard.observe_reward("bad_reward" in inputs and bool(inputs["bad_reward"].any()))
         return loss / self.current_gradient_accumulation_steps
 
     def _entropy_coefficient(self) -> float:
@@ -378,17 +380,8 @@ class PolicyTrainer(StopStrings, TRLGRPOTrainer):
             weights = factor if weights is None else weights * factor
         return weights
 
-    # ---- Updates that are not finite ----
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self.update_guard.observe_gradient_norm(norm)
-        return norm
-
     def train(self, *args: Any, **kwargs: Any):
         result = super().train(*args, **kwargs)
-        if self.update_guard.failure is not None:
-            raise FloatingPointError(self.update_guard.failure)
         if self._step and not self._seen_signal:
             warn_once_per_run(
                 "nothing was learned from rewards: every advantage was 0, as where all responses to a prompt are "

@@ -20,6 +20,7 @@ from trl_ext.trainers.defaults import (
     warn_once_per_run,
     world_size,
 )
+from trl_ext.trainers.secrets import KeepsSecrets
 
 # Options of GRPOConfig that act inside TRL's own advantage or loss: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -59,6 +60,7 @@ _LEAST = {
     "max_prompt_tokens": 1,
     "max_completion_length": 1,
     "max_skipped_updates": 1,
+    "reward_timeout": 0,
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
@@ -72,7 +74,7 @@ def _override(text: str) -> Any:
 
 
 @dataclass
-class PolicyConfig(TRLGRPOConfig):
+class PolicyConfig(KeepsSecrets, TRLGRPOConfig):
     """Configuration of `PolicyTrainer`: everything of `trl.GRPOConfig` but its loss, and the fields below.
 
     Raises:
@@ -126,6 +128,13 @@ class PolicyConfig(TRLGRPOConfig):
     reward_errors: str = field(
         default="raise",
         metadata={"help": "When a reward function fails: raise, or skip (the response gets no reward; counted)."},
+    )
+    reward_timeout: float | None = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds that a call of a reward function may take before reward_errors applies; 0 for no limit. "
+            "The default is well below ddp_timeout, after which other processes give up without knowing why."
+        },
     )
     max_skipped_updates: int = field(
         default=5,
@@ -285,7 +294,10 @@ class PolicyConfig(TRLGRPOConfig):
             self.num_generations_eval = self.num_generations_eval or 1
             # Any size that passes TRL's checks.
             self.num_generations = batch
+        # TRL refuses it, as transformers' search would break groups up; this library's keeps the rollout as it is.
+        searches, self.auto_find_batch_size = self.auto_find_batch_size, False
         super().__post_init__()
+        self.auto_find_batch_size = searches
         self.num_generations = group
 
     def _check_batch(self) -> None:

@@ -22,6 +22,7 @@ from trl import DPOTrainer as TRLDPOTrainer
 from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
 from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.preference_config import PreferenceConfig
 from trl_ext.trainers.reference_cache import (
@@ -30,6 +31,8 @@ from trl_ext.trainers.reference_cache import (
     reference_passes,
     with_reference_log_probs,
 )
+from trl_ext.trainers.resumable import Resumable
+from trl_ext.trainers.step_metrics import PairMetrics
 from trl_ext.trainers.window import Window, coupled_shares
 
 # Entries of a batch that are this trainer's own and must not reach the model.
@@ -38,7 +41,7 @@ _OWN_KEYS = ("columns", "window", "window_index")
 _REFERENCE_KEYS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
-class PreferenceTrainer(TRLDPOTrainer):
+class PreferenceTrainer(GuardedTraining, Resumable, PairMetrics, TRLDPOTrainer):
     """Trains on pairs with any preference loss: `PreferenceConfig(loss=...)`.
 
     Takes what `trl.DPOTrainer` takes, with a `PreferenceConfig`, and keeps what it does: adapters with the reference
@@ -50,10 +53,10 @@ class PreferenceTrainer(TRLDPOTrainer):
     A batch-coupled loss (`aot`, `aot_paired`) with `aot_scope="global"` is evaluated on the whole optimizer batch.
     With accumulated micro-batches that costs a second forward pass of the policy, without gradients; with one
     micro-batch per step nothing but exchanging a few numbers per pair. Extra memory is a few numbers per pair.
-    Held-out losses of such a loss, and of a normalised weighting, are of each evaluation batch by itself.
+    Held-out losses of such a loss, and of a normalised weighting, are of all held-out pairs as one batch.
 
     The logged `rewards/*` are TRL's: beta times the log-ratio of summed log-probabilities to the reference (to
-    nothing, for a reference-free loss), whatever the loss itself compares. Held-out ones are means of batch means.
+    nothing, for a reference-free loss), whatever the loss itself compares.
 
     Raises:
         TypeError: `args` is not a `PreferenceConfig`.
@@ -270,6 +273,7 @@ class PreferenceTrainer(TRLDPOTrainer):
         scores = self._scores(tap.output, inputs, columns)
 
         if window is None:
+            self._keep_held_out(scores)
             loss = self.objective(scores).mean()
         elif self._couples_batch:
             if window.coupled is None:

@@ -17,6 +17,7 @@ from trl_ext.trainers.defaults import (
     parse_json_option,
     resolve_device_defaults,
 )
+from trl_ext.trainers.secrets import KeepsSecrets
 
 # Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -41,11 +42,12 @@ _LEAST = {
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "learning_rate": 0,
+    "max_skipped_updates": 1,
 }
 
 
 @dataclass
-class PreferenceConfig(TRLDPOConfig):
+class PreferenceConfig(KeepsSecrets, TRLDPOConfig):
     """Configuration of `PreferenceTrainer`: everything of `trl.DPOConfig` but its loss, and the fields below.
 
     Raises:
@@ -117,6 +119,10 @@ class PreferenceConfig(TRLDPOConfig):
             "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
             "datasets. Default: where training goes over the data more than once and the reference stays as it is."
         },
+    )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
     )
     bf16: bool | None = field(
         default=None,

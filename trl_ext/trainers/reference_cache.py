@@ -122,11 +122,15 @@ def _gathered(parameter):
 def reference_passes(trainer) -> Iterator[None]:
     """The passes of a trainer that precompute log-probabilities; training afterwards does not depend on their number.
 
+    Its random numbers, such as those of dropout, are the same where the log-probabilities were found on disk.
+
     ZeRO-3 notes in a first pass in which order modules run, by their numbers. TRL makes an engine for these passes,
     and the one that training makes of the same modules numbers them again: after a single pass, the first engine then
     fails on numbers that it does not find ("pop from an empty deque").
     """
-    yield
+    devices = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
     engine = trainer._precompute_engine
     if engine is not None and is_zero3(trainer.accelerator):
         coordinator = getattr(engine.optimizer, "parameter_offload", engine.optimizer).get_param_coordinator()

@@ -27,9 +27,12 @@ from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.rollouts import map_over_ranks
 from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import is_zero3, trained_policy
+from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.reward_config import RewardConfig
+from trl_ext.trainers.step_metrics import RewardMetrics
 from trl_ext.trainers.window import Window
 
 # Entries of a batch that the loss reads and the model must not see.
@@ -39,14 +42,14 @@ _UNUSED_COLUMNS = ("tools", "chat_template_kwargs")
 _CUT_COLUMNS = {"cut_prompts": "max_prompt_tokens", "cut_responses": "max_response_tokens"}
 
 
-class RewardTrainer(TRLRewardTrainer):
+class RewardTrainer(GuardedTraining, Resumable, RewardMetrics, TRLRewardTrainer):
     """Trains a reward model on preference pairs: `trl_ext.losses.reward.bradley_terry` on the scores of both sides.
 
     Takes what `trl.RewardTrainer` takes, with a `RewardConfig`, and keeps what it does. Different from it: prompts
     lose their beginning and responses their end, each at its own limit, where TRL drops long pairs; margins may come
     from any column of numbers; labels may be smoothed; an adapter is always trained and saved together with the score
     head; the gradient of an optimizer step is that of the mean over its pairs, however they were divided into
-    micro-batches and ranks; and held-out accuracy and margin are means over pairs, not over batches.
+    micro-batches and ranks; and what is logged is of all pairs of a step, or of an evaluation, not a mean of batches.
 
     The score head of a model that comes without one is drawn at random under `args.seed`.
 

@@ -15,6 +15,7 @@ from trl_ext.trainers.defaults import (
     check_training_length,
     resolve_device_defaults,
 )
+from trl_ext.trainers.secrets import KeepsSecrets
 
 SELECTION_CRITERIA = ("accuracy", "margin", "calibration", "best_of_n")
 # Field -> the least it may be; None stands for "not given" where a field allows it.
@@ -25,12 +26,13 @@ _LEAST = {
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "learning_rate": 0,
+    "max_skipped_updates": 1,
     "center_rewards_coefficient": 0,
 }
 
 
 @dataclass
-class RewardConfig(TRLRewardConfig):
+class RewardConfig(KeepsSecrets, TRLRewardConfig):
     """Configuration of `RewardTrainer`: everything of `trl.RewardConfig`, and the fields below.
 
     Raises:
@@ -72,6 +74,10 @@ class RewardConfig(TRLRewardConfig):
             "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
             "it and a check at the first batch agrees. off: TRL's own padded passes."
         },
+    )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
     )
     bf16: bool | None = field(
         default=None,

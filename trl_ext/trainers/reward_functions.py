@@ -82,7 +82,7 @@ def reward_columns(
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
     # Not the trainer's: the faults of its latest rollout are still to be dealt with.
-    guard = RewardGuard(trainer.args.reward_errors)
+    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
     columns: dict[str, list[float | None]] = {}
     for name, function in trainer.plain_reward_functions.items():
         rewards = guard.wrap(function)(**arguments)

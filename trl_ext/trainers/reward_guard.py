@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
 from collections.abc import Callable
 from typing import Any
 
+from trl_ext.trainers.faults import TrainingFault
+from trl_ext.trainers.stalls import Stalled, time_limit
+
 logger = logging.getLogger(__name__)
 
 # Arguments by which a function reports to the trainer; a second call for the same rows must not report twice.
 _REPORTS = ("log_extra", "log_metric")
+# Rows in the message of a call without an end.
+_MOST_NAMED = 20
 
 
-class RewardError(RuntimeError):
-    """A reward function failed; the message names the function and the row."""
+class RewardError(TrainingFault):
+    """A reward function failed or did not come back; the message names the function and the rows."""
 
 
 class RewardGuard:
@@ -28,10 +34,13 @@ class RewardGuard:
     Args:
         on_error: what to do when a function raises: "raise" a `RewardError` that names the row, or "skip" the rows
             that it fails on, which then have no reward.
+        limit: seconds that a call may take (`time_limit` says what can be interrupted); None or 0 for no limit. An
+            asynchronous function is cancelled where it awaits. A call without an end fails on all of its rows.
     """
 
-    def __init__(self, on_error: str):
+    def __init__(self, on_error: str, limit: float | None = None):
         self.on_error = on_error
+        self.limit = limit or None
         self.failed: set[int] = set()
         self.not_finite: set[int] = set()
 
@@ -47,7 +56,9 @@ class RewardGuard:
 
             async def guarded(**arguments: Any) -> list[float | None]:
                 try:
-                    rewards = await function(**arguments)
+                    rewards = await self._await_within_limit(function, arguments)
+                except Stalled:
+                    return self._stalled(name, dict(enumerate(self._rows(arguments))))
                 except Exception as error:
                     rewards = [await self._one_async(function, i, row) for i, row in enumerate(self._rows(arguments))]
                     self._check_joint_failure(name, rewards, arguments, error)
@@ -56,7 +67,9 @@ class RewardGuard:
 
             def guarded(**arguments: Any) -> list[float | None]:
                 try:
-                    rewards = function(**arguments)
+                    rewards = self._call_within_limit(function, arguments)
+                except Stalled:
+                    return self._stalled(name, dict(enumerate(self._rows(arguments))))
                 except Exception as error:
                     rewards = [self._one(function, i, row) for i, row in enumerate(self._rows(arguments))]
                     self._check_joint_failure(name, rewards, arguments, error)
@@ -77,15 +90,48 @@ class RewardGuard:
 
     def _one(self, function: Callable, index: int, row: dict[str, Any]) -> float | None:
         try:
-            return function(**row)[0]
+            return self._call_within_limit(function, row)[0]
+        except Stalled:
+            return self._stalled(function_name(function), {index: row})[0]
         except Exception as error:
             return self._failed(function_name(function), index, row, error)
 
     async def _one_async(self, function: Callable, index: int, row: dict[str, Any]) -> float | None:
         try:
-            return (await function(**row))[0]
+            return (await self._await_within_limit(function, row))[0]
+        except Stalled:
+            return self._stalled(function_name(function), {index: row})[0]
         except Exception as error:
             return self._failed(function_name(function), index, row, error)
+
+    def _call_within_limit(self, function: Callable, arguments: dict[str, Any]):
+        with time_limit(self.limit, f"the reward function {function_name(function)!r}"):
+            return function(**arguments)
+
+    async def _await_within_limit(self, function: Callable, arguments: dict[str, Any]):
+        # One that never awaits holds up the loop, which the time limit can only report.
+        with time_limit(self.limit, f"the asynchronous reward function {function_name(function)!r}"):
+            try:
+                async with asyncio.timeout(self.limit) as clock:
+                    return await function(**arguments)
+            except TimeoutError:
+                if clock.expired():
+                    raise Stalled from None
+                raise
+
+    def _stalled(self, name: str, rows: dict[int, dict[str, Any]]) -> list[None]:
+        """What a call without an end leaves: no reward for its rows, by their indices."""
+        named = list(dict.fromkeys(_describe(row) for row in rows.values()))
+        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+        message = (
+            f"the reward function {name!r} did not come back within {self.limit:g} seconds (reward_timeout), given "
+            f"{', '.join(named[:_MOST_NAMED])}{more}"
+        )
+        if self.on_error == "raise":
+            raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)")
+        logger.warning(message)
+        self.failed.update(rows)
+        return [None] * len(rows)
 
     def _failed(self, name: str, index: int, row: dict[str, Any], error: Exception) -> None:
         message = f"the reward function {name!r} failed on {_describe(row)}: {type(error).__name__}: {error}"

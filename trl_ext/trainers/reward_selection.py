@@ -14,6 +14,7 @@ from typing import Any
 
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
 
 from trl_ext.evaluation.reward_models import best_of_n, reward_metrics
 from trl_ext.files import write_json
@@ -77,9 +78,11 @@ class CheckpointSelection(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         # A checkpoint's own figures are not in the state that was saved with it.
         if state.global_step and self._figures_at(state.global_step) is None:
-            self._score_checkpoint(log=False)
+            self.on_save(args, state, control)
 
     def on_save(self, args, state, control, **kwargs):
+        if not _is_due(args, state):
+            return
         should_log = control.should_log
         self._score_checkpoint(log=True)
         # Logging ends a pending request for it, which is for the training metrics of this step.
@@ -182,3 +185,12 @@ class CheckpointSelection(TrainerCallback):
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
         self.trainer.accelerator.wait_for_everyone()
+
+
+def _is_due(args, state) -> bool:
+    """Whether a checkpoint is one of the schedule's: one that an interruption brought about is no candidate."""
+    if state.global_step >= state.max_steps:
+        return True
+    if args.save_strategy == IntervalStrategy.STEPS:
+        return state.global_step % state.save_steps == 0
+    return args.save_strategy != IntervalStrategy.EPOCH or state.epoch == int(state.epoch)

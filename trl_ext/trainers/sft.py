@@ -10,20 +10,23 @@ from trl import SFTTrainer as TRLSFTTrainer
 from trl_ext.data import encode_turn
 from trl_ext.models import packing_of
 from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.sft_config import SFTConfig
+from trl_ext.trainers.step_metrics import TokenMetrics
 
 # Columns by which TRL's tokenization varies and this one does not.
 _UNUSED_COLUMNS = ("tools", "chat_template_kwargs")
 
 
-class SFTTrainer(TRLSFTTrainer):
+class SFTTrainer(GuardedTraining, Resumable, TokenMetrics, TRLSFTTrainer):
     """Fine-tunes on demonstrations; of a `prompt` with its `completion`, the loss is that of the completion alone.
 
     Takes what `trl.SFTTrainer` takes, with an `SFTConfig`, and keeps what it does. Different from it: a completion is
     tokenized apart from its prompt, where TRL tokenizes the two as one text, in which the tokens at the seam may be
-    others than those that generation begins from; and forward passes are packed where nothing speaks against it, with
-    rows, losses and gradients as they are, up to rounding.
+    others than those that generation begins from; forward passes are packed where nothing speaks against it, with
+    rows, losses and gradients as they are, up to rounding; and held-out losses are means over tokens, not batches.
 
     Raises:
         TypeError: `args` is not an `SFTConfig`.

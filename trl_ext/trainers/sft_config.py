@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from trl import SFTConfig as TRLSFTConfig
 
 from trl_ext.trainers.defaults import check_at_least, check_training_length, resolve_device_defaults
+from trl_ext.trainers.secrets import KeepsSecrets
 
 # Field -> the least it may be; None stands for "not given" where a field allows it.
 _LEAST = {
@@ -15,11 +16,12 @@ _LEAST = {
     "per_device_eval_batch_size": 1,
     "gradient_accumulation_steps": 1,
     "learning_rate": 0,
+    "max_skipped_updates": 1,
 }
 
 
 @dataclass
-class SFTConfig(TRLSFTConfig):
+class SFTConfig(KeepsSecrets, TRLSFTConfig):
     """Configuration of `SFTTrainer`: everything of `trl.SFTConfig`, and the fields below.
 
     Raises:
@@ -32,6 +34,10 @@ class SFTConfig(TRLSFTConfig):
             "help": "Leave padding out of the forward passes and encode common prefixes once, where the model allows "
             "it and a check at the first batch agrees. Not with packing or padding_free, which are TRL's own ways."
         },
+    )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
     )
     bf16: bool | None = field(
         default=None,

@@ -17,9 +17,13 @@ class UpdateGuard(TrainerCallback):
     The step then changes neither the parameters nor the optimizer's state; the step counter and the learning-rate
     schedule go on. After `limit` such steps in a row, the run saves a checkpoint and stops.
 
+    DeepSpeed takes the step inside the backward pass, and skips by itself those whose gradient is not finite: they are
+    counted here. A reward that is not finite ends the run there.
+
     Attributes:
         skipped: skipped steps so far, by what was not finite: `reward`, `loss` or `gradient`.
         failure: why the run was stopped, None if it was not.
+        updates_begun: optimizer steps, skipped ones included, since it was last set to 0.
     """
 
     def __init__(self, trainer, limit: int):
@@ -28,6 +32,7 @@ class UpdateGuard(TrainerCallback):
         self.skipped = {"reward": 0, "loss": 0, "gradient": 0}
         self.in_a_row = 0
         self.failure: str | None = None
+        self.updates_begun = 0
         self._gradient_norm = 0.0
         # Of the micro-batches of this optimizer step, on this process.
         self._faults = {"reward": False, "loss": False}
@@ -36,16 +41,18 @@ class UpdateGuard(TrainerCallback):
         """Note the norm of the step's gradient over all processes, which any non-finite entry makes non-finite."""
         self._gradient_norm = 0.0 if norm is None else float(norm)
 
-    def observe_micro_batch(self, loss: torch.Tensor, bad_rewards: bool) -> None:
-        """Note a loss, and whether it was computed from a reward that was not finite.
+    def observe_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of a micro-batch."""
+        self._faults["loss"] |= not bool(loss.detach().isfinite().all())
+
+    def observe_reward(self, bad: bool) -> None:
+        """Note whether a micro-batch's loss was computed from a reward that was not finite.
 
         Raises:
-            FloatingPointError: a bad reward under DeepSpeed, whose engine takes the step inside the backward pass and
-                skips only those whose gradient is not finite.
+            FloatingPointError: it was, under DeepSpeed, whose engine skips only steps whose gradient is not finite.
         """
-        self._faults["loss"] |= not bool(loss.detach().isfinite())
-        self._faults["reward"] |= bad_rewards
-        if bad_rewards and self.trainer.is_deepspeed_enabled:
+        self._faults["reward"] |= bad
+        if bad and self.trainer.is_deepspeed_enabled:
             raise FloatingPointError(
                 f"a reward at step {self.trainer.state.global_step} was not finite, and DeepSpeed cannot skip the "
                 "update: look into the reward function, and resume from the last checkpoint"
@@ -58,6 +65,7 @@ class UpdateGuard(TrainerCallback):
         self._faults = {"reward": False, "loss": False}
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.updates_begun += 1
         fault = self._fault()
         self._faults = {"reward": False, "loss": False}
         if fault is None:
@@ -77,8 +85,14 @@ class UpdateGuard(TrainerCallback):
             self.failure = (
                 f"stopped at step {state.global_step + 1}: {self.in_a_row} updates in a row were not finite "
                 f"(in all: {counts}); a checkpoint of the last finite parameters is in {args.output_dir}. Lower the "
-                "learning rate, look at the reward function, or raise max_skipped_updates"
+                f"learning rate, look at the {self._source}, or raise max_skipped_updates"
             )
+            # The checkpoint that follows is for going on with other settings.
+            self.in_a_row = 0
+
+    @property
+    def _source(self) -> str:
+        return "reward function" if hasattr(self.trainer, "reward_guard") else "data"
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.failure is not None:

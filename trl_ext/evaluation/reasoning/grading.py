@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trl_ext.registry import nearest
-from trl_ext.rewards.verified import KINDS, countdown_reward, question_only_reward, r1_zero_reward
+from trl_ext.rewards.verified import ANSWER_REWARDS, KINDS, countdown_reward
 
 # f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
 Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
@@ -16,7 +16,8 @@ def grader(kind: str = "r1_zero", *, fast: bool = True) -> Grader:
     """A function that grades a response to a row of `trl_ext.data.math.load_math`.
 
     Args:
-        kind: `r1_zero` (tags), `question_only` (a box), or `countdown` (tags around an expression of given numbers).
+        kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
+            expression of given numbers).
         fast: False to ask math-verify about answers that string and value do not settle.
 
     Raises:
@@ -32,7 +33,7 @@ def grader(kind: str = "r1_zero", *, fast: bool = True) -> Grader:
         require_math_verify()
     if kind == "countdown":
         return _countdown
-    reward = r1_zero_reward if kind == "r1_zero" else question_only_reward
+    reward = ANSWER_REWARDS[kind]
     return lambda response, row: reward(response, row["answer"], fast=fast)
 
 

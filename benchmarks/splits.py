@@ -1,0 +1,106 @@
+"""How much a training run depends on how its optimizer batch is divided: the table of the README.
+
+`python -m benchmarks.splits` trains every case five steps on one batch of eight, as 1 process x 8 rows, 1 x 2 x 4
+accumulated, 2 x 4 and 2 x 2 x 2 on the CPU in float32, and compares parameters, logged figures and a held-out
+evaluation with those of the first. Online cases are given the same responses in every split. `--json` prints figures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="splits-"))
+
+from tests.splits_once import (
+    CASES,
+    OPTIMIZERS,
+    SPLITS,
+    Outcome,
+    metric_differences,
+    run_all,
+    save_models,
+    update_difference,
+)
+
+WHOLE = "1 x 8"
+
+
+def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, dict]:
+    """Figures of each case: for each optimizer, what its splits differ from the whole batch by."""
+    save_models(folder)
+    results: dict[str, dict] = {case: {} for case in cases}
+    for optimizer in optimizers:
+        jobs = [(case, optimizer, split) for case in cases for split in SPLITS]
+        outcomes = run_all(jobs, folder / optimizer, folder)
+        for case in cases:
+            results[case][optimizer] = compare({split: outcomes[case, optimizer, split] for split in SPLITS})
+    return results
+
+
+def compare(outcomes: dict[str, Outcome]) -> dict:
+    """What the splits of one case and optimizer differ from the whole batch by."""
+    whole = outcomes[WHOLE]
+    others = {split: outcome for split, outcome in outcomes.items() if split != WHOLE}
+    metrics: dict[str, float] = {}
+    for outcome in others.values():
+        for name, difference in metric_differences(outcome, whole).items():
+            metrics[name] = max(metrics.get(name, 0.0), difference)
+    return {
+        "update_over_parameters": whole.update.norm().item() / whole.size,
+        "update_difference": {split: update_difference(outcome, whole) for split, outcome in others.items()},
+        "metric_difference": dict(sorted(metrics.items(), key=lambda item: -item[1])),
+    }
+
+
+def table(results: dict[str, dict]) -> str:
+    """One row per case: the largest differences over the splits; metrics are those of the first optimizer."""
+    optimizers = list(next(iter(results.values())))
+    lines = [
+        f"| method | update / parameters | {' | '.join(f'{name}: update differs' for name in optimizers)} "
+        "| metrics differ | most |",
+        "|---" * (4 + len(optimizers)) + "|",
+    ]
+    for case, by_optimizer in results.items():
+        first = by_optimizer[optimizers[0]]
+        name, difference = next(iter(first["metric_difference"].items()))
+        updates = [max(by_optimizer[optimizer]["update_difference"].values()) for optimizer in optimizers]
+        lines.append(
+            f"| {case} | {first['update_over_parameters']:.1e} | {' | '.join(f'{value:.1e}' for value in updates)} "
+            f"| {difference:.1e} | `{name}` |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="names of cases; default: all")
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    unknown = [case for case in arguments.cases if case not in CASES]
+    if unknown:
+        parser.error(f"unknown case {unknown[0]!r}; known: {', '.join(CASES)}")
+    started = time.monotonic()
+    # Trainers print what they log.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        results = measure(arguments.cases or list(CASES), arguments.optimizers, Path(folder))
+    if arguments.json:
+        print(json.dumps({"results": results, "splits": SPLITS, "seconds": time.monotonic() - started}, indent=2))
+        return
+    print(table(results))
+    print(f"\n{time.monotonic() - started:.0f} seconds")
+
+
+if __name__ == "__main__":
+    main()

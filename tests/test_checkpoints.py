@@ -1,0 +1,282 @@
+"""Checkpoints appear whole or not at all, damaged ones are passed over, and the right ones are deleted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from tests import recipes
+from tests.train_once import build
+from trl_ext.trainers import checkpoints
+from trl_ext.trainers.checkpoints import (
+    FILES_FILE,
+    PARTIAL_FOLDER,
+    check_checkpoint,
+    delete_old,
+    fault_of,
+    last_checkpoint,
+)
+
+ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_model_path) -> dict:
+    return {
+        "model": tiny_model_path,
+        "pairs": 6,
+        "args": {"loss": "simpo", "loss_kwargs": {"gamma": 0.5}, **ARGUMENTS},
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(spec, tmp_path_factory) -> Path:
+    """The output folder of three steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    build(spec, str(folder)).train()
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+# ---- What is damaged ----
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def garble(path: Path) -> None:
+    """Other bytes, as many as before."""
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+DAMAGES = {
+    "cut weights": ("model.safetensors", cut, r"model.safetensors has \d+ bytes, and was written with \d+"),
+    "no weights": ("model.safetensors", Path.unlink, "model.safetensors is missing"),
+    "zeros for weights": ("model.safetensors", garble, "model.safetensors is cut off or no safetensors file"),
+    "cut optimizer": ("optimizer.pt", cut, "optimizer.pt has"),
+    "no optimizer": ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
+    "zeros for an optimizer": ("optimizer.pt", garble, "optimizer.pt is cut off or damaged"),
+    "no random state": ("rng_state.pth", Path.unlink, "rng_state.pth is missing"),
+    "cut state": ("trainer_state.json", cut, "trainer_state.json is not valid JSON"),
+    "no state": ("trainer_state.json", Path.unlink, "it has no trainer_state.json, so it was not finished"),
+    "no progress": ("progress_0.json", Path.unlink, "progress_0.json is missing"),
+    "zeros for a list": (FILES_FILE, garble, f"{FILES_FILE} is not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_one_line(name, damage, said, run, caplog):
+    damage(run / "checkpoint-3" / name)
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(run) == run / "checkpoint-2"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"the checkpoint {run / 'checkpoint-3'} is passed over: ")
+    assert re.search(said, line), line
+    with pytest.raises((ValueError, FileNotFoundError), match=name if name != FILES_FILE else "checkpoint_files"):
+        check_checkpoint(run / "checkpoint-3")
+    assert fault_of(run / "checkpoint-2") is None
+
+
+# Of what stock trainers write, sizes are not listed: headers, archives and names must do.
+@pytest.mark.parametrize("case", ["cut weights", "no weights", "cut optimizer", "cut state", "no state"])
+def test_damage_of_a_checkpoint_without_a_list(case, run):
+    name, damage, _ = DAMAGES[case]
+    (run / "checkpoint-3" / FILES_FILE).unlink()
+    assert fault_of(run / "checkpoint-3") is None
+    damage(run / "checkpoint-3" / name)
+    assert fault_of(run / "checkpoint-3") is not None
+
+
+def test_a_missing_shard(run):
+    folder = run / "checkpoint-3"
+    (folder / FILES_FILE).unlink()
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert fault_of(folder) == "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json names"
+
+
+def test_no_checkpoint_is_left(run):
+    for path in run.glob("checkpoint-*/model.safetensors"):
+        path.unlink()
+    assert last_checkpoint(run) is None
+    assert last_checkpoint(run / "nowhere") is None
+
+
+def test_names_that_are_no_checkpoints(tmp_path):
+    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-last", PARTIAL_FOLDER, "checkpoint-3.old"):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
+
+
+# ---- What is deleted ----
+
+
+@pytest.mark.parametrize(
+    ("there", "newest", "limit", "options", "left"),
+    [
+        ([1, 2, 3, 4], 4, 2, {}, [3, 4]),
+        ([1, 2, 3, 4], 4, None, {}, [1, 2, 3, 4]),
+        # As with transformers, the best one counts, and with one allowed there are two.
+        ([1, 2, 3, 4], 4, 2, {"best": 1}, [1, 4]),
+        ([1, 2, 3, 4], 4, 1, {"best": 2}, [2, 4]),
+        # The one in use does not.
+        ([1, 2, 3, 4], 4, 2, {"in_use": 1}, [1, 3, 4]),
+        ([1, 2, 3, 4], 4, 2, {"best": 2, "in_use": 1}, [1, 2, 4]),
+        # 9 and 12 were there when the run was resumed from 3: they go before 2, which is older.
+        ([2, 3, 4, 9, 12], 4, 3, {"in_use": 3}, [2, 3, 4, 12]),
+        ([2, 3, 4, 9, 12], 4, 2, {"in_use": 3}, [2, 3, 4]),
+    ],
+)
+def test_which_are_deleted(there, newest, limit, options, left, tmp_path):
+    for step in there:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    paths = {name: tmp_path / f"checkpoint-{step}" for name, step in options.items()}
+    delete_old(tmp_path / f"checkpoint-{newest}", limit, **paths)
+    assert [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(tmp_path)] == left
+    assert not (tmp_path / PARTIAL_FOLDER).exists()
+
+
+# ---- How one comes to be ----
+
+
+def test_every_file_is_listed_and_the_partial_folder_is_gone(saved):
+    for step in (1, 2, 3):
+        folder = saved / f"checkpoint-{step}"
+        listed = json.loads((folder / FILES_FILE).read_text())
+        assert listed == {
+            str(p.relative_to(folder)): p.stat().st_size
+            for p in folder.rglob("*")
+            if p.is_file() and p.name != FILES_FILE
+        }
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.json"} < set(listed)
+    assert not (saved / PARTIAL_FOLDER).exists()
+
+
+def test_all_that_transformers_and_trl_write_goes_to_the_partial_folder(spec, tmp_path, monkeypatch):
+    """The contract with `Trainer._save_checkpoint`: it asks `_get_output_dir`, and writes nowhere else."""
+    seen = {}
+    move = checkpoints.move_into_place
+
+    def look(partial, final):
+        seen["before"] = sorted(path.name for path in tmp_path.iterdir())
+        seen["files"] = sorted(path.name for path in partial.iterdir())
+        move(partial, final)
+
+    monkeypatch.setattr(checkpoints, "move_into_place", look)
+    trainer = build({**spec, "args": {**spec["args"], "max_steps": 1}}, str(tmp_path))
+    trainer.train()
+    # A model card is TRL's, of the run and not of the checkpoint.
+    assert set(seen["before"]) - {"README.md"} == {PARTIAL_FOLDER}
+    assert seen["files"] == sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir())
+
+
+def test_names_of_transformers_that_this_stands_on():
+    for name in ("_get_output_dir", "_save_checkpoint", "_run_epoch", "_finalize_training", "_get_train_sampler"):
+        assert callable(getattr(Trainer, name)), f"transformers has no Trainer.{name} any more: see resumable.py"
+    for name in ("_push_from_checkpoint", "_load_rng_state", "_evaluate"):
+        assert callable(getattr(Trainer, name)), f"transformers has no Trainer.{name} any more: see resumable.py"
+
+
+def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
+    """Best when it is saved, so that transformers sees it in the partial folder."""
+    from datasets import Dataset
+
+    from tests.tiny import pairs
+
+    arguments = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-3}
+    spec = {**spec, "args": {**spec["args"], **arguments}}
+    trainer = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(pairs(4, seed=9)))
+    trainer.train()
+    best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
+    assert trainer.state.best_model_checkpoint == str(best)
+    state = json.loads((best / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+
+
+# ---- What is taken up ----
+
+
+def test_a_run_without_a_checkpoint(spec, tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+        build(spec, str(tmp_path)).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_is_named_and_damaged_is_refused(spec, run):
+    cut(run / "checkpoint-3" / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"checkpoint-3 cannot be resumed from: optimizer.pt has .*; name an earlier"):
+        build(spec, str(run)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
+
+
+def test_a_finished_run_takes_no_further_step(spec, run):
+    """3 steps of 6 pairs are one epoch and no more; with 4 pairs, the end lies in the middle of an epoch."""
+
+    class Count(TrainerCallback):
+        steps = 0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    for pairs in (6, 4):
+        trainer, count = build({**spec, "pairs": pairs}, str(run)), Count()
+        trainer.add_callback(count)
+        trainer.train(resume_from_checkpoint=True)
+        assert (trainer.state.global_step, count.steps) == (3, 0)
+
+
+def test_the_recipes_checkpoint_to_resume(run, tmp_path, monkeypatch, capsys):
+    """The last sound one; and before the first, where a run has begun, none: by the same command it begins anew."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import run_folder
+
+    def resume(folder: Path, wanted: str = "last") -> str | None:
+        return run_folder.open_run_folder(str(folder), overwrite=False, resume_from_checkpoint=wanted)
+
+    cut(run / "checkpoint-3" / "optimizer.pt")
+    assert resume(run) == str(run / "checkpoint-2")
+    with pytest.raises(ValueError, match="checkpoint-3 cannot be resumed from: optimizer.pt has"):
+        resume(run, str(run / "checkpoint-3"))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume: leave out"):
+        resume(begun)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (begun / name).write_text("{}")
+        assert resume(begun) is None
+    assert "has no checkpoint yet: its run begins anew" in capsys.readouterr().out
+    # What has ended without a checkpoint is not trained a second time.
+    (begun / "results.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume, only metrics.jsonl, results.json"):
+        resume(begun)
+
+
+class Malicious:
+    """What pickle would run when it is read."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_nothing_in_a_checkpoint_is_unpickled(name, spec, run, tmp_path):
+    folder = run / "checkpoint-2"
+    torch.save({"state": Malicious(str(tmp_path / "harm"))}, folder / name)
+    (folder / FILES_FILE).unlink()
+    with pytest.raises(Exception, match="Weights only load failed|weights_only"):
+        build(spec, str(run)).train(resume_from_checkpoint=str(folder))
+    assert not (tmp_path / "harm").exists()

@@ -1,0 +1,566 @@
+"""Faults of the machine while a model trains: how a run ends, what it says, and that what it leaves is whole."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import logging
+import resource
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.faults_once import NAMES, build, end_of_processes
+from tests.recipes import RECIPES, environment
+from tests.rollout_once import save_policy
+from tests.train_once import largest_difference, parameters
+from tests.zero_once import launch
+from trl_ext.trainers.checkpoints import last_checkpoint
+from trl_ext.trainers.faults import TrainingFault, is_disk_full, is_lost_process, is_out_of_memory
+from trl_ext.trainers.out_of_memory import smaller_micro_batch
+from trl_ext.trainers.stalls import Stalled, time_limit
+
+TRAINERS = sorted(NAMES)
+
+
+@pytest.fixture(scope="module")
+def policy_path(tiny_model_path, tmp_path_factory) -> str:
+    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture
+def spec(tiny_model_path, policy_path):
+    """A specification for `build`."""
+
+    def make(trainer: str, **keys) -> dict:
+        return {"trainer": trainer, "model": policy_path if trainer == "PolicyTrainer" else tiny_model_path, **keys}
+
+    return make
+
+
+# ---- A full disk ----
+
+
+@contextmanager
+def files_of_at_most(size: int):
+    """A write beyond this many bytes of a file fails, as on a full disk, with an error number of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class AfterStep(TrainerCallback):
+    def __init__(self, step: int, action):
+        self.step, self.action = step, action
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.action()
+
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "size", "file"),
+    [(trainer, 20_000, "model.safetensors") for trainer in TRAINERS]
+    + [("PreferenceTrainer", 100_000, "optimizer.pt")],
+)
+def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, size, file, spec, tmp_path):
+    """The language model's 13,040 numbers take 52 kB and Adam's two moments 104 kB; checkpoint-1 is written before."""
+    straight = build(spec(trainer, args=SAVING), str(tmp_path / "straight"))
+    straight.train()
+    with files_of_at_most(size) as limit:
+        stopped = build(spec(trainer, args=SAVING), str(tmp_path / "run"))
+        stopped.add_callback(AfterStep(1, limit))
+        with pytest.raises(TrainingFault) as caught:
+            stopped.train()
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("the disk is full: ") and file in message and "MiB were free there" in message
+    assert f"--resume_from_checkpoint goes on from {tmp_path / 'run' / 'checkpoint-1'}" in message
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-1"
+    resumed = build(spec(trainer, args=SAVING), str(tmp_path / "run"))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
+    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
+
+
+def test_what_is_a_full_disk():
+    """As the writers of Python, safetensors and torch say it; a missing file is none."""
+    assert is_disk_full(OSError(errno.ENOSPC, "No space left on device"))
+    assert is_disk_full(OSError(errno.EDQUOT, "Disk quota exceeded"))
+    assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing"))
+    assert is_disk_full(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
+    assert not is_disk_full(FileNotFoundError(errno.ENOENT, "No such file or directory"))
+    assert not is_disk_full(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+
+
+# ---- Out of memory ----
+
+
+def test_smaller_micro_batches():
+    """4 x 1 rows are 2 x 2; 6 x 1 are 3 x 2; of 5 x 2 rows, with 5 x 3 to a rollout, only ones make up both."""
+    assert smaller_micro_batch(4, 1) == (2, 2)
+    assert smaller_micro_batch(6, 1) == (3, 2)
+    assert smaller_micro_batch(5, 2) == (2, 5)
+    assert smaller_micro_batch(5, 2, 3) == (1, 10, 15)
+    assert smaller_micro_batch(1, 8) is None
+
+
+SHUFFLED = {"train_sampling_strategy": "random"}
+MEMORY = {
+    "PreferenceTrainer": {"loss": "aot", **SHUFFLED},
+    "RewardTrainer": SHUFFLED,
+    "SFTTrainer": SHUFFLED,
+    # Two updates to a rollout of 16, the second of which trains on the rest of it.
+    "PolicyTrainer": {"steps_per_generation": 2, "shuffle_dataset": True},
+}
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_smaller_micro_batches_make_the_same_run(trainer, spec, tmp_path, caplog):
+    """Micro-batches of 8, then of 4, do not fit: the run is that of 2 rows, four times accumulated, bit by bit."""
+    caplog.set_level(logging.WARNING)
+    args = {**MEMORY[trainer], "optim": "adamw_torch"}
+    asked = {**args, "per_device_train_batch_size": 8, "auto_find_batch_size": True}
+    found = build(spec(trainer, rows=32, fault="OutOfMemory", fits=2, args=asked), str(tmp_path / "found"))
+    found.train()
+    assert (found.args.per_device_train_batch_size, found.args.gradient_accumulation_steps) == (2, 4)
+    assert "going on with 4 and gradient_accumulation_steps 2, which make the same optimizer batch of 8" in caplog.text
+    assert "going on with 2 and gradient_accumulation_steps 4" in caplog.text
+    fitting = {**args, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    if trainer == "PolicyTrainer":
+        fitting["steps_per_generation"] = 8
+        assert (found.args.steps_per_generation, found.args.generation_batch_size) == (8, 16)
+    expected = build(spec(trainer, rows=32, args=fitting), str(tmp_path / "expected"))
+    expected.train()
+    assert largest_difference(parameters(found), parameters(expected)) == 0.0
+    assert found.state.global_step == expected.state.global_step == 4
+    logs = [
+        [{k: v for k, v in entry.items() if "loss" in entry and "time" not in k and "_per_" not in k} for entry in log]
+        for log in (found.state.log_history, expected.state.log_history)
+    ]
+    assert logs[0][:4] == logs[1][:4]
+
+
+def test_memory_that_runs_out_later_is_told_with_the_flags(spec, tmp_path):
+    """From the third step on nothing fits: parameters have moved, so that the run is not begun again by itself."""
+    keys = {"fault": "OutOfMemory", "fits": 0, "from_step": 2}
+    args = {"auto_find_batch_size": True, "per_device_train_batch_size": 4}
+    with pytest.raises(TrainingFault) as caught:
+        build(spec("PreferenceTrainer", args=args, **keys), str(tmp_path)).train()
+    message = str(caught.value)
+    assert message.startswith("out of memory in step 3 with per_device_train_batch_size 4: try ")
+    assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 (the same optimizer batch)" in message
+    for flag in ("--gradient_checkpointing true", "--packing auto", "--max_prompt_tokens or --max_response_tokens"):
+        assert flag in message
+
+
+def test_out_of_memory_without_the_search(spec, tmp_path):
+    """A rollout of 8 in one micro-batch of 8; nothing is tried again."""
+    with pytest.raises(TrainingFault, match="out of memory in step 1 with per_device_train_batch_size 8") as caught:
+        build(spec("PolicyTrainer", fault="OutOfMemory", fits=4), str(tmp_path)).train()
+    flags = "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --generation_batch_size 8"
+    assert flags in str(caught.value) and "--max_completion_length" in str(caught.value)
+
+
+def test_a_single_row_that_does_not_fit_ends_the_search(spec, tmp_path):
+    args = {"auto_find_batch_size": True}
+    with pytest.raises(TrainingFault, match="with per_device_train_batch_size 1: try --gradient_checkpointing"):
+        build(spec("SFTTrainer", fault="OutOfMemory", fits=0, args=args), str(tmp_path)).train()
+
+
+def test_a_loss_of_the_micro_batch_refuses_the_search(spec, tmp_path):
+    args = {"auto_find_batch_size": True, "loss": "aot", "aot_scope": "device"}
+    with pytest.raises(ValueError, match="auto_find_batch_size cannot be used: aot_scope device sorts within"):
+        build(spec("PreferenceTrainer", args=args), str(tmp_path))
+
+
+def test_what_is_out_of_memory():
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"))
+    assert not is_out_of_memory(RuntimeError("probability tensor contains either `inf`, `nan` or element < 0"))
+
+
+# ---- Functions that do not come back ----
+
+
+def test_a_time_limit_interrupts_what_python_waits_for():
+    """A sleep of a minute, and a loop that catches every `Exception`, end after a fifth of a second."""
+
+    def stubborn() -> None:
+        while True:
+            try:
+                time.sleep(60)
+            except Exception:
+                continue
+
+    for stalling in (lambda: time.sleep(60), stubborn, lambda: [None for _ in iter(int, 1)]):
+        begun = time.monotonic()
+        with pytest.raises(Stalled), time_limit(0.2, "it"):
+            stalling()
+        assert 0.2 <= time.monotonic() - begun < 5
+
+
+def test_a_time_limit_leaves_a_call_in_time_alone():
+    with time_limit(0.3, "it"):
+        value = 1
+    time.sleep(0.5)
+    assert value == 1
+    with time_limit(None, "it"), time_limit(0, "it"):
+        pass
+
+
+HANGS = {"reward_timeout": 0.5, "beta": 0.0}
+
+
+def test_a_reward_function_that_hangs_is_named_with_its_rows(spec, tmp_path):
+    def judge(completion_ids, **_):
+        time.sleep(60)
+
+    async def judge_later(completion_ids, **_):
+        import asyncio
+
+        await asyncio.sleep(60)
+
+    for function in (judge, judge_later):
+        trainer = build(spec("PolicyTrainer", args=HANGS), str(tmp_path), reward=function)
+        begun = time.monotonic()
+        with pytest.raises(TrainingFault) as caught:
+            trainer.train()
+        assert time.monotonic() - begun < 10
+        start = (
+            f"the reward function {function.__name__!r} did not come back within 0.5 seconds (reward_timeout), given"
+        )
+        assert str(caught.value).startswith(f"{start} row_id 'row0', row_id 'row1' ")
+
+
+def test_a_reward_function_that_hangs_can_be_skipped(spec, tmp_path):
+    """At the second of three steps all 8 responses are without a reward: no advantage, and the others train."""
+    calls = []
+
+    def judge(completion_ids, **_):
+        calls.append(len(completion_ids))
+        if len(calls) == 2:
+            time.sleep(60)
+        return [float(len(ids)) for ids in completion_ids]
+
+    args = {**HANGS, "reward_errors": "skip", "max_steps": 3}
+    trainer = build(spec("PolicyTrainer", args=args), str(tmp_path), reward=judge)
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [entry["reward_errors"] for entry in logged] == [0.0, 8.0, 0.0]
+    assert [entry["unscorable"] for entry in logged] == [0.0, 1.0, 0.0]
+    assert logged[1]["grad_norm"] == 0.0 < logged[0]["grad_norm"]
+    assert calls == [8, 8, 8], "the rows of a call without an end are not tried one by one"
+
+
+# ---- A vLLM server ----
+
+
+class Server:
+    """What TRL's client asks of a vLLM server, on this machine; `answers` says how often it generates before it dies.
+
+    Args:
+        healthy: the status of /health; None takes connections and does not answer.
+    """
+
+    def __init__(self, *, answers: int = 10**9, healthy: int | None = 200):
+        self.left, self.healthy = answers, healthy
+
+    def __enter__(self) -> Server:
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self):
+                if owner.healthy is None:
+                    time.sleep(30)
+                    return
+                models = {"data": [{"id": "policy"}]}
+                info = {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}}
+                answers = {"/v1/models": models, "/server_info": info}
+                self._reply(owner.healthy, answers.get(self.path.partition("?")[0], {}))
+
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                owner.left -= 1
+                if owner.left < 0:
+                    owner.http.socket.close()
+                    self.connection.close()
+                    return
+                self._reply(200, {"choices": [c for p in body["prompt"] for c in self._choices(p, body["n"])]})
+
+            @staticmethod
+            def _choices(prompt: list[int], count: int) -> list[dict]:
+                for index in range(count):
+                    ids = [10 + index, 2]
+                    names = [f"token_id:{token}" for token in ids]
+                    logprobs = {"tokens": names, "token_logprobs": [-1.0, -1.0], "top_logprobs": [None, None]}
+                    yield {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs}
+
+            def _reply(self, status: int, content: dict) -> None:
+                payload = json.dumps(content).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(payload)))
+                self.end_headers()
+                self.wfile.write(payload)
+
+            def log_message(self, *_):
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+
+
+@pytest.fixture
+def with_vllm(monkeypatch):
+    """TRL's own client and generation, where vLLM is not installed: weights are not sent, and waits are short."""
+    from trl.generation import vllm_client, vllm_generation
+    from trl.trainer import grpo_trainer
+
+    from trl_ext.trainers import vllm_server
+
+    for module in (vllm_client, vllm_generation, grpo_trainer, vllm_server):
+        monkeypatch.setattr(module, "is_vllm_available", lambda *_, **__: True, raising=False)
+    retries = vllm_client.Retry
+    monkeypatch.setattr(vllm_client, "Retry", lambda **keys: retries(**{**keys, "backoff_factor": 0.01}))
+    for name in ("init_communicator", "update_named_params", "reset_prefix_cache"):
+        monkeypatch.setattr(vllm_client.VLLMClient, name, lambda *_, **__: None)
+
+
+def vllm_arguments(url: str, **others) -> dict:
+    server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 1.0}
+    return {**server, "beta": 0.0, **others}
+
+
+@pytest.mark.parametrize(
+    ("server", "found"),
+    [
+        (None, "Connection refused"),
+        (Server(healthy=503), "/health answers 503"),
+        (Server(healthy=None), "timed out"),
+    ],
+    ids=["none", "not well", "silent"],
+)
+def test_no_vllm_server_at_the_start_is_told_in_time(server, found, with_vllm, spec, tmp_path):
+    """Within `vllm_server_timeout`, here a second; TRL's own client waits for the last two for ever."""
+    with server or nullcontext():
+        url = "http://127.0.0.1:9" if server is None else server.url
+        begun = time.monotonic()
+        with pytest.raises(TrainingFault) as caught:
+            build(spec("PolicyTrainer", args=vllm_arguments(url)), str(tmp_path))
+        assert time.monotonic() - begun < 8
+    message = str(caught.value)
+    assert message.startswith(f"no vLLM server at {url} within vllm_server_timeout 1 seconds") and found in message
+    assert "`VLLM_SERVER_DEV_MODE=1 vllm serve " in message and "--weight-transfer-config" in message
+
+
+def test_a_vllm_server_that_dies_leaves_a_checkpoint(with_vllm, spec, tmp_path):
+    """It answers two rollouts and is gone at the third: stopped with the parameters after two steps."""
+    args = vllm_arguments("", save_strategy="no", vllm_importance_sampling_correction=False)
+    with Server(answers=2) as server:
+        stopped = build(
+            spec("PolicyTrainer", args={**args, "vllm_server_base_url": server.url}), str(tmp_path / "run")
+        )
+        with pytest.raises(TrainingFault, match="the vLLM server is gone.*--resume_from_checkpoint .ConnectionError"):
+            stopped.train()
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run" / "checkpoint-2"
+    with Server() as server:
+        args = {**args, "vllm_server_base_url": server.url}
+        resumed = build(spec("PolicyTrainer", args=args), str(tmp_path / "run"))
+        resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+        straight = build(spec("PolicyTrainer", args=args), str(tmp_path / "straight"))
+        straight.train()
+    assert resumed.state.global_step == 4
+    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
+
+
+def test_a_dead_vllm_server_is_told_to_every_process():
+    """What the first process sends the others instead of responses raises in each, where they are looked at."""
+    import pickle
+
+    from trl_ext.trainers.vllm_server import ServerLostError, _WatchedClient
+
+    class Client:
+        base_url = "http://here"
+        synchronised = 0
+
+        def update_named_params(self, *_):
+            raise ConnectionError("gone")
+
+        def reset_prefix_cache(self):
+            self.synchronised += 1
+
+        def generate(self, **_):
+            raise AssertionError("is not asked any more")
+
+    client = _WatchedClient(Client())
+    assert client.base_url == "http://here"
+    client.update_named_params([], [])
+    client.reset_prefix_cache()
+    sent = pickle.loads(pickle.dumps(client.generate(prompts=[[1]])))
+    assert client.synchronised == 0
+    with pytest.raises(ServerLostError, match="ConnectionError: gone"):
+        [ids for ids in sent["prompt_ids"]]  # noqa: C416
+
+
+# ---- Several processes ----
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_on_one_process_is_skipped_on_both(spec, tmp_path):
+    """The second process's loss is NaN at the second step of four; stock trainers go on with parameters of NaN.
+
+    In the last run it is NaN from the second step on, and two in a row stop it: at its third step, with a checkpoint.
+    """
+    specs = [spec(trainer, fault="NotANumber", steps=[1]) for trainer in TRAINERS]
+    specs.append(spec("trl.DPOTrainer", fault="NotANumber", steps=[1]))
+    args = {"max_skipped_updates": 2, "save_strategy": "no"}
+    specs.append(spec("RewardTrainer", fault="NotANumber", steps=[1, 2, 3], args=args))
+
+    specs.append(spec("SFTTrainer", args={"auto_find_batch_size": True}))
+    ends = end_of_processes(specs, tmp_path)
+    assert [end.code for end in ends] == [0, 0], ends[0].text[-4000:]
+    for end in ends:
+        refused = end.runs.pop()["error"]
+        assert refused.startswith("ValueError: auto_find_batch_size cannot be used: with several processes")
+    for first, second in zip(*(end.runs for end in ends), strict=True):
+        assert first["parameters"] == second["parameters"]
+    *own, stock, stopped = ends[0].runs
+    for run in own:
+        assert run["error"] is None and run["finite"] and run["step"] == 4
+        assert run["skipped"] == {"reward": 0, "loss": 1, "gradient": 0}
+        assert run["logged"] == [0.0, 1.0, 1.0, 1.0]
+    assert not stock["finite"] and stock["losses"][2:] == [0.0, 0.0]
+    assert stopped["finite"]
+    for end in ends:
+        assert end.runs[-1]["error"].startswith("FloatingPointError: stopped at step 3: 2 updates in a row were not")
+        assert "look at the data" in end.runs[-1]["error"]
+    assert (tmp_path / f"{len(specs) - 2}-run" / "checkpoint-3" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra: trl_ext[deepspeed]")
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_deepspeed_skips_by_itself_and_is_counted(engine, spec, tmp_path):
+    specs = [
+        spec("PreferenceTrainer", fault="NotANumber", steps=[1]),
+        spec("PreferenceTrainer", args={"auto_find_batch_size": True}),
+    ]
+    (tmp_path / "specs.json").write_text(json.dumps(specs))
+    launched = launch(engine, ["-m", "tests.faults_once", str(tmp_path / "specs.json"), str(tmp_path)], tmp_path)
+    assert launched.returncode == 0, launched.stderr[-4000:]
+    for rank in (0, 1):
+        run, refused = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert run["error"] is None and run["finite"] and run["step"] == 4
+        assert run["skipped"] == {"reward": 0, "loss": 1, "gradient": 0}
+        assert "auto_find_batch_size" in refused["error"] and "DeepSpeed" in refused["error"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_other(spec, tmp_path):
+    """Without a launcher, which would end it anyway: one line at once, with the checkpoint to go on from."""
+    keys = {"kill_at": 2, "last": True, "args": {"save_strategy": "steps", "save_steps": 1}}
+    survivor, killed = end_of_processes([spec("PreferenceTrainer", **keys)], tmp_path)
+    assert killed.code == -9 and survivor.code == 2
+    assert survivor.seconds - killed.seconds < 60
+    error = survivor.runs[0]["error"]
+    assert error.startswith(
+        "TrainingFault: another process of this run has ended, and this one cannot go on without it"
+    )
+    assert f"goes on from {tmp_path}/0-run/checkpoint-2" in error and "\n" not in error
+
+
+@pytest.mark.slow
+def test_a_reward_function_that_hangs_on_one_process_ends_both(spec, tmp_path):
+    """Both groups of four: rows 0 and 1 are the first process's, 2 and 3 the second's, whose function never ends."""
+    args = {"reward_timeout": 2.0}
+    keys = {"reward": "hangs_on_the_last_rank", "last": True, "args": args}
+    waiting, hanging = end_of_processes([spec("PolicyTrainer", **keys)], tmp_path)
+    assert (waiting.code, hanging.code) == (2, 2)
+    assert abs(waiting.seconds - hanging.seconds) < 60
+    assert "'hangs_on_the_last_rank' did not come back within 2 seconds" in hanging.runs[0]["error"]
+    assert "given row_id 'row2', row_id 'row3' " in hanging.runs[0]["error"]
+    assert "another process of this run has ended" in waiting.runs[0]["error"]
+
+
+# ---- Recipes ----
+
+DEADLY = """
+import os, signal, time, torch
+from pathlib import Path
+from trl_ext import preference_loss
+
+calls = []
+
+
+@preference_loss("deadly", needs_reference=False)
+def deadly(scores, *, beta=0.1):
+    \"""A logistic loss that kills the second process when it is called for the ninth time.\"""
+    calls.append(1)
+    if len(calls) == 9 and os.environ.get("RANK") == "1":
+        Path("killed").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return -torch.nn.functional.logsigmoid(beta * (scores.chosen - scores.rejected))
+"""
+QUICK = ["--use_cpu", "true", "--generation_eval_every", "0", "--num_eval_prompts", "4", "--packing", "off"]
+QUICK += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "12", "--eval_strategy", "no"]
+
+
+def run_recipe(folder, launcher: list[str], *arguments: str, **others) -> subprocess.CompletedProcess:
+    command = [sys.executable, *launcher, str(RECIPES / "preference.py"), *QUICK, "--output_dir", "run", *arguments]
+    environment_ = {**environment(), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment_, capture_output=True, text=True, timeout=300, **others)
+
+
+@pytest.mark.slow
+def test_a_launcher_ends_within_a_minute_of_a_killed_process(tmp_path):
+    """The survivor says how to go on, and the agent names the signal."""
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
+    ended = run_recipe(tmp_path, [*launcher, "--main_process_port", "0"], "--loss", "deadly.py:deadly")
+    assert time.time() - float((tmp_path / "killed").read_text()) < 60
+    assert ended.returncode != 0
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: another process of this run has ended") and "goes on from run/checkpoint-" in line
+    assert "Signal 9 (SIGKILL)" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_recipe_says_in_one_line_that_the_disk_is_full(tmp_path):
+    """No file of more than 100 kB can be written: the first checkpoint fails, at its weights."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    ended = run_recipe(tmp_path, [], "--loss", "dpo", preexec_fn=limit)
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr
+    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: the disk is full: ") and "There is no checkpoint to go on from" in line
+    assert last_checkpoint(tmp_path / "run") is None
+    assert not (tmp_path / "run" / "checkpoint.partial").exists()
+
+
+def test_what_is_a_lost_process():
+    pair = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26019"
+    assert is_lost_process(RuntimeError(pair))
+    assert is_lost_process(torch.distributed.DistBackendError("NCCL error: remote process exited"))
+    assert not is_lost_process(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_lost_process(ConnectionResetError(104, "Connection reset by peer")), "of a judge's server, say"

@@ -1,0 +1,146 @@
+"""`KTOTrainer`: its loss against `trl_ext.losses.kto` in float64, truncation, weights, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.tiny import pairs, perturbed, response_log_prob
+from tests.train_once import DEFAULTS, relative_difference, result
+from trl_ext import KTOConfig, KTOTrainer
+from trl_ext.losses import kto
+
+SETTINGS = {name: value for name, value in DEFAULTS.items() if name != "per_device_train_batch_size"}
+
+
+def build(path: str, folder, rows, **args) -> KTOTrainer:
+    torch.set_num_threads(1)
+    load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # noqa: E731
+    arguments = {"per_device_train_batch_size": 8, **SETTINGS, **args, "output_dir": str(folder)}
+    return KTOTrainer(
+        load(),
+        perturbed(load(), scale=0.02),
+        args=KTOConfig(**arguments),
+        train_dataset=rows if isinstance(rows, Dataset) else Dataset.from_list(rows),
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+
+
+def test_loss_and_gradient(tiny_model_path, tmp_path):
+    """One step on 4 pairs taken apart: the mean of `kto`, its divergence from each prompt with another response."""
+    weights = {"desirable_weight": 1.0, "undesirable_weight": 0.8}
+    trainer = build(tiny_model_path, tmp_path, pairs(4), beta=0.5, **weights)
+    rows = list(trainer.train_dataset)
+    assert [row["label"] for row in rows] == [True, False] * 4
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    run = result(trainer)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+    reference = perturbed(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32), scale=0.02)
+    reference = reference.double()
+
+    def log_ratios(completions: list[list[int]]):
+        both = zip(rows, completions, strict=True)
+        both = [(row["prompt_ids"], ids) for row, ids in both]
+        with torch.no_grad():
+            base = torch.stack([response_log_prob(reference, *row) for row in both])
+        return torch.stack([response_log_prob(model, *row) for row in both]) - base
+
+    completions = [row["completion_ids"] for row in rows]
+    shifted = log_ratios([completions[-1], *completions[:-1]]).detach()
+    assert shifted.mean() > 0.01, "clamped at 0, the divergence would not be tested"
+    labels = torch.tensor([row["label"] for row in rows])
+    loss = kto(log_ratios(completions), labels, shifted, beta=0.5, **weights).mean()
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    moved = torch.cat([(start[name] - run.parameters[name]).flatten() for name in start]).double()
+    assert run.losses == pytest.approx([loss.item()], rel=1e-5)
+    assert relative_difference(moved, gradient) < 1e-4
+    assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-4)
+
+
+def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path):
+    whole = build(tiny_model_path, tmp_path, pairs(4)).train_dataset
+    cut = build(tiny_model_path, tmp_path, pairs(4), max_prompt_tokens=20, max_response_tokens=5).train_dataset
+    assert max(map(len, whole["prompt_ids"])) > 20 and max(map(len, whole["completion_ids"])) > 5
+    for row, full in zip(cut, whole, strict=True):
+        assert row["prompt_ids"] == full["prompt_ids"][-20:]
+        assert row["completion_ids"] == full["completion_ids"][:5]
+        assert row["KL_completion_ids"] == full["KL_completion_ids"][:5]
+
+
+def labelled(*labels) -> list[dict]:
+    return [
+        {"row_id": f"row{index}", "prompt": f"prompt {index}", "completion": f"answer {index}", "label": label}
+        for index, label in enumerate(labels)
+    ]
+
+
+def test_weights_are_recommended(tiny_model_path, tmp_path, caplog):
+    """3 to 1: undesirable_weight between 3 / 1 x 3/4 = 2.25 and 3; then 3 : 2.5 = 1.2 to 1, as recommended."""
+    rows = labelled(True, True, False, True)
+    build(tiny_model_path, tmp_path, rows)
+    assert "3 desirable and 1 undesirable responses weigh 3 to 1" in caplog.text
+    assert "set undesirable_weight from 2.25 to 3" in caplog.text
+    caplog.clear()
+    build(tiny_model_path, tmp_path, rows, undesirable_weight=2.5)
+    assert "weigh 1.2 to 1" in caplog.text and "as recommended" in caplog.text
+
+
+WRONG_ROWS = {
+    "train_dataset has no undesirable response among its 2: KTO weighs": labelled(True, True),
+    "train_dataset has no desirable response among its 3": labelled(False, False, False),
+    "train_dataset, row_id row1: label must be true or false, got None": labelled(True, None, False),
+    "train_dataset, row_id row0: label must be true or false, got 1": labelled(1, 0),
+    "train_dataset has no column 'label': KTO takes prompt, completion and label, or the pairs": [
+        {"prompt": "a", "completion": "b"}
+    ],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ROWS)
+def test_wrong_rows(message, tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build(tiny_model_path, tmp_path, WRONG_ROWS[message])
+
+
+WRONG_SETTINGS = {
+    "per_device_train_batch_size must be at least 2, got 1: KTO estimates": {"per_device_train_batch_size": 1},
+    "max_length is not used by KTOConfig: use max_prompt_tokens": {"max_length": 100},
+    "max_prompt_tokens must be at least 1": {"max_prompt_tokens": 0},
+    "beta must be a positive number, got 0": {"beta": 0},
+    "undesirable_weight must be a positive number": {"undesirable_weight": -1.0},
+    "packing must be one of auto, off": {"packing": "on"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_SETTINGS)
+def test_wrong_settings(message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        KTOConfig(str(tmp_path), use_cpu=True, **WRONG_SETTINGS[message])
+
+
+def test_wrong_configuration_class(tiny_model_path, tmp_path):
+    import trl
+
+    with pytest.raises(TypeError, match="takes a KTOConfig, got DPOConfig: from trl_ext import KTOConfig"):
+        KTOTrainer(tiny_model_path, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_defaults_fit_the_device(tmp_path):
+    args = KTOConfig(str(tmp_path), use_cpu=True)
+    assert (args.bf16, args.gradient_checkpointing, args.max_length) == (False, False, None)
+
+
+def test_resumes_as_it_would_have_gone_on(tiny_model_path, tmp_path):
+    """Of two steps, the second from a checkpoint of the first: parameters to the last bit."""
+    settings = {"max_steps": 2, "learning_rate": 0.1, "save_strategy": "steps", "save_steps": 1}
+    straight = build(tiny_model_path, tmp_path, pairs(8), **settings)
+    straight.train()
+    resumed = build(tiny_model_path, tmp_path, pairs(8), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, dict(straight.model.named_parameters())[name]), name

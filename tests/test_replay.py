@@ -1,0 +1,260 @@
+"""Pairs from groups, the replay buffer and its importance weights, against values worked by hand.
+
+The pairs A, B, C of DPO losses 0.554355, 0.798139, 0.798139 are those of `test_preference_losses`: margins 3, -2, -2
+at beta 0.1, so l(0.3) and twice l(-0.2).
+"""
+
+from __future__ import annotations
+
+import math
+import tracemalloc
+from array import array
+
+import pytest
+import torch
+
+from trl_ext.losses import PreferenceScores, dpo
+from trl_ext.rollouts.pairing import select_pairs
+from trl_ext.rollouts.replay import (
+    ReplayBuffer,
+    SampledPair,
+    ages,
+    check_memory,
+    effective_sample_size,
+    importance_weights,
+    memory_needed,
+    replayed_count,
+    weighted_mean,
+)
+
+NAN = float("nan")
+
+
+# ---- Selection ----
+
+
+def test_best_against_worst():
+    """Groups of 4: best 3 (index 1), worst 0 (index 2); all alike: one tie; first of equal bests and worsts."""
+    selection = select_pairs([1, 3, 0, 2, 5, 5, 5, 5, 2, 7, 2, 7], 4)
+    assert selection.pairs == [(1, 2), (9, 8)]
+    assert (selection.ties, selection.unscored) == (1, 0)
+
+
+def test_all_pairs():
+    """Rewards 1, 3, 1: pairs (0,1), (0,2), (1,2); the second is a tie, and in the first and third 1 wins."""
+    selection = select_pairs([1, 3, 1], 3, "all")
+    assert selection.pairs == [(1, 0), (1, 2)]
+    assert selection.ties == 1
+    # Without a tie, G (G - 1) / 2 = 6 pairs of 4 responses.
+    assert len(select_pairs([4, 1, 3, 2], 4, "all").pairs) == 6
+
+
+def test_responses_without_a_reward_are_left_out():
+    selection = select_pairs([NAN, 2, 1, NAN, 5, NAN], 3, "all")
+    assert selection.pairs == [(1, 2)]
+    assert selection.unscored == 1, "one response alone makes no pair"
+    assert select_pairs([NAN, 2, 1], 3).pairs == [(1, 2)]
+
+
+def test_tolerance_makes_near_rewards_a_tie():
+    """Differences 0.5 and 0.25 (exact in binary) at a tolerance of 0.25: the second is a tie."""
+    selection = select_pairs([0.5, 0.0, 0.25, 0.0], 2, tolerance=0.25)
+    assert (selection.pairs, selection.ties) == ([(0, 1)], 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.0], 1), "at least 2 responses"),
+        (([1.0, 2.0, 3.0], 2), "3 responses do not divide into groups of 2"),
+        (([1.0, 2.0], 2, "best"), "best_worst, all"),
+        (([1.0, 2.0], 2, "all", -1), "tie_tolerance"),
+    ],
+)
+def test_wrong_selection(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        select_pairs(*arguments)
+
+
+# ---- The buffer ----
+
+
+def pair(version: int, length: int = 3, **changes) -> SampledPair:
+    values = {
+        "prompt_ids": array("i", [version, 7]),
+        "chosen_ids": array("i", range(length)),
+        "rejected_ids": array("i", [9]),
+        "chosen_log_prob": -1.5 - version / 3,
+        "rejected_log_prob": -2.25,
+        "ref_chosen": -1.0,
+        "ref_rejected": NAN,
+        "chosen_reward": 0.1,
+        "rejected_reward": -0.3,
+        "version": version,
+        "reward_version": "1 thirds",
+    }
+    return SampledPair(**{**values, **changes})
+
+
+def versions(pairs) -> list[int]:
+    return [one.version for one in pairs]
+
+
+def test_capacity_keeps_the_most_recent():
+    replay = ReplayBuffer(3, max_age=10)
+    replay.add([pair(0), pair(1)])
+    replay.add([pair(2), pair(3)])
+    assert versions(replay.pairs) == [1, 2, 3]
+
+
+def test_age_is_in_versions():
+    """At version 6 with a maximum age of 4, version 2 stays (6 - 2 = 4) and version 1 goes (5)."""
+    replay = ReplayBuffer(10, max_age=4)
+    replay.add([pair(1), pair(2), pair(5)])
+    assert ages(replay.pairs, 6) == [5, 4, 1]
+    assert replay.drop_old(6) == 1
+    assert versions(replay.pairs) == [2, 5]
+
+
+def test_draws_depend_on_seed_and_version_alone():
+    def drawn(seed: int, version: int) -> list[int]:
+        replay = ReplayBuffer(50, max_age=100, seed=seed)
+        replay.add(map(pair, range(50)))
+        return versions(replay.draw(10, version))
+
+    first = drawn(0, 7)
+    assert len(set(first)) == 10, "without replacement"
+    torch.manual_seed(3)
+    assert drawn(0, 7) == first
+    assert drawn(0, 8) != first
+    assert drawn(1, 7) != first
+
+
+def test_draws_are_uniform():
+    """Of 4 pairs 2 are drawn, each with probability 1/2: 200 times in 400 draws, standard deviation 10."""
+    replay = ReplayBuffer(4, max_age=1000)
+    replay.add(map(pair, range(4)))
+    counts = torch.bincount(torch.tensor([v for number in range(400) for v in versions(replay.draw(2, number))]))
+    assert ((counts - 200).abs() < 40).all()
+
+
+def test_a_short_buffer_gives_what_it_has():
+    replay = ReplayBuffer(5, max_age=1)
+    assert replay.draw(3, 0) == []
+    replay.add([pair(0)])
+    assert versions(replay.draw(3, 0)) == [0]
+
+
+def test_fraction_of_all_pairs():
+    """8 new pairs at 1/2 take 8 replayed ones; at 1/5, 2 of 10 in all; at 0.9, 72 of 80."""
+    assert [replayed_count(8, fraction) for fraction in (0.5, 0.2, 0.9)] == [8, 2, 72]
+    assert replayed_count(0, 0.5) == 0
+
+
+@pytest.mark.parametrize("capacity", [3, 2])
+def test_saved_and_loaded_exactly(capacity, tmp_path):
+    replay = ReplayBuffer(3, max_age=4)
+    replay.add([pair(0, length=0), pair(4, reward_version="2 évens"), pair(5, chosen_reward=1 / 3)])
+    replay.save(tmp_path / "replay.safetensors")
+    again = ReplayBuffer(capacity, max_age=4)
+    again.add([pair(9)])
+    again.load(tmp_path / "replay.safetensors")
+    assert list(map(repr, again.pairs)) == list(map(repr, replay.pairs[-capacity:]))
+    assert [path.name for path in tmp_path.iterdir()] == ["replay.safetensors"]
+
+
+def test_an_empty_buffer_is_saved_too(tmp_path):
+    ReplayBuffer(3, max_age=4).save(tmp_path / "replay.safetensors")
+    again = ReplayBuffer(3, max_age=4)
+    again.add([pair(0)])
+    again.load(tmp_path / "replay.safetensors")
+    assert len(again) == 0
+
+
+def test_a_file_of_something_else(tmp_path):
+    (tmp_path / "replay.safetensors").write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"replay\.safetensors holds no replayed pairs"):
+        ReplayBuffer(3, max_age=4).load(tmp_path / "replay.safetensors")
+
+
+@pytest.mark.parametrize(("capacity", "age", "message"), [(0, 1, "replay_capacity"), (1, 0, "replay_max_age")])
+def test_wrong_buffer(capacity, age, message):
+    with pytest.raises(ValueError, match=message):
+        ReplayBuffer(capacity, age)
+
+
+def test_memory_is_refused_with_what_fits():
+    """1000 pairs of 100 + 2 x 50 tokens at 4 bytes and 700 beside them: 1,500,000 bytes; two copies, twice that."""
+    assert memory_needed(1000, 100, 50) == 1_500_000
+    check_memory(1000, 100, 50, 2, available=3_000_000)
+    with pytest.raises(ValueError, match=r"replay larger than memory allows: replay_capacity 1000 .* at most 500 fit"):
+        check_memory(1000, 100, 50, 2, available=1_500_000)
+
+
+def test_memory_estimate_holds():
+    """What 500 pairs of 300 tokens take lies below the estimate, and not far."""
+    tracemalloc.start()
+    pairs = [
+        pair(
+            index,
+            prompt_ids=array("i", range(100)),
+            chosen_ids=array("i", range(100)),
+            rejected_ids=array("i", range(100)),
+            **{name: index / 7 + place for place, name in enumerate(("chosen_log_prob", "rejected_log_prob"))},
+        )
+        for index in range(500)
+    ]
+    measured, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(pairs) == 500
+    assert 0.6 < measured / memory_needed(500, 100, 100) <= 1
+
+
+# ---- Importance weights ----
+
+LOG_RATIOS = torch.tensor([0.05, -0.4, 1.2], dtype=torch.float64)
+
+
+def test_sequence_weights():
+    """exp of 0.05, -0.4 and 1.2; the last above the cap of 2."""
+    assert importance_weights(LOG_RATIOS).tolist() == pytest.approx([1.051271, 0.670320, 3.320117], abs=1e-6)
+    assert importance_weights(LOG_RATIOS, cap=2.0).tolist() == pytest.approx([1.051271, 0.670320, 2.0], abs=1e-6)
+
+
+def test_length_normalized_weights():
+    """exp(0.05 / 5) = e^0.01, exp(-0.4 / 2) = e^-0.2, exp(1.2 / 1) = 3.32 capped at 2."""
+    weights = importance_weights(LOG_RATIOS, "length_normalized", lengths=torch.tensor([5, 2, 1]), cap=2.0)
+    assert weights.tolist() == pytest.approx([math.exp(0.01), math.exp(-0.2), 2.0])
+
+
+def test_effective_sample_size():
+    """(1.051271 + 0.670320 + 3.320117)^2 / (1.105171 + 0.449329 + 11.023176) = 25.418820 / 12.577676."""
+    assert effective_sample_size(importance_weights(LOG_RATIOS)).item() == pytest.approx(2.020947, abs=1e-6)
+    assert effective_sample_size(torch.ones(5)).item() == 5
+    assert effective_sample_size(torch.tensor([0.0, 3.0])).item() == 1
+
+
+def test_weighted_dpo_loss():
+    """Capped weights on A, B, C: (1.051271 x 0.554355 + 0.670320 x 0.798139 + 2 x 0.798139) / 3.721591 = 0.729275."""
+    scores = PreferenceScores(*(torch.tensor(v, dtype=torch.float64) for v in ([-20, -15, -10], [-30, -12, -18])))
+    scores.ref_chosen = torch.tensor([-22, -14, -9.5], dtype=torch.float64)
+    scores.ref_rejected = torch.tensor([-29, -13, -19.5], dtype=torch.float64)
+    losses, weights = dpo(scores), importance_weights(LOG_RATIOS, cap=2.0)
+    assert weighted_mean(losses, weights).item() == pytest.approx(0.729275, abs=1e-6)
+    assert (weights * losses).mean().item() == pytest.approx(0.904688, abs=1e-6), "not normalised"
+
+
+def test_a_weight_has_no_gradient_and_does_not_overflow():
+    log_ratio = torch.tensor([1000.0, -1000.0], requires_grad=True)
+    weights = importance_weights(log_ratio, cap=2.0)
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx([2.0, 0.0])
+    assert importance_weights(log_ratio, "none").tolist() == [1.0, 1.0]
+    assert weighted_mean(torch.ones(2), torch.zeros(2)).item() == 0
+
+
+def test_wrong_weights():
+    with pytest.raises(ValueError, match="replay_weights must be one of"):
+        importance_weights(LOG_RATIOS, "token")
+    with pytest.raises(ValueError, match="numbers of tokens"):
+        importance_weights(LOG_RATIOS, "length_normalized")

@@ -1,0 +1,223 @@
+"""A run that is killed and resumed, of every trainer and wherever it is killed, ends as one that never was.
+
+Equal are the parameters, the optimizer's state and the random state to the last bit, every line of metrics but for
+times, and the choice of the best checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load_file
+
+from tests import recipes
+from tests.resume_once import KINDS, REPOSITORY, differences, environment, in_a_fork, metrics, run_jobs, save_models
+from trl_ext.trainers.preemption import REQUEUE
+
+pytestmark = pytest.mark.slow
+
+# Lives of a run until its last, each of which begins at the checkpoint that the one before left. Checkpoints are at 3,
+# 6 and 9 of 11 steps, and lines of metrics at 4 and 8. Epochs of `preference` end at steps 4 and 8.
+LIVES = {
+    "preference": {
+        "in the middle of a window of metrics": [["step_end", 5]],
+        "before any checkpoint": [["step_end", 2]],
+        "four times": [["step_end", 4], ["saved", 6], ["step_end", 7], ["mid_save", 9]],
+        "in the middle of saving": [["mid_save", 6]],
+        "before a checkpoint has its name": [["before_rename", 6]],
+        "when a checkpoint has its name": [["renamed", 6]],
+        "after the last checkpoint": [["saved", 11]],
+        "asked to end, twice": [["notice", 4], ["notice", 8]],
+    },
+    "preference_lora": {"in a second epoch": [["step_end", 5]], "asked to end": [["notice", 6]]},
+    "preference_moving": {"with a reference that has moved": [["step_end", 7]]},
+    "reward": {
+        "before a checkpoint is scored": [["renamed", 6]],
+        "when it is": [["saved", 6]],
+        "asked to end off the schedule": [["notice", 3]],
+    },
+    # 4 updates to a rollout and 8 to an epoch; checkpoints at 4, 8 and 12 of 14.
+    "policy": {"in a second epoch": [["step_end", 13]], "asked to end in a rollout": [["notice", 5]]},
+    # 2 updates to a rollout, which is an epoch.
+    "policy_batch": {"in the middle of a rollout": [["step_end", 7]], "in saving": [["renamed", 8]]},
+    "sft": {"with its best checkpoint behind it": [["step_end", 8]], "in saving": [["before_rename", 9]]},
+    "sft_by_length": {"in a second epoch": [["step_end", 8]]},
+    "expert": {"in a third round": [["step_end", 7]], "in saving a round": [["before_rename", 9]]},
+}
+
+
+def named(kind: str, case: str) -> str:
+    return f"{kind}-{case}".replace(" ", "_").replace(",", "")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A folder for each kind's straight run, and for each of its cases."""
+    folder = tmp_path_factory.mktemp("resume")
+    jobs = [{"kind": kind, "folder": str(folder / kind), "kills": []} for kind in KINDS]
+    for kind, cases in LIVES.items():
+        jobs += [{"kind": kind, "folder": str(folder / named(kind, n)), "kills": kills} for n, kills in cases.items()]
+    run_jobs(jobs, folder)
+    return folder
+
+
+def assert_same(one: Path, other: Path) -> None:
+    found = differences(one, other)
+    assert set(found.values()) == {0.0}, found
+    assert metrics(one) == metrics(other)
+
+
+@pytest.mark.parametrize(("kind", "case"), [(kind, case) for kind, cases in LIVES.items() for case in cases])
+def test_a_broken_run_ends_as_the_straight_one(kind, case, runs):
+    assert_same(runs / kind, runs / named(kind, case))
+
+
+@pytest.mark.parametrize("case", LIVES["reward"])
+def test_the_same_checkpoint_is_chosen(case, runs):
+    choices = [runs / name / "run" / "best" for name in ("reward", named("reward", case))]
+    straight, broken = (json.loads((folder / "selection.json").read_text()) for folder in choices)
+    assert straight == broken
+    # All are equally accurate, and the first of them stays, which `save_total_limit` 1 would delete otherwise.
+    assert straight["step"] == 3
+    assert [entry["step"] for entry in straight["checkpoints"]] == [3, 6, 9, 11]
+    straight, broken = (load_file(folder / "model.safetensors") for folder in choices)
+    assert all(straight[name].equal(broken[name]) for name in straight)
+
+
+def test_the_same_checkpoints_are_left(runs):
+    for kind, cases in LIVES.items():
+        for case in cases:
+            straight, broken = (
+                sorted(path.name for path in (runs / name / "run").iterdir()) for name in (kind, named(kind, case))
+            )
+            # A checkpoint that was asked for is one more than the schedule's, and the newest but one may be it.
+            if "asked" not in case:
+                assert straight == broken, (kind, case)
+
+
+def test_what_would_differ_is_there(runs):
+    """The runs see dropout, several epochs and windows of metrics that checkpoints lie in."""
+    lines = metrics(runs / "preference")
+    assert [row["step"] for row in lines if "loss" in row] == [4, 8]
+    assert [row["step"] for row in lines if "eval_loss" in row] == [3, 6, 9, 11]
+    assert lines[-1]["train_loss"] > 0 and lines[-1]["epoch"] > 2
+    assert {row["num_tokens"] for row in metrics(runs / "policy") if "num_tokens" in row} != {0}
+
+
+def test_a_rollout_is_used_up_before_the_run_ends(runs):
+    """The signal comes in the sixth update; the second rollout serves the fifth to the eighth."""
+    log = (runs / named("policy", "asked to end in a rollout") / "log.txt").read_text()
+    assert "received SIGTERM and ended at step 8 with what is saved in " in log
+    assert f"--resume_from_checkpoint goes on (exit code {REQUEUE})" in log
+
+
+# ---- Several processes ----
+
+
+def together(kind: str, models: Path, folder: Path, kill: list | None = None, engine: str | None = None):
+    """One life in two processes on the CPU, under plain data parallelism or DeepSpeed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = ["-m", "tests.resume_once", kind, str(models), str(folder), *([json.dumps(kill)] if kill else [])]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    if engine is not None:
+        configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
+        configuration |= {"use_cpu": True, "mixed_precision": "no", "num_processes": 2, "main_process_port": 0}
+        (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    return subprocess.run(
+        [sys.executable, *launcher, *arguments],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "engine", "kill"),
+    [
+        # The second process is killed, and the launcher ends the first.
+        ("preference", None, ["step_end", 5, 1]),
+        ("preference", None, ["mid_save", 6, 1]),
+        # The second process alone is told; both use the rollout up and save at the same step.
+        ("policy", None, ["notice", 5, 1]),
+        ("sft_by_length", "zero2", ["step_end", 5, 0]),
+    ],
+)
+def test_two_processes(kind, engine, kill, models, tmp_path):
+    pytest.importorskip("deepspeed") if engine else None
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    done = together(kind, models, straight, engine=engine)
+    assert done.returncode == 0, done.stderr[-4000:]
+    ended = together(kind, models, broken, kill, engine)
+    assert ended.returncode != 0 and not (broken / "end.safetensors").exists()
+    if kill[0] == "notice":
+        assert f"exitcode  : {REQUEUE}" in ended.stderr or f"exitcode: {REQUEUE}" in ended.stderr
+        assert (broken / "run" / "checkpoint-8").is_dir()
+    done = together(kind, models, broken, engine=engine)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_same(straight, broken)
+
+
+def test_a_recipe_that_is_told_to_end(tmp_path):
+    """SIGTERM after the first checkpoint: code 75, and the same command with --resume_from_checkpoint finishes it."""
+    quick = ["--max_steps=40", "--save_steps=2", "--save_total_limit=1", "--logging_steps=1", "--eval_strategy=no"]
+    quick += ["--generation_eval_every=0", "--num_eval_prompts=4", "--max_new_tokens=8", "--output_dir=run"]
+    # Launchers give exit codes of their own.
+    command = [sys.executable, str(recipes.RECIPES / "dpo.py"), *quick]
+    options = {"cwd": tmp_path, "env": {**recipes.environment(), "OMP_NUM_THREADS": "1"}, "text": True}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options) as process:
+        deadline = time.monotonic() + 240
+        while not list((tmp_path / "run").glob("checkpoint-*")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=240)
+    assert process.returncode == REQUEUE
+    (line,) = [line for line in printed.splitlines() if line.startswith("received SIGTERM")]
+    step = int(line.partition("ended at step ")[2].split()[0])
+    assert 2 <= step < 40 and (tmp_path / "run" / f"checkpoint-{step}").is_dir()
+    assert not (tmp_path / "run" / "results.json").exists()
+    done = subprocess.run([*command, "--resume_from_checkpoint"], capture_output=True, timeout=400, **options)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
+
+
+def test_a_second_notice_ends_the_run_at_once(tmp_path):
+    """In the middle of a step, a second and more after the first."""
+    assert in_a_fork(_noticed_twice, log=tmp_path / "log.txt") == REQUEUE
+    assert "received SIGTERM again, and ended without a checkpoint" in (tmp_path / "log.txt").read_text()
+
+
+def _noticed_twice() -> None:
+    import os
+    import signal
+    import time
+    from types import SimpleNamespace
+
+    from trl_ext.trainers.preemption import Preemption
+
+    preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
+    preemption.on_train_begin(None, None, None)
+    for pause in (0.0, 0.1, 1.1):
+        # The one in between is the same notice, passed on by a launcher.
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGTERM)
+        print("goes on", flush=True)
+    raise AssertionError("it did not end")

@@ -1,0 +1,71 @@
+"""Losses of single responses that are labelled desirable or undesirable: pure functions, one loss per response."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Bounds of desirable_weight n_desirable / (undesirable_weight n_undesirable) that the paper recommends (equation 8).
+RECOMMENDED_RATIO = (1.0, 4 / 3)
+
+
+def kto(
+    log_ratio: Tensor,
+    desirable: Tensor,
+    kl_log_ratio: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """KTO: `w_d (1 - s(beta (h - z)))` for a desirable response, `w_u (1 - s(beta (z - h)))` for an undesirable one.
+
+    `s` is the logistic function and `z = max(0, mean of kl_log_ratio)` estimates the divergence from the reference;
+    no gradient flows through it. The mean is clamped, not its terms. Ethayarajh et al. 2024, arXiv 2402.01306,
+    equations 6 and 7.
+
+    Args:
+        log_ratio: `h`, log of policy over reference probability of each response, summed over its tokens, [B].
+        desirable: true where a response is desirable, [B].
+        kl_log_ratio: the same log-ratio of responses to other prompts, any number of them, [K].
+        beta: strength; smaller values let the policy go further from the reference.
+        desirable_weight, undesirable_weight: the paper's lambdas.
+
+    Returns:
+        Losses, [B].
+
+    Raises:
+        ValueError: no log-ratios to estimate the divergence from, or a weight that is not positive.
+    """
+    if kl_log_ratio.numel() == 0:
+        raise ValueError("KTO estimates the divergence from kl_log_ratio, and it is empty: give at least one")
+    for name, weight in (("desirable_weight", desirable_weight), ("undesirable_weight", undesirable_weight)):
+        if not weight > 0:
+            raise ValueError(f"{name} must be positive, got {weight}")
+    divergence = kl_log_ratio.detach().mean().clamp(min=0)
+    gain = beta * (log_ratio - divergence)
+    desirable = desirable.bool()
+    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(gain.dtype)
+    return weights * torch.sigmoid(torch.where(desirable, -gain, gain))
+
+
+def recommended_undesirable_weight(
+    desirable: int, undesirable: int, desirable_weight: float = 1.0
+) -> tuple[float, float]:
+    """Bounds of the undesirable weight for which both labels count about alike.
+
+    Those between which `desirable_weight * desirable : undesirable_weight * undesirable` lies in [1, 4/3] (arXiv
+    2402.01306, equation 8).
+
+    Args:
+        desirable, undesirable: numbers of responses.
+        desirable_weight: the weight of a desirable response.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+    if desirable < 1 or undesirable < 1:
+        raise ValueError(f"both labels are needed, got {desirable} desirable and {undesirable} undesirable responses")
+    low, high = RECOMMENDED_RATIO
+    whole = desirable_weight * desirable / undesirable
+    return whole / high, whole / low

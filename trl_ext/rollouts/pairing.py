@@ -1,0 +1,67 @@
+"""Pairs from a group of scored responses: which of them are compared with which, and what is left out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+
+PAIR_CHOICES = ("best_worst", "all")
+
+
+@dataclass
+class Selection:
+    """What came of the groups of a rollout.
+
+    Attributes:
+        pairs: positions of the chosen and of the rejected response, groups in order.
+        ties: pairs that were dropped since their rewards are equal.
+        unscored: groups of which fewer than two responses have a reward.
+    """
+
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    ties: int = 0
+    unscored: int = 0
+
+
+def select_pairs(
+    rewards: Sequence[float], group_size: int, choice: str = "best_worst", tolerance: float = 0.0
+) -> Selection:
+    """Pair the responses to each prompt, the one with the higher reward chosen.
+
+    Args:
+        rewards: one per response, groups standing together; NaN for a response without a reward, which is left out.
+        group_size: responses to each prompt.
+        choice: `best_worst` for one pair of the first best against the first worst response of a group; `all` for
+            every two of its responses.
+        tolerance: rewards that differ by no more than this are a tie.
+
+    Raises:
+        ValueError: an unknown choice, fewer than two responses to a prompt, a number of responses that does not divide
+            into groups, or a negative tolerance.
+    """
+    if choice not in PAIR_CHOICES:
+        raise ValueError(f"pairs must be one of {', '.join(PAIR_CHOICES)}, got {choice!r}")
+    if group_size < 2:
+        raise ValueError(f"a pair takes at least 2 responses to a prompt, got groups of {group_size}")
+    if len(rewards) % group_size:
+        raise ValueError(f"{len(rewards)} responses do not divide into groups of {group_size}")
+    if not tolerance >= 0:
+        raise ValueError(f"tie_tolerance must be a number from 0 up, got {tolerance}")
+    selection = Selection()
+    for start in range(0, len(rewards), group_size):
+        known = [index for index in range(start, start + group_size) if not math.isnan(rewards[index])]
+        if len(known) < 2:
+            selection.unscored += 1
+            continue
+        if choice == "best_worst":
+            candidates = [(max(known, key=rewards.__getitem__), min(known, key=rewards.__getitem__))]
+        else:
+            candidates = combinations(known, 2)
+        for one, other in candidates:
+            if abs(rewards[one] - rewards[other]) <= tolerance:
+                selection.ties += 1
+            else:
+                selection.pairs.append((one, other) if rewards[one] > rewards[other] else (other, one))
+    return selection

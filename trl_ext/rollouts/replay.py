@@ -1,0 +1,225 @@
+"""Replay of recent pairs: a buffer that forgets what is old, and importance weights for what it gives back.
+
+A preference label holds for a pair whichever policy sampled it, so that replayed pairs need no weight for the loss to
+be consistent. Which pairs are trained on depends on that policy; the weights approximate pairs sampled by the present
+one. The policy that sampled a pair and the loss's reference are two models: log-probabilities of both are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trl_ext.files import replacing
+
+WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
+# Of a pair beside its tokens: the object, three arrays and six numbers. Measured with tracemalloc: 610.
+_BYTES_BESIDE_TOKENS = 700
+_BYTES_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class SampledPair:
+    """Two responses to a prompt and what was known when they were sampled; log-probabilities are sums in nats.
+
+    Attributes:
+        prompt_ids, chosen_ids, rejected_ids: token ids, as arrays of 32-bit integers.
+        chosen_log_prob, rejected_log_prob: under the policy that sampled them; NaN where nothing reads them.
+        ref_chosen, ref_rejected: under the loss's reference; NaN for a reference-free loss.
+        chosen_reward, rejected_reward: as they were labelled.
+        version: of the policy that sampled them: optimizer updates before that.
+        reward_version: what labelled them.
+    """
+
+    prompt_ids: array
+    chosen_ids: array
+    rejected_ids: array
+    chosen_log_prob: float
+    rejected_log_prob: float
+    ref_chosen: float
+    ref_rejected: float
+    chosen_reward: float
+    rejected_reward: float
+    version: int
+    reward_version: str
+
+
+_ARRAYS = ("prompt_ids", "chosen_ids", "rejected_ids")
+_NUMBERS = (
+    "chosen_log_prob",
+    "rejected_log_prob",
+    "ref_chosen",
+    "ref_rejected",
+    "chosen_reward",
+    "rejected_reward",
+)
+
+
+class ReplayBuffer:
+    """Keeps the most recent pairs, and draws from them without replacement.
+
+    A draw depends on the seed, the policy's version and the pairs that are held, and on nothing else: no random state
+    is kept, and processes that hold the same pairs draw the same.
+
+    Args:
+        capacity: pairs that are kept; the oldest give way.
+        max_age: policy versions after which a pair is dropped.
+        seed: of the draws.
+
+    Raises:
+        ValueError: a capacity or an age below 1.
+    """
+
+    def __init__(self, capacity: int, max_age: int, seed: int = 0):
+        for name, value in (("capacity", capacity), ("max_age", max_age)):
+            if value < 1:
+                raise ValueError(f"replay_{name} must be at least 1, got {value}")
+        self.capacity = capacity
+        self.max_age = max_age
+        self.seed = seed
+        self.pairs: list[SampledPair] = []
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def add(self, pairs: Iterable[SampledPair]) -> None:
+        """Keep these as the most recent."""
+        self.pairs = [*self.pairs, *pairs][-self.capacity :]
+
+    def drop_old(self, version: int) -> int:
+        """Drop pairs older than `max_age` at this version of the policy, and say how many that were."""
+        before = len(self.pairs)
+        self.pairs = [pair for pair in self.pairs if version - pair.version <= self.max_age]
+        return before - len(self.pairs)
+
+    def draw(self, count: int, version: int) -> list[SampledPair]:
+        """Draw pairs for this version of the policy, without replacement: `count`, or all where there are fewer."""
+        numbers = random.Random(f"{self.seed} {version}")
+        return [self.pairs[index] for index in numbers.sample(range(len(self.pairs)), min(count, len(self.pairs)))]
+
+    def save(self, path: str | Path) -> None:
+        """Write the pairs to a safetensors file, atomically."""
+        from safetensors.torch import save_file
+
+        ids = [getattr(pair, name) for pair in self.pairs for name in _ARRAYS]
+        versions = sorted({pair.reward_version for pair in self.pairs})
+        tensors = {
+            "ids": torch.tensor([token for row in ids for token in row], dtype=torch.int32),
+            "lengths": torch.tensor([len(row) for row in ids], dtype=torch.int64),
+            "numbers": torch.tensor(
+                [[getattr(pair, name) for name in _NUMBERS] for pair in self.pairs], dtype=torch.float64
+            ),
+            "versions": torch.tensor(
+                [[pair.version, versions.index(pair.reward_version)] for pair in self.pairs], dtype=torch.int64
+            ),
+        }
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata={"reward_versions": json.dumps(versions)})
+
+    def load(self, path: str | Path) -> None:
+        """Replace the pairs by those of a file that `save` wrote; beyond the capacity, the most recent.
+
+        Raises:
+            ValueError: the file is not one of them.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, "pt") as file:
+                ids, lengths, numbers, versions = map(file.get_tensor, ("ids", "lengths", "numbers", "versions"))
+                reward_versions = json.loads(file.metadata()["reward_versions"])
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no replayed pairs: {error}") from error
+        rows = [array("i", row.tolist()) for row in ids.split(lengths.tolist())] if len(lengths) else []
+        self.pairs = [
+            SampledPair(
+                **dict(zip(_ARRAYS, rows[3 * index : 3 * index + 3], strict=True)),
+                **dict(zip(_NUMBERS, row, strict=True)),
+                version=version,
+                reward_version=reward_versions[labelled_by],
+            )
+            for index, (row, (version, labelled_by)) in enumerate(
+                zip(numbers.tolist(), versions.tolist(), strict=True)
+            )
+        ][-self.capacity :]
+
+
+def replayed_count(fresh: int, fraction: float) -> int:
+    """Replayed pairs that go with `fresh` new ones, so that they are `fraction` of all: `fresh f / (1 - f)`."""
+    return round(fresh * fraction / (1 - fraction))
+
+
+def memory_needed(capacity: int, prompt_tokens: int, response_tokens: int, processes: int = 1) -> int:
+    """Bytes of a full buffer of pairs of this length, a copy for each process of a machine."""
+    tokens = prompt_tokens + 2 * response_tokens
+    return processes * capacity * (_BYTES_PER_TOKEN * tokens + _BYTES_BESIDE_TOKENS)
+
+
+def check_memory(capacity: int, prompt_tokens: int, response_tokens: int, processes: int, available: int) -> None:
+    """Refuse a buffer that would not fit.
+
+    Raises:
+        ValueError: it needs more than is available; the message names the largest capacity that fits.
+    """
+    needed = memory_needed(capacity, prompt_tokens, response_tokens, processes)
+    if needed > available:
+        most = available // memory_needed(1, prompt_tokens, response_tokens, processes)
+        raise ValueError(
+            f"replay larger than memory allows: replay_capacity {capacity} of pairs of up to "
+            f"{prompt_tokens} + 2 x {response_tokens} tokens takes {needed / 2**30:.1f} GiB on {processes} "
+            f"process(es), and {available / 2**30:.1f} GiB are free: at most {most} fit"
+        )
+
+
+# ---- Importance weights ----
+
+
+def importance_weights(
+    log_ratio: Tensor, kind: str = "sequence", *, lengths: Tensor | None = None, cap: float | None = None
+) -> Tensor:
+    """Weights of what another policy sampled: `min(cap, ratio)`. No gradient flows. [P].
+
+    Args:
+        log_ratio: log of the present policy's over the sampling policy's probability, summed over tokens, [P].
+        kind: `sequence` for the ratio of probabilities; `length_normalized` for its geometric mean over tokens, which
+            varies less and is biased (as GSPO's ratio, arXiv 2507.18071); `none` for 1.
+        lengths: tokens that are summed over, [P]; for `length_normalized`.
+        cap: the largest weight; None for no cap.
+
+    Raises:
+        ValueError: an unknown kind, or no lengths where they are needed.
+    """
+    if kind not in WEIGHT_CHOICES:
+        raise ValueError(f"replay_weights must be one of {', '.join(WEIGHT_CHOICES)}, got {kind!r}")
+    if kind == "none":
+        return torch.ones_like(log_ratio)
+    log_weights = log_ratio.detach()
+    if kind == "length_normalized":
+        if lengths is None:
+            raise ValueError("length_normalized weights need the numbers of tokens")
+        log_weights = log_weights / lengths.clamp(min=1)
+    # Capped before it is exponentiated, where it might overflow.
+    return log_weights.clamp(max=math.inf if cap is None else math.log(cap)).exp()
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """`sum(w v) / sum(w)`, the self-normalised estimate; 0 where all weights are."""
+    return (weights * values).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def effective_sample_size(weights: Tensor) -> Tensor:
+    """`(sum w)^2 / sum w^2`: equally weighted samples that would have this much variance; 0 without weights."""
+    return weights.sum().square() / weights.square().sum().clamp(min=torch.finfo(weights.dtype).tiny)
+
+
+def ages(pairs: Sequence[SampledPair], version: int) -> list[int]:
+    """Versions of the policy since each pair was sampled."""
+    return [version - pair.version for pair in pairs]

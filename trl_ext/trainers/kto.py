@@ -1,0 +1,193 @@
+"""`KTOTrainer` and `KTOConfig`: TRL's with a truncation of its own for prompts, packing, and device defaults.
+
+The loss is TRL's, which is `trl_ext.losses.kto` of a micro-batch, its divergence taken over all processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from datasets import Dataset
+from trl import KTOConfig as TRLKTOConfig
+from trl import KTOTrainer as TRLKTOTrainer
+
+from trl_ext.data.unpaired import pairs_to_unpaired
+from trl_ext.losses.unpaired import RECOMMENDED_RATIO, recommended_undesirable_weight
+from trl_ext.trainers.defaults import (
+    PACKING_CHOICES,
+    check_at_least,
+    check_choice,
+    check_training_length,
+    resolve_device_defaults,
+    warn_once_per_run,
+)
+from trl_ext.trainers.guarded import GuardedTraining
+from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.resumable import Resumable
+from trl_ext.trainers.secrets import KeepsSecrets
+
+# Field -> the least it may be.
+_LEAST = {
+    "max_prompt_tokens": 1,
+    "max_response_tokens": 1,
+    "per_device_train_batch_size": 2,
+    "per_device_eval_batch_size": 2,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "max_skipped_updates": 1,
+}
+
+
+@dataclass
+class KTOConfig(KeepsSecrets, TRLKTOConfig):
+    """Configuration of `KTOTrainer`: everything of `trl.KTOConfig`, and the fields below.
+
+    Raises:
+        ValueError: a value out of its range, or `max_length`; the message names the field and what to do.
+    """
+
+    _method: ClassVar[str] = "kto"
+
+    max_prompt_tokens: int | None = field(
+        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
+    )
+    max_response_tokens: int | None = field(
+        default=512,
+        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
+    )
+    max_length: int | None = field(
+        default=None, metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."}
+    )
+    packing: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
+            "it and a check at the first batch agrees. off: TRL's own padded passes."
+        },
+    )
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
+        },
+    )
+
+    def __post_init__(self):
+        if self.max_length is not None:
+            raise ValueError(
+                f"max_length is not used by {type(self).__name__}: use max_prompt_tokens and max_response_tokens, "
+                "which truncate the two separately"
+            )
+        if self.per_device_train_batch_size == 1:
+            raise ValueError(
+                "per_device_train_batch_size must be at least 2, got 1: KTO estimates a divergence from each prompt "
+                "with the response to another of its batch"
+            )
+        for name in ("beta", "desirable_weight", "undesirable_weight"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
+        check_choice("packing", self.packing, PACKING_CHOICES)
+        check_at_least(self, _LEAST)
+        check_training_length(self)
+        resolve_device_defaults(self)
+        super().__post_init__()
+
+
+class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
+    """Trains on single responses labelled desirable or undesirable: rows of `prompt`, `completion` and `label`.
+
+    Takes what `trl.KTOTrainer` takes, with a `KTOConfig`. Different from it: pairs (`prompt`, `chosen`, `rejected`)
+    are taken apart by `trl_ext.data.unpaired.pairs_to_unpaired`, so that every batch holds both labels; prompts lose
+    their beginning and responses their end, each at its own limit; and one line says how the two labels weigh.
+
+    Training goes over the rows in their order, since a row's divergence is estimated with its neighbour's response:
+    shuffle data of your own, and let neighbours answer different prompts.
+
+    Raises:
+        TypeError: `args` is not a `KTOConfig`.
+        ValueError: a column is missing, a label is not true or false, or all labels are alike.
+    """
+
+    _tag_names: ClassVar[list[str]] = ["trl", "trl_ext", "kto"]
+    _config_class: ClassVar[type[KTOConfig]] = KTOConfig
+
+    def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
+        if args is None:
+            args = self._config_class()
+        if not isinstance(args, self._config_class):
+            raise TypeError(
+                f"{type(self).__name__} takes a {self._config_class.__name__}, got {type(args).__name__}: "
+                f"from trl_ext import {self._config_class.__name__}"
+            )
+        for name in ("train_dataset", "eval_dataset"):
+            if isinstance(kwargs.get(name), Dataset):
+                kwargs[name] = _labelled(kwargs[name], name, args.seed)
+        if isinstance(kwargs.get("train_dataset"), Dataset):
+            _say_how_labels_weigh(_check_labels(kwargs["train_dataset"]), args)
+        super().__init__(model, ref_model, args, **kwargs)
+        self.packing = pack_trainer(self)
+
+    def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        prompt, response = args.max_prompt_tokens, args.max_response_tokens
+
+        def truncate(row):
+            ends = {name: row[name][:response] for name in ("completion_ids", "KL_completion_ids") if name in row}
+            return {"prompt_ids": row["prompt_ids"] if prompt is None else row["prompt_ids"][-prompt:], **ends}
+
+        return dataset if prompt is None and response is None else dataset.map(truncate)
+
+
+def _labelled(dataset: Dataset, name: str, seed: int) -> Dataset:
+    columns = dataset.column_names
+    if "chosen" in columns and "rejected" in columns:
+        return pairs_to_unpaired(dataset, seed=seed)
+    for column in ("prompt", "completion", "label"):
+        if column not in columns:
+            raise ValueError(
+                f"{name} has no column {column!r}: KTO takes prompt, completion and label, or the pairs prompt, "
+                f"chosen and rejected; it has {', '.join(columns)}"
+            )
+    return dataset
+
+
+def _check_labels(dataset: Dataset) -> tuple[int, int]:
+    """How many rows are desirable, and how many are not."""
+    labels = dataset["label"]
+    for index, label in enumerate(labels):
+        if not isinstance(label, bool):
+            row_id = dataset[index].get("row_id")
+            where = f"row {index}" if row_id is None else f"row_id {row_id}"
+            raise ValueError(f"train_dataset, {where}: label must be true or false, got {label!r}")
+    counts = Counter(labels)
+    for label, word in ((True, "desirable"), (False, "undesirable")):
+        if not counts[label]:
+            raise ValueError(
+                f"train_dataset has no {word} response among its {len(labels)}: KTO weighs the two labels against "
+                "each other, and with one alone it only makes every response likelier, or unlikelier; add rows with "
+                f"label {str(label).lower()}"
+            )
+    return counts[True], counts[False]
+
+
+def _say_how_labels_weigh(counts: tuple[int, int], args: KTOConfig) -> None:
+    desirable, undesirable = counts
+    ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
+    low, high = recommended_undesirable_weight(desirable, undesirable, args.desirable_weight)
+    least, most = RECOMMENDED_RATIO
+    inside = least - 1e-9 <= ratio <= most + 1e-9
+    advice = "as recommended" if inside else f"set undesirable_weight from {low:.4g} to {high:.4g}"
+    warn_once_per_run(
+        f"KTO: {desirable} desirable and {undesirable} undesirable responses weigh {ratio:.3g} to 1; between 1 and "
+        f"4/3 is recommended (arXiv 2402.01306): {advice}"
+    )

@@ -1,0 +1,103 @@
+"""Ends a run whose machine is about to be taken away: a checkpoint, one line, and an exit code to requeue on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from transformers import TrainerCallback
+
+from trl_ext.rollouts import end_processes
+from trl_ext.trainers.defaults import is_main_process
+
+# EX_TEMPFAIL of sysexits.h: try again later.
+REQUEUE = 75
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+# torchrun passes on a SIGTERM that the cluster has sent to every process already.
+_SAME_NOTICE_SECONDS = 1.0
+
+
+class Preemption(TrainerCallback):
+    """Ends the program with code 75 (EX_TEMPFAIL) on SIGTERM or SIGUSR1, in training once a checkpoint is written.
+
+    In training, the optimizer step under way is finished, and of a policy's rollout all updates, as a rollout is not
+    part of a checkpoint; then every process saves and stops at the same step, whichever of them received the signal.
+    The same command with `--resume_from_checkpoint` goes on from there as though nothing had happened. A second
+    SIGTERM, a second or more after the first, ends the process at once, as does any of the signals outside of
+    training, where there is nothing to save. Rounds of expert iteration are not saved half-way: they begin again from
+    their responses.
+
+    SLURM sends SIGTERM on preemption, and SIGUSR1 where asked to, which leaves more time: `--signal=USR1@300`, sent to
+    job steps. Under torchrun, SIGUSR1 must reach the worker processes, and torchrun kills them 30 seconds after a
+    SIGTERM. Its own exit code, and that of `accelerate launch`, is 1 whatever theirs: there, requeue on any failure,
+    or on the line that is printed.
+
+    Make it in the main thread, add it to the trainer after its other callbacks.
+
+    Args:
+        trainer: any trainer of this library.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        # Steps between the places where the run may end.
+        self.period = getattr(trainer.args, "updates_per_rollout", 1)
+        self._training = False
+        # The first signal, and when the first SIGTERM came.
+        self._asked: signal.Signals | None = None
+        self._terminated_at: float | None = None
+        self._process = os.getpid()
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame) -> None:
+        if os.getpid() != self._process:
+            # A forked worker, which its parent ends in this way.
+            os._exit(128 + number)
+        if not self._training:
+            self._say(number, "outside of training, where there is nothing to save")
+            os._exit(REQUEUE)
+        self._asked = self._asked or signal.Signals(number)
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if self._terminated_at is None:
+                self._terminated_at = now
+            elif now - self._terminated_at >= _SAME_NOTICE_SECONDS:
+                self._say(number, "again, and ended without a checkpoint")
+                os._exit(REQUEUE)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._training = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if (state.global_step % self.period == 0 or state.global_step >= state.max_steps) and self._is_asked():
+            control.should_training_stop = True
+            control.should_save = self.trainer.saves_within_training
+
+    def on_train_end(self, args, state, control, **kwargs):
+        stopped = self._is_asked()
+        self._training = False
+        if stopped:
+            number = self._asked or signal.SIGTERM
+            self._say(number, f"and ended at step {state.global_step} with what is saved in {args.output_dir}")
+            end_processes(self.trainer.accelerator)
+            raise SystemExit(REQUEUE)
+
+    def _is_asked(self) -> bool:
+        """Whether any process has received a signal."""
+        accelerator = self.trainer.accelerator
+        asked = self._asked is not None
+        if accelerator.num_processes == 1:
+            return asked
+        flag = torch.tensor(int(asked), device=accelerator.device)
+        return bool(accelerator.reduce(flag, reduction="sum"))
+
+    @staticmethod
+    def _say(number: int, what: str) -> None:
+        if is_main_process():
+            name = signal.Signals(number).name
+            line = f"\nreceived {name} {what}; --resume_from_checkpoint goes on (exit code {REQUEUE})\n"
+            # A signal may come in the middle of a `print`, which cannot begin again within itself.
+            os.write(1, line.encode())
