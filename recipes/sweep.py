@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         study = read_study(given.study, given.output_dir, given.accelerate_config)
         chosen = _chosen(study, given.array_index)
-        _check_folders(study)
+        check_folders(study)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(slurm_script(study, given))
     elif given.dry_run:
         for run in chosen:
-            print(f"# {run.name}: {_state(study, run)}\n{shlex.join(study.command(run))}")
+            print(f"# {run.name}: {state_of(study, run)}\n{shlex.join(study.command(run))}")
     else:
         failed = run_all(study, chosen)
         if given.array_index is None:
@@ -121,7 +121,7 @@ def read_study(path: str | Path, output_dir: str | None = None, accelerate_confi
     recipe = str(content.get("recipe"))
     if not (RECIPES / f"{recipe}.py").is_file():
         raise FileNotFoundError(f"{path}: no recipe {recipe!r}: {RECIPES}/{recipe}.py does not exist")
-    common = _mapping(path, "common", content.get("common") or {})
+    common = read_arguments(path, "common", content.get("common") or {})
     runs = [_run(path, common, own) for own in _settings(path, content)]
     names = [run.name for run in runs]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -143,15 +143,15 @@ def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
         runs = content["runs"]
         if not isinstance(runs, list) or not runs:
             raise ValueError(f"{path}: runs must be a list of arguments, one entry per run")
-        return [_mapping(path, f"runs, entry {number}", own) for number, own in enumerate(runs, start=1)]
-    grid = _mapping(path, "grid", content["grid"])
+        return [read_arguments(path, f"runs, entry {number}", own) for number, own in enumerate(runs, start=1)]
+    grid = read_arguments(path, "grid", content["grid"])
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: grid: {name} must be a list of values, got {brief(repr(values), 100)}")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
-def _mapping(path: Path, what: str, value: Any) -> dict[str, Any]:
+def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict) or not value and what != "common":
         raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
@@ -168,10 +168,10 @@ def _run(path: Path, common: dict[str, Any], own: dict[str, Any]) -> Run:
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", str(name)).strip("._")
     if not safe:
         raise ValueError(f"{path}: {name!r} cannot be a folder's name")
-    return Run(safe, _with_config_found(path, {**common, **own}))
+    return Run(safe, with_config_found(path, {**common, **own}))
 
 
-def _with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
+def with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments with the path of their configuration, which may be from here or from the repository's folder."""
     if "config" not in arguments:
         return arguments
@@ -200,7 +200,7 @@ def _chosen(study: Study, index: int | None) -> list[Run]:
 # ---- Running ----
 
 
-def _state(study: Study, run: Run) -> str:
+def state_of(study: Study, run: Run) -> str:
     folder = study.folder_of(run)
     if (folder / "results.json").is_file():
         return "finished"
@@ -209,7 +209,7 @@ def _state(study: Study, run: Run) -> str:
     return "interrupted" if list(folder.glob("checkpoint-*/trainer_state.json")) else "to begin anew"
 
 
-def _check_folders(study: Study) -> None:
+def check_folders(study: Study) -> None:
     """Refuse a folder whose run was started with other arguments: it would pass for the one that is wanted."""
     for run in study.runs:
         folder = study.folder_of(run)
@@ -231,7 +231,7 @@ def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
     """Run what is not finished, one after another; returns the names of those that failed."""
     failed = []
     for number, run in enumerate(runs, start=1):
-        state = _state(study, run)
+        state = state_of(study, run)
         print(f"\n=== {number} of {len(runs)}, {run.name}: {state}", flush=True)
         if state == "finished":
             continue

@@ -42,6 +42,7 @@ def parse(monkeypatch, script: str, *arguments: str):
     import common
     import offline
     import online
+    import plan
     import reward
     import training
 
@@ -57,7 +58,10 @@ def parse(monkeypatch, script: str, *arguments: str):
     else:
         own, config = offline.RecipeArguments, getattr(trl_ext, f"{PREFERENCE[script]}Config")
     types = (own, training.ModelArguments, *([config] if config else []))
-    return common.parse_arguments(types, default_config=RECIPES / "configs" / "toy" / f"{script}.yaml")
+    # Every recipe that trains takes the flags of its launch, too.
+    launch = (plan.LaunchArguments,) if config else ()
+    default_config = RECIPES / "configs" / "toy" / f"{script}.yaml"
+    return common.parse_arguments((*types, *launch), default_config=default_config)[: len(types)]
 
 
 def run(monkeypatch, script: str, *arguments: str) -> None:

@@ -29,6 +29,20 @@ COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", TEXT)
 COMMANDS += re.findall(r"`(python -m [^`]*)`", TEXT)
 
 
+CLUSTER_COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("command", CLUSTER_COMMANDS)
+def test_cluster_command_names_what_exists(command, tmp_path, monkeypatch):
+    words = shlex.split(command)
+    at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
+    assert "sbatch" in words[:at]
+    assert (recipes.REPOSITORY / words[at]).is_file()
+    taken = 3 if "vllm" in words[at] else 2
+    recipe, flags = words[at + 1], words[at + 1 + taken :]
+    test_command_is_valid(shlex.join(["accelerate", "launch", f"recipes/{recipe}.py", *flags]), tmp_path, monkeypatch)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_is_valid(command, tmp_path, monkeypatch):
     _forget_names_afterwards(monkeypatch)

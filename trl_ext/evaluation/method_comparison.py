@@ -1,0 +1,308 @@
+"""Methods that were trained on several seeds and evaluated on the same prompts: intervals, tests and their power.
+
+Prompts and seeds are both samples of what one wants to speak of, and every seed meets every prompt: two crossed random
+effects. The value of prompt p on seed s is taken as mean + a_p + b_s + e_ps, with variances prompt, seed and rest. It
+is the design of studies in which several readers read the same cases. An interval over prompts alone, or one over the
+seeds' means alone, leaves out one of the two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy
+
+from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
+from trl_ext.evaluation.student_t import critical_value, exceedance
+
+Verdict = Literal["better", "worse", "cannot tell"]
+ALPHA = 0.05
+POWER = 0.8
+# Prompts or seeds beyond which a study is called impossible.
+MOST = 1_000_000
+
+
+@dataclass(frozen=True)
+class Variances:
+    """Variance components of a value, none negative: between prompts, between seeds, and the rest."""
+
+    prompt: float
+    seed: float
+    rest: float
+
+    def standard_error(self, prompts: int, seeds: int) -> float:
+        """Of the mean over so many prompts and seeds: sqrt(prompt / P + seed / S + rest / (P S))."""
+        return math.sqrt(self.prompt / prompts + self.seed / seeds + self.rest / (prompts * seeds))
+
+
+@dataclass(frozen=True)
+class CrossedMean:
+    """A mean over prompts and seeds with its 95% interval.
+
+    Attributes:
+        mean: of all values.
+        low, high: mean -+ critical t value x standard error; None with one prompt or one seed, whose effect cannot be
+            told then, and where no value differs from another.
+        standard_error, degrees: see `crossed_mean`; None likewise.
+        variances: estimated components; None likewise.
+        prompts, seeds: how many.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    standard_error: float | None
+    degrees: float | None
+    variances: Variances | None
+    prompts: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class MethodDifference:
+    """A method minus the baseline, on the same prompts and seeds.
+
+    Attributes:
+        difference: its mean and interval; the interval is of this comparison alone, without Holm's correction.
+        p_value: two-sided, of the t-test that goes with the interval; 1 where there is no interval.
+        adjusted_p_value: Holm's, over all comparisons with the baseline.
+        verdict: better or worse where the adjusted p-value is at most 0.05.
+        bootstrap: 95% interval by resampling prompts and seeds, to look at beside the other.
+        detectable: the smallest difference that this many prompts and seeds find with a power of 0.8.
+        effect: the difference that the following two are for.
+        prompts_needed, seeds_needed: how many would find `effect` with a power of 0.8, the number of the other staying
+            as it is; None where no number would, or where the variances are unknown or the effect is 0.
+    """
+
+    difference: CrossedMean
+    p_value: float
+    adjusted_p_value: float
+    verdict: Verdict
+    bootstrap: tuple[float, float]
+    detectable: float | None
+    effect: float
+    prompts_needed: int | None
+    seeds_needed: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def mean_squares(values: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
+    """Mean squares of prompts, seeds and the rest, of shape [...], from values [..., P, S]; two-way ANOVA, no replicas.
+
+    Their expectations are rest + S prompt, rest + P seed, and rest.
+    """
+    prompts, seeds = values.shape[-2:]
+    mean = values.mean((-2, -1), keepdims=True)
+    by_prompt, by_seed = values.mean(-1, keepdims=True) - mean, values.mean(-2, keepdims=True) - mean
+    rest = values - mean - by_prompt - by_seed
+    return (
+        seeds * (by_prompt**2).sum((-2, -1)) / (prompts - 1),
+        prompts * (by_seed**2).sum((-2, -1)) / (seeds - 1),
+        (rest**2).sum((-2, -1)) / ((prompts - 1) * (seeds - 1)),
+    )
+
+
+def error_of_mean(prompt, seed, rest, prompts: int, seeds: int):
+    """Standard error and degrees of freedom of a mean over P prompts and S seeds, from the three mean squares.
+
+    The variance is (MS_prompt + MS_seed - MS_rest) / (P S), and no less than MS_prompt / (P S) or MS_seed / (P S),
+    which it would be without the other's effect. It is a sum of mean squares, to which Satterthwaite (1946) gives the
+    degrees of freedom (MS_prompt + MS_seed - MS_rest)^2 / (MS_prompt^2 / (P - 1) + MS_seed^2 / (S - 1) + MS_rest^2 /
+    ((P - 1)(S - 1))), here no fewer than the lesser of P - 1 and S - 1. The same variance and a similar approximation
+    serve studies of readers and cases (Obuchowski and Rockette 1995, Hillis 2007).
+
+    The interval is approximate. Simulated with normal effects, it covers the truth in 92 to 99% of cases with 3 seeds
+    and in 94 to 98% with 5. It is widest for its purpose where seeds do not matter, which few seeds cannot show, and
+    covers least where they matter more than prompts. Arrays of mean squares give arrays.
+    """
+    total = numpy.maximum(numpy.maximum(prompt, seed), prompt + seed - rest)
+    squares = prompt**2 / (prompts - 1) + seed**2 / (seeds - 1) + rest**2 / ((prompts - 1) * (seeds - 1))
+    degrees = numpy.maximum(total**2 / squares, min(prompts, seeds) - 1)
+    return numpy.sqrt(total / (prompts * seeds)), degrees
+
+
+def crossed_mean(values) -> CrossedMean:
+    """The mean of values [P, S] with an interval that speaks of other prompts and other seeds.
+
+    Raises:
+        ValueError: values that are not of that shape, or not finite.
+    """
+    values = _checked(values)
+    prompts, seeds = values.shape
+    unknown = CrossedMean(float(values.mean()), None, None, None, None, None, prompts, seeds)
+    if min(prompts, seeds) < 2 or numpy.ptp(values) <= 1e-12 * numpy.abs(values).max():
+        return unknown
+    squares = [float(square) for square in mean_squares(values)]
+    error, degrees = (float(value) for value in error_of_mean(*squares, prompts, seeds))
+    by_prompt, by_seed, rest = squares
+    margin = critical_value(degrees, ALPHA) * error
+    return dataclasses.replace(
+        unknown,
+        low=unknown.mean - margin,
+        high=unknown.mean + margin,
+        standard_error=error,
+        degrees=degrees,
+        variances=Variances(max(0.0, by_prompt - rest) / seeds, max(0.0, by_seed - rest) / prompts, rest),
+    )
+
+
+def compare_with_baseline(
+    methods: Mapping[str, tuple[Any, Any]], *, effect: float | None = None, draws: int = DRAWS, seed: int = 0
+) -> dict[str, MethodDifference]:
+    """Compare methods with one baseline, each on the prompts and seeds that it shares with the baseline.
+
+    What a prompt or a seed does to both cancels in the differences, which are analysed as `crossed_mean` does.
+
+    Args:
+        methods: name -> the method's values and the baseline's on the same prompts and seeds, [P, S] each.
+        effect: the true difference to plan for; None for the one that was found.
+        draws, seed: of the bootstrap.
+
+    Raises:
+        ValueError: values of different shapes, an effect that is not above 0, or too few draws.
+    """
+    if effect is not None and not effect > 0:
+        raise ValueError(f"the difference to plan for must be above 0, got {effect}")
+    differences = {name: _checked(own) - _checked(base, like=own) for name, (own, base) in methods.items()}
+    means = {name: crossed_mean(values) for name, values in differences.items()}
+    p_values = {name: _p_value(mean) for name, mean in means.items()}
+    adjusted = dict(zip(p_values, holm(list(p_values.values())), strict=True))
+    # Holm's hardest step: what is planned for is found whatever the other comparisons say.
+    alpha = ALPHA / max(1, len(methods))
+    return {
+        name: MethodDifference(
+            difference=mean,
+            p_value=p_values[name],
+            adjusted_p_value=adjusted[name],
+            verdict=verdict(mean.mean, adjusted[name]),
+            bootstrap=crossed_bootstrap(differences[name], draws=draws, seed=seed),
+            **_plan(mean, abs(mean.mean) if effect is None else effect, alpha),
+        )
+        for name, mean in means.items()
+    }
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusted p-values of k tests, in their order (Holm 1979): the i-th smallest times k - i + 1, never decreasing.
+
+    Calling a difference where the adjusted p-value is at most alpha is wrong about any of them with a chance of at
+    most alpha, however the tests depend on each other.
+    """
+    adjusted, highest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = highest
+    return adjusted
+
+
+def verdict(difference: float, adjusted_p_value: float) -> Verdict:
+    """What can be said of a difference, at a level of 0.05."""
+    if adjusted_p_value > ALPHA or difference == 0:
+        return "cannot tell"
+    return "better" if difference > 0 else "worse"
+
+
+def crossed_bootstrap(values, *, draws: int = DRAWS, seed: int = 0) -> tuple[float, float]:
+    """95% percentile interval of the mean of values [P, S], resampling prompts and seeds, each as a whole (Owen 2007).
+
+    It assumes no shape of the effects. Its variance is ((P - 1) / P MS_prompt + (S - 1) / S MS_seed + (P - 1)(S - 1) /
+    (P S) MS_rest) / (P S): it counts the rest three times where `crossed_mean` counts it once, but the seeds' part is
+    too small by (S - 1) / S, and percentiles know no t distribution. With few seeds that matter it is too narrow.
+
+    Raises:
+        ValueError: values that are not of that shape or not finite, or too few draws.
+    """
+    values = _checked(values)
+    prompts, seeds = values.shape
+    by_prompt = resample_counts(prompts, draws, seed)
+    by_seed = resample_counts(seeds, draws, seed + 1)
+    return percentile_interval(((by_prompt @ values) * by_seed).sum(1) / (prompts * seeds))
+
+
+# ---- Power ----
+
+
+def power(effect: float, variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
+    """The chance that a true difference `effect` is found with P prompts and S seeds, at a two-sided level alpha.
+
+    P(|T| > t) for T noncentral t with shift effect / SE, SE^2 = prompt / P + seed / S + rest / (P S), and t the
+    critical value; the degrees of freedom are Satterthwaite's at the expected mean squares. It takes the variances for
+    known, so few seeds make it rough.
+
+    Raises:
+        ValueError: fewer than two prompts or seeds, or no variance at all.
+    """
+    if min(prompts, seeds) < 2:
+        raise ValueError(f"at least two prompts and two seeds are needed, got {prompts} and {seeds}")
+    squares = (variances.rest + seeds * variances.prompt, variances.rest + prompts * variances.seed, variances.rest)
+    if not max(squares) > 0:
+        raise ValueError("without any variance there is nothing to plan")
+    error, degrees = error_of_mean(*squares, prompts, seeds)
+    return exceedance(critical_value(float(degrees), alpha), float(degrees), abs(effect) / float(error))
+
+
+def smallest_detectable(variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
+    """The true difference that is found with a power of 0.8."""
+    low, high = 0.0, variances.standard_error(prompts, seeds)
+    while power(high, variances, prompts, seeds, alpha) < POWER:
+        low, high = high, 2 * high
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        enough = power(middle, variances, prompts, seeds, alpha) >= POWER
+        low, high = (low, middle) if enough else (middle, high)
+    return high
+
+
+def prompts_needed(effect: float, variances: Variances, seeds: int, alpha: float = ALPHA) -> int | None:
+    """Prompts that find `effect` with a power of 0.8 on S seeds; None where seed / S alone hides it."""
+    return _fewest(lambda prompts: power(effect, variances, prompts, seeds, alpha))
+
+
+def seeds_needed(effect: float, variances: Variances, prompts: int, alpha: float = ALPHA) -> int | None:
+    """Seeds that find `effect` with a power of 0.8 on P prompts; None where prompt / P alone hides it."""
+    return _fewest(lambda seeds: power(effect, variances, prompts, seeds, alpha))
+
+
+def _fewest(power_of: Callable[[int], float]) -> int | None:
+    """The least count from 2 on whose power is enough; power rises with the count."""
+    low, high = 1, 2
+    while power_of(high) < POWER:
+        low, high = high, 2 * high
+        if high > MOST:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power_of(middle) >= POWER else (middle, high)
+    return high
+
+
+def _plan(mean: CrossedMean, effect: float, alpha: float) -> dict[str, Any]:
+    prompts = seeds = detectable = None
+    if mean.variances is not None:
+        detectable = smallest_detectable(mean.variances, mean.prompts, mean.seeds, alpha)
+        if effect > 0:
+            prompts = prompts_needed(effect, mean.variances, mean.seeds, alpha)
+            seeds = seeds_needed(effect, mean.variances, mean.prompts, alpha)
+    return {"detectable": detectable, "effect": effect, "prompts_needed": prompts, "seeds_needed": seeds}
+
+
+def _p_value(mean: CrossedMean) -> float:
+    if mean.standard_error is None or mean.degrees is None:
+        return 1.0
+    return exceedance(abs(mean.mean) / mean.standard_error, mean.degrees)
+
+
+def _checked(values, like=None) -> numpy.ndarray:
+    values = numpy.asarray(values, dtype=float)
+    if values.ndim != 2 or not values.size or not numpy.isfinite(values).all():
+        raise ValueError(f"values must be finite, one row per prompt and one column per seed, got {values.shape}")
+    if like is not None and values.shape != numpy.shape(like):
+        raise ValueError(f"the baseline has values of shape {values.shape}, and the method of {numpy.shape(like)}")
+    return values
