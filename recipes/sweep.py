@@ -144,7 +144,15 @@ def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(runs, list) or not runs:
             raise ValueError(f"{path}: runs must be a list of arguments, one entry per run")
         return [read_arguments(path, f"runs, entry {number}", own) for number, own in enumerate(runs, start=1)]
-    grid = read_arguments(path, "grid", content["grid"])
+    return combinations(path, read_arguments(path, "grid", content["grid"]))
+
+
+def combinations(path: Path, grid: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every combination of the values that a grid lists for its arguments.
+
+    Raises:
+        ValueError: an argument without a list of values.
+    """
     for name, values in grid.items():
         if not isinstance(values, list) or not values:
             raise ValueError(f"{path}: grid: {name} must be a list of values, got {brief(repr(values), 100)}")
@@ -152,6 +160,11 @@ def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
+    """A mapping of a recipe's arguments, without those that a sweep settles itself.
+
+    Raises:
+        ValueError: it is none; the message names `path` and `what`.
+    """
     if not isinstance(value, dict) or not value and what != "common":
         raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
@@ -201,6 +214,7 @@ def _chosen(study: Study, index: int | None) -> list[Run]:
 
 
 def state_of(study: Study, run: Run) -> str:
+    """finished, new, interrupted (there is a checkpoint), or to begin anew."""
     folder = study.folder_of(run)
     if (folder / "results.json").is_file():
         return "finished"

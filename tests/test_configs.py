@@ -10,7 +10,7 @@ import yaml
 from tests import recipes
 
 CONFIGS = sorted((recipes.RECIPES / "configs").glob("*/*.yaml"))
-CONFIGS = [path for path in CONFIGS if path.parent.name != "sweeps"]
+CONFIGS = [path for path in CONFIGS if path.parent.name not in ("compare", "sweeps")]
 ACCELERATE_CONFIGS = sorted((recipes.REPOSITORY / "accelerate_configs").glob("*.yaml"))
 
 

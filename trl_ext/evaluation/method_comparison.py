@@ -94,7 +94,7 @@ class MethodDifference:
 
 
 def mean_squares(values: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-    """Mean squares of prompts, seeds and the rest, of shape [...], from values [..., P, S]; two-way ANOVA, no replicas.
+    """Mean squares of prompts, seeds and the rest, each [...], of values [..., P, S]: ANOVA without replicas.
 
     Their expectations are rest + S prompt, rest + P seed, and rest.
     """

@@ -26,12 +26,14 @@ from trl_ext.files import replacing, write_json, write_text
 
 _WHAT_IT_SAYS = (
     "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles by "
-    "Satterthwaite's degrees of freedom). Differences are taken prompt by prompt and seed by seed; their intervals are "
-    "of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). The "
+    "Satterthwaite's degrees of freedom). Differences are taken prompt by prompt and seed by seed; their intervals "
+    "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). The "
     "bootstrap resamples prompts and seeds, and is too narrow for few seeds: it is there to look at. What could be "
     "found, and what it would take, is for a power of 0.8 at the level that Holm's hardest step leaves, with the "
     "variances taken as they were estimated: with few seeds, a rough guide."
 )
+
+_UNTUNED = "No settings were searched: a verdict is on the methods with the settings that they were given."
 
 
 def compare_runs(
@@ -97,7 +99,12 @@ def compare_runs(
             for method, difference in differences.items()
         ],
         "tuning": None if tuning is None else dict(tuning),
-        "notes": [*notes, *_notes(by_method, shared, left_out), *inequalities(budgets, runs)],
+        "notes": [
+            *notes,
+            *([] if tuning else [_UNTUNED]),
+            *_notes(by_method, shared, left_out),
+            *inequalities(budgets, runs),
+        ],
     }
 
 
@@ -125,7 +132,7 @@ def render(summary: Mapping[str, Any]) -> str:
     if summary["tuning"]:
         parts += ["## Hyperparameters, chosen on the validation split alone", _tuning_table(summary["tuning"])]
     if summary["notes"]:
-        parts += ["## What was not the same", "\n".join(f"- {note}" for note in summary["notes"])]
+        parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
 
 
@@ -134,14 +141,14 @@ def method_table(summary: Mapping[str, Any]) -> str:
     header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "samples", "of what", "steps"]
     rows = []
     for one in summary["methods"]:
-        cost, by_seed = one["budget"], one["by_seed"].values()
+        cost, means = one["budget"], one["by_seed"].values()
         rows.append(
             [
                 one["method"],
                 one["seeds"],
                 f"{one['mean']:.3f}",
                 _range(one),
-                f"{min(by_seed):.3f} to {max(by_seed):.3f}",
+                f"{min(means):.3f} to {max(means):.3f}",
             ]
             + [_whole(cost["samples"]), cost["unit"], _whole(cost["optimizer_steps"])]
             + [_whole(cost["training_seconds"]), _whole(cost["reward_seconds"])]
@@ -219,9 +226,8 @@ def _notes(
     if len({tuple(sorted(own)) for own in by_method.values()}) > 1:
         seeds = "; ".join(f"{method}: {', '.join(map(str, sorted(own)))}" for method, own in by_method.items())
         notes.append(f"Methods do not have the same seeds ({seeds}); each is compared on those it shares.")
-    notes += [
-        f"{method} shares no seed with the baseline and is not compared." for method, s in shared.items() if not s
-    ]
+    alone = [method for method, seeds in shared.items() if not seeds]
+    notes += [f"{method} shares no seed with the baseline and is not compared." for method in alone]
     if left_out:
         notes.append(f"{left_out} prompts lack a value in some run, and are left out for all.")
     return notes

@@ -85,9 +85,7 @@ def check_alike(runs: Sequence[MethodRun]) -> None:
         for name in ("model", "dataset"):
             own, other = (text(one.results, "run", name) for one in (run, first))
             if own != other:
-                raise ValueError(
-                    f"{run.folder} has the {name} {own!r} and {first.folder} {other!r}: compare like runs"
-                )
+                raise ValueError(f"{run.folder} has the {name} {own!r} and {first.folder} {other!r}: compare alike")
         odd = sorted(run.rows.keys() ^ first.rows.keys())
         if odd:
             raise ValueError(f"{run.folder} and {first.folder} were evaluated on different prompts, such as {odd[0]}")
@@ -119,7 +117,9 @@ def metric_values(runs: Sequence[MethodRun], metric: str) -> tuple[dict[tuple[st
     Raises:
         ValueError: no prompt has a value in every run.
     """
-    row_ids = [row_id for row_id in runs[0].rows if all(_value(run.rows[row_id], metric) is not None for run in runs)]
+    row_ids = [
+        row_id for row_id in runs[0].rows if all(_value(run.rows.get(row_id, {}), metric) is not None for run in runs)
+    ]
     if not row_ids:
         raise ValueError(f"no prompt has a {metric} in every run")
     values = {

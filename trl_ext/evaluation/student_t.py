@@ -6,7 +6,7 @@ import math
 
 import numpy
 
-# Steps of the integral; the integrand is smooth and vanishes at both ends, so that the trapezoid rule gives ten digits.
+# Steps of the integral. Its integrand is smooth and vanishes at both ends: the trapezoid rule gives ten digits.
 STEPS = 400
 # Beyond this the distribution is the normal one to six digits.
 MOST_DEGREES = 1e6

@@ -24,6 +24,7 @@ from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy_config import PolicyConfig
+from trl_ext.trainers.positions import count_from_the_first_token
 from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
@@ -89,6 +90,7 @@ class PolicyTrainer(StopStrings, GuardedTraining, Resumable, RolloutMetrics, TRL
         self._check_context()
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
+        count_from_the_first_token(self.model, self.ref_model)
         self._place_reward_models()
 
     # ---- What TRL prepares ----

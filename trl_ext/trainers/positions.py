@@ -9,16 +9,22 @@ from torch import nn
 from trl_ext.models.packing import packing_of
 
 
-def count_from_the_first_token(model: nn.Module) -> None:
-    """Let a model's passes for log-probabilities count positions from each row's first token, as generation does.
+def count_from_the_first_token(*models: nn.Module | None) -> None:
+    """Let models' passes for log-probabilities count positions from each row's first token, as generation does.
 
     TRL pads prompts on the left and names no positions, so that a model with learnt absolute positions would be asked
-    about other texts than it sampled. With rotary positions only their differences matter; packed passes name their
-    own.
+    about other texts than it sampled. With rotary positions only their differences matter, and these models are left
+    as they are; packed passes name their own.
+
+    Args:
+        models: policies and references; None is passed over.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if "position_ids" in inspect.signature(base.forward).parameters:
-        model.register_forward_pre_hook(_name_positions, with_kwargs=True)
+    for model in models:
+        if model is None or getattr(model.config.get_text_config(), "rope_parameters", None):
+            continue
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if "position_ids" in inspect.signature(base.forward).parameters:
+            model.register_forward_pre_hook(_name_positions, with_kwargs=True)
 
 
 def _name_positions(model, args, kwargs):

@@ -15,7 +15,6 @@ from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, moments
 from trl_ext.trainers.policy import PolicyTrainer
-from trl_ext.trainers.positions import count_from_the_first_token
 from trl_ext.trainers.ppo_config import PPOConfig
 from trl_ext.trainers.ppo_rollout import adapted_coefficient, token_rewards
 from trl_ext.trainers.rollout_metrics import log_advantages
@@ -56,9 +55,6 @@ class PPOTrainer(PolicyTrainer):
         super().__init__(model, reward_funcs, args, **kwargs)
         if self.is_fsdp_enabled:
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
-        for own in (self.model, self.ref_model):
-            if own is not None:
-                count_from_the_first_token(own)
         self.value_model = VALUE_MODELS[self.args.value_model](self)
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
 

@@ -1,0 +1,168 @@
+"""A comparison of methods as asked for: what its command line and its files say, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import sweep
+
+from trl_ext.files import brief, read_yaml
+from trl_ext.registry import nearest
+
+PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
+# These are rewarded by a reward model.
+ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
+CONFIG_KEYS = ("baseline", "common", "reward_model", "methods")
+SWEEP_KEYS = ("seeds", "validation", "grid", "methods")
+# Where settings are chosen.
+VALIDATION = {"prompt_split": "validation_gen", "eval_split": "validation_prefs"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of the comparison: its name, its recipe, and the arguments that all its seeds share."""
+
+    name: str
+    recipe: str
+    arguments: dict[str, Any]
+
+    @property
+    def needs_reward_model(self) -> bool:
+        return self.recipe in ONLINE_RECIPES and not {"reward_model", "reward_function"} & set(self.arguments)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The settings tried for each method, by its name, on seeds of their own and on the validation split."""
+
+    settings: dict[str, list[dict[str, Any]]]
+    seeds: list[int]
+    validation: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A comparison as asked for; the runs of all methods lie in one folder."""
+
+    methods: list[Method]
+    baseline: str
+    seeds: list[int]
+    folder: Path
+    reward_model: dict[str, Any] = field(default_factory=dict)
+    tuning: Tuning | None = None
+    launcher: list[str] = field(default_factory=list)
+    metric: str | None = None
+
+
+def read_plan(given) -> Plan:
+    """The comparison that the command line and its files ask for.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file that says something else, an unknown method, or seeds that are no numbers.
+    """
+    path = Path(given.config or "--methods")
+    content = _content(given.config, CONFIG_KEYS)
+    known = content.get("methods") or {}
+    if not isinstance(known, dict):
+        raise ValueError(f"{path}: methods must hold `name: arguments` lines")
+    common = sweep.read_arguments(path, "common", content.get("common") or {})
+    if given.max_steps is not None:
+        common = {**common, "max_steps": given.max_steps}
+    names = given.methods.split(",") if given.methods else list(known)
+    methods = [_method(path, name.strip(), known, common) for name in names]
+    if not methods:
+        raise ValueError("no methods: name some with --methods dpo,ipo, or in a file with --config")
+    names = [method.name for method in methods]
+    if len(set(names)) < len(names):
+        raise ValueError(f"--methods {given.methods}: a method stands there twice")
+    baseline = given.baseline or content.get("baseline")
+    if baseline is not None and baseline not in names:
+        raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(names)}")
+    if given.accelerate_config and not Path(given.accelerate_config).is_file():
+        raise FileNotFoundError(f"no file --accelerate_config {given.accelerate_config}")
+    reward_model = sweep.read_arguments(path, "common", content.get("reward_model") or {})
+    seeds = read_seeds(given.seeds)
+    return Plan(
+        methods,
+        baseline or names[0],
+        seeds,
+        Path(given.output_dir),
+        reward_model=sweep.with_config_found(path, reward_model),
+        tuning=read_tuning(given.sweep, methods, seeds) if given.sweep else None,
+        launcher=["--config_file", given.accelerate_config] if given.accelerate_config else [],
+        metric=given.metric,
+    )
+
+
+def read_seeds(text: str) -> list[int]:
+    """`0-4` or `0,2,7` as numbers.
+
+    Raises:
+        ValueError: anything else, or a seed that stands there twice.
+    """
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or dash and not last.isdecimal():
+            raise ValueError(f"--seeds {text}: give numbers from 0, such as 0-4 or 0,2,7")
+        seeds += range(int(first), int(last or first) + 1)
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds {text}: {'a seed stands there twice' if seeds else 'that is none'}")
+    return seeds
+
+
+def read_tuning(path: str, methods: Sequence[Method], seeds: Sequence[int]) -> Tuning:
+    """The settings to choose from.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it says something else, or would choose on the comparison's own seeds or prompts.
+    """
+    content = _content(path, SWEEP_KEYS)
+    own = content.get("methods") or {}
+    grid = sweep.read_arguments(Path(path), "common", content.get("grid") or {})
+    names = [method.name for method in methods]
+    if not isinstance(own, dict):
+        raise ValueError(f"{path}: methods must hold `name: grid` lines")
+    for name in own:
+        sweep.read_arguments(Path(path), f"methods, {name}", own[name])
+        if name not in (*names, *PAIR_RECIPES, *ONLINE_RECIPES):
+            raise ValueError(f"{path}: methods: no method {brief(name)!r}{nearest(brief(name), names)}")
+    tuning_seeds = content.get("seeds", [100])
+    if not isinstance(tuning_seeds, list) or not all(isinstance(seed, int) for seed in tuning_seeds):
+        raise ValueError(f"{path}: seeds must be a list of numbers, got {brief(repr(tuning_seeds))}")
+    if set(tuning_seeds) & set(seeds):
+        raise ValueError(f"{path}: seeds: settings are chosen on other seeds than --seeds, which would flatter them")
+    validation = {**VALIDATION, **sweep.read_arguments(Path(path), "common", content.get("validation") or {})}
+    for method in methods:
+        if validation["prompt_split"] == method.arguments.get("prompt_split", "test_gen"):
+            raise ValueError(f"{path}: validation: prompt_split is the one that {method.name} is compared on")
+    settings = {name: sweep.combinations(Path(path), {**grid, **own.get(name, {})}) for name in names}
+    return Tuning(settings, tuning_seeds, validation)
+
+
+def _content(path: str | None, keys: Sequence[str]) -> dict[str, Any]:
+    content = read_yaml(path) if path else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `key: value` lines")
+    for key in content:
+        if key not in keys:
+            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
+    return content
+
+
+def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]) -> Method:
+    if not name.isidentifier():
+        raise ValueError(f"{name!r} cannot be a method's name: it is part of its folders'")
+    own = known.get(name) or {}
+    arguments = sweep.read_arguments(path, f"methods, {name}", own) if own else {}
+    recipe = str(arguments.get("recipe", name))
+    recipes = (*PAIR_RECIPES, *ONLINE_RECIPES)
+    if recipe not in recipes:
+        raise ValueError(f"no method {recipe!r}{nearest(recipe, recipes)} Known: {', '.join(recipes)}")
+    arguments = {key: value for key, value in arguments.items() if key != "recipe"}
+    return Method(name, recipe, sweep.with_config_found(path, {**common, **arguments}))

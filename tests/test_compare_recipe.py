@@ -1,0 +1,309 @@
+"""The comparison of methods as a command: what it runs and in which order, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from tests import recipes
+
+CONFIGS = recipes.RECIPES / "configs" / "compare"
+# What each method adds to the score of a prompt, and each learning rate.
+QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1}
+RATES = {None: 0.0, "0.1": 0.0, "0.2": 0.05}
+PROMPTS = 40
+
+
+def wobble(*what) -> float:
+    """A number in [-0.5, 0.5) that depends on what it is of, and looks like chance."""
+    import hashlib
+
+    return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 2**32 - 0.5
+
+
+def score(recipe: str, prompt: int, seed: str, rate: str | None) -> float:
+    own = QUALITY[recipe] + RATES[rate] + 0.02 * wobble(recipe, prompt, seed)
+    return 0.5 + 0.3 * wobble("prompt", prompt) + 0.05 * wobble("seed", seed) + own
+
+
+@pytest.fixture
+def compare(monkeypatch, tmp_path):
+    """The recipe's module, whose runs write made-up scores; `calls` has the script and the arguments of each."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import compare
+    import sweep
+
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def run(command):
+        at = next(place for place, word in enumerate(command) if word.endswith(".py"))
+        given = dict(zip(*[iter(word.removeprefix("--") for word in command[at + 1 :])] * 2, strict=True))
+        recipe, folder = Path(command[at]).stem, Path(given["output_dir"])
+        calls.append((recipe, given))
+        if (folder.parent / f"break-{folder.name}").exists():
+            return SimpleNamespace(returncode=3)
+        fake_run(recipe, folder, given)
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(run=run))
+    return SimpleNamespace(module=compare, calls=calls, main=lambda *words: compare.main([*words]))
+
+
+def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = {"sampled_responses": 640} if recipe == "grpo" else {"train_pairs": 200}
+    run = {"objective": recipe, "model": "toy", "dataset": "toy", "seed": int(given["seed"]), "optimizer_steps": 10}
+    run |= {"training_seconds": 20.0, "settings_digest": recipe, "device": "cpu", "processes": 1, **kind, **about}
+    if "reward_model" in given:
+        run["reward_models"] = [given["reward_model"]]
+    (folder / "results.json").write_text(json.dumps({"run": run}))
+    (folder / "metrics.jsonl").write_text('{"step": 5, "epoch": 1.0}\n{"step": 10, "epoch": 2.0}\n')
+    if recipe == "reward_model":
+        return
+    split, rate = given.get("prompt_split", "test_gen"), given.get("learning_rate")
+    rows = [
+        {
+            "row_id": f"{split}-{prompt}",
+            "prompt_text": "p",
+            "response_text": "r",
+            "score": score(recipe, prompt, given["seed"], rate),
+            "outcome": ("candidate", "tie", "base", "tie")[prompt % 4],
+        }
+        for prompt in range(PROMPTS)
+    ]
+    (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def summary(folder: str = "runs/compare") -> dict:
+    return json.loads(Path(folder, "compare.json").read_text())
+
+
+def stopped(compare, *words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        compare.main(*words)
+    return end.value.code
+
+
+def test_methods_are_run_and_compared(compare, capsys):
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
+    names = [Path(given["output_dir"]).name for _, given in compare.calls]
+    wanted = [f"{name}-{seed}" for name in ("reward_model", "dpo", "ipo", "grpo") for seed in range(3)]
+    assert names == wanted, "reward models first"
+    assert compare.calls[10][1]["reward_model"] == "runs/compare/reward_model-1", "each online run has its seed's own"
+    assert {given.get("max_steps") for recipe, given in compare.calls if recipe != "reward_model"} == {"10"}
+    assert "max_steps" not in compare.calls[0][1]
+
+    found = summary()
+    assert (found["metric"], found["baseline"], found["prompts"]) == ("score", "dpo", PROMPTS)
+    dpo, ipo, grpo = found["methods"]
+    expected = sum(score("ipo", p, str(s), None) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
+    assert ipo["mean"] == pytest.approx(expected)
+    assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "better"]
+    assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
+    # 200 pairs twice; 20 seconds, and 20 of the reward model's run.
+    assert dpo["budget"] == {
+        "samples": 400,
+        "unit": "pairs",
+        "optimizer_steps": 10,
+        "training_seconds": 20,
+        "reward_seconds": 0,
+    }
+    assert (grpo["budget"]["samples"], grpo["budget"]["reward_seconds"]) == (640, 20)
+    notes = " ".join(found["notes"])
+    assert "Samples are not of one kind (pairs: dpo, ipo; sampled responses: grpo)." in notes
+    assert "Unequal budgets, seconds of training, with reward models: 20 (dpo) to 40 (grpo)." in notes
+    printed = capsys.readouterr().out
+    assert f"grpo is better than dpo by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
+    assert "Whether ipo or dpo is better, these runs cannot tell. To find a true difference of" in printed
+    assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "compare.png", "report.html"}
+
+    # The second time nothing is left to run.
+    compare.calls.clear()
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
+    assert not compare.calls and summary() == found
+
+
+def test_what_was_begun_is_taken_up(compare):
+    assert stopped(compare, "--methods", "dpo,ipo,dpo") == 2
+    Path("runs/compare").mkdir(parents=True)
+    Path("runs/compare/break-ipo-1").touch()
+    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0,1,2") == 1
+    found = summary()
+    assert "Not finished, and left out: ipo-1." in found["notes"]
+    assert found["comparisons"][0]["paired_seeds"] == [0, 2], "on the seeds that both have"
+    assert [one["seeds"] for one in found["methods"]] == [3, 2]
+
+    Path("runs/compare/break-ipo-1").unlink()
+    Path("runs/compare/ipo-1/checkpoint-5").mkdir()
+    Path("runs/compare/ipo-1/checkpoint-5/trainer_state.json").write_text("{}")
+    compare.calls.clear()
+    compare.main("--methods", "dpo,ipo", "--seeds", "0,1,2")
+    ((recipe, given),) = compare.calls
+    assert (recipe, given["seed"], given["resume_from_checkpoint"]) == ("ipo", "1", "last")
+    assert summary()["comparisons"][0]["paired_seeds"] == [0, 1, 2]
+
+
+def test_settings_are_chosen_on_the_validation_split(compare):
+    grid = {"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}, "methods": {"ipo": {"beta": [1, 2]}}}
+    Path("settings.yaml").write_text(yaml.safe_dump(grid))
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-1", "--sweep", "settings.yaml")
+    tried = [call for call in compare.calls if "/sweep/" in call[1]["output_dir"]]
+    assert len(tried) == 2 + 4 + 2
+    assert {given["prompt_split"] for _, given in tried} == {"validation_gen"}
+    assert {given["seed"] for _, given in tried} == {"7"}
+    assert {recipe for recipe, given in tried if "eval_split" in given} == {"dpo", "ipo"}, "online recipes have none"
+    rewards = [given["seed"] for recipe, given in compare.calls if recipe == "reward_model"]
+    assert rewards == ["0", "1", "7"]
+    # A learning rate of 0.2 is worth 0.05 in every score; beta changes nothing, and the first of equals is taken.
+    found = summary()
+    assert {name: (one["tried"], one["chosen"]) for name, one in found["tuning"].items()} == {
+        "dpo": (2, {"learning_rate": 0.2}),
+        "ipo": (4, {"learning_rate": 0.2, "beta": 1}),
+        "grpo": (2, {"learning_rate": 0.2}),
+    }
+    last = compare.calls[-1][1]
+    assert last["learning_rate"] == "0.2" and "prompt_split" not in last
+    assert "Unequal tuning, settings tried: 2 (dpo), 4 (ipo), 2 (grpo)." in found["notes"]
+    assert "| ipo | 4 | learning_rate 0.2, beta 1 |" in Path("runs/compare/compare.md").read_text()
+
+
+def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
+    for name in ("dpo", "aot"):
+        for seed in (3, 4):
+            fake_run(name, Path("old", f"{name}-{seed}"), {"seed": str(seed)})
+    words = ["--methods", "aot,dpo", "--seeds", "3-4", "--runs", "old", "--baseline", "dpo", "--metric", "win_rate"]
+    compare.main(*words)
+    assert not compare.calls and not Path("old/compare.json").exists()
+    found = summary()
+    # Of four prompts, one is won, one lost and two are ties, on every seed: 0.5, and nothing to test.
+    assert [one["mean"] for one in found["methods"]] == [0.5, 0.5]
+    assert found["comparisons"][0]["verdict"] == "cannot tell" and "No settings were searched" in found["notes"][0]
+    assert stopped(compare, *words[:3], "3-5", *words[4:]) == 2
+
+
+@pytest.mark.parametrize(
+    ("about", "given", "expected"),
+    [
+        ({"dataset": "other"}, {}, "has the dataset 'other' and"),
+        ({"settings_digest": "x"}, {}, "differ in more than their seed"),
+        ({}, {"prompt_split": "other"}, "were evaluated on different prompts"),
+        ({"seed": 9}, {}, "is of seed 9, not 1"),
+    ],
+)
+def test_runs_that_are_not_alike_are_refused(about, given, expected, compare, capsys):
+    for seed in ("0", "1"):
+        for name in ("dpo", "ipo"):
+            odd = name == "ipo" and seed == "1"
+            fake_run(
+                name, Path("old", f"{name}-{seed}"), {"seed": seed, **(given if odd else {})}, **about if odd else {}
+            )
+    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--runs", "old") == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
+    compare.main("--methods", "dpo,grpo", "--seeds", "0-1", "--dry_run")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0::2] == [
+        f"# {stage}: new"
+        for stage in (
+            "reward_models, reward_model-0",
+            "reward_models, reward_model-1",
+            "runs, dpo-0",
+            "runs, dpo-1",
+            "runs, grpo-0",
+            "runs, grpo-1",
+        )
+    ]
+    assert not compare.calls and not Path("runs").exists()
+
+
+def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_path, monkeypatch):
+    """A stand-in for sbatch notes what it is given; its wrapped commands, run in turn, leave the report."""
+    Path("settings.yaml").write_text("seeds: [7]\ngrid: {learning_rate: [0.1, 0.2]}\n")
+    words = ["--methods", "dpo,grpo", "--seeds", "0-2", "--sweep", "settings.yaml"]
+    compare.main(*words, "--slurm")
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$@" END >> {tmp_path}/jobs\necho "$(wc -l < {tmp_path}/jobs);c"\n'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+    subprocess.run(["bash"], input=capsys.readouterr().out, text=True, check=True, stdout=subprocess.DEVNULL)
+    jobs = [job.strip().splitlines() for job in Path("jobs").read_text().split("END\n")[:-1]]
+    arrays = [word.removeprefix("--array=") for job in jobs for word in job if word.startswith("--array=")]
+    # Reward models of seeds 0, 1, 2 and 7; two settings of two methods on one seed; two methods on three seeds.
+    assert arrays == ["0-3", "0-3", "0-5"]
+    after = [[word for word in job if word.startswith("--dependency")] for job in jobs]
+    ends = [sum(len(job) + 1 for job in jobs[: count + 1]) for count in range(3)]
+    assert after == [[], *([f"--dependency=afterany:{end}"] for end in ends)]
+    for job, count in zip(jobs, (4, 4, 6, 1), strict=True):
+        for index in range(count):
+            command = shlex.split(job[-1].replace("$SLURM_ARRAY_TASK_ID", str(index)))
+            assert command[1] == str(recipes.RECIPES / "compare.py")
+            compare.main(*command[2:])
+    assert len(compare.calls) == 4 + 4 + 6, "the last job only reports"
+    assert summary()["comparisons"][0]["verdict"] == "better"
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "expected"),
+    [
+        (["--methods", "dpi"], None, "no method 'dpi'; did you mean 'dpo'?"),
+        (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
+        (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
+        (["--methods", "dpo", "--seeds", "0-2,1"], None, "a seed stands there twice"),
+        ([], None, "no methods: name some"),
+        (["--methods", "dpo", "--array_index", "0"], None, "--array_index needs --stage"),
+        (["--methods", "dpo", "--stage", "runs", "--array_index", "5"], None, "has 5 runs, numbered from 0"),
+        (["--config", "file.yaml"], {"method": {}}, "unknown key 'method'; did you mean 'methods'?"),
+        (["--config", "file.yaml"], {"methods": {"dpo": {"output_dir": "x"}}}, "output_dir is settled by the sweep"),
+        (["--config", "file.yaml"], {"methods": {"dpo": {"config": "no.yaml"}}}, "no configuration file 'no.yaml'"),
+        (["--methods", "dpo", "--sweep", "file.yaml"], {"grid": {"beta": 1}}, "beta must be a list of values, got 1"),
+        (["--methods", "dpo", "--sweep", "file.yaml"], {"seeds": [4]}, "settings are chosen on other seeds"),
+        (["--methods", "dpo", "--sweep", "file.yaml"], {"methods": {"dpoo": {"beta": [1]}}}, "no method 'dpoo'"),
+        (
+            ["--methods", "dpo", "--sweep", "file.yaml"],
+            {"validation": {"prompt_split": "test_gen"}},
+            "prompt_split is the one that dpo is compared on",
+        ),
+        (
+            ["--methods", "dpo", "--sweep", "file.yaml", "--stage", "runs"],
+            {"grid": {"beta": [1, 2]}},
+            "no setting of dpo was tried to its end",
+        ),
+    ],
+)
+def test_what_is_refused(words, content, expected, compare, capsys):
+    if content is not None:
+        Path("file.yaml").write_text(yaml.safe_dump(content))
+    assert stopped(compare, *words) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+    assert not compare.calls
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_of_the_files_has_arguments_that_its_recipe_takes(path, compare, monkeypatch):
+    if "grid" in yaml.safe_load(path.read_text()):
+        words = ["--methods", "dpo,ipo,aot", "--sweep", str(path)]
+    else:
+        words = ["--config", str(path), "--seeds", "3"]
+    plan = compare.module.read_plan(compare.module._parse(words))
+    for stage in compare.module.STAGES:
+        for study, run in compare.module.stage_runs(plan, stage):
+            command = study.command(run)
+            at = next(place for place, word in enumerate(command) if word.endswith(f"{study.recipe}.py"))
+            arguments, _, training = recipes.parse(monkeypatch, study.recipe, *command[at + 1 :])
+            assert training.seed == run.arguments["seed"]
+            if stage == "sweep":
+                assert (arguments.prompt_split, arguments.eval_split) == ("validation_gen", "validation_prefs")

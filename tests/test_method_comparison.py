@@ -1,0 +1,312 @@
+"""Comparing methods over prompts and seeds: against closed forms, tables, brute force, and simulated studies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+from statistics import NormalDist
+
+import numpy
+import pytest
+
+from trl_ext.evaluation.method_comparison import (
+    Variances,
+    compare_with_baseline,
+    crossed_bootstrap,
+    crossed_mean,
+    error_of_mean,
+    holm,
+    mean_squares,
+    power,
+    prompts_needed,
+    seeds_needed,
+    smallest_detectable,
+    verdict,
+)
+from trl_ext.evaluation.student_t import critical_value, exceedance
+
+
+def studies(variances: Variances, prompts: int, seeds: int, count: int, effect: float = 0.0) -> numpy.ndarray:
+    """Simulated differences with normal effects, [count, P, S]."""
+    rng = numpy.random.default_rng(prompts + seeds)
+    return (
+        effect
+        + math.sqrt(variances.prompt) * rng.standard_normal((count, prompts, 1))
+        + math.sqrt(variances.seed) * rng.standard_normal((count, 1, seeds))
+        + math.sqrt(variances.rest) * rng.standard_normal((count, prompts, seeds))
+    )
+
+
+@cache
+def critical_values() -> tuple[numpy.ndarray, list[float]]:
+    """A table of degrees of freedom and their critical values, dense where they change."""
+    degrees = numpy.concatenate([numpy.linspace(1, 8, 71), numpy.geomspace(8.5, 1e5, 40)])
+    return degrees, [critical_value(one) for one in degrees]
+
+
+def rejected(values: numpy.ndarray) -> float:
+    """In which share of the studies [count, P, S] the test of a mean of 0 rejects."""
+    error, degrees = error_of_mean(*mean_squares(values), *values.shape[-2:])
+    return float((abs(values.mean((-2, -1))) > numpy.interp(degrees, *critical_values()) * error).mean())
+
+
+# ---- Student's t ----
+
+
+@pytest.mark.parametrize("t", [0.0, 0.3, 2.0, 25.0])
+def test_t_with_one_and_two_degrees_has_a_closed_form(t):
+    """One: P(|T| > t) = 1 - 2/pi arctan t, the Cauchy distribution. Two: 1 - t / sqrt(2 + t^2)."""
+    assert exceedance(t, 1) == pytest.approx(1 - 2 / math.pi * math.atan(t), abs=1e-10)
+    assert exceedance(t, 2) == pytest.approx(1 - t / math.sqrt(2 + t * t), abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "alpha", "expected"),
+    [(2, 0.05, 4.302653), (4, 0.05, 2.776445), (7, 0.01, 3.499483), (30, 0.05, 2.042272), (1e9, 0.05, 1.959964)],
+)
+def test_critical_values_of_printed_tables(degrees, alpha, expected):
+    assert critical_value(degrees, alpha) == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.parametrize(("degrees", "shift", "t"), [(2, 2.0, 4.3), (5, -3.0, 2.57), (40.5, 2.8, 2.02)])
+def test_the_shifted_distribution_is_that_of_its_definition(degrees, shift, t):
+    rng = numpy.random.default_rng(0)
+    draws = (rng.standard_normal(200_000) + shift) / numpy.sqrt(rng.chisquare(degrees, 200_000) / degrees)
+    assert exceedance(t, degrees, shift) == pytest.approx((abs(draws) > t).mean(), abs=0.005)
+
+
+# ---- Means ----
+
+
+def test_a_mean_worked_by_hand():
+    """Values 1, 3 / 2, 8: mean 3.5; rows 2 and 5, columns 1.5 and 5.5; what is left is 1, -1 / -1, 1.
+
+    Mean squares: prompts 2 (1.5^2 + 1.5^2) / 1 = 9, seeds 2 (2^2 + 2^2) / 1 = 16, rest 4 / 1 = 4. The variance of the
+    mean is (9 + 16 - 4) / 4 = 5.25, with 21^2 / (81 + 256 + 16) = 1.24929 degrees of freedom. Components: prompts
+    (9 - 4) / 2, seeds (16 - 4) / 2, rest 4.
+    """
+    found = crossed_mean([[1, 3], [2, 8]])
+    assert [float(square) for square in mean_squares(numpy.array([[1.0, 3], [2, 8]]))] == [9, 16, 4]
+    assert (found.mean, found.prompts, found.seeds) == (3.5, 2, 2)
+    assert found.standard_error == pytest.approx(math.sqrt(5.25))
+    assert found.degrees == pytest.approx(441 / 353)
+    assert found.variances == Variances(2.5, 6, 4)
+    margin = critical_value(441 / 353) * math.sqrt(5.25)
+    assert (found.low, found.high) == pytest.approx((3.5 - margin, 3.5 + margin))
+
+
+def test_prompts_that_are_all_alike_leave_the_t_test_of_the_seeds():
+    """Seeds 1, 2, 3 on every prompt: 2 -+ 4.302653 / sqrt(3), with 2 degrees of freedom."""
+    found = crossed_mean([[1, 2, 3]] * 40)
+    assert found.degrees == pytest.approx(2)
+    assert (found.low, found.high) == pytest.approx((2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))
+
+
+def test_seeds_that_are_all_alike_leave_the_t_test_of_the_prompts():
+    """Prompts 0, 1, 2, 3, 4 on every seed: 2 -+ 2.776445 sqrt(2.5 / 5), with 4 degrees of freedom."""
+    found = crossed_mean([[value] * 3 for value in range(5)])
+    margin = 2.776445 * math.sqrt(0.5)
+    assert (found.low, found.high) == pytest.approx((2 - margin, 2 + margin), abs=1e-6)
+
+
+def test_sums_of_the_two_have_the_sum_of_the_two_variances():
+    """Value a_p + b_s without a rest: the variance of the mean is var(a) / P + var(b) / S, each as of a sample."""
+    a, b = numpy.random.default_rng(1).normal(size=(9, 1)), numpy.random.default_rng(2).normal(size=(1, 4))
+    found = crossed_mean(a + b)
+    assert found.standard_error**2 == pytest.approx(a.var(ddof=1) / 9 + b.var(ddof=1) / 4)
+    assert found.variances.prompt == pytest.approx(a.var(ddof=1))
+    assert found.variances.seed == pytest.approx(b.var(ddof=1))
+
+
+def test_the_components_are_unbiased():
+    """Averages over 3,000 studies of the uncut estimates (MS_prompt - MS_rest) / S and so on."""
+    truth = Variances(0.5, 0.2, 1.0)
+    by_prompt, by_seed, rest = (squares.mean() for squares in mean_squares(studies(truth, 20, 4, 3000)))
+    assert ((by_prompt - rest) / 4, (by_seed - rest) / 20, rest) == pytest.approx((0.5, 0.2, 1.0), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "values", [[[1.0], [2.0], [5.0]], [[1.0, 2.0, 3.0]], [[0.25, 0.25], [0.25, 0.25]]], ids=["seed", "prompt", "same"]
+)
+def test_what_has_no_interval(values):
+    found = crossed_mean(values)
+    assert found.mean == pytest.approx(numpy.mean(values))
+    assert (found.low, found.high, found.standard_error, found.variances) == (None, None, None, None)
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0], [[1.0, math.nan]], [[]]])
+def test_values_that_are_refused(values):
+    with pytest.raises(ValueError, match="one row per prompt and one column per seed"):
+        crossed_mean(values)
+
+
+@pytest.mark.parametrize("seeds", [3, 5])
+@pytest.mark.parametrize(
+    "variances",
+    [
+        Variances(0, 0, 1),
+        Variances(1, 0, 1),
+        Variances(0.1, 0.01, 1),
+        Variances(0.1, 0.1, 1),
+        Variances(1, 0.1, 1),
+        Variances(0, 0.1, 1),
+        Variances(1, 0.3, 0.1),
+    ],
+    ids=lambda v: f"{v.prompt}-{v.seed}-{v.rest}",
+)
+def test_intervals_cover_the_truth(variances, seeds):
+    """4,000 studies of 40 prompts: 92 to 99% with 3 seeds and 94 to 98% with 5, +- 3 standard errors of simulation."""
+    covered = 1 - rejected(studies(variances, 40, seeds, 4000))
+    low, high = (0.92, 0.99) if seeds == 3 else (0.94, 0.985)
+    assert low - 0.011 < covered < high + 0.006, covered
+
+
+def test_intervals_over_prompts_alone_do_not():
+    """What the two-way interval is for: with seeds that differ, averaging over seeds and resampling prompts gives a
+    variance of (prompt + rest / 3) / 40 = 0.0108, and the mean has 0.0108 + 0.1 / 3 = 0.0442. Its 95% interval covers
+    P(|Z| < 1.96 sqrt(0.0108 / 0.0442)) = 0.667."""
+    values = studies(Variances(0.1, 0.1, 1), 40, 3, 4000)
+    by_prompt = values.mean(-1)
+    error = by_prompt.std(-1, ddof=1) / math.sqrt(40)
+    covered = (abs(by_prompt.mean(-1)) < 1.96 * error).mean()
+    normal = NormalDist()
+    assert covered == pytest.approx(2 * normal.cdf(1.96 * math.sqrt(0.0108333 / 0.0441667)) - 1, abs=0.03)
+    assert covered < 0.7
+
+
+def test_the_bootstrap_has_the_variance_of_its_closed_form():
+    """A 95% interval of near normal draws is 2 x 1.96 standard deviations wide; 20,000 draws give it to 3%."""
+    values = studies(Variances(0.5, 0.3, 1), 30, 8, 1)[0] + 5
+    by_prompt, by_seed, rest = mean_squares(values)
+    variance = (29 / 30 * by_prompt + 7 / 8 * by_seed + 29 * 7 / 240 * rest) / 240
+    low, high = crossed_bootstrap(values, draws=20_000)
+    assert high - low == pytest.approx(2 * 1.959964 * math.sqrt(variance), rel=0.03)
+    assert (low + high) / 2 == pytest.approx(values.mean(), abs=0.05)
+    assert crossed_bootstrap(values) == crossed_bootstrap(values)
+
+
+# ---- Many comparisons ----
+
+
+def test_holm_worked_by_hand():
+    """0.01 x 3 = 0.03; 0.03 x 2 = 0.06; 0.04 x 1 = 0.04, which may not be under 0.06."""
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.5, 0.6]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_holm_is_the_closed_test_of_bonferroni():
+    """Independently: an adjusted p is the largest, over all sets that the test is in, of size x least p of the set."""
+    rng = numpy.random.default_rng(0)
+    for _ in range(50):
+        p = (rng.uniform(size=4) ** 3).tolist()
+        sets = [s for size in range(1, 5) for s in itertools.combinations(range(4), size)]
+        brute = [max(min(1, len(s) * min(p[j] for j in s)) for s in sets if i in s) for i in range(4)]
+        assert holm(p) == pytest.approx(brute)
+
+
+def test_the_verdict():
+    assert [verdict(0.1, 0.05), verdict(-0.1, 0.01), verdict(0.1, 0.051)] == ["better", "worse", "cannot tell"]
+    assert verdict(0.0, 0.0) == "cannot tell"
+
+
+def test_methods_against_a_baseline():
+    """Prompts and seeds move all methods by the same large amounts: only the paired differences show who is better.
+
+    The baseline's own interval is about 40 times as wide as the difference from `same` is certain.
+    """
+    rng = numpy.random.default_rng(3)
+    base = rng.normal(size=(200, 1)) + 0.2 * rng.normal(size=(1, 5)) + 0.02 * rng.normal(size=(200, 5))
+    noise = [0.02 * rng.normal(size=(200, 5)) for _ in range(3)]
+    methods = {"up": (base + 0.05 + noise[0], base), "down": (base - 0.05 + noise[1], base)}
+    methods |= {"same": (base + noise[2], base), "itself": (base, base)}
+    found = compare_with_baseline(methods)
+    assert {name: one.verdict for name, one in found.items()} == {
+        "up": "better",
+        "down": "worse",
+        "same": "cannot tell",
+        "itself": "cannot tell",
+    }
+    own = crossed_mean(base)
+    assert own.high - own.low > 40 * (found["same"].difference.high - found["same"].difference.low)
+    up = found["up"]
+    assert up.difference.low < 0.05 < up.difference.high
+    assert up.p_value == pytest.approx(
+        exceedance(up.difference.mean / up.difference.standard_error, up.difference.degrees)
+    )
+    assert up.adjusted_p_value == pytest.approx(holm([one.p_value for one in found.values()])[0])
+    # Planned at 0.05 / 4, Holm's hardest step.
+    assert up.detectable == pytest.approx(smallest_detectable(up.difference.variances, 200, 5, 0.0125))
+    assert (found["itself"].p_value, found["itself"].detectable, found["itself"].seeds_needed) == (1.0, None, None)
+
+
+def test_one_seed_cannot_tell():
+    base = numpy.random.default_rng(0).normal(size=(300, 1))
+    found = compare_with_baseline({"up": (base + 1, base)})["up"]
+    assert (found.difference.mean, found.verdict) == (pytest.approx(1), "cannot tell")
+
+
+def test_a_comparison_that_is_refused():
+    values = numpy.zeros((3, 2))
+    with pytest.raises(ValueError, match="the baseline has values of shape"):
+        compare_with_baseline({"a": (values, values[:2])})
+    with pytest.raises(ValueError, match="must be above 0, got -1"):
+        compare_with_baseline({"a": (values, values)}, effect=-1)
+
+
+# ---- Power ----
+
+
+@pytest.mark.parametrize(("effect", "expected"), [(1.0, 10), (0.5, 34), (0.8, 15)])
+def test_sample_sizes_of_the_t_test_in_printed_tables(effect, expected):
+    """With only one source of variance, of standard deviation 1, it is the one-sample t-test at 0.05 with power 0.8:
+    10, 34 and 15 observations for effects of 1, 0.5 and 0.8. More of the other kind does not help."""
+    only_seeds, only_prompts = Variances(0, 1, 0), Variances(1, 0, 0)
+    assert seeds_needed(effect, only_seeds, prompts=50) == expected
+    assert prompts_needed(effect, only_prompts, seeds=3) == expected
+    assert prompts_needed(0.5, only_seeds, seeds=5) is None
+    assert seeds_needed(0.5, only_prompts, prompts=5) is None
+
+
+def test_power_with_many_prompts_and_seeds_is_the_normal_one():
+    """SE = sqrt(1 / 2000 + 0.5 / 1000 + 1 / 2e6) = 0.031631; an effect of 0.08 is 2.5292 SE: P(Z > 1.96 - 2.5292)."""
+    variances = Variances(1, 0.5, 1)
+    assert variances.standard_error(2000, 1000) == pytest.approx(0.0316307, abs=1e-6)
+    expected = 1 - NormalDist().cdf(1.959964 - 0.08 / 0.0316307)
+    assert power(0.08, variances, 2000, 1000) == pytest.approx(expected, abs=0.002)
+    assert power(0.0, variances, 2000, 1000) == pytest.approx(0.05, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("variances", "prompts", "seeds", "tolerance"),
+    [
+        (Variances(0.2, 0.02, 1), 100, 5, 0.05),
+        (Variances(0.2, 0.02, 1), 50, 10, 0.03),
+        (Variances(0.5, 0.05, 0.5), 60, 4, 0.06),
+        (Variances(0.1, 0.3, 0.5), 30, 8, 0.03),
+    ],
+)
+def test_power_is_what_simulated_studies_find(variances, prompts, seeds, tolerance):
+    """At the smallest detectable difference, 80% of 3,000 studies should find it, and fewer find half of it."""
+    effect = smallest_detectable(variances, prompts, seeds)
+    assert power(effect, variances, prompts, seeds) == pytest.approx(0.8, abs=0.001)
+    found = rejected(studies(variances, prompts, seeds, 3000, effect))
+    assert found == pytest.approx(0.8, abs=tolerance)
+    half = rejected(studies(variances, prompts, seeds, 3000, effect / 2))
+    assert half == pytest.approx(power(effect / 2, variances, prompts, seeds), abs=tolerance)
+
+
+def test_the_numbers_needed_are_the_least_that_do():
+    variances, effect = Variances(0.2, 0.02, 1), 0.15
+    seeds, prompts = seeds_needed(effect, variances, 100), prompts_needed(effect, variances, 12)
+    assert power(effect, variances, 100, seeds) >= 0.8 > power(effect, variances, 100, seeds - 1)
+    assert power(effect, variances, prompts, 12) >= 0.8 > power(effect, variances, prompts - 1, 12)
+
+
+@pytest.mark.parametrize(("prompts", "seeds"), [(1, 5), (5, 1)])
+def test_power_needs_two_of_each(prompts, seeds):
+    with pytest.raises(ValueError, match="at least two prompts and two seeds"):
+        power(1.0, Variances(1, 1, 1), prompts, seeds)
+    with pytest.raises(ValueError, match="without any variance"):
+        power(1.0, Variances(0, 0, 0), 5, 5)
