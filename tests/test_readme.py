@@ -26,7 +26,7 @@ COMMANDS = [
     line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
 ]
 COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", TEXT)
-COMMANDS += re.findall(r"`(python -m [^`]*)`", TEXT)
+COMMANDS += re.findall(r"`(python (?:-m|recipes/)[^`]*)`", TEXT)
 
 
 CLUSTER_COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
@@ -50,10 +50,12 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (recipes.REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
         return
-    if words[:2] == ["python", "recipes/sweep.py"]:
+    if words[0] == "python" and words[1] in ("recipes/sweep.py", "recipes/compare.py"):
         monkeypatch.syspath_prepend(str(recipes.RECIPES))
         monkeypatch.chdir(recipes.REPOSITORY)
-        importlib.import_module("sweep").main([*words[2:], "--dry_run"])
+        # Finished runs are not there to be compared in a fresh clone.
+        given = words[2 : words.index("--runs")] if "--runs" in words else words[2:]
+        importlib.import_module(words[1][len("recipes/") : -len(".py")]).main([*given, "--dry_run"])
         return
     if words[0] == "python":
         assert words[1] == "-m"
