@@ -5,17 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trl_ext import PolicyConfig
+from trl_ext.advantages import options_of
+from trl_ext.algorithms import algorithms
 from trl_ext.trainers.defaults import check_choice, world_size
 
 # The course's words, and the library's.
 ALGORITHMS = {"no_baseline": "reinforce"}
 LENGTH_NORMALIZATION = {"masked_mean": "sequence_mean", "masked_normalize": "constant"}
 STD_NORMALIZATION = {True: "group_normalized", False: "group_centered"}
+# The algorithms of CS336, and what it has in all of them: setting -> the estimator's option that it is, and its value.
+COURSE_ALGORITHMS = ("grpo", "grpo_no_clip", "dr_grpo", "reinforce_with_baseline", "reinforce")
+COURSE_STD = {"std_ddof": ("std_ddof", 1), "advantage_eps": ("eps", 1e-6)}
 
 
 @dataclass
 class CourseConfig(PolicyConfig):
     """`PolicyConfig` with a few more words for the same settings; each replaces what TRL calls otherwise.
+
+    The course's own algorithms take the sample's standard deviation (`std_ddof` 1, `advantage_eps` 1e-6) and no KL
+    term (`beta` 0) where these are not given; every other has its paper's. `train_batch_size` is given as the course
+    means it, and read as transformers does: the responses of one pass. What was given is `responses_per_update`.
 
     Raises:
         ValueError: as `PolicyConfig`, and for sizes that do not divide, or that two words say differently.
@@ -24,8 +33,9 @@ class CourseConfig(PolicyConfig):
     algorithm: str = field(
         default="grpo",
         metadata={
-            "help": "grpo, dr_grpo, reinforce_with_baseline, no_baseline (the same as reinforce), grpo_no_clip, or "
-            "any other that python -m trl_ext.algorithms lists, or your own as file.py:function."
+            "help": "grpo, dr_grpo, reinforce_with_baseline, no_baseline (the same as reinforce), grpo_no_clip, all "
+            "five with the sample's standard deviation (std_ddof 1, advantage_eps 1e-6) and beta 0 unless these are "
+            "given, or any other that python -m trl_ext.algorithms lists, or your own as file.py:function."
         },
     )
     rollout_batch_size: int | None = field(
@@ -70,6 +80,7 @@ class CourseConfig(PolicyConfig):
         if self.length_normalization is not None:
             check_choice("length_normalization", self.length_normalization, tuple(LENGTH_NORMALIZATION))
             self._same("length_normalization", "aggregation", LENGTH_NORMALIZATION[self.length_normalization])
+        self._settle_as_the_course()
         self._settle_accumulation()
         super().__post_init__()
         if self.n_grpo_steps is not None:
@@ -80,6 +91,10 @@ class CourseConfig(PolicyConfig):
         self.stop = stop
         self._give_stop()
 
+    def _asked(self, word: str):
+        """What a word of the course was given."""
+        return self.responses_per_update if word == "train_batch_size" else getattr(self, word)
+
     def _same(self, word: str, name: str, value) -> None:
         """Settle a setting of TRL by the course's word for it."""
         if value is None:
@@ -87,12 +102,23 @@ class CourseConfig(PolicyConfig):
         given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
         if given not in (default, value):
             raise ValueError(
-                f"--{word} {getattr(self, word)} means {name} {value}, and {name} is {given}: give one of the two"
+                f"--{word} {self._asked(word)} means {name} {value}, and {name} is {given}, as a flag or in the "
+                f"configuration: give one of the two{' (--max_steps -1 takes that back)' * (name == 'max_steps')}"
             )
         setattr(self, name, value)
 
+    def _settle_as_the_course(self) -> None:
+        if self.algorithm not in COURSE_ALGORITHMS:
+            return
+        read = options_of(self.advantage or algorithms[self.algorithm].advantage)
+        for name, (option, value) in COURSE_STD.items():
+            if option in read and getattr(self, name) is None:
+                setattr(self, name, value)
+        if self.beta is None:
+            self.beta = 0.0
+
     def _settle_accumulation(self) -> None:
-        update, rollout = self.train_batch_size, self.generation_batch_size
+        update, rollout = self.responses_per_update, self.generation_batch_size
         for word in (
             "rollout_batch_size",
             "train_batch_size",
@@ -100,7 +126,7 @@ class CourseConfig(PolicyConfig):
             "group_size",
             "n_grpo_steps",
         ):
-            value = getattr(self, word)
+            value = self._asked(word)
             if value is not None and value < 1:
                 raise ValueError(f"{word} must be at least 1, got {value}")
         if rollout is not None and self.num_generations is not None and rollout % self.num_generations:
@@ -123,3 +149,12 @@ class CourseConfig(PolicyConfig):
                 f"(per_device_train_batch_size {self.per_device_train_batch_size} x {world_size()} processes)"
             )
         self._same("train_batch_size", "gradient_accumulation_steps", update // one_pass)
+
+
+def _set_responses_per_update(config: CourseConfig, value: int | None) -> None:
+    config.responses_per_update = value
+
+
+# transformers has a property of the name of this field, the responses of one pass, from which its trainer makes the
+# batches: it is read as before, also where the passes become smaller in the course of a run.
+CourseConfig.train_batch_size = PolicyConfig.train_batch_size.setter(_set_responses_per_update)

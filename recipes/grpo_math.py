@@ -86,7 +86,7 @@ def main() -> None:
         prompt_template=train.template_name,
         train_problems=len(train.rows),
         updates_per_rollout=training.updates_per_rollout,
-        sampled_responses=_rollouts(trainer) * training.generation_batch_size,
+        sampled_responses=trainer.rollouts * training.generation_batch_size,
         stopped_by_max_hours=stopped,
         skipped_updates=dict(trainer.update_guard.skipped),
     )
@@ -133,10 +133,6 @@ def dataset_of(problems: Problems) -> Dataset:
             for row in problems.rows
         ]
     )
-
-
-def _rollouts(trainer) -> int:
-    return -(-trainer.state.global_step // trainer.args.updates_per_rollout)
 
 
 if __name__ == "__main__":

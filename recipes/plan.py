@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,14 +42,26 @@ class LaunchArguments:
             raise ValueError(f"print_plan must be text or json, got {self.print_plan!r}")
 
 
+def say_refusal(check: Callable[[], str | None]) -> str | None:
+    """What a check finds; where it refuses the run, which a plan does not, why."""
+    try:
+        return check()
+    except (OSError, ValueError) as error:
+        warn_once_per_run(f"the run itself would be refused: {error}")
+        return None
+
+
 def check_launch(launch: LaunchArguments, training) -> None:
     """Refuse an engine that is not the one asked for, or say that it is not.
 
     Raises:
         ValueError: it is not, and nothing allows that; a plan is printed all the same.
     """
-    allowed = launch.allow_engine_fallback or launch.print_plan is not None
-    fallback = check_engine(engine_in_force(training), allow_fallback=allowed)
+
+    def check() -> str | None:
+        return check_engine(engine_in_force(training), allow_fallback=launch.allow_engine_fallback)
+
+    fallback = check() if launch.print_plan is None else say_refusal(check)
     if fallback is not None:
         warn_once_per_run(fallback)
 

@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.utils import broadcast_object_list
 from common import MENDABLE_IN_TRAINING, RECIPES, one_line_errors, parse_arguments
-from plan import LaunchArguments, check_launch, end_with_plan
+from plan import LaunchArguments, check_launch, end_with_plan, say_refusal
+from same_run import check_same_settings
 from training import ModelArguments, load_trainer
 from transformers import IntervalStrategy
 
 from trl_ext.files import write_text
 from trl_ext.trainers.callbacks import MetricsFileCallback
 from trl_ext.trainers.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
-from trl_ext.trainers.defaults import is_main_process
+from trl_ext.trainers.defaults import is_main_process, world_size
 from trl_ext.trainers.preemption import Preemption
 from trl_ext.trainers.secrets import arguments_without_secrets, without_secrets
 
@@ -75,10 +77,12 @@ class TrainingRun:
         """The trainer on the datasets given as keywords; one with `eval_dataset=None` does not evaluate.
 
         Raises:
-            ValueError: as `training.load_trainer`.
+            ValueError: as `training.load_trainer`, and where a resumed run was begun with other settings.
         """
         # Before what the data and the model settle: config.yaml is what was asked for.
         self.resolved = config_text(self.arguments, self.model, self.training)
+        if self.checkpoint is not None:
+            check_same_settings(self.folder / "config.yaml", self.resolved)
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
             self.training.eval_strategy = IntervalStrategy.NO
         end_with_plan(self.launch, self.model, self.training, datasets, RESULT_FILES)
@@ -168,18 +172,39 @@ def begin_run(
     if training.output_dir == "trainer_output":
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
     check_launch(launch, training)
-    checkpoint = None
-    if launch.print_plan is None:
-        checkpoint = open_run_folder(
-            training.output_dir,
-            overwrite=arguments.overwrite_output_dir,
-            resume_from_checkpoint=training.resume_from_checkpoint,
+
+    def check() -> str | None:
+        checkpoint = of_first_process(
+            lambda: open_run_folder(
+                training.output_dir,
+                overwrite=arguments.overwrite_output_dir,
+                resume_from_checkpoint=training.resume_from_checkpoint,
+            )
         )
         check_trackers(training.report_to)
+        return checkpoint
+
+    checkpoint = check() if launch.print_plan is None else say_refusal(check)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
 
 
 # ---- The folder ----
+
+
+def of_first_process(find: Callable[[], str | None]) -> str | None:
+    """What the first process finds, or the error that it raises, in every process: others may see a disk late."""
+    if world_size() == 1:
+        return find()
+    found: list[Any] = [None, None]
+    if is_main_process():
+        try:
+            found[0] = find()
+        except (OSError, ValueError) as error:
+            found[1] = error
+    broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
 
 
 def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint: str | None) -> str | None:
@@ -292,7 +317,15 @@ def _forget_other_base(folder: Path, resolved: str) -> None:
 # ---- The arguments as config.yaml holds them ----
 
 # What is of one call and not of the run, and what other arguments and the device settle anew.
-_NOT_OF_THE_RUN = ("resume_from_checkpoint", "overwrite_output_dir", "loss_type", "use_cpu", "steps_per_generation")
+_NOT_OF_THE_RUN = (
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+    "loss_type",
+    "use_cpu",
+    "steps_per_generation",
+    # Of the course's terms; gradient_accumulation_steps says it.
+    "train_batch_size",
+)
 
 
 def config_text(*instances: Any) -> str:

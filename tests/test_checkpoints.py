@@ -7,10 +7,12 @@ import logging
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from transformers import Trainer, TrainerCallback
 
 from tests import recipes
@@ -24,6 +26,7 @@ from trl_ext.trainers.checkpoints import (
     fault_of,
     last_checkpoint,
 )
+from trl_ext.trainers.preemption import REQUEUE, SIGNALS, Preemption
 
 ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 
@@ -206,7 +209,159 @@ def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
     assert state["best_model_checkpoint"] == str(best)
 
 
+# ---- What a run leaves that is stopped ----
+
+
+@pytest.fixture
+def signals():
+    """Whoever handles signals now does so again after the test."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Tell(TrainerCallback):
+    """Sends this process a notice, when an event of that name comes at that step."""
+
+    def __init__(self, event: str, step: int):
+        setattr(self, event, lambda args, state, control, **_: self.tell(state, step))
+
+    @staticmethod
+    def tell(state, step: int) -> None:
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(spec: dict, folder: Path, *callbacks, code: int | None = REQUEUE, **arguments):
+    """A trainer of 3 steps to an epoch that a notice ends; a learning rate of 0, so that the first is the best."""
+    from datasets import Dataset
+
+    from tests.tiny import pairs
+
+    spec = {**spec, "args": {**spec["args"], "learning_rate": 0.0, "max_steps": 9, **arguments}}
+    trainer = build(spec, str(folder), eval_dataset=Dataset.from_list(pairs(4, seed=9)))
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.add_callback(Preemption(trainer))
+    if code is None:
+        trainer.train()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            trainer.train()
+        assert ended.value.code == code
+    return trainer
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(folder)]
+
+
+BEST = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+
+
+def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signals):
+    """In the fifth step, of an epoch that ends at the sixth."""
+    trainer = stopped(spec, tmp_path, Tell("on_step_begin", 4), **BEST)
+    assert steps_in(tmp_path) == [1, 5] and trainer.state.best_global_step == 1
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
+    assert (trainer.args.save_total_limit, trainer.args.load_best_model_at_end) == (1, True)
+
+
+def test_a_run_that_stops_early_by_itself_ends_with_its_best(spec, tmp_path, signals, monkeypatch):
+    from transformers import EarlyStoppingCallback
+
+    loaded = []
+    monkeypatch.setattr(Trainer, "_load_best_model", lambda self: loaded.append(self.state.best_model_checkpoint))
+    stopped(spec, tmp_path, EarlyStoppingCallback(2), code=None, **BEST)
+    assert steps_in(tmp_path) == [1, 3] and loaded == [str(tmp_path / "checkpoint-1")]
+
+
+@pytest.mark.parametrize(("step", "evaluated"), [(4, [3]), (5, [3, 6])])
+def test_an_epoch_that_is_broken_off_is_not_evaluated(step, evaluated, spec, tmp_path, signals):
+    """Stopped after 5 steps, in the middle of the second epoch, or after 6, at its end, which the checkpoint has."""
+    epoch = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
+    trainer = stopped(spec, tmp_path, Tell("on_step_begin", step), **epoch, save_steps=100)
+    history = json.loads((tmp_path / f"checkpoint-{step + 1}" / "trainer_state.json").read_text())["log_history"]
+    for entries in (history, trainer.state.log_history):
+        assert [entry["step"] for entry in entries if "eval_loss" in entry] == evaluated
+    assert [entry["step"] for entry in history if "loss" in entry] == evaluated
+
+
+def test_a_notice_in_the_last_evaluation(spec, tmp_path, signals):
+    """After the ninth step, of a run that saves nothing by itself; and one that comes later lets the run end."""
+    arguments = {"save_strategy": "no", "eval_strategy": "epoch"}
+    stopped(spec, tmp_path / "told", Tell("on_prediction_step", 9), **arguments)
+    assert steps_in(tmp_path / "told") == [9]
+    stopped(spec, tmp_path / "late", Tell("on_train_end", 9), code=None, **arguments)
+    assert steps_in(tmp_path / "late") == []
+
+
+def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
+    """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
+    arguments = {"save_only_model": True, "save_steps": 2}
+    stopped(spec, tmp_path, Tell("on_step_begin", 4), **arguments)
+    assert fault_of(tmp_path / "checkpoint-4") == (
+        "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
+    )
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
+    with pytest.raises(ValueError, match="checkpoint-4 cannot be resumed from: it has no scheduler.pt"):
+        check_checkpoint(tmp_path / "checkpoint-4")
+
+
 # ---- What is taken up ----
+
+
+def test_a_process_that_was_not_there_takes_up_what_the_first_had(spec, run, monkeypatch, caplog):
+    """The second of two, where one process wrote the checkpoint; and its random numbers are its own."""
+    from trl_ext.trainers.resumable import Resumable
+
+    trainer = build(spec, str(run))
+    expected = trainer._read_progress(run / "checkpoint-2")
+    assert expected["processes"] == 1 and expected["logged_at"] == 2
+    monkeypatch.setattr(Resumable, "_progress_file", "progress_1.json")
+    assert trainer._read_progress(run / "checkpoint-2") == expected
+    monkeypatch.setattr(type(trainer.args), "world_size", 2)
+    with caplog.at_level(logging.WARNING):
+        trainer._read_progress(run / "checkpoint-2")
+    assert "checkpoint-2 was written by 1 processes, and 2 go on from it" in caplog.text
+    # Of two processes, each looks for a file with its number, and finds none.
+    drawn = []
+    for index in (0, 1):
+        for state in (AcceleratorState, PartialState):
+            monkeypatch.setitem(state._shared_state, "process_index", index)
+        trainer._load_rng_state(str(run / "checkpoint-2"))
+        drawn.append(torch.rand(()).item())
+    assert drawn[0] != drawn[1]
+
+
+def test_a_failed_resumption_leaves_nothing_to_take_up(spec, run, monkeypatch):
+    trainer = build(spec, str(run))
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "train", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.train(resume_from_checkpoint=True)
+    trainer.train()
+    assert trainer.state.log_history[0]["step"] == 1
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_killed_when_the_earlier_one_of_a_name_had_gone(sealed, run):
+    """Between the two renames of `move_into_place`; the new one is whole by then, and may have been moved."""
+    partial = run / PARTIAL_FOLDER
+    partial.mkdir()
+    (run / "checkpoint-3").rename(partial / "checkpoint-3.replaced")
+    (partial / "checkpoint-3.replaced" / "README.md").write_text("the earlier one")
+    if sealed:
+        shutil.copytree(run / "checkpoint-2", partial / "checkpoint-3")
+    assert last_checkpoint(run) == run / "checkpoint-3"
+    assert (run / "checkpoint-3" / "README.md").exists() is not sealed
+
+
+def test_among_rounds_only_a_round_is_gone_on_from(run):
+    (run / "checkpoint-1" / checkpoints.ROUND_FILE).write_text("{}")
+    (run / "checkpoint-1" / FILES_FILE).unlink()
+    assert last_checkpoint(run) == run / "checkpoint-1"
 
 
 def test_a_run_without_a_checkpoint(spec, tmp_path):

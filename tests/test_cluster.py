@@ -27,6 +27,7 @@ STAND_INS = {
 nodes=$(sed -E 's/.*--nodes ([0-9]+).*/\\1/' <<<"$*")
 while [[ $1 == --* ]]; do case $1 in *=*) shift ;; *) shift 2 ;; esac; done
 if [[ $1 == bash ]]; then exec sleep 30; fi
+printf '%s' "${SRUN_CPUS_PER_TASK-unset}" >cores
 SLURM_NODEID=$((nodes - 1)) exec "$@"
 """,
     "scontrol": """if [[ $1 == show ]]; then printf '%s\\n' ${3//,/ }; fi""",
@@ -108,6 +109,14 @@ def test_every_node_launches_the_recipe(cluster):
     assert [call[0] for call in calls["scontrol"]] == ["show"]
 
 
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+@pytest.mark.parametrize(("given", "taken"), [("32", "32"), ("", "unset")])
+def test_a_task_has_the_cores_of_the_job(script, given, taken, cluster, tmp_path):
+    """srun does not take --cpus-per-task from the job since SLURM 22.05, and refuses an empty number."""
+    cluster(script, "grpo", "runs/x", "org/model", SLURM_CPUS_PER_TASK=given)
+    assert (tmp_path / "cores").read_text() == taken
+
+
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3", "multi_node"])
 def test_launches_are_what_accelerate_takes(engine, cluster):
     """Its own parser reads the flags, and the file is of as many machines as the flags say."""
@@ -187,6 +196,7 @@ def test_a_requeued_job_resumes(restarts, began, resumes, cluster, tmp_path):
 
 
 # A launcher with two workers in sessions of their own, as torchrun has, that save on USR1; its exit code is 1 then.
+# They are deaf to it, as node.sh has made them, until they have loaded their model.
 LAUNCHER = """
 import pathlib, subprocess, sys, time
 worker = '''
@@ -195,22 +205,24 @@ def save(*_):
     time.sleep(0.5)
     pathlib.Path(sys.argv[1]).write_text("saved")
     sys.exit(75)
-signal.signal(signal.SIGUSR1, save)
 pathlib.Path(sys.argv[1]).write_text("ready")
-time.sleep(60)
+time.sleep({loading})
+signal.signal(signal.SIGUSR1, save)
+time.sleep(30)
 '''
-workers = [subprocess.Popen([sys.executable, "-c", worker, f"worker{i}"], start_new_session=True) for i in range(2)]
+workers = [subprocess.Popen([sys.executable, "-c", worker, f"worker{{i}}"], start_new_session=True) for i in range(2)]
 sys.exit(max(worker.wait() for worker in workers) and 1)
 """
 
 
-@pytest.mark.parametrize("notice", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_notice_reaches_the_workers_and_not_the_launcher(notice, tmp_path):
-    """Sent to the whole process group of the task, as SLURM does; the launcher would die of it."""
-    (tmp_path / "launcher.py").write_text(LAUNCHER)
+@pytest.mark.parametrize(("notice", "loading"), [(signal.SIGUSR1, 1.5), (signal.SIGTERM, 0)])
+def test_a_notice_reaches_the_workers_and_not_the_launcher(notice, loading, tmp_path):
+    """Sent once to the whole process group of the task, as SLURM does; the launcher would die of it."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER.format(loading=loading))
     (tmp_path / "accelerate").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "{tmp_path}/launcher.py"\n')
     (tmp_path / "accelerate").chmod(0o755)
     variables = {"ENGINE": "zero2", "NODES": "1", "GPUS": "2", "MAIN_NODE": "a", "MAIN_PORT": "1", "SLURM_NODEID": "0"}
+    variables["NOTICE_EVERY"] = "0.5"
     task = subprocess.Popen(
         [str(SLURM / "node.sh"), "aot"],
         cwd=tmp_path,
@@ -236,6 +248,14 @@ def _until(is_so, seconds: float = 30) -> None:
     while not is_so():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("look", [iter, len, lambda lost: lost[0], lambda lost: lost[2:4]])
+def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
+    from trl_ext.trainers.vllm_server import ServerLostError, _Lost
+
+    with pytest.raises(ServerLostError, match="the vLLM server is gone.*refused"):
+        look(_Lost("refused"))
 
 
 def test_machines_of_the_multi_node_configuration():

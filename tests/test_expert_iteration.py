@@ -47,17 +47,17 @@ def read(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def build(folder: Path, *, grade=None, **settings) -> ExpertIterationTrainer:
+def build(folder: Path, *, grade=None, rows=None, ask=None, limit=48, **settings) -> ExpertIterationTrainer:
     """320 responses to a round, of which 256 are saved at once, so that a round's sampling can break in the middle."""
-    rows = load_math("toy", "train")
+    rows = rows or load_math("toy", "train")
     own = {"n_steps": 3, "questions_per_step": 80, "rollouts_per_question": 4, "sft_epochs": 1, "seed": 3}
     return ExpertIterationTrainer(
         str(MODEL_DIR),
         ExpertIterationConfig(output_dir=str(folder), **COMMON, **{**own, **settings}),
         rows=rows,
-        prompts=[math_prompt(row, None) for row in rows],
+        prompts=[math_prompt(row, ask) for row in rows],
         grade=grade or grader("r1_zero"),
-        settings=SamplingSettings(max_new_tokens=48, batch_size=128),
+        settings=SamplingSettings(max_new_tokens=limit, batch_size=128),
     )
 
 
@@ -70,7 +70,7 @@ def same_weights(one: Path, other: Path) -> bool:
 
 
 def graded(*rows: tuple[str, str, str]) -> list[dict]:
-    return [{"row_id": i, "response_text": text, "category": category} for i, text, category in rows]
+    return [{"row_id": i, "response_text": text, "category": category, "finished": True} for i, text, category in rows]
 
 
 def test_correct_responses_are_kept_once():
@@ -90,6 +90,27 @@ def test_correct_responses_are_kept_once():
     ]
     assert [(row["row_id"], row["response_text"]) for row in keep_correct(rows, 1)] == [("a", "x"), ("b", "x")]
     assert keep_correct(rows, 2) == keep_correct(rows)
+
+
+def test_what_the_limit_cut_is_not_kept():
+    """Behind its right answer the first goes on in mid-sentence; the same text of another row ended there."""
+    rows = graded(("a", r"\boxed{5}, for the", "correct"), ("a", r"\boxed{5}.", "correct"))
+    rows[0]["finished"] = False
+    assert keep_correct(rows) == keep_correct(rows, 1) == rows[1:]
+
+
+def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
+    """Two tokens are too few for any end, and the grader takes every response."""
+
+    def right(response, row):
+        return {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+    trainer = build(tmp_path, grade=right, limit=2, questions_per_step=5, rollouts_per_question=2)
+    expected = r"none of 10 responses to 5 questions was correct and ended \(10 were correct and cut at 2 tokens\)"
+    with pytest.raises(NoCorrectResponseError, match=expected):
+        trainer.train()
+    (figures,) = [row for row in read(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
+    assert (figures["rollouts/kept"], figures["rollouts/correct_but_cut"]) == (0, 10)
 
 
 # ---- A round ----
@@ -195,14 +216,16 @@ class TestRounds:
 
                 patch.setattr(type(trainer), "training_step", breaking)
             else:
-                write = trainer._write_state
+                from trl_ext.trainers import expert_iteration
 
-                def breaking(done):
-                    if done == step:
+                write = expert_iteration.write_json
+
+                def breaking(path, told):
+                    if told.get("expert_step") == step:
                         raise Broken
-                    write(done)
+                    write(path, told)
 
-                patch.setattr(trainer, "_write_state", breaking)
+                patch.setattr(expert_iteration, "write_json", breaking)
             with pytest.raises(Broken):
                 trainer.train()
 
@@ -214,6 +237,30 @@ class TestRounds:
         build(tmp_path, seed=4, n_steps=1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-0"))
         rows = read(kept)
         assert len(rows) == 320 and rows[0]["response_text"] != first
+
+
+@pytest.mark.parametrize(
+    ("changed", "sampled"), [("nothing", 0), ("prompts", 10), ("answers", 10), ("reward", 10)], ids=lambda v: str(v)
+)
+def test_responses_to_other_problems_are_not_taken_up(changed, sampled, tmp_path, monkeypatch):
+    """Ten responses of a round are sampled, none with a box; the run goes on from before them, as it was or not."""
+    from trl_ext.evaluation.reasoning import run
+
+    settings = {"grade": grader("question_only"), "questions_per_step": 5, "rollouts_per_question": 2, "n_steps": 1}
+    with pytest.raises(NoCorrectResponseError):
+        build(tmp_path, **settings).train()
+    rows = load_math("toy", "train")
+    other = {
+        "nothing": {},
+        "prompts": {"ask": "Add: {question}\n<think>"},
+        "answers": {"rows": [{**row, "answer": row["answer"] + "0"} for row in rows]},
+        "reward": {"grade": grader("question_only", fast=False)},
+    }[changed]
+    appended = []
+    monkeypatch.setattr(run, "_append", lambda path, found: appended.extend(found))
+    with pytest.raises(NoCorrectResponseError):
+        build(tmp_path, **{**settings, **other}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-0"))
+    assert len(appended) == sampled
 
 
 def test_a_round_without_a_correct_response_says_so(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
@@ -138,6 +139,70 @@ def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
     assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "grpo_no_clip", "reinforce_with_baseline"])
+def test_the_courses_advantages_and_no_divergence(algorithm, build):
+    """Rewards 1, 0, 0, 0: mean 1/4, sum of squares 9/16 + 3/16, so the sample's deviation is sqrt(3/4 / 3) = 1/2.
+
+    Advantages 3/4 and -1/4 over 1/2 + 1e-6; the population's deviation, sqrt(3)/4, would give 1.732 and -0.577.
+    """
+    objective = build(algorithm=algorithm).build_objective()
+    found = objective.advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), 4)
+    assert found.tolist() == pytest.approx([0.75 / 0.500001, *[-0.25 / 0.500001] * 3], abs=1e-6)
+    assert objective.beta == 0
+
+
+def test_what_the_course_sets_can_be_given(build):
+    given = build(std_ddof=0, advantage_eps=1e-4, beta=0.04).build_objective()
+    assert (given.std_ddof, given.advantage_eps, given.beta) == (0, 1e-4, 0.04)
+    # What is not of the course stays as its paper has it.
+    assert build(algorithm="gspo").build_objective().std_ddof == 0
+    assert build(algorithm="rloo").build_objective().beta == 0.03
+    # Nothing that an estimator does not read is set.
+    for settings in ({"algorithm": "dr_grpo"}, {"algorithm": "no_baseline"}, {"use_std_normalization": False}):
+        config = build(**settings)
+        assert (config.std_ddof, config.advantage_eps, config.beta) == (None, None, 0)
+
+
+# ---- Batches ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "responses"),
+    [
+        # An update is 4 passes of 4, a rollout 2 updates.
+        ({"rollout_batch_size": 32, "train_batch_size": 16, "per_device_train_batch_size": 4}, [4] * 8, [32]),
+        ({"rollout_batch_size": 16, "train_batch_size": 16, "per_device_train_batch_size": 4}, [4] * 8, [16, 16]),
+        # Neither word: one pass of 8, transformers' default.
+        ({}, [8, 8], [8, 8]),
+    ],
+)
+def test_passes_and_rollouts_are_as_large_as_was_asked(sizes, rows, responses, build, monkeypatch):
+    """Two updates of the embedded model: the rows of each pass, and the responses of each rollout."""
+    passes, rollouts = [], []
+
+    def reward(completions, **columns):
+        rollouts.append(len(completions))
+        return [float(index % 2) for index in range(len(completions))]
+
+    compute_loss = PolicyTrainer._compute_loss
+
+    def counting(self, model, inputs):
+        passes.append(len(inputs["completion_ids"]))
+        return compute_loss(self, model, inputs)
+
+    monkeypatch.setattr(PolicyTrainer, "_compute_loss", counting)
+    trainer = PolicyTrainer(
+        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
+        reward_funcs=reward,
+        args=build(group_size=4, max_steps=2, max_completion_length=4, disable_tqdm=True, save_strategy="no", **sizes),
+        processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
+        train_dataset=Dataset.from_list([{"prompt": f"{n} + 1 ="} for n in range(20)]),
+    )
+    trainer.train()
+    assert (passes, rollouts) == (rows, responses)
+    assert trainer.rollouts * trainer.args.generation_batch_size == sum(responses)
+
+
 # ---- Stop strings ----
 
 
@@ -213,6 +278,32 @@ def test_what_a_stop_string_ended_pays_no_penalty(tmp_path):
     assert not trainer.has_ended(tag[:-1]) and not trainer.has_ended([])
 
 
+def test_rewards_read_no_more_than_evaluations(tmp_path):
+    """Where the last token holds `>)`, the bracket is no part of the answer; and what tools say is left as it is."""
+    seen = []
+
+    def reward(completions, **columns):
+        seen.extend(completions)
+        return verified_reward("r1_zero")(None, completions, answer=columns["answer"])
+
+    trainer = stop_trainer(tmp_path, ["</answer>"])
+    trainer.reward_funcs, trainer.reward_func_names = [reward], ["reward"]
+    trainer.reward_processing_classes = [None]
+    kept = "5 </think> <answer> 30 </answer>"
+    ids = trainer.processing_class(kept + ")")["input_ids"]
+    message, tool = {"role": "assistant", "content": kept + ")"}, {"role": "tool", "content": kept + ")"}
+    for completion, expected in (
+        (kept + ")", kept),
+        ([message], [{**message, "content": kept}]),
+        ([tool, message], [tool, {**message, "content": kept}]),
+        ("no end", "no end"),
+    ):
+        rows = [{"prompt": "5 + 25", "answer": "30"}]
+        rewards = trainer.total_rewards(rows, ["5 + 25"], [completion], [ids])
+        assert seen.pop() == expected
+        assert rewards.tolist() == [float(completion != "no end")]
+
+
 # ---- The time budget ----
 
 
@@ -272,6 +363,25 @@ def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
     assert not {row["row_id"] for row in rows} & {row["row_id"] for row in read(run / "samples" / "step_000004.jsonl")}
 
 
+@pytest.mark.slow
+def test_sampled_responses_are_those_that_were_sampled(tmp_path, monkeypatch):
+    """Rollouts of 16, updates of 8 in passes of 4: four updates take two rollouts, 32 responses."""
+    from trl_ext.rewards.verified import VerifiedReward
+
+    sampled, call = [], VerifiedReward.__call__
+
+    def counting(self, prompts, completions, **columns):
+        sampled.append(len(completions))
+        return call(self, prompts, completions, **columns)
+
+    monkeypatch.setattr(VerifiedReward, "__call__", counting)
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--train_batch_size=8", "--per_device_train_batch_size=4", "--output_dir=run"]
+    recipes.run(monkeypatch, "grpo_math", *SHORT, *sizes)
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert sampled == [16, 16] and results["run"]["sampled_responses"] == 32
+
+
 def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     words = ["--rollout_batch_size", "64", "--train_batch_size", "32", "--per_device_train_batch_size", "16"]
     words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]
@@ -283,6 +393,7 @@ def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     path.write_text(run_folder.config_text(*parsed))
     again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
     assert yaml.safe_load(run_folder.config_text(*again)) == yaml.safe_load(path.read_text())
+    assert (again[-1].train_batch_size, again[-1].gradient_accumulation_steps) == (16, 2)
     assert again[-1].max_steps == 20 and again[-1].generation_kwargs == {"stop_strings": ["</answer>"]}
 
 

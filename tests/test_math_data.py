@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from trl_ext.data.boxes import boxed_answer, last_boxed
 from trl_ext.data.math import demonstration, load_math, math_prompt
 from trl_ext.toy import score
 from trl_ext.toy.prompts import prompt_pool
@@ -58,6 +59,15 @@ LAYOUTS = {
             "solution": "Not \\boxed{3} but \\boxed{\\frac{1}{2}}.",
         },
     ),
+    "math with escaped braces": (
+        {"problem": "p", "solution": r"$\boxed{\left\{ 1 \right.}$"},
+        {
+            "row_id": "rows:1",
+            "prompt_text": "p",
+            "answer": r"\left\{ 1 \right.",
+            "solution": r"$\boxed{\left\{ 1 \right.}$",
+        },
+    ),
     "a whole prompt": (
         {"prompt": "User: 1 + 1? <think>", "response": " 2 </think>", "ground_truth": "2"},
         {
@@ -75,6 +85,33 @@ LAYOUTS = {
 def test_layouts(layout, tmp_path):
     raw, expected = LAYOUTS[layout]
     assert load_math(write(tmp_path / "rows.jsonl", raw)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"So it is $\boxed 2$.", "2"),
+        (r"It is \boxed 9", "9"),
+        (r"It is \boxed 9.", "9"),
+        (r"It is $\boxed5$.", "5"),
+        (r"$\boxed \frac{1}{2}$", r"\frac{1}{2}"),
+        (r"$\boxed {5}$", "5"),
+        (r"Not \boxed{3} but $\boxed 2$.", "2"),
+        (r"Not $\boxed 2$ but \boxed{ 3 }.", "3"),
+    ],
+)
+def test_boxes_without_braces(solution, answer, tmp_path):
+    """As in some of MATH's training rows; fine-tuning on them must teach the box that the reward reads."""
+    (row,) = load_math(write(tmp_path / "rows.jsonl", {"problem": "p", "solution": solution}))
+    assert row["answer"] == answer
+    assert last_boxed(demonstration(row, None, boxed=True)).strip() == answer
+
+
+@pytest.mark.parametrize(
+    "solution", [r"\boxed", r"$\boxed$ 5", r"\boxed{}", r"\boxed{ }", r"\boxed{5", r"\boxedx 5", "5", r"\fbox{5}"]
+)
+def test_what_is_no_box(solution):
+    assert boxed_answer(solution) is None
 
 
 @pytest.mark.parametrize("field", ["nums", "numbers"])

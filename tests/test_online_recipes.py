@@ -378,8 +378,10 @@ def test_the_process_whose_reward_function_fails_says_so(tmp_path):
     )
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(lines) == 1, done.stderr[-4000:]
-    assert "'fails_on_the_second_process' failed on row_id" in lines[0]
+    # The first may see that the second is gone before it is ended itself.
+    own = [line for line in lines if "another process of this run has ended" not in line]
+    assert len(own) == 1, done.stderr[-4000:]
+    assert "'fails_on_the_second_process' failed on row_id" in own[0]
     assert not (tmp_path / "runs" / "grpo-toy" / "results.json").exists()
 
 

@@ -427,7 +427,9 @@ def test_whether_a_reference_is_kept(tiny_model_path, tmp_path):
 
 @pytest.mark.parametrize(("name", "phrase"), [("none", "nothing is sharded"), ("DDP", "DDP trains instead")])
 def test_a_fallback_is_refused_or_said(name, phrase):
-    engine = replace(ONE, name=name, asked="FSDP2")
+    # As a launcher numbers it.
+    engine = replace(ONE, name=name, asked="FSDP2", device="cpu:0")
+    assert "on a CPU" in check_engine(engine, allow_fallback=True)
     with pytest.raises(ValueError, match=f"FSDP2 was asked for.*{phrase}.*--allow_engine_fallback"):
         check_engine(engine, allow_fallback=False)
     assert phrase in check_engine(engine, allow_fallback=True)
@@ -485,6 +487,21 @@ def test_a_plan_to_read(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for phrase in ("engine: none", "pairs per update: 16", "updates: 125", "403,680 are trained", "3 checkpoints of"):
         assert phrase in printed
+
+
+def test_a_plan_says_that_the_run_would_be_refused(monkeypatch, tmp_path, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(sys, "argv", ["aot.py", "--output_dir=taken", "--print_plan"])
+    import run_folder
+    from offline import RecipeArguments
+
+    run = run_folder.begin_run(
+        RecipeArguments, PreferenceConfig, config="aot", description=None, name=lambda training: training.loss
+    )
+    assert run.launch.print_plan == "text" and run.checkpoint is None
+    assert "the run itself would be refused: --output_dir taken is a file: name a folder" in caplog.text
 
 
 def test_launch_flags_are_no_part_of_the_run(monkeypatch, tmp_path, capsys):

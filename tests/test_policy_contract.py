@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections import defaultdict
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -329,8 +330,18 @@ def test_attributes_that_describe_the_algorithm(stock):
         "_entropy_bonus_enabled",
         "use_adaptive_entropy",
         "_last_world_entropy",
+        "entropy_coef",
+        "aux_loss_enabled",
+        "router_aux_loss_coef",
+        "off_policy_mask_threshold",
+        "vllm_importance_sampling_correction",
     ):
-        assert f"self.{name}" in source, f"GRPOTrainer._compute_loss does not read self.{name}: {LOSS} does"
+        assert re.search(rf"self\.{name}\b", source), (
+            f"GRPOTrainer._compute_loss does not read self.{name}: {LOSS} does"
+        )
+    assert stock.num_generations_eval == stock.num_generations == 4, (
+        f"GRPOTrainer.num_generations_eval is no group size any more: {ADVANTAGES} groups rewards by it"
+    )
     names = parameter_names(trl.GRPOTrainer.get_high_entropy_mask)
     assert names == ["self", "entropies", "mask", "threshold"], f"get_high_entropy_mask takes {names}: {LOSS}"
     names = parameter_names(trl.GRPOTrainer.get_off_policy_mask)

@@ -7,6 +7,7 @@ import copy
 import logging
 import math
 import statistics
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -16,16 +17,19 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     TrainerCallback,
+    TrainerControl,
 )
 
 from tests.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
 from tests.rollout_once import build, prompts, save_policy, thirds, train
+from tests.train_once import largest_difference, parameters
 from trl_ext import policy_algorithm
 from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import policy_algorithms
 from trl_ext.rewards import RewardEnsemble, RewardModel
 from trl_ext.trainers.reward_functions import reward_columns
 from trl_ext.trainers.reward_guard import RewardError
+from trl_ext.trainers.update_guard import UpdateGuard
 
 
 @pytest.fixture(scope="module")
@@ -452,6 +456,48 @@ def test_too_many_in_a_row_stop_the_run_with_a_checkpoint(policy_path, tmp_path)
     assert AutoTokenizer.from_pretrained(tmp_path / "checkpoint-6")
     # Of step 2, the last that moved anything.
     assert same(list(saved.parameters()), weights.after[2][: len(list(saved.parameters()))])
+
+
+def test_a_round_that_is_stopped_saves_nothing():
+    """Expert iteration has a checkpoint of each round, and none within one."""
+    trainer = SimpleNamespace(saves_within_training=False, interrupted=False)
+    guard, control = UpdateGuard(trainer, 1), TrainerControl(should_save=True)
+    guard.failure = "3 in a row"
+    guard.on_step_end(None, None, control)
+    assert control.should_training_stop and not control.should_save and trainer.interrupted
+    assert guard._left == "the checkpoint of the round before"
+
+
+def test_resumed_in_smaller_micro_batches(policy_path, tmp_path):
+    """8 responses to a rollout and an update, as 1 x 8 or 2 x 4: sampled anew at every step, and the same in the end.
+
+    After 3 updates, 3 micro-batches of 8 are 6 of 4. A count of 3 would fall between two halves of one update.
+    """
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 5, "generation_batch_size": 8, "beta": 0.0}
+    halves = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+
+    def run(folder: str, steps: int, resume: bool | None = None, **args):
+        class Stop(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                control.should_training_stop = state.global_step == steps
+
+        arguments = {**settings, "learning_rate": 0.05, "algorithm": "grpo", **args}
+        trainer = build({"model": policy_path, "fixed": True, "args": arguments}, str(tmp_path / folder))
+        trainer.add_callback(Stop())
+        sampled, sample = [], trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda rows: (
+            sampled.append(trainer.state.global_step),
+            sample(rows),
+        )[1]
+        trainer.train(resume_from_checkpoint=resume)
+        return sampled, parameters(trainer)
+
+    _, straight = run("straight", 5)
+    run("broken", 3)
+    sampled, resumed = run("broken", 5, resume=True, **halves)
+    assert sampled == [3, 4]
+    # A sum of halves rounds otherwise than the whole.
+    assert largest_difference(resumed, straight) < 1e-6
 
 
 def test_training_can_go_on_after_the_stop(policy_path, tmp_path):

@@ -248,10 +248,56 @@ def test_who_votes():
     assert majority_at_k(["0.5", "1/2", "3"], [True, True, False], 3) == 1
     assert majority_at_k([None, None, "5"], [False, False, True], 3) == 1
     assert majority_at_k([None, None], [False, False], 2) == 0
-    tags = {"category": "wrong_answer", "response_text": "1 </think> <answer> 1,  B </answer>"}
-    assert vote_of(tags) == "1, b"
-    assert vote_of({"category": "wrong_answer", "response_text": "so \\boxed{ 1/2 }"}) == "1/2"
-    assert vote_of({**tags, "category": "wrong_format"}) is None
+    row = {"category": "wrong_answer", "response_text": "so", "parsed_answer": " 1,  B "}
+    assert vote_of(row) == "1, b"
+    assert vote_of({**row, "category": "wrong_format"}) is None
+    for nothing in (None, "", " "):
+        assert vote_of({**row, "parsed_answer": nothing}) is None
+    # A grader that says nothing of answers.
+    assert vote_of({"category": "wrong_answer", "response_text": "So  1/2"}) == "so 1/2"
+
+
+TAGS = "so </think> <answer> {} </answer>"
+
+
+@pytest.mark.parametrize(
+    ("reward", "truth", "responses", "majority", "parsed"),
+    [
+        # Two agree on the truth, and no two of the wrong ones agree.
+        ("gsm8k", "7", ["so 7", "it is 7", "10", "11", "12"], 1.0, ["7", "7", "10", "11", "12"]),
+        ("gsm8k", "7", ["so 7", "it is 7", "10", "so 10", "$10"], 0.0, ["7", "7", "10", "10", "10"]),
+        # In a box and without it, 4 is 4: two to one.
+        ("r1_zero", "5", [TAGS.format(r"\boxed{4}"), TAGS.format("4"), TAGS.format("5")], 0.0, [r"4", " 4 ", " 5 "]),
+        ("question_only", "5", [r"\boxed{4}", r"is \boxed{4}.", r"\boxed{5}"], 0.0, ["4", "4", "5"]),
+        # The form is right, and there is no answer in it.
+        ("r1_zero", "5", [TAGS.format(""), TAGS.format(""), TAGS.format("5")], 1.0, ["  ", "  ", " 5 "]),
+        (
+            "r1_zero",
+            "5",
+            [TAGS.format(r"\boxed{4"), TAGS.format(r"\boxed{5"), TAGS.format("5")],
+            1.0,
+            [None, None, " 5 "],
+        ),
+        (
+            "countdown",
+            "10",
+            [TAGS.format("4 + 7"), TAGS.format("4+7"), TAGS.format("4+6")],
+            1 / 3,
+            [" 4 + 7 ", " 4+7 ", " 4+6 "],
+        ),
+    ],
+)
+def test_votes_are_of_what_the_reward_reads(reward, truth, responses, majority, parsed):
+    """The sampled responses are given ones; all of them vote, and of three that differ each wins in a third."""
+
+    def engine(prompts, **keywords):
+        return [Generation([1], [2], text, True) for text in responses]
+
+    problem = {"row_id": "a", "prompt_text": "?", "answer": truth, "numbers": [4, 6]}
+    count = len(responses)
+    rows = evaluate_reasoning([problem], ["?"], engine, grader(reward), samples=count)
+    assert [row["parsed_answer"] for row in rows] == parsed
+    assert summarize_reasoning(rows, (count,))["maj_at"][str(count)]["mean"] == pytest.approx(majority)
 
 
 def test_many_subsets_are_sampled():

@@ -210,6 +210,14 @@ HOSTILE = {
     "code": "__import__('os').system('false')",
     "units": "5 " + "cm " * 300,
     "conjunctions": "1 and " * 160,
+    "a power's factorial": "10^{100}!",
+    "a power's factorial in brackets": "((10)^{100})!",
+    "powers and brackets": "^)" * 490,
+    "words": "word a " * 140,
+    "stars": "** " * 330,
+    "a long repetition": r"0.\bar{" + "9" * 900 + "}",
+    "matrices in matrices": r"\begin{matrix}" * 30 + r"\end{matrix}" * 30,
+    "roots of variables": r"\sqrt{x}+" * 100 + "1",
 }
 
 
@@ -224,6 +232,16 @@ def test_hostile_answers_are_refused_quickly(answer, fast):
     assert not question_only_reward(f"\\boxed{{{answer}}}", r"\frac{77}{5}", fast=fast)["reward"]
     assert time.process_time() - begin < 1
     assert _worker.started - started <= (not fast)
+
+
+@pytest.mark.parametrize("answer", ["10^{100}!", "10^9!", "(10^{100})!", r"\frac{10^{100}}{2}!", "10**{100} !"])
+def test_factorials_of_powers_are_not_asked_about(answer, monkeypatch):
+    """Each took math-verify's process to its limit of 3 seconds; a power beside a factorial is asked about."""
+    pytest.importorskip("math_verify")
+    asked = []
+    monkeypatch.setattr("trl_ext.rewards.time_limit.verify_in_worker", lambda *pair: asked.append(pair))
+    assert not is_correct(answer, "5", fast=False) and not asked
+    assert not is_correct("x^2+3!", "5", fast=False) and len(asked) == 1
 
 
 @pytest.fixture
@@ -247,6 +265,9 @@ def test_a_question_without_end_ends_at_the_limit(worker):
     assert worker.refused == 1 and process.returncode == -signal.SIGKILL
     assert worker.verify("2/4", r"\frac{1}{3}") is False
     assert worker.started == 2
+    # The same question again is answered from memory: neither asked, nor the process ended.
+    assert worker.verify(ENDLESS, "(x+y+z+w)^{9998}(x+y+z+w+0.5)") is None
+    assert worker.refused == 1 and worker.started == 2 and worker.process.poll() is None
 
 
 # In math-verify's place: what a question of each kind would do to the process, without the wait for it.

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import re
-import tempfile
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -42,15 +42,14 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """Give a temporary path in the same folder; move it to `path` if the block succeeds, remove it if not."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    # mkstemp makes files that only their owner may read; results are ordinary files.
-    os.chmod(name, 0o666 & ~_umask())
+    temporary = path.with_name(f".{path.stem}-{uuid.uuid4().hex[:8]}{path.suffix}")
+    # With the rights of any new file: those that `tempfile` makes can be read by their owner alone.
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
-        yield Path(name)
-        os.replace(name, path)
+        yield temporary
+        os.replace(temporary, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
@@ -265,9 +264,3 @@ def _refuse_half_surrogates(value: Any) -> None:
             json.dumps([name, entry], ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise ValueError(f"{brief(name)}: holds an unpaired surrogate") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

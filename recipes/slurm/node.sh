@@ -2,11 +2,11 @@
 # One node's part of a job: node.sh RECIPE [flags]. The sbatch files beside it start it by srun, once on each node.
 #
 # A notice that the node is about to be taken away (USR1 some minutes ahead, TERM on preemption) goes on to the training
-# processes as USR1, which save and end. torchrun, which would end at once on the first and kill them 30 seconds after
+# processes as USR1, which save and end: again and again, as they hear none before they train. torchrun, which would end at once on the first and kill them 30 seconds after
 # the second, stands apart and does not see it. Then the exit code is 75, for the job to be requeued.
 #
 # Takes from the environment: MAIN_NODE, MAIN_PORT, NODES, NODE_RANK (SLURM_NODEID without), GPUS (of a node), ENGINE (a
-# file of accelerate_configs).
+# file of accelerate_configs), NOTICE_EVERY (seconds between two notices, 10 without).
 set -uo pipefail
 
 recipe=$1
@@ -23,10 +23,21 @@ rank=${NODE_RANK:-$SLURM_NODEID}
 ) &
 launcher=$!
 
+# Deaf itself to the notices of the group.
+pass_on() {
+	trap '' USR1 TERM
+	while kill -0 "$launcher" 2>/dev/null; do
+		pkill -USR1 --parent "$launcher" || true
+		sleep "${NOTICE_EVERY:-10}"
+	done
+}
+
 noticed=0
 notice() {
-	noticed=1
-	pkill -USR1 --parent "$launcher" || true
+	if ((!noticed)); then
+		noticed=1
+		pass_on >/dev/null 2>&1 &
+	fi
 }
 trap notice USR1 TERM
 

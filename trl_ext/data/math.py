@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trl_ext.data.boxes import boxed_answer, last_boxed
 from trl_ext.data.rows import SHOWN_CHARACTERS, Problem, RawSplit, first_few, read_jsonl
 from trl_ext.data.templates import render
 from trl_ext.files import brief, local_path
@@ -15,8 +16,6 @@ from trl_ext.files import brief, local_path
 Row = dict[str, Any]
 SPLITS_OF_TOY = ("train", "validation", "test")
 VALIDATION_ROWS = 200
-# Characters in which a box must be closed: far more than an answer has.
-MAX_BOX = 100_000
 _UNKNOWN = "no problem with an answer"
 _LAYOUTS = (
     "prompt_text and answer; question and answer (GSM8K); problem with answer or solution (MATH); "
@@ -34,7 +33,8 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
     wrong), `validation` and `test`; a folder of `{split}.jsonl` files; or one JSONL file, whatever the split.
 
     A row of a file is laid out as one of: `prompt_text` and `answer`; GSM8K's `question` and `answer` with `####`;
-    MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` is the answer; Countdown's `nums` (or
+    MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` is the answer (or `\\boxed 5`, as
+    some of MATH's write it); Countdown's `nums` (or
     `numbers`) and `target`; `prompt`, a whole prompt that no template is put around, and `ground_truth`. Beside these
     it may have a `row_id`, and a `response`: a demonstration, word for word what follows the prompt.
 
@@ -82,7 +82,7 @@ def demonstration(row: Mapping[str, Any], template: str | None, *, boxed: bool =
     if "solution" not in row:
         return None
     if boxed:
-        stated = "" if "\\boxed" in row["solution"] else f"\n\\boxed{{{row['answer']}}}"
+        stated = "" if last_boxed(row["solution"]) is not None else f"\n\\boxed{{{row['answer']}}}"
         return f"{row['solution']}{stated}"
     opening = "" if template is not None and template.endswith("<think>") else "<think>"
     return f"{opening} {row['solution']} </think> <answer> {row['answer']} </answer>"
@@ -192,20 +192,10 @@ def _math(raw: Mapping[str, Any]) -> Row:
     solution = {} if raw.get("solution") is None else {"solution": _text(raw, "solution")}
     if raw.get("answer") is not None:
         return {**row, "answer": _answer(raw, "answer"), **solution}
-    boxed = _last_boxed(solution.get("solution", ""))
+    boxed = boxed_answer(solution.get("solution", ""))
     if boxed is None:
         raise ValueError("answer: missing, and there is no solution with a closed \\boxed{} to take it from")
     return {**row, "answer": boxed, **solution}
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for place in range(start + len("\\boxed"), min(len(text), start + MAX_BOX) if start >= 0 else 0):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : place].strip() or None
-    return None
 
 
 def _countdown(raw: Mapping[str, Any]) -> Row:

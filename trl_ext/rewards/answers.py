@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
+from fractions import Fraction
 from numbers import Real
 
+from trl_ext.data.boxes import last_boxed
 from trl_ext.rewards.expression import FUNCTIONS, MAX_CHARACTERS, nesting, values_agree
 from trl_ext.rewards.normalization import Answer, clean
 
@@ -16,12 +18,24 @@ DECIMAL = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)")
 SCIENTIFIC = re.compile(r"([+-]?[0-9]+)(?:\.([0-9]*))?e([+-]?[0-9]{1,3})")
 FRACTION = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}|([0-9]+)/([0-9]+))")
 MIXED = re.compile(r"(-?)([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<=\s)([0-9]+)/([0-9]+))")
+# Digits under a bar repeat.
+REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:bar|overline)\s*(?:\{([0-9]+)\}|([0-9]))")
+MATRIX = re.compile(r"\\begin\{([a-z]*matrix)\}(.*)\\end\{\1\}", re.DOTALL)
+# Of a list without spaces it cannot be told whether it is one number.
+NUMBERS = re.compile(r"[+-]?[0-9]+(?:,\s*[+-]?[0-9]+)+")
+# Spaces that do not count: not those between digits, around a word, or after a command that a letter follows.
+WORD = r"[a-z]{3,}"
+SPACES = re.compile(
+    rf"(\\[a-z]+)\s+(?=[a-z])|(?<![\\a-z])({WORD})\s+(?=[a-z])|([a-z])\s+(?={WORD})|(?<![0-9])\s+|\s+(?![0-9])"
+)
+SUBSCRIPT = re.compile(r"(?<!log)_\s*([0-9]+|[a-z](?![a-z]))")
 PAIRS = {"(": ")", "[": "]", "⦃": "⦄"}
 # What takes a computer algebra system long: towers of powers, long exponents, factorials of large numbers or of each
 # other.
 EXPLOSIVE = re.compile(
     r"(?:\^|\*\*)\s*[{(]?\s*[0-9.]+\s*[})]?\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[{(]?[0-9,\s]{4,}"
     r"|[)}]\s*(?:\^|\*\*)\s*[{(]?[0-9]{3}|[0-9]{4,}\s*[)}]*\s*!|![\s)}]*!"
+    r"|(?:\^|\*\*)\s*[0-9a-z]+\s*!|(?:\^|\*\*)[^!]*[)}]\s*!"
 )
 
 
@@ -37,7 +51,8 @@ def is_correct(answer: str, truth: str | float | Iterable[str | float], *, fast:
         answer: what stands in the answer's place; at most 1,000 characters, unless it is the truth letter for letter.
         truth: text, a number, `\\boxed{...}`, or a list of those of which any one will do.
         fast: False to ask math-verify as well, in a process with a time and a memory limit; it accepts unreduced
-            fractions, lists in any order, equivalent equations and matrices.
+            fractions, lists in any order, equivalent equations and matrices, but also what only computes to the
+            truth, as `\\int_0^1 x dx` for `1/2`, and decimals of few digits, as `1.41421356` for `\\sqrt2`.
 
     Raises:
         ValueError: the truth is none, or math-verify is asked for and not installed.
@@ -74,21 +89,6 @@ def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
     return [inside.strip()]
 
 
-def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds; None if there is no box, or the last is not closed or has no brace."""
-    start = text.rfind("\\boxed")
-    if start < 0 or not text.startswith("{", start + len("\\boxed")):
-        return None
-    first = position = start + len("\\boxed{")
-    depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, position):
-        if match[0] in "{}":
-            depth += 1 if match[0] == "{" else -1
-        if depth == 0:
-            return text[first : match.start()]
-    return None
-
-
 def _readable(text: str) -> bool:
     """Short enough, and nested little enough, for a parser."""
     return 0 < len(text) <= MAX_CHARACTERS and nesting(text) <= MAX_NESTING
@@ -101,7 +101,17 @@ def _matches(answer: str, truth: str) -> bool:
     if not (_readable(answer) and _readable(truth)):
         return False
     given, true = clean(answer), clean(truth)
-    return not given.contradicts(true) and _bodies_match(given.body, true.body)
+    if not given.contradicts(true) and _bodies_match(given.body, true.body):
+        return True
+    return _same_numbers(answer, truth)
+
+
+def _same_numbers(answer: str, truth: str) -> bool:
+    """`100, 200` is a list, and `100,200` may be the same."""
+    answer, truth = answer.strip("$ "), truth.strip("$ ")
+    if not (NUMBERS.fullmatch(answer) and NUMBERS.fullmatch(truth)):
+        return False
+    return "".join(answer.split()) == "".join(truth.split())
 
 
 def _verified(answer: str, truth: str) -> bool:
@@ -114,6 +124,8 @@ def _verified(answer: str, truth: str) -> bool:
     if given.contradicts(true) or not (_is_formula(given) and _is_formula(true)):
         return False
     if INTEGER.fullmatch(given.body) and INTEGER.fullmatch(true.body):
+        return False
+    if _are_names(given.body, true.body, answer + truth):
         return False
     if _hides_a_unit(given, true) or _hides_a_unit(true, given) or _bases(given) != _bases(true):
         return False
@@ -204,24 +216,38 @@ def _elements_match(answer: str, truth: str) -> bool:
         return False
     if (INTEGER.fullmatch(given) is None) != (INTEGER.fullmatch(true) is None):
         return False
+    if _are_names(given, true, answer + truth):
+        return False
     return values_agree(given, true) is True
+
+
+def _are_names(given: str, true: str, written: str) -> bool:
+    """Letters alone, capitals or a word such as `no`: not a product, in which their order would not matter."""
+    return given.isalpha() and true.isalpha() and (written != written.lower() or "o" in written)
 
 
 def _canonical(text: str) -> str:
     """One way to write numbers, fractions and mixed numbers; lower case and no spaces for everything else."""
     text = text.strip().lower()
+    if INTEGER.fullmatch(text):
+        return _number(text)
+    matrix = MATRIX.fullmatch(text)
+    if matrix:
+        rows = (row.split("&") for row in matrix[2].split(r"\\"))
+        return f"{matrix[1]}:" + r"\\".join("&".join(map(_canonical, row)) for row in rows)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*(\d)\s*\{", r"\\frac{\1}{", text)
     text = re.sub(r"\\frac\s*(\{[^{}]*\})\s*(\d)", r"\\frac\1{\2}", text)
     text = re.sub(r"\\sqrt\s*([0-9a-z])", r"\\sqrt{\1}", text)
-    text = re.sub(r"\\(?:leq|geq|neq)(?![a-z])", lambda match: match[0][:-1], text).replace("<=", r"\le ")
+    text = re.sub(r"\\([lg]e)(?:qslant|qq|q)(?![a-z])|\\(ne)q(?![a-z])", r"\\\1\2", text).replace("<=", r"\le ")
     text = text.replace(">=", r"\ge ").replace(r"\lt ", "<").replace(r"\gt ", ">")
     mixed = MIXED.fullmatch(text)
     if mixed:
         sign, whole, *parts = (part for part in mixed.groups() if part is not None)
         return f"{sign}({whole}+{parts[0]}/{parts[1]})"
-    # Digits that a space keeps apart stay apart, and so do a command and a letter.
-    text = re.sub(r"(\\[a-z]+)\s+(?=[a-z])|(?<![0-9])\s+|\s+(?![0-9])", lambda m: f"{m[1]} " if m[1] else "", text)
+    text = SUBSCRIPT.sub(r"_{\1}", text)
+    text = text[1:] if text.startswith(r"+\infty") else text
+    text = SPACES.sub(lambda match: f"{kept} " if (kept := match[1] or match[2] or match[3]) else "", text)
     while text.startswith("{") and text.endswith("}") and "{" not in text[1:-1]:
         text = text[1:-1]
     return _number(text)
@@ -234,6 +260,9 @@ def _number(text: str) -> str:
     decimal = DECIMAL.fullmatch(text)
     if decimal and (decimal[2] or decimal[3]) and not decimal[3].strip("0"):
         return _number(f"{decimal[1]}{decimal[2]}")
+    repeating = REPEATING.fullmatch(text)
+    if repeating:
+        return _repeating_number(*repeating.groups(default=""))
     scientific = SCIENTIFIC.fullmatch(text)
     if scientific:
         decimals = scientific[2] or ""
@@ -246,3 +275,11 @@ def _number(text: str) -> str:
         negative = (sign == "-") ^ (parts[0][0] == "-") ^ (parts[1][0] == "-")
         return "-" * negative + "/".join(_number(part.lstrip("+-")) for part in parts)
     return text
+
+
+def _repeating_number(sign: str, whole: str, before: str, *repeated: str) -> str:
+    """`0.1(6)` is (16 - 1)/90."""
+    digits = "".join(repeated)
+    start = int(f"{whole}{before}" or "0")
+    value = Fraction(int(f"{start}{digits}") - start, (10 ** len(digits) - 1) * 10 ** len(before))
+    return _number(sign + str(value))

@@ -21,27 +21,51 @@ MAX_EXPONENT = 10_000
 MAX_FACTORIAL = 200
 DIGITS = 50
 
+# Points at which formulas with variables are compared: anywhere; then positive; then of either sign.
+COMPLEX_POINTS = range(3)
+POSITIVE_POINTS = range(3, 6)
+REAL_POINTS = range(3, 10)
+
 FUNCTIONS = ("arcsin", "arccos", "arctan", "sin", "cos", "tan", "exp", "log", "ln")
 SYNONYMS = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\ast": "*", "**": "^", "×": "*", "·": "*", "÷": "/"}
 
 TOKEN = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]*)?|\.[0-9]+)|(?P<command>\\[A-Za-z]+)|(?P<word>[A-Za-z]+)|\*\*|\S")
+COMMAND = re.compile(r"\\[A-Za-z]+")
 START_OF_FACTOR = re.compile(r"[A-Za-z({\\]")
 
 
 def values_agree(first: str, second: str) -> bool | None:
     """Whether two formulas have one value; with letters, the same value at three points of the complex plane.
 
+    Roots and logarithms of complex numbers have branches. So they agree too where they do at all of the real points
+    at which both are real, as `\\sqrt{x}\\sqrt{y}` and `\\sqrt{xy}`; `\\sqrt{x^2}` is not `x` where that is negative.
+
     None where either is not a formula that this parser reads, or its value is too large to compute.
     """
-    letters = {letter for text in (first, second) for letter in text if letter.isalpha()}
-    for points in range(3 if letters else 1):
+    letters = any(character.isalpha() for text in (first, second) for character in COMMAND.sub("", text))
+    try:
+        points = COMPLEX_POINTS if letters else COMPLEX_POINTS[:1]
+        if all(_close(evaluate(first, point), evaluate(second, point)) for point in points):
+            return True
+    except ValueError:
+        return None
+    return letters and _agree_where_real(first, second)
+
+
+def _agree_where_real(first: str, second: str) -> bool:
+    """At two of the real points at least, one of them positive, and at none of them not."""
+    agreed = 0
+    for point in REAL_POINTS:
+        if not agreed and point not in POSITIVE_POINTS:
+            return False
         try:
-            one, other = evaluate(first, points), evaluate(second, points)
+            one, other = evaluate(first, point), evaluate(second, point)
         except ValueError:
-            return None
+            continue
         if not _close(one, other):
             return False
-    return True
+        agreed += 1
+    return agreed >= 2
 
 
 def evaluate(text: str, sample: int = 0) -> Any:
@@ -50,7 +74,8 @@ def evaluate(text: str, sample: int = 0) -> Any:
     Args:
         text: `+ - * / ^ !`, brackets, implicit products, `\\frac`, `\\sqrt`, `\\binom`, elementary functions, `\\pi`,
             `e`, `i`; any other letter is a variable.
-        sample: which of the fixed pseudo-random points the variables take.
+        sample: which of the fixed pseudo-random points the variables take. From `REAL_POINTS` on they are real, and
+            so must every part of the formula be.
 
     Raises:
         ValueError: not such a formula, undefined, or beyond a limit on length, nesting, digits or size.
@@ -82,9 +107,16 @@ def nesting(text: str) -> int:
 
 def _computed(formula: _Formula) -> Any:
     try:
-        return formula.value()
+        return _finite(formula.value())
     except (ZeroDivisionError, OverflowError) as error:
         raise ValueError(f"no value: {error}") from error
+
+
+def _finite(value: Any) -> Any:
+    """An infinity is as close to any number as to itself, so it is no value."""
+    if not isinstance(value, Fraction) and not _numbers().isfinite(value):
+        raise ValueError("no value: it is not finite")
+    return value
 
 
 def _tokens(match: re.Match) -> list[str]:
@@ -101,6 +133,7 @@ class _Formula:
             raise ValueError(f"a formula of {len(text)} characters; {MAX_CHARACTERS} is the limit")
         self.tokens = [token for match in TOKEN.finditer(text) for token in _tokens(match)]
         self.sample = sample
+        self.real = sample in REAL_POINTS
         self.position = self.depth = 0
         self.numbers: list[Fraction] = []
 
@@ -164,9 +197,14 @@ class _Formula:
             base = _factorial(base)
         if self.sample is not None and self._next == "^":
             self._take()
-            base = _raise(base, self._signed())
+            base = self._checked(_raise(base, self._signed()))
         self.depth -= 1
         return base
+
+    def _checked(self, value: Any) -> Any:
+        if self.real and not isinstance(value, Fraction) and value.imag != 0:
+            raise ValueError("not real at a real point")
+        return value
 
     def _atom(self) -> Any:
         """A number, a name with its arguments or a group; as a LaTeX argument as well."""
@@ -182,7 +220,7 @@ class _Formula:
             if token == "{":
                 return self._closed_by("}")
             if token[0] == "\\" or token.isalpha():
-                return self._named(token)
+                return self._checked(self._named(token))
         raise ValueError(f"{token!r} does not belong there")
 
     def _closed_by(self, bracket: str) -> Any:
@@ -213,6 +251,10 @@ class _Formula:
         if letter == "i":
             return context.mpc(0, 1)
         point = random.Random(f"{letter}{self.sample}")
+        if self.real:
+            sign = 1 if self.sample in POSITIVE_POINTS else point.choice((1, -1))
+            # Below one and above it: each may be outside of a root's domain.
+            return context.mpf(sign * 2 ** (self.sample % 3) * point.uniform(0.1, 1))
         return context.mpc(point.uniform(-2, 2), point.uniform(-2, 2))
 
     def _function(self, name: str) -> Any:
@@ -285,6 +327,8 @@ def _raise(base: Any, exponent: Any) -> Any:
             return _raise(root, Fraction(exponent.numerator))
     if base == 0:
         raise ValueError("a power of zero that has no value here")
+    if isinstance(exponent, Fraction) and exponent.denominator == 1:
+        return base**exponent.numerator
     context = _numbers()
     return _exponential(_inexact(exponent) * context.ln(_inexact(base)))
 
@@ -328,7 +372,7 @@ def _function_value(name: str, argument: Any) -> Any:
         raise ValueError(f"{name} of a number that is too large")
     context = _numbers()
     names = {"arcsin": "asin", "arccos": "acos", "arctan": "atan", "log": "ln"}
-    return getattr(context, names.get(name, name))(argument)
+    return _finite(getattr(context, names.get(name, name))(argument))
 
 
 def _whole(value: Any, limit: int) -> int:

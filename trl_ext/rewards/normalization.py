@@ -9,6 +9,7 @@ SYMBOLS = {
     "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ",
     "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⁄": "/", "\u00a0": " ", "\u202f": "",
+    **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
 }  # fmt: skip
 LAYOUT = re.compile(
     r"\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![A-Za-z])\.?|(?<!\\)\\[!,;:]|\\q?quad|(?<!\\)~"
@@ -28,13 +29,22 @@ UNITS = {word: unit for unit, synonyms in UNIT_SYNONYMS.items() for word in (uni
 # A letter beside a number is a variable, unless it stands in \text{}.
 PLAIN_UNITS = "|".join(sorted((word for word in UNITS if len(word) > 1), key=len, reverse=True))
 UNIT = rf"(?:(?:square|cubic|sq)\.?\s+)?(?:{PLAIN_UNITS})\.?(?:\s*\^\s*\{{?[23]\}}?)?"
-TRAILING_UNIT = re.compile(rf"(?<=[\d}})\s])({UNIT}(?:\s*(?:/|per)\s*{UNIT})?)$", re.IGNORECASE)
+# Of one letter each, and yet together a speed or an acceleration.
+RATE = r"(?:(?:[kcm]?m|ft|mi)\s*/\s*(?:sec|s|min|hr)|(?:km|mi)\s*/\s*h)(?:\s*\^\s*\{?2\}?)?"
+TRAILING_UNIT = re.compile(rf"(?<=[\d}})\s])({RATE}|{UNIT}(?:\s*(?:/|per)\s*{UNIT})?)$", re.IGNORECASE)
+# Words that make another number of the one before them, or a statement about it.
+NO_UNIT = re.compile(
+    r"\b(?:or|and|not|no|plus|minus|times|over|base|mod|modulo|choose|factorial|zero|one|two|three|four|five|six|seven|eight"
+    r"|nine|ten|eleven|twelve|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|dozen"
+    r"|(?:hundred|thousand|million|billion|trillion)(?:th)?)s?)\b|^(?:squared|cubed)\b"
+)
 TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|hbox|mathrm|mathbf|rm)\s*\{([^{}]*)\}")
 TRAILING_TEXT = re.compile(r"\\(?:text|mbox|hbox|mathrm|textrm)\s*\{([^{}]*)\}(\s*\^\s*\{?[23]\}?)?$")
+BOLD = re.compile(r"\*\*\s*((?:(?!\*\*).)+?)\s*\*\*[.:]?")
 LABEL = re.compile(r"^([A-Za-z])\s*(?:\(\s*[A-Za-z]\s*\)\s*)?(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
 THOUSANDS = re.compile(r"^([+-]?)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]*)?$")
-SCALED = re.compile(r"^([+-]?[0-9]+(?:\.[0-9]+)?)\s*(thousand|million|billion|trillion)$", re.IGNORECASE)
-SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+SCALED = re.compile(r"^([+-]?[0-9]+(?:\.[0-9]+)?)\s*(hundred|thousand|million|billion|trillion)$", re.IGNORECASE)
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
 
 @dataclass(frozen=True)
@@ -82,12 +92,15 @@ def clean(text: str) -> Answer:
 
 
 def _without_layout(text: str) -> str:
-    for symbol, latex in SYMBOLS.items():
-        text = text.replace(symbol, latex)
+    if not text.isascii():
+        for symbol, latex in SYMBOLS.items():
+            text = text.replace(symbol, latex)
     text = LAYOUT.sub("", text).replace("{,}", ",")
     text = re.sub(r"(?<!\\)\\ ", " ", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
     text = " ".join(text.split())
+    bold = BOLD.fullmatch(text)
+    text = bold[1] if bold else text
     for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
         if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
             text = text[len(opening) : -len(closing)].strip()
@@ -120,7 +133,7 @@ def _without_unit(text: str) -> tuple[str, str]:
 def _names_a_unit(words: str) -> bool:
     """Words after a number, rather than a conjunction before another, a choice's letter or the imaginary unit."""
     words = words.strip().lower()
-    if not re.fullmatch(r"[a-z .,/]*", words) or re.search(r"\b(?:or|and|million|billion|thousand)\b", words):
+    if not re.fullmatch(r"[a-z .,/]*", words) or NO_UNIT.search(words):
         return False
     return len(words) != 1 or words in UNITS
 

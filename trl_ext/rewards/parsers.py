@@ -12,7 +12,7 @@ from trl_ext.rewards.expression import evaluate_arithmetic
 
 # A minus is a sign where nothing stands before it that it could be taken from.
 NUMBER = re.compile(
-    r"((?<![\w)\]}.])-)?(?:\\?\$)?((?<![0-9])(?<![0-9]\.)[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
+    r"((?<![\w)\]}.])[-\u2212])?(?:\\?\$)?((?<![0-9])(?<![0-9]\.)[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
 )
 STATED_CHOICE = re.compile(
     r"answer(?:\s+choice|\s+option)?(?:\s+is|\s+would\s+be|\s+must\s+be)?\s*:?[\s*\"'$]*"
@@ -29,7 +29,7 @@ MAX_EQUATION_CHARACTERS = 300
 def parse_gsm8k_response(model_output: str) -> str | None:
     """The last number in a response, without thousands separators and currency; None if there is none."""
     last = deque(NUMBER.finditer(model_output), maxlen=1)
-    return (last[0][1] or "") + last[0][2].replace(",", "") if last else None
+    return "-" * bool(last[0][1]) + last[0][2].replace(",", "") if last else None
 
 
 def gsm8k_truth(answer: str) -> str:

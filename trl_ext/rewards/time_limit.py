@@ -45,7 +45,7 @@ class MathWorker:
 
     Attributes:
         started: how many processes have been started.
-        refused: how many questions ran into a limit.
+        refused: how many questions ran into a limit; one that did is not asked again.
     """
 
     def __init__(self, seconds: float = TIME_LIMIT_SECONDS, memory_bytes: int = MEMORY_LIMIT_BYTES):
@@ -53,7 +53,7 @@ class MathWorker:
         self.started = self.refused = 0
         self.process: subprocess.Popen | None = None
         self._lock = threading.RLock()
-        self._verdicts: OrderedDict[tuple[str, str], bool] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[str, str], bool | None] = OrderedDict()
 
     def verify(self, answer: str, truth: str) -> bool | None:
         """Whether math-verify takes the answer for the truth, both LaTeX; None where a limit was hit.
@@ -69,7 +69,6 @@ class MathWorker:
             verdict = self._ask(json.dumps(key).encode() + b"\n")
             if verdict is None:
                 self.refused += 1
-                return None
             self._verdicts[key] = verdict
             if len(self._verdicts) > CACHED_VERDICTS:
                 self._verdicts.popitem(last=False)

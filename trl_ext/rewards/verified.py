@@ -74,6 +74,14 @@ ANSWER_REWARDS: dict[str, Callable[..., dict[str, float]]] = {
     "gsm8k": gsm8k_reward,
 }
 
+# What each kind reads out of a response as its answer; None where there is none.
+ANSWER_READERS: dict[str, Callable[[str], str | None]] = {
+    "r1_zero": lambda response: _unboxed(_tagged_answer(response)),
+    "question_only": last_boxed,
+    "gsm8k": parse_gsm8k_response,
+    "countdown": lambda response: _unboxed(_tagged_answer(response)),
+}
+
 
 class VerifiedReward:
     """A verified reward with TRL's signature of a reward function. It can be pickled.

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation
+from trl_ext.trainers.interruption import leave_epoch
 
 TABLE_NAME = "samples/generation_table"
 
@@ -94,10 +95,19 @@ class TimeBudgetCallback(TrainerCallback):
         self.metrics = metrics
         self.accelerator = accelerator
         self.period = period
+        self._stops = False
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._stops = False
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.period == 0 and state.global_step < state.max_steps and self._is_spent():
+            self._stops = True
             control.should_training_stop = control.should_save = control.should_log = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self._stops:
+            leave_epoch(state, control, saves=True)
 
     def _is_spent(self) -> bool:
         spent = [self.metrics.seconds >= 3600 * self.hours]

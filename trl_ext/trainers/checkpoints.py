@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
 from trl_ext.files import write_json
@@ -17,9 +18,13 @@ from trl_ext.trainers.defaults import warn_once_per_run
 
 # Not `checkpoint-*`, which transformers takes for a checkpoint.
 PARTIAL_FOLDER = "checkpoint.partial"
+_REPLACED = ".replaced"
 FILES_FILE = "checkpoint_files.json"
 STATE_FILE = "trainer_state.json"
+# Only in the checkpoints of expert iteration, whose rounds each begin with a new optimizer.
+ROUND_FILE = "expert_step.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "global_step*", "pytorch_model_fsdp*")
+_TO_GO_ON = ("scheduler.pt", "global_step*", ROUND_FILE)
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -35,9 +40,17 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """The latest checkpoint that can be resumed from, None without one; a warning names each that cannot, and why."""
-    for checkpoint in reversed(checkpoints_in(output_dir)):
+    """The latest checkpoint that can be resumed from, None without one; a warning names each that cannot, and why.
+
+    Where there are rounds of expert iteration, that is one of a round.
+    """
+    _finish_replacing(Path(output_dir))
+    there = checkpoints_in(output_dir)
+    of_rounds = any((checkpoint / ROUND_FILE).is_file() for checkpoint in there)
+    for checkpoint in reversed(there):
         fault = fault_of(checkpoint)
+        if fault is None and of_rounds and not (checkpoint / ROUND_FILE).is_file():
+            fault = f"it has no {ROUND_FILE}, so it is not that of a round"
         if fault is None:
             return checkpoint
         warn_once_per_run(f"the checkpoint {checkpoint} is passed over: {fault}")
@@ -74,6 +87,8 @@ def fault_of(checkpoint: Path) -> str | None:
             _check_sizes(checkpoint, _read_json(listed))
         elif not any(any(checkpoint.glob(pattern)) for pattern in _WEIGHTS):
             return "it has no weights"
+        if not any(any(checkpoint.glob(pattern)) for pattern in _TO_GO_ON):
+            return "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
         for path in sorted(checkpoint.rglob("*.safetensors")):
             _check_safetensors(path)
         for path in sorted([*checkpoint.glob("*.pt"), *checkpoint.glob("*.pth")]):
@@ -144,10 +159,21 @@ def seal(folder: Path) -> None:
 def move_into_place(partial: Path, final: Path) -> None:
     """Give a sealed checkpoint its name; an earlier one of that name, which the run has come by again, goes."""
     if final.exists():
-        os.rename(final, partial.with_name(f"{partial.name}.replaced"))
+        os.rename(final, partial.with_name(f"{partial.name}{_REPLACED}"))
     os.rename(partial, final)
     _flush(final.parent)
     shutil.rmtree(partial.parent, ignore_errors=True)
+
+
+def _finish_replacing(output_dir: Path) -> None:
+    """Give a checkpoint its name whose run was killed when the earlier one of that name had just gone."""
+    for earlier in (output_dir / PARTIAL_FOLDER).glob(f"checkpoint-*{_REPLACED}"):
+        sealed = earlier.with_name(earlier.name.removesuffix(_REPLACED))
+        final = output_dir / sealed.name
+        if not final.exists():
+            # Another process may be at it as well.
+            with suppress(OSError):
+                os.rename(sealed if sealed.is_dir() else earlier, final)
 
 
 def delete_old(newest: Path, limit: int | None, *, best: str | None = None, in_use: Path | None = None) -> None:
@@ -171,8 +197,15 @@ def delete_old(newest: Path, limit: int | None, *, best: str | None = None, in_u
 
 
 def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    is_folder = path.is_dir()
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        # Windows flushes only what is open for writing.
+        handle = os.open(path, os.O_RDONLY if is_folder else os.O_RDWR)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError:
+        # Network and user-space file systems may flush no folders, and Windows opens none.
+        if not is_folder:
+            raise

@@ -97,7 +97,7 @@ def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
     """
     if not engine.is_fallback:
         return None
-    place = "a CPU" if engine.device == "cpu" else "one process without a launcher"
+    place = "a CPU" if engine.device.startswith("cpu") else "one process without a launcher"
     instead = {"none": "nothing is sharded", "DDP": "DDP trains instead, with all weights in every process"}
     found = f"{engine.asked} was asked for, and on {place} {instead.get(engine.name, f'{engine.name} trains instead')}"
     if not allow_fallback:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import hashlib
 import json
 import random
 import shutil
@@ -18,15 +19,16 @@ from datasets import Dataset
 from transformers import Trainer, TrainerState
 
 from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
+from trl_ext.evaluation.reasoning.grading import name_of
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.trainers import checkpoints
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
+from trl_ext.trainers.checkpoints import ROUND_FILE
 from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
 from trl_ext.trainers.policies import trained_policy
 from trl_ext.trainers.sft import SFTTrainer
 
-STEP_FILE = "expert_step.json"
 Row = Mapping[str, Any]
 
 
@@ -38,14 +40,16 @@ class ExpertIterationTrainer(SFTTrainer):
     """Expert iteration (Anthony et al., 2017; Zelikman et al., 2022, as STaR without hints) on problems that verify.
 
     A round draws `questions_per_step` problems, samples `rollouts_per_question` responses to each from the policy as
-    it is, keeps the correct ones, each text once, and fine-tunes the policy on them for `sft_epochs` with a new
-    optimizer and the whole learning-rate schedule. Files of round k: its responses and its dataset,
-    `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`. A run that
-    is resumed from a checkpoint goes on as it would have, also from the middle of the sampling.
+    it is, keeps the correct ones that ended before the limit, each text once, and fine-tunes the policy on them for
+    `sft_epochs` with a new optimizer and the whole learning-rate schedule. Files of round k: its responses and its
+    dataset, `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`. A
+    run that is resumed from a checkpoint goes on as it would have, also from the middle of the sampling; responses to
+    other problems or prompts, or under other settings or another reward, are not taken up.
 
     Logged before a round's fine-tuning: `expert_step`, and of its responses `rollouts/reward`, `rollouts/format`,
-    `rollouts/entropy` (nats per token), `rollouts/mean_length`, `rollouts/kept` and `rollouts/questions` (with a kept
-    response). Steps count the updates of all rounds.
+    `rollouts/entropy` (nats per token), `rollouts/mean_length`, `rollouts/kept`, `rollouts/questions` (with a kept
+    response) and `rollouts/correct_but_cut` (correct, cut at the limit, and so not kept). Steps count the updates of
+    all rounds.
 
     Args:
         model: as for `SFTTrainer`.
@@ -132,7 +136,9 @@ class ExpertIterationTrainer(SFTTrainer):
         if checkpoint is not None:
             checkpoints.check_checkpoint(checkpoint)
             self._resumed_from = Path(checkpoint)
-            saved = json.loads((Path(checkpoint) / STEP_FILE).read_text(encoding="utf-8"))
+            if not (Path(checkpoint) / ROUND_FILE).is_file():
+                raise ValueError(f"the checkpoint {checkpoint} is not that of a round: it has no {ROUND_FILE}")
+            saved = json.loads((Path(checkpoint) / ROUND_FILE).read_text(encoding="utf-8"))
             done, same_sampling = saved["expert_step"], saved["sampling"] == self._sampling()
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
@@ -159,17 +165,24 @@ class ExpertIterationTrainer(SFTTrainer):
                 self.save_model(str(partial))
             if self.args.should_save:
                 told = {"expert_step": step, "sampling": self._sampling(), "carried_over": self._counts()}
-                write_json(partial / STEP_FILE, told)
+                write_json(partial / ROUND_FILE, told)
                 self.state.save_to_json(str(partial / checkpoints.STATE_FILE))
         if self.args.should_save:
             in_use = self._resumed_from if step < self.args.n_steps else None
             checkpoints.delete_old(final, self.args.save_total_limit, in_use=in_use)
 
     def _sampling(self) -> dict[str, Any]:
-        """What decides which responses a policy gives, ready for JSON."""
+        """What decides which responses a policy gives and how they are graded, ready for JSON."""
         args = self.args
         own = [args.seed, args.questions_per_step, args.rollouts_per_question, args.use_vllm, len(self.rows)]
-        return {**dataclasses.asdict(self.settings), "stop": list(self.settings.stop), "own": own}
+        problems = json.dumps([self.rows, self.prompts], sort_keys=True, default=str).encode()
+        return {
+            **dataclasses.asdict(self.settings),
+            "stop": list(self.settings.stop),
+            "own": own,
+            "reward": name_of(self.grade),
+            "problems": hashlib.sha256(problems).hexdigest(),
+        }
 
     # ---- One round ----
 
@@ -178,6 +191,7 @@ class ExpertIterationTrainer(SFTTrainer):
         graded, prompts = self._sample(step)
         kept = keep_correct(graded, self.args.max_per_question)
         summary = summarize_reasoning(graded)
+        cut = sum(row["category"] == "correct" and not row["finished"] for row in graded)
         figures = {
             "expert_step": step,
             "rollouts/reward": summary["accuracy"]["mean"],
@@ -186,14 +200,16 @@ class ExpertIterationTrainer(SFTTrainer):
             "rollouts/mean_length": summary["mean_tokens"],
             "rollouts/kept": len(kept),
             "rollouts/questions": len({row["row_id"] for row in kept}),
+            "rollouts/correct_but_cut": cut,
         }
         # TRL's own `log` would add the training metrics of the round before.
         Trainer.log(self, {name: value for name, value in figures.items() if value is not None})
         if not kept:
             counts = summary["categories"]
+            ended = f" and ended ({cut} were correct and cut at {self.settings.max_new_tokens} tokens)" if cut else ""
             raise NoCorrectResponseError(
                 f"round {step} of expert iteration: none of {len(graded)} responses to {summary['n_prompts']} "
-                f"questions was correct ({counts['wrong_answer']} in the form asked for with a wrong answer, "
+                f"questions was correct{ended} ({counts['wrong_answer']} in the form asked for with a wrong answer, "
                 f"{counts['wrong_format']} in another form), so there is nothing to fine-tune on: raise "
                 "questions_per_step or rollouts_per_question, begin from a better model, or check the prompt and the "
                 "reward"
@@ -289,6 +305,8 @@ class _MetricsOfAllRounds(MetricsFileCallback):
 def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> list[Row]:
     """The correct responses in their order, each text once for a question, and the first so many of a question.
 
+    One that the limit cut has no end to be trained on, and is left out, whatever answer it had reached.
+
     Args:
         graded: rows of `evaluate_reasoning`.
         max_per_question: None for no limit.
@@ -298,7 +316,7 @@ def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> 
     for row in graded:
         seen = texts.setdefault(row["row_id"], set())
         full = max_per_question is not None and len(seen) >= max_per_question
-        if row["category"] == "correct" and row["response_text"] not in seen and not full:
+        if row["category"] == "correct" and row["finished"] and row["response_text"] not in seen and not full:
             seen.add(row["response_text"])
             kept.append(row)
     return kept

@@ -84,7 +84,7 @@ def disk_message(error: BaseException, output_dir: str | None, what: str, free: 
     """What a full disk is told by: what could not be written, and how many MiB were free there."""
     return (
         f"the disk is full: {what} could not be written, and {free:.1f} MiB were free there. Make room; "
-        "--save_total_limit and --save_only_model make checkpoints take less. "
+        "a lower --save_total_limit keeps fewer checkpoints. "
         f"{_way_on(output_dir)} ({_first_line(error)})"
     )
 

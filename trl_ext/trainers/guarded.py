@@ -71,7 +71,7 @@ class GuardedTraining:
             try:
                 result = train_within_memory(self, partial(super().train, *args, **kwargs))
             except FaultOfAllProcesses:
-                if self.state.global_step:
+                if self.state.global_step and self.saves_within_training:
                     self._save_checkpoint(self.model, trial=None)
                 raise
         if self.update_guard.failure is not None:

@@ -23,6 +23,7 @@ _GATHERED = (
     "_logs",
     "_buffered_inputs",
     "_last_loaded_step",
+    "_step",
     "_window_tokens",
     "_pending_metrics",
     "_pending_extra_logs",

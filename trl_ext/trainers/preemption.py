@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
+import mmap
+import multiprocessing
 import os
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch.utils.data import get_worker_info
 from transformers import TrainerCallback
 
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.defaults import is_main_process
+from trl_ext.trainers.interruption import leave_epoch
 
 # EX_TEMPFAIL of sysexits.h: try again later.
 REQUEUE = 75
@@ -23,7 +30,9 @@ class Preemption(TrainerCallback):
     """Ends the program with code 75 (EX_TEMPFAIL) on SIGTERM or SIGUSR1, in training once a checkpoint is written.
 
     In training, the optimizer step under way is finished, and of a policy's rollout all updates, as a rollout is not
-    part of a checkpoint; then every process saves and stops at the same step, whichever of them received the signal.
+    part of a checkpoint; then every process saves, in full even with `save_only_model`, and stops at the same step,
+    whichever of them received the signal. Workers that load the training data outlive a notice to the process group.
+    One that comes too late for a checkpoint of the last step lets the program go on to save the model.
     The same command with `--resume_from_checkpoint` goes on from there as though nothing had happened. A second
     SIGTERM, a second or more after the first, ends the process at once, as does any of the signals outside of
     training, where there is nothing to save. Rounds of expert iteration are not saved half-way: they begin again from
@@ -44,7 +53,10 @@ class Preemption(TrainerCallback):
         self.trainer = trainer
         # Steps between the places where the run may end.
         self.period = getattr(trainer.args, "updates_per_rollout", 1)
-        self._training = False
+        # Whether the run is in training, as forked workers see it too.
+        self._shared = mmap.mmap(-1, 1)
+        # Before multiprocessing ends its workers and waits for them.
+        atexit.register(self._set_training, False)
         # The first signal, and when the first SIGTERM came.
         self._asked: signal.Signals | None = None
         self._terminated_at: float | None = None
@@ -54,8 +66,8 @@ class Preemption(TrainerCallback):
 
     def _on_signal(self, number: int, frame) -> None:
         if os.getpid() != self._process:
-            # A forked worker, which its parent ends in this way.
-            os._exit(128 + number)
+            self._on_signal_in_a_fork(number)
+            return
         if not self._training:
             self._say(number, "outside of training, where there is nothing to save")
             os._exit(REQUEUE)
@@ -68,17 +80,55 @@ class Preemption(TrainerCallback):
                 self._say(number, "again, and ended without a checkpoint")
                 os._exit(REQUEUE)
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        self._training = True
+    def _on_signal_in_a_fork(self, number: int) -> None:
+        """The parent ends a fork by SIGTERM; a notice to the whole process group is not for the fork.
+
+        In training a worker that loads data is needed until the parent has saved, and goes when that does.
+        """
+        is_needed = get_worker_info() is not None and self._training and os.getppid() == self._process
+        if number != signal.SIGUSR1 and not is_needed:
+            os._exit(128 + number)
+
+    def _set_training(self, training: bool) -> None:
+        self._shared[0] = training
+
+    @property
+    def _training(self) -> bool:
+        return bool(self._shared[0])
+
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        self._set_training(True)
+        if getattr(train_dataloader, "num_workers", 0) and multiprocessing.get_start_method() == "fork":
+            # torch gives each worker its own handler of SIGTERM, which ends it.
+            train_dataloader.worker_init_fn = partial(
+                _init_worker, train_dataloader.worker_init_fn, partial(signal.signal, signal.SIGTERM, self._on_signal)
+            )
 
     def on_step_end(self, args, state, control, **kwargs):
         if (state.global_step % self.period == 0 or state.global_step >= state.max_steps) and self._is_asked():
             control.should_training_stop = True
-            control.should_save = self.trainer.saves_within_training
+            self._save(args, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        # The last chance for a notice that came in the evaluation after the last step.
+        if self._training and state.global_step >= state.max_steps and self._is_asked():
+            self._save(args, control)
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.trainer.interrupted:
+            leave_epoch(state, control, saves=self.trainer.saves_within_training)
+
+    def _save(self, args, control) -> None:
+        self.trainer.interrupted = True
+        control.should_save = self.trainer.saves_within_training
+        args.save_only_model = False
 
     def on_train_end(self, args, state, control, **kwargs):
         stopped = self._is_asked()
-        self._training = False
+        if not self.trainer.interrupted and self.trainer.saves_within_training:
+            # Too late: what was trained since the last checkpoint is in memory only.
+            stopped = False
+        self._set_training(False)
         if stopped:
             number = self._asked or signal.SIGTERM
             self._say(number, f"and ended at step {state.global_step} with what is saved in {args.output_dir}")
@@ -101,3 +151,10 @@ class Preemption(TrainerCallback):
             line = f"\nreceived {name} {what}; --resume_from_checkpoint goes on (exit code {REQUEUE})\n"
             # A signal may come in the middle of a `print`, which cannot begin again within itself.
             os.write(1, line.encode())
+
+
+def _init_worker(given: Callable[[int], None] | None, more: Callable[[], object], worker: int) -> None:
+    """Begin a worker of a DataLoader as given, and with one thing more."""
+    if given is not None:
+        given(worker)
+    more()

@@ -4,8 +4,11 @@ transformers saves parameters, optimizer, schedule, random state and its own cou
 metrics gathered since the last log, the counts that TRL and this library keep, the state of the sampler that shuffles,
 and a reference model that follows the policy. They go into `progress_{rank}.json` and `reference.safetensors`.
 
-Four seams carry it: `_get_output_dir` sends what `_save_checkpoint` writes into a partial folder; `train` chooses and
-checks the checkpoint; `_run_epoch` sees the run begin, when transformers has set its counters to zero.
+It wraps ten methods of `Trainer`. `train` chooses and checks the checkpoint. `_save_checkpoint` writes, and
+`_get_output_dir` sends what it writes into a partial folder, which `_push_from_checkpoint` must not upload.
+`_run_epoch` sees the run begin, when transformers has set its counters to zero, or `_finalize_training` where there is
+no epoch left, which also lets nothing be deleted when a run ends early; `_get_train_sampler` notes what shuffles.
+`_load_optimizer_and_scheduler`, `_load_rng_state` and `_evaluate` mend what transformers does as it resumes.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, set_seed
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import write_text
 from trl_ext.trainers import checkpoints
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.policies import is_zero3
+from trl_ext.trainers.shared_disk import sees_disk_of_first_process
 
 REFERENCE_FILE = "reference.safetensors"
 
@@ -40,6 +44,7 @@ class Resumable:
     Attributes:
         carried_over: counts of the trainer that a resumed run goes on from, as dotted names.
         saves_within_training: whether a run that is asked to end writes a checkpoint.
+        interrupted: whether a callback has stopped the run for another one to go on from its last checkpoint.
     """
 
     carried_over: ClassVar[tuple[str, ...]] = (
@@ -48,6 +53,7 @@ class Resumable:
         "update_guard.in_a_row",
     )
     saves_within_training: ClassVar[bool] = True
+    interrupted: bool = False
     _partial: Path | None = None
     _resumed_from: Path | None = None
     # What is left to take up of the checkpoint that the run is resumed from.
@@ -64,6 +70,7 @@ class Resumable:
             FileNotFoundError: there is no checkpoint.
             ValueError: the one that is given is damaged.
         """
+        self.interrupted, self._progress = False, None
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
             self._resumed_from = Path(checkpoint)
@@ -119,14 +126,16 @@ class Resumable:
         if self.args.should_save:
             shutil.rmtree(partial.parent, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+        has_own_disk = not sees_disk_of_first_process(self.accelerator, final.parent)
         yield
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             checkpoints.seal(partial)
             checkpoints.move_into_place(partial, final)
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_local_main_process and partial.is_dir():
-            # The machine has a disk of its own, with the files of its processes.
+        has_own_part = has_own_disk and self.accelerator.is_local_main_process and partial.is_dir()
+        # What is sealed is whole, and not this machine's part.
+        if has_own_part and not (final / checkpoints.FILES_FILE).is_file():
             checkpoints.move_into_place(partial, final)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
@@ -136,11 +145,12 @@ class Resumable:
 
     @property
     def _progress_file(self) -> str:
-        return f"progress_{self.args.process_index}.json"
+        return _progress_file(self.args.process_index)
 
     def _progress_now(self) -> dict[str, Any]:
         """What this process has gathered and counted, ready for JSON; floats keep all their digits."""
         return {
+            "processes": self.args.world_size,
             "loss": self._tr_loss.item(),
             "loss_before": self._total_loss_scalar,
             "logged_at": self._globalstep_last_logged,
@@ -153,13 +163,30 @@ class Resumable:
     # ---- Taking up ----
 
     def _read_progress(self, checkpoint: Path) -> dict[str, Any] | None:
+        """What this process had gathered, or the first where there were fewer: counts must be alike in all of them."""
         path = checkpoint / self._progress_file
-        if path.is_file():
-            return json.loads(path.read_text(encoding="utf-8"))
-        warn_once_per_run(
-            f"{checkpoint} has no {path.name}: metrics gathered since its last log, and counts, begin anew"
-        )
-        return None
+        if not path.is_file():
+            path = checkpoint / _progress_file(0)
+        if not path.is_file():
+            warn_once_per_run(
+                f"{checkpoint} has no {path.name}: metrics gathered since its last log, and counts, begin anew"
+            )
+            return None
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        before, now = progress.get("processes", self.args.world_size), self.args.world_size
+        if before != now:
+            warn_once_per_run(
+                f"{checkpoint} was written by {before} processes, and {now} go on from it: random numbers differ from "
+                "those of an unbroken run, and so do the metrics of the window that it lies in"
+            )
+        return progress
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        super()._load_rng_state(checkpoint)
+        name = f"rng_state_{self.args.process_index}.pth" if self.args.world_size > 1 else "rng_state.pth"
+        if checkpoint is not None and not (Path(checkpoint) / name).is_file():
+            # Otherwise all new processes would draw what the first had drawn when the epoch began.
+            set_seed(self.args.seed + self.state.global_step, device_specific=True)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         device = self.args.device
@@ -190,7 +217,8 @@ class Resumable:
         return {name: attrgetter(name)(self) for name in self.carried_over}
 
     def _set_counts(self, counts: dict[str, Any]) -> None:
-        for name, value in counts.items():
+        # An older checkpoint may have others.
+        for name, value in ((name, counts[name]) for name in self.carried_over if name in counts):
             owner, _, attribute = name.rpartition(".")
             setattr(attrgetter(owner)(self) if owner else self, attribute, value)
 
@@ -226,7 +254,16 @@ class Resumable:
     def _finalize_training(self, *args: Any, **kwargs: Any):
         # Without an epoch to run, nothing has been taken up yet.
         self._take_up_progress()
-        return super()._finalize_training(*args, **kwargs)
+        if self.state.global_step >= self.state.max_steps and not self.interrupted:
+            return super()._finalize_training(*args, **kwargs)
+        # With a limit of one, transformers deletes all but the best, and with them the one to go on from.
+        hidden = {"save_total_limit": None} | ({"load_best_model_at_end": False} if self.interrupted else {})
+        given = {name: getattr(self.args, name) for name in hidden}
+        vars(self.args).update(hidden)
+        try:
+            return super()._finalize_training(*args, **kwargs)
+        finally:
+            vars(self.args).update(given)
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False):
         if skip_scheduler and self.state.global_step:
@@ -256,6 +293,10 @@ class Resumable:
             with torch.no_grad():
                 for name, tensor in self.accelerator.unwrap_model(reference).named_parameters():
                     tensor.copy_(saved[name])
+
+
+def _progress_file(process_index: int) -> str:
+    return f"progress_{process_index}.json"
 
 
 def _plain_lists(metrics: dict[str, list]) -> dict[str, list[int | float]]:

@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
 _CREDENTIAL = re.compile(
-    r"^token$|(^|_)(hf|hub|auth|access)_?token$|api_?key|authorization|password|secret", re.IGNORECASE
+    r"^token$|(^|_)(hf|hub|auth|access)token$|(api|private|access)_?key|authorization|passw(or)?d|secret|credential"
+    r"|cookie"
 )
+# Before `_token`: what stands for a part of a text, and not for an account.
+_PARTS_OF_TEXT = frozenset(
+    ("pad", "bos", "eos", "eot", "boi", "eoi", "unk", "sep", "cls", "mask", "special", "start", "end", "begin", "stop")
+    + ("turn", "image", "img", "video", "audio", "vision", "per")
+)
+# The name and password of an address, up to its host.
+_USER_OF_ADDRESS = re.compile(r"(?<=://)[^/?#@\s]+(?=@)")
 
 
 def without_secrets(value: Any) -> Any:
-    """Leave out keys of dictionaries that hold credentials, at any depth; `pad_token` and the like are none."""
+    """Leave out keys of dictionaries that hold credentials, at any depth, and users of addresses.
+
+    `pad_token` and the like are no credentials.
+    """
+    if isinstance(value, str):
+        return _USER_OF_ADDRESS.sub("***", value)
     if isinstance(value, list):
         return [without_secrets(entry) for entry in value]
+    if isinstance(value, tuple):
+        entries = map(without_secrets, value)
+        return value._make(entries) if hasattr(value, "_make") else type(value)(entries)
     if not isinstance(value, dict):
         return value
-    return {key: without_secrets(entry) for key, entry in value.items() if not _CREDENTIAL.search(str(key))}
+    return {key: without_secrets(entry) for key, entry in value.items() if not _is_credential(str(key))}
+
+
+def _is_credential(name: str) -> bool:
+    # Headers have hyphens.
+    name = name.replace("-", "_").lower()
+    if name.endswith("_token"):
+        return name.split("_")[-2] not in _PARTS_OF_TEXT
+    return _CREDENTIAL.search(name) is not None
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with `***` for credentials, and JSON objects without theirs."""
+    """Command-line arguments with `***` for credentials, and lists and objects, of JSON or Python, without theirs."""
     shown, hide = [], False
     for argument in arguments:
         name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
         if name:
-            hide = _CREDENTIAL.search(name.lstrip("-").replace("-", "_")) is not None
-        shown.append(name + equals + ("***" if hide and value else _object_without_secrets(value)))
+            hide = _is_credential(name.lstrip("-"))
+        shown.append(name + equals + ("***" if hide and value else _value_without_secrets(value)))
     return shown
 
 
-def _object_without_secrets(text: str) -> str:
-    try:
-        value = json.loads(text) if text.lstrip().startswith("{") else None
-    except json.JSONDecodeError:
-        return text
-    return text if value is None else json.dumps(without_secrets(value))
+def _value_without_secrets(text: str) -> str:
+    if text.lstrip()[:1] in ("{", "[", "("):
+        for parse, write in ((json.loads, json.dumps), (ast.literal_eval, repr)):
+            try:
+                value = parse(text.strip())
+                clean = without_secrets(value)
+            except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+                continue
+            return text if clean == value else write(clean)
+    return without_secrets(text)
 
 
 class KeepsSecrets:

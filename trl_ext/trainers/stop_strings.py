@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate.utils import gather
@@ -15,7 +16,8 @@ from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
 class StopStrings:
     """For a subclass of TRL's `GRPOTrainer` whose `args.stop` names texts that end a response, or is None.
 
-    A response keeps the stop string that it met, and no token behind the one that completes it.
+    A response keeps the stop string that it met, and no token behind the one that completes it. Reward functions are
+    given its text up to the string's end, where that token holds more.
     """
 
     def has_ended(self, ids: list[int]) -> bool:
@@ -39,6 +41,11 @@ class StopStrings:
             log_probs = [own[: len(ids)] for own, ids in zip(log_probs, completion_ids, strict=True)]
         return completion_ids, log_probs
 
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self.args.stop:
+            completions = [_text_cut_at_stop(one, self.args.stop) for one in completions]
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
     def _generate(self, prompts: list):
         output = super()._generate(prompts)
         if self.args.stop:
@@ -56,6 +63,18 @@ class StopStrings:
         metrics = self._metrics["train" if self.model.training else "eval"]
         for name, value in figures.items():
             metrics[f"completions/{name}"][-1] = value.item()
+
+
+def _text_cut_at_stop(completion: str | list[dict[str, Any]], stop: list[str]) -> str | list[dict[str, Any]]:
+    """A completion, or what the model wrote of its messages, up to the end of the first stop string."""
+    if isinstance(completion, str):
+        return completion[: end_of_stop(completion, stop)]
+    return [
+        {**message, "content": _text_cut_at_stop(message["content"], stop)}
+        if message.get("role") == "assistant" and isinstance(message.get("content"), str)
+        else message
+        for message in completion
+    ]
 
 
 @contextmanager

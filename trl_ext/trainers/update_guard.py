@@ -8,6 +8,8 @@ import math
 import torch
 from transformers import TrainerCallback
 
+from trl_ext.trainers.interruption import leave_epoch
+
 logger = logging.getLogger(__name__)
 
 
@@ -15,7 +17,7 @@ class UpdateGuard(TrainerCallback):
     """Drops the gradients of an optimizer step whose gradient norm, loss or rewards are not finite.
 
     The step then changes neither the parameters nor the optimizer's state; the step counter and the learning-rate
-    schedule go on. After `limit` such steps in a row, the run saves a checkpoint and stops.
+    schedule go on. After `limit` such steps in a row, the run saves a checkpoint, if its trainer can, and stops.
 
     DeepSpeed takes the step inside the backward pass, and skips by itself those whose gradient is not finite: they are
     counted here. A reward that is not finite ends the run there.
@@ -84,11 +86,16 @@ class UpdateGuard(TrainerCallback):
             counts = ", ".join(f"{count} x {name}" for name, count in self.skipped.items() if count)
             self.failure = (
                 f"stopped at step {state.global_step + 1}: {self.in_a_row} updates in a row were not finite "
-                f"(in all: {counts}); a checkpoint of the last finite parameters is in {args.output_dir}. Lower the "
+                f"(in all: {counts}); {self._left} is in {args.output_dir}. Lower the "
                 f"learning rate, look at the {self._source}, or raise max_skipped_updates"
             )
             # The checkpoint that follows is for going on with other settings.
             self.in_a_row = 0
+
+    @property
+    def _left(self) -> str:
+        saves = self.trainer.saves_within_training
+        return "a checkpoint of the last finite parameters" if saves else "the checkpoint of the round before"
 
     @property
     def _source(self) -> str:
@@ -96,8 +103,12 @@ class UpdateGuard(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.failure is not None:
-            control.should_save = True
-            control.should_training_stop = True
+            control.should_save = self.trainer.saves_within_training
+            control.should_training_stop = self.trainer.interrupted = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.failure is not None:
+            leave_epoch(state, control, saves=self.trainer.saves_within_training)
 
     def _fault(self) -> str | None:
         accelerator = self.trainer.accelerator

@@ -127,7 +127,7 @@ class _Lost:
     def __init__(self, failure: str):
         self.failure = failure
 
-    def __iter__(self):
+    def __iter__(self, *_: Any):
         raise ServerLostError(
             "the vLLM server is gone, and did not come back within a minute: start it again, and go on with "
             f"--resume_from_checkpoint ({self.failure})"

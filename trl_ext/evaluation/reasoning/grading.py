@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from trl_ext.registry import nearest
-from trl_ext.rewards.verified import ANSWER_REWARDS, KINDS, countdown_reward
+from trl_ext.rewards.verified import ANSWER_READERS, ANSWER_REWARDS, KINDS, countdown_reward
 
 # f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
 Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
 
 
-def grader(kind: str = "r1_zero", *, fast: bool = True) -> Grader:
+@dataclass(frozen=True)
+class VerifiedGrader:
+    """One of the verified rewards on rows of `trl_ext.data.math.load_math`; made by `grader`."""
+
+    kind: str
+    fast: bool
+
+    def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
+        """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
+        if self.kind == "countdown":
+            return _countdown(response, row)
+        return ANSWER_REWARDS[self.kind](response, row["answer"], fast=self.fast)
+
+    def parsed_answer(self, response: str) -> str | None:
+        """The answer that the reward reads out of a response; None where there is none."""
+        return ANSWER_READERS[self.kind](response)
+
+
+def grader(kind: str = "r1_zero", *, fast: bool = True) -> VerifiedGrader:
     """A function that grades a response to a row of `trl_ext.data.math.load_math`.
 
     Args:
@@ -31,10 +50,14 @@ def grader(kind: str = "r1_zero", *, fast: bool = True) -> Grader:
         from trl_ext.rewards.time_limit import require_math_verify
 
         require_math_verify()
-    if kind == "countdown":
-        return _countdown
-    reward = ANSWER_REWARDS[kind]
-    return lambda response, row: reward(response, row["answer"], fast=fast)
+    return VerifiedGrader(kind, fast)
+
+
+def name_of(grade: Grader) -> str:
+    """What a grader is called where runs are compared: one of `grader` by its settings, another by its function."""
+    return (
+        repr(grade) if isinstance(grade, VerifiedGrader) else getattr(grade, "__qualname__", type(grade).__qualname__)
+    )
 
 
 def _countdown(response: str, row: Mapping[str, Any]) -> dict[str, float]:

@@ -45,7 +45,7 @@ def evaluate_reasoning(
         rows: problems with `row_id`, `prompt_text`, `answer` and what the grader reads.
         prompts: what the model is given for each, messages or text.
         engine: `f(prompts, seed=..., progress=...)`, one `Generation` for each: `TransformersEngine` or `VLLMEngine`.
-        grade: `f(response, row)`, as `grader` makes it.
+        grade: `f(response, row)`, as `grader` makes it; where it has a method `parsed_answer(response)`, rows have it.
         samples: responses to each problem.
         seed: of the sampling.
         path: JSON lines to append to; None keeps all in memory.
@@ -57,7 +57,7 @@ def evaluate_reasoning(
     Returns:
         One row per response, problems in order and the samples of one together: `row_id`, `sample`, `prompt_text`,
         `answer`, `response_text`, `generated_num_tokens`, `finished`, `category`, `reward`, `format_reward`,
-        `answer_reward`, and `entropy` where it is measured.
+        `answer_reward`, and where they are known `parsed_answer` (None for a response without one) and `entropy`.
 
     Raises:
         ValueError: no problems, fewer than one sample, or a file that holds rows of another evaluation.
@@ -106,6 +106,7 @@ def _graded(
         "finished": generation.finished,
         "category": category,
         **{name: rewards[name] for name in ("reward", "format_reward", "answer_reward")},
+        **({"parsed_answer": grade.parsed_answer(generation.text)} if hasattr(grade, "parsed_answer") else {}),
         **({} if entropy is None else {"entropy": entropy}),
     }
 

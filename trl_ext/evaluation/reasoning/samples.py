@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trl_ext.rewards.answers import last_boxed
-
 # Votes over all subsets of k samples where there are no more than this, else over as many random ones.
 MAX_SUBSETS = 200
 _CORRECT = object()
@@ -61,12 +59,15 @@ def majority_at_k(votes: Sequence[Any], correct: Sequence[bool], k: int, *, seed
 
 
 def vote_of(row: Mapping[str, Any]) -> str | None:
-    """What a graded row votes for: its answer, with spaces and case evened out; None for one in the wrong form."""
-    if row["category"] == "wrong_format":
+    """What a graded row votes for: the answer that its reward reads, with spaces and case evened out.
+
+    Without a `parsed_answer`, as from a grader of one's own, the whole response votes. None for a response in the
+    wrong form or without an answer.
+    """
+    answer = row.get("parsed_answer", row["response_text"])
+    if row["category"] == "wrong_format" or answer is None:
         return None
-    _, tag, answer = row["response_text"].rpartition("<answer>")
-    text = answer.replace("</answer>", "") if tag else last_boxed(row["response_text"]) or ""
-    return " ".join(text.split()).casefold()
+    return " ".join(answer.split()).casefold() or None
 
 
 def _elected(ballots: Sequence[Any]) -> float:

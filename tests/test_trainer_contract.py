@@ -1,0 +1,320 @@
+"""The private names of transformers, TRL, DeepSpeed and argparse that checkpoints, resuming and the recipes stand on.
+
+When one of these fails after an upgrade, its message says what moved and what in `trl_ext` stands on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import asyncio
+import inspect
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import trl
+from accelerate.data_loader import prepare_data_loader
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+from trl.trainer.utils import RepeatSampler
+
+from tests import rollout_once
+from tests.train_once import build
+
+RESUMABLE = "trl_ext.trainers.resumable.Resumable"
+SELECTION = "trl_ext.trainers.reward_selection"
+MEMORY = "trl_ext.trainers.out_of_memory"
+REFERENCE = "trl_ext.trainers.reference_cache"
+TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
+
+EPOCH = ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"]
+EPOCH += ["ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"]
+SIGNATURES = {
+    "_get_output_dir": (["self", "trial"], RESUMABLE),
+    "_save_checkpoint": (["self", "model", "trial"], RESUMABLE),
+    "_push_from_checkpoint": (["self", "checkpoint_folder"], RESUMABLE),
+    "_load_rng_state": (["self", "checkpoint"], RESUMABLE),
+    "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
+    "_run_epoch": ([*EPOCH, "steps_trained_in_current_epoch"], RESUMABLE),
+    "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
+    "_evaluate": (["self", "trial", "ignore_keys_for_eval", "skip_scheduler"], RESUMABLE),
+    "_load_best_model": (["self"], f"{SELECTION}.CheckpointSelection.load_best"),
+    "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
+    "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.RewardTrainer._save"),
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    expected, user = SIGNATURES[name]
+    for kind in (Trainer, *TRAINERS):
+        method = getattr(kind, name, None)
+        assert method is not None, f"{kind.__name__} has no {name} any more: {user} overrides or calls it"
+        found = list(inspect.signature(method).parameters)
+        assert found == expected, f"{kind.__name__}.{name} takes {found} and not {expected}: {user} stands on it"
+
+
+def test_the_sampler_is_of_a_dataset():
+    for kind in (Trainer, *TRAINERS):
+        found = list(inspect.signature(kind._get_train_sampler).parameters)
+        assert len(found) == 2, f"{kind.__name__}._get_train_sampler takes {found} and not a dataset: {RESUMABLE}"
+
+
+# ---- Saving, and the counters of a run ----
+
+
+@pytest.fixture(scope="module")
+def run(tiny_model_path, tmp_path_factory):
+    """One step of TRL's own trainer at a loss of 0, whose counters stand elsewhere when its epoch begins."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+
+    class Recording(trl.DPOTrainer):
+        seen: dict = {}
+
+        def _run_epoch(self, *args, **kwargs):
+            counters = self._tr_loss.item(), self._total_loss_scalar, self._globalstep_last_logged
+            self.seen["epoch"] = {"counters": counters, "keywords": dict(kwargs)}
+            self._tr_loss = torch.tensor(6.0)
+            self._total_loss_scalar, self._globalstep_last_logged = 10.0, -1
+            self._total_train_tokens = 1000
+            super()._run_epoch(*args, **kwargs)
+
+        def _compute_loss(self, model, inputs, return_outputs):
+            self.seen["tokens"] = inputs["attention_mask"].sum().item()
+            return super()._compute_loss(model, inputs, return_outputs) * 0
+
+        def _get_output_dir(self, trial):
+            return str(elsewhere)
+
+        def _get_train_sampler(self, *args, **kwargs):
+            self.seen["sampler"] = super()._get_train_sampler(*args, **kwargs)
+            return self.seen["sampler"]
+
+        def _save(self, output_dir=None, state_dict=None):
+            self.seen["saved"] = output_dir
+            super()._save(output_dir, state_dict)
+
+    arguments = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "logging_steps": 1}
+    arguments["train_sampling_strategy"] = "random"
+    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": arguments}
+    trainer = build(spec, str(tmp_path_factory.mktemp("run")), trainer_class=Recording)
+    trainer.elsewhere, trainer.output = elsewhere, trainer.train()
+    return trainer
+
+
+def test_checkpoints_go_where_the_output_folder_is_said_to_be(run):
+    checkpoint = run.elsewhere / "checkpoint-1"
+    assert (checkpoint / "model.safetensors").is_file() and (checkpoint / "trainer_state.json").is_file(), (
+        f"Trainer._save_checkpoint does not write below _get_output_dir: {RESUMABLE} sends it to a partial folder so"
+    )
+    assert run.seen["saved"] == str(checkpoint), (
+        f"Trainer._save_checkpoint gave _save the folder {run.seen['saved']}: RewardTrainer._save writes beside it"
+    )
+    source = inspect.getsource(Trainer._save_checkpoint)
+    assert "self._push_from_checkpoint(output_dir)" in source, (
+        f"Trainer._save_checkpoint no longer calls _push_from_checkpoint: {RESUMABLE} puts off the upload there"
+    )
+
+
+def test_an_epoch_is_begun_by_keywords_with_counters_at_zero(run):
+    epoch = run.seen["epoch"]
+    for name, value in (("resume_from_checkpoint", None), ("steps_trained_in_current_epoch", 0)):
+        assert name in epoch["keywords"] and epoch["keywords"][name] == value, (
+            f"Trainer no longer gives _run_epoch the keyword {name} ({value} in a new run): {RESUMABLE}._run_epoch "
+            "reads it"
+        )
+    assert epoch["counters"] == (0.0, 0.0, 0), (
+        f"before _run_epoch, Trainer's _tr_loss, _total_loss_scalar and _globalstep_last_logged are "
+        f"{epoch['counters']} and not zero and the step: {RESUMABLE} takes up the checkpoint's there"
+    )
+
+
+def test_what_an_epoch_begins_with_is_logged(run):
+    """A loss of 6 since step -1: 6 / 2 at step 1. Over the run, 10 + 6 for its one step."""
+    logged = next(entry for entry in run.state.log_history if "loss" in entry)
+    assert logged["loss"] == 3.0, (
+        f"Trainer logged a loss of {logged['loss']} and not _tr_loss / (step - _globalstep_last_logged) = 3: "
+        f"{RESUMABLE} carries both over"
+    )
+    assert run.output.training_loss == 16.0, (
+        f"the run's loss is {run.output.training_loss} and not (_total_loss_scalar + the losses logged) / steps = 16: "
+        f"{RESUMABLE} carries it over"
+    )
+    tokens = 1000 + run.seen["tokens"]
+    assert logged["num_tokens"] == tokens, (
+        f"num_tokens is {logged['num_tokens']} and not _total_train_tokens and the batch's, {tokens}: "
+        f"{RESUMABLE}.carried_over names it"
+    )
+
+
+def test_samplers_shuffle_by_their_generator(run):
+    """None stands for torch's own; accelerate gives one to each of several processes, and TRL's has one of its own."""
+    assert hasattr(run.seen["sampler"], "generator"), (
+        f"{type(run.seen['sampler']).__name__} has no `generator`: {RESUMABLE} saves its state unless it is torch's "
+        "own, and batches would come in another order after resuming"
+    )
+    sampler = RepeatSampler(range(20), mini_repeat_count=1, seed=3)
+    state = sampler.generator.get_state()
+    first, second = list(sampler), list(sampler)
+    sampler.generator.set_state(state)
+    assert list(sampler) == first != second, (
+        f"TRL's RepeatSampler no longer shuffles by its `generator` alone: {RESUMABLE} saves and restores its state"
+    )
+    assert "sampler.generator" in inspect.getsource(prepare_data_loader), (
+        f"accelerate no longer gives samplers a `generator` in several processes: {RESUMABLE} saves its state"
+    )
+
+
+def test_weights_of_a_checkpoint_are_loaded_into_the_model(run):
+    (name, parameter), *_ = run.model.named_parameters()
+    expected = parameter.detach().clone()
+    with torch.no_grad():
+        parameter.add_(1.0)
+    run._load_from_checkpoint(str(run.elsewhere / "checkpoint-1"))
+    assert torch.equal(run.model.get_parameter(name), expected), (
+        "Trainer._load_from_checkpoint(folder) does not load into self.model: ExpertIterationTrainer._begin calls it"
+    )
+    with torch.no_grad():
+        run.model.get_parameter(name).add_(1.0)
+    run.state.best_model_checkpoint = str(run.elsewhere / "checkpoint-1")
+    run._load_best_model()
+    run.state.best_model_checkpoint = None
+    assert torch.equal(run.model.get_parameter(name), expected), (
+        f"Trainer._load_best_model does not load state.best_model_checkpoint: {SELECTION} calls it"
+    )
+
+
+def test_the_device_is_what_the_arguments_hold(run):
+    before = run.args.__dict__["_setup_devices"]
+    run.args.__dict__["_setup_devices"] = torch.device("meta")
+    try:
+        assert run.args.device.type == "meta", (
+            "TrainingArguments.device is no longer `_setup_devices` of the arguments' __dict__: "
+            f"{RESUMABLE}._load_optimizer_and_scheduler sets it, as torch loads nothing to a numbered CPU"
+        )
+    finally:
+        run.args.__dict__["_setup_devices"] = before
+    assert "self.args.device" in inspect.getsource(Trainer._load_optimizer_and_scheduler), (
+        f"Trainer._load_optimizer_and_scheduler does not read args.device: {RESUMABLE} sets that for it"
+    )
+
+
+def test_a_first_evaluation_is_told_from_others():
+    source = inspect.getsource(Trainer._inner_training_loop)
+    assert "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)" in source, (
+        f"Trainer no longer marks the evaluation of eval_on_start by skip_scheduler: {RESUMABLE}._evaluate tells it so"
+    )
+    assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, (
+        f"save strategies are no longer equal to their names: {SELECTION}._is_due compares them"
+    )
+
+
+def test_the_micro_batch_is_read_when_the_loader_is_made(run):
+    before, run._train_batch_size = run._train_batch_size, 1
+    rows = len(next(iter(run.get_train_dataloader()))["input_ids"])
+    run._train_batch_size = before
+    assert before == run.args.train_batch_size and rows == 2, (
+        f"with _train_batch_size 1, Trainer's loader gives {rows} rows and not one pair's 2: {MEMORY}._use sets it"
+    )
+
+
+# ---- TRL's own ----
+
+
+def test_precomputed_references(run):
+    source = inspect.getsource(trl.DPOTrainer._precompute_ref_logps)
+    assert run._precompute_engine is None and "self._precompute_engine = prepare_deepspeed(" in source, (
+        f"DPOTrainer no longer keeps DeepSpeed's engine in _precompute_engine: {REFERENCE} looks there"
+    )
+    assert hasattr(run, "_precompute_model_hash") and "self._precompute_model_hash" in source, (
+        "DPOTrainer._precompute_ref_logps no longer names its cache by _precompute_model_hash: "
+        "PreferenceTrainer._precompute_ref_logps sets it, and log-probabilities of another model would be taken"
+    )
+    assert "dataset._fingerprint" in source and isinstance(run.train_dataset._fingerprint, str), (
+        "datasets no longer have a `_fingerprint`: PreferenceTrainer._on_shared_disk names a folder by it"
+    )
+
+
+def test_asynchronous_rewards_have_a_loop(tiny_model_path, tmp_path, monkeypatch):
+    async def later(completion_ids, **_):
+        return [0.0] * len(completion_ids)
+
+    monkeypatch.setitem(rollout_once.REWARDS, "later", later)
+    spec = {"model": tiny_model_path, "trainer": "trl.GRPOTrainer", "rewards": ["later"]}
+    loop = getattr(rollout_once.build(spec, str(tmp_path)), "async_loop", None)
+    assert isinstance(loop, asyncio.AbstractEventLoop) and loop.is_running(), (
+        f"GRPOTrainer.async_loop is {loop} and no running loop: trl_ext.trainers.reward_functions.reward_columns "
+        "runs asynchronous rewards on it"
+    )
+
+
+def test_vllm_has_the_weights_of_a_step():
+    source = inspect.getsource(trl.GRPOTrainer._generate_single_turn)
+    assert "self.state.global_step != self._last_loaded_step" in source, (
+        f"GRPOTrainer no longer tells by _last_loaded_step whether vLLM has the weights: {MEMORY}._GATHERED resets it"
+    )
+
+
+def test_calls_of_the_vllm_client():
+    """By reading: vLLM itself is not needed for it."""
+    tree = ast.parse((Path(find_spec("trl").origin).with_name("generation") / "vllm_generation.py").read_text())
+    clients = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "vllm_client"]
+    assert clients and all(getattr(node.value, "id", None) == "self" for node in clients), (
+        "VLLMGeneration no longer keeps its client in vllm_client: trl_ext.trainers.vllm_server wraps it"
+    )
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value in clients}
+    expected = {"init_communicator", "update_named_params", "reset_prefix_cache", "image_features", "generate"}
+    assert found == expected, (
+        f"VLLMGeneration calls {sorted(found ^ expected)} of its client anew or no more: "
+        "trl_ext.trainers.vllm_server._WatchedClient watches each call that is made while training"
+    )
+
+
+# ---- DeepSpeed and argparse ----
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "name"),
+    [
+        ("partitioned_param_coordinator.py", "PartitionedParameterCoordinator", "is_invalid_trace"),
+        ("partitioned_param_coordinator.py", "PartitionedParameterCoordinator", "_invalidate_trace"),
+        ("parameter_offload.py", "DeepSpeedZeRoOffload", "get_param_coordinator"),
+    ],
+)
+def test_the_trace_of_zero_3(file, kind, name):
+    """By reading: importing DeepSpeed takes seconds."""
+    deepspeed = find_spec("deepspeed")
+    if deepspeed is None:
+        pytest.skip("DeepSpeed is not here")
+    folder = Path(deepspeed.origin).parent / "runtime" / "zero"
+    methods = {
+        node.name: [argument.arg for argument in node.args.args]
+        for owner in ast.parse((folder / file).read_text()).body
+        if isinstance(owner, ast.ClassDef) and owner.name == kind
+        for node in owner.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert methods.get(name) == ["self"], (
+        f"DeepSpeed's {kind} has no method {name}() any more: {REFERENCE}.reference_passes forgets by it in which "
+        "order the passes of the reference ran"
+    )
+    assert "self.parameter_offload =" in (folder / "stage3.py").read_text(), (
+        f"DeepSpeed's ZeRO-3 optimizer has no parameter_offload any more: {REFERENCE}.reference_passes reads it"
+    )
+
+
+def test_names_of_argparse():
+    parser = trl.TrlParser((trl.DPOConfig,))
+    assert parser._option_string_actions["--beta"].dest == "beta", (
+        "argparse no longer lists its flags in _option_string_actions: recipes/common.py names unknown flags by it"
+    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rate", type=float)
+    assert parser._negative_number_matcher.match("-1"), "argparse has no _negative_number_matcher: recipes/common.py"
+    parser._negative_number_matcher = re.compile(r"^-1e-3$")
+    assert parser.parse_args(["--rate", "-1e-3"]).rate == -0.001, (
+        "argparse no longer tells negative numbers by _negative_number_matcher: recipes/common.py lets it take -1e-3"
+    )
