@@ -245,7 +245,7 @@ MUTATIONS: dict[str, Callable[[random.Random, Rows], Damaged]] = {
     "all rows bad": _all_bad,
     "empty": lambda generator, rows: generator.choice((b"", b"\n", b" \r\n\n", b"\xef\xbb\xbf", b"\xef\xbb\xbf\n")),
     "random bytes": lambda generator, rows: generator.randbytes(generator.randint(1, 5000)),
-    "gzip": lambda generator, rows: gzip.compress(join(lines_of(rows))),
+    "gzip": lambda generator, rows: gzip.compress(join(lines_of(rows)), mtime=0),
     "zip": _zipped,
     "folder": lambda generator, rows: Path.mkdir,
     "link to itself": lambda generator, rows: _linked_to_itself,

@@ -92,7 +92,7 @@ class TestFormats:
     @pytest.mark.parametrize(
         ("content", "what"),
         [
-            (gzip.compress(GOOD), "gzip"),
+            (gzip.compress(GOOD, mtime=0), "gzip"),
             (b"PK\x03\x04" + GOOD * 3, "zip archive"),
             (GOOD.decode().encode("utf-16"), "UTF-16"),
             (GOOD.decode().encode("utf-16-le"), "UTF-16"),
@@ -224,7 +224,8 @@ class TestSubmissions:
         assert problem.message == "over the token budget: the text has 4001 characters, for 4 tokens"
 
     @pytest.mark.parametrize(
-        "content", [b"[1]", b"\xff", b"[" * 100_000, b'{"a": 1, "a": 1}', b"9" * 5000, gzip.compress(b"{}"), b""]
+        "content",
+        [b"[1]", b"\xff", b"[" * 100_000, b'{"a": 1, "a": 1}', b"9" * 5000, gzip.compress(b"{}", mtime=0), b""],
     )
     def test_damaged_json(self, tmp_path, content):
         path = write(tmp_path / "bars.json", content)
