@@ -406,6 +406,8 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")
     # No tensors: the length of the header, and the header.
     (tmp_path / "run" / "checkpoint-1" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    # Whose learning rate can go on.
+    torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
     assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "--output_dir=run")
 
 
