@@ -74,7 +74,9 @@ def test_metrics_carry_the_seconds_of_training_and_a_resumed_run_counts_on(tmp_p
 
     def train(start: int, began: float, *logs: tuple[int, float]) -> None:
         callback = callbacks.MetricsFileCallback(tmp_path / "metrics.jsonl")
-        state = SimpleNamespace(is_world_process_zero=True, global_step=start)
+        # The checkpoint of a step holds what had been logged when it was written: one line of its own step.
+        log_history = [{"step": start}] if start else []
+        state = SimpleNamespace(is_world_process_zero=True, global_step=start, log_history=log_history)
         clock.now = began
         callback.on_train_begin(None, state, None)
         for state.global_step, clock.now in logs:
