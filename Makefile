@@ -23,8 +23,10 @@ test-slow: $(STAMP)
 	$(PYTEST) -m slow --ignore tests/test_zero.py $(ARGS)
 
 # Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so nothing else installs it.
+# Its kernels are compiled into .venv: a build that was killed elsewhere leaves a lock there that others wait on.
 test-zero: $(ZERO_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
+	rm -f .venv/torch_extensions/*/lock
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
 
 # For a machine with GPUs; elsewhere every test is skipped.
 test-gpu: $(STAMP)
