@@ -91,7 +91,8 @@ class PolicyTrainer(StopStrings, GuardedTraining, RolloutPosition, Resumable, Ro
         self._check_context()
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
-        count_from_the_first_token(self.model, self.ref_model)
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
         self._place_reward_models()
 
     # ---- What TRL prepares ----

@@ -9,7 +9,7 @@ from torch import nn
 from trl_ext.models.packing import packing_of
 
 
-def count_from_the_first_token(*models: nn.Module | None) -> None:
+def count_from_the_first_token(*models: nn.Module) -> None:
     """Let models' passes for log-probabilities count positions from each row's first token, as generation does.
 
     TRL pads prompts on the left and names no positions, so that a model with learnt absolute positions would be asked
@@ -17,10 +17,10 @@ def count_from_the_first_token(*models: nn.Module | None) -> None:
     as they are; packed passes name their own.
 
     Args:
-        models: policies and references; None is passed over.
+        models: policies and references, not wrapped by an engine.
     """
     for model in models:
-        if model is None or getattr(model.config.get_text_config(), "rope_parameters", None):
+        if getattr(model.config.get_text_config(), "rope_parameters", None):
             continue
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         if "position_ids" in inspect.signature(base.forward).parameters:
