@@ -102,8 +102,9 @@ def estimate_checkpoint(size: ModelSize, args: TrainingArguments, engine: Engine
     checkpoint = model
     if not args.save_only_model:
         checkpoint += optimizer_bytes(size, args, engine, weights)
-        # DeepSpeed saves the trained weights a second time, beside its optimizer's.
-        checkpoint += size.trained * _trained_bytes(size, engine, weights) if engine.uses_deepspeed else 0
+        # ZeRO-2 saves the trained weights a second time, beside its optimizer's; ZeRO-3 has no whole ones.
+        whole = engine.uses_deepspeed and engine.name != "ZeRO-3"
+        checkpoint += size.trained * _trained_bytes(size, engine, weights) if whole else 0
     return {"model": math.ceil(model), "checkpoint": math.ceil(checkpoint)}
 
 
