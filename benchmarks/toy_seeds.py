@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-ONLINE = ("grpo", "dr_grpo", "gspo", "rloo", "remax")
+ONLINE = ("grpo", "dr_grpo", "gspo", "rloo", "remax", "ppo", "online_preference", "online_preference_replay")
+# Configurations of a recipe with another name.
+RECIPE_OF = {"online_preference_replay": "online_preference"}
 
 
 def run(method: str, seed: int, folder: Path) -> dict[str, Any]:
@@ -27,8 +29,11 @@ def run(method: str, seed: int, folder: Path) -> dict[str, Any]:
             run("reward_model", seed, folder)
             rewards = ["--reward_model", str(folder / f"reward_model-{seed}")]
         print(f"running {method}, seed {seed}", file=sys.stderr)
+        recipes = REPOSITORY / "recipes"
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
-        command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml"), str(REPOSITORY / "recipes" / f"{method}.py")]
+        command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml")]
+        command += [str(recipes / f"{RECIPE_OF.get(method, method)}.py")]
+        command += ["--config", str(recipes / "configs" / "toy" / f"{method}.yaml")]
         command += ["--seed", str(seed), "--output_dir", str(output_dir), "--overwrite_output_dir", "true", *rewards]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
