@@ -36,7 +36,12 @@ LIVES = {
         "after the last checkpoint": [["saved", 11]],
         "asked to end, twice": [["notice", 4], ["notice", 8]],
     },
-    "preference_lora": {"in a second epoch": [["step_end", 5]], "asked to end": [["notice", 6]]},
+    "preference_lora": {
+        "in a second epoch": [["step_end", 5]],
+        "asked to end": [["notice", 6]],
+        # With no evaluation at its end: what the last window gathered stands in the last line of metrics.
+        "after the last checkpoint": [["saved", 11]],
+    },
     "preference_moving": {"with a reference that has moved": [["step_end", 7]]},
     "reward": {
         "before a checkpoint is scored": [["renamed", 6]],
@@ -44,11 +49,15 @@ LIVES = {
         "asked to end off the schedule": [["notice", 3]],
     },
     # 4 updates to a rollout and 8 to an epoch; checkpoints at 4, 8 and 12 of 14.
-    "policy": {"in a second epoch": [["step_end", 13]], "asked to end in a rollout": [["notice", 5]]},
+    "policy": {
+        "in a second epoch": [["step_end", 13]],
+        "asked to end in a rollout": [["notice", 5]],
+        "after the last checkpoint": [["saved", 14]],
+    },
     # 2 updates to a rollout, which is an epoch.
     "policy_batch": {"in the middle of a rollout": [["step_end", 7]], "in saving": [["renamed", 8]]},
     "sft": {"with its best checkpoint behind it": [["step_end", 8]], "in saving": [["before_rename", 9]]},
-    "sft_by_length": {"in a second epoch": [["step_end", 8]]},
+    "sft_by_length": {"in a second epoch": [["step_end", 8]], "after the last checkpoint": [["saved", 11]]},
     "expert": {"in a third round": [["step_end", 7]], "in saving a round": [["before_rename", 9]]},
 }
 

@@ -155,6 +155,8 @@ class Resumable:
             "loss_before": self._total_loss_scalar,
             "logged_at": self._globalstep_last_logged,
             "metrics": {mode: _plain_lists(metrics) for mode, metrics in self._metrics.items()},
+            # TRL asks this to know what to log of. A run without a step left would not have set it.
+            "training": self.model.training,
             "carried_over": self._counts(),
             "epoch_start": self._epoch_start,
             "sampler": _state(getattr(self._train_sampler, "generator", None)),
@@ -210,6 +212,7 @@ class Resumable:
         for mode, metrics in progress["metrics"].items():
             self._metrics[mode].clear()
             self._metrics[mode].update(metrics)
+        self.model.train(progress.get("training", True))
         self._set_counts(progress["carried_over"])
         self._load_reference(self._resumed_from)
 
