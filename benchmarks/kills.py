@@ -2,7 +2,8 @@
 
 `python -m benchmarks.kills --kills 50` needs no GPU. The trainers share the kills evenly. A life is killed at a moment
 drawn uniformly from what the training of a whole run takes and a tenth more, counted from where its own training
-begins, unless it has ended by then; the next life begins from the last checkpoint. A run is killed up to three times before it may end.
+begins, unless it has ended by then; the next life begins from the last checkpoint. A run is killed up to three times
+before it may end.
 """
 
 from __future__ import annotations
