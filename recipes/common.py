@@ -24,6 +24,9 @@ RECIPES = Path(__file__).resolve().parent
 # What a user can mend: in the arguments and data, before training; and of what happens in training.
 MENDABLE = (ValueError, OSError, ImportError, TypeError, SyntaxError)
 MENDABLE_IN_TRAINING = (TrainingFault, FloatingPointError)
+# Characters of a message; a library's may quote a whole file.
+LONGEST_MESSAGE = 2000
+SHOW_ALL = "TRL_EXT_TRACEBACK=1 shows all"
 
 
 @contextmanager
@@ -38,8 +41,15 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
         if is_main_process() or kinds is MENDABLE_IN_TRAINING:
             # In training, a progress bar stands at the start of the line.
             start = "\n" if kinds is MENDABLE_IN_TRAINING else ""
-            print(f"{start}error: {' '.join(str(error).split())}", file=sys.stderr)
+            print(f"{start}error: {_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _one_line(error: Exception) -> str:
+    """The message without line breaks; of a long one its beginning, and how much there is of the rest."""
+    message = " ".join(str(error).split())
+    cut = len(message) - LONGEST_MESSAGE
+    return message if cut <= 0 else f"{message[:LONGEST_MESSAGE]}... ({cut:,} characters more; {SHOW_ALL})"
 
 
 def parse_arguments(
@@ -56,16 +66,8 @@ def parse_arguments(
         ValueError: an unknown flag or key (with the nearest valid one), or a value of the wrong type.
         FileNotFoundError: no such configuration file.
     """
-    parser = _Parser(dataclass_types, description=description, allow_abbrev=False)
-    parser.add_argument("--config", help="YAML file of arguments; flags override it.")
-    flags = {name[2:]: action for name, action in parser._option_string_actions.items() if name[:2] == "--"}
-    flags = {name: action for name, action in flags.items() if "-" not in name}
-    # A bare --resume_from_checkpoint means the last one.
-    if "resume_from_checkpoint" in flags:
-        resume = flags["resume_from_checkpoint"]
-        resume.nargs, resume.const = "?", "last"
+    parser, flags = _parser(dataclass_types, description)
     arguments = [part for argument in sys.argv[1:] for part in _split_flag(argument)]
-    given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
     config_path, config = _config_path(arguments), {}
     if config_path is None and default_config is not None:
         embedded = _value_of("model_name_or_path", arguments, default="toy") == "toy"
@@ -75,9 +77,7 @@ def parse_arguments(
     if config_path is not None:
         config = _read_config(config_path, flags)
         parser.set_defaults_with_config(**config)
-    unknown = sorted(name for name in given if name not in flags)
-    if unknown:
-        raise ValueError(f"unknown flag --{unknown[0]}{nearest(unknown[0], list(flags))}")
+    _refuse_unknown(arguments, flags)
     try:
         *instances, rest = parser.parse_args_into_dataclasses(args=sys.argv[1:], return_remaining_strings=True)
     except TypeError as error:
@@ -90,6 +90,47 @@ def parse_arguments(
         raise ValueError(f"unexpected {rest[0]!r} on the command line: values follow a --flag")
     # The last is the namespace that holds --config.
     return tuple(instance for instance in instances if dataclasses.is_dataclass(instance))
+
+
+def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -> None:
+    """Refuse names that the dataclasses do not have and values that are of no type of theirs; makes no instance.
+
+    Instances look for the machine's devices, and may occupy them.
+
+    Args:
+        dataclass_types: as for `parse_arguments`.
+        arguments: of a command line, which may name a `--config`.
+
+    Raises:
+        ValueError, FileNotFoundError: as `parse_arguments`.
+    """
+    parser, flags = _parser(dataclass_types)
+    arguments = [part for argument in arguments for part in _split_flag(argument)]
+    config_path = _config_path(arguments)
+    if config_path is not None:
+        parser.set_defaults_with_config(**_read_config(config_path, flags))
+    _refuse_unknown(arguments, flags)
+    parser.parse_args(list(arguments))
+
+
+def _parser(dataclass_types: Sequence[type], description: str | None = None) -> tuple[_Parser, dict[str, Any]]:
+    """The parser, and its action of each flag by the flag's name."""
+    parser = _Parser(dataclass_types, description=description, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file of arguments; flags override it.")
+    flags = {name[2:]: action for name, action in parser._option_string_actions.items() if name[:2] == "--"}
+    flags = {name: action for name, action in flags.items() if "-" not in name}
+    # A bare --resume_from_checkpoint means the last one.
+    if "resume_from_checkpoint" in flags:
+        resume = flags["resume_from_checkpoint"]
+        resume.nargs, resume.const = "?", "last"
+    return parser, flags
+
+
+def _refuse_unknown(arguments: Sequence[str], flags: dict[str, Any]) -> None:
+    given = {argument[2:].replace("-", "_") for argument in arguments if argument.startswith("--")}
+    unknown = sorted(name for name in given if name not in flags)
+    if unknown:
+        raise ValueError(f"unknown flag --{unknown[0]}{nearest(unknown[0], list(flags))}")
 
 
 class _Parser(TrlParser):

@@ -11,8 +11,10 @@ Each method is a recipe with its configuration for the embedded benchmark, or wh
       dpo: {config: recipes/configs/toy/dpo.yaml}
       dpo_low: {recipe: dpo, config: recipes/configs/toy/dpo.yaml, beta: 0.05}
 
-Methods that need a reward model get one trained for each seed. With --sweep, settings are chosen on the validation
-split first, by runs on seeds of their own:
+Methods that need a reward model get one trained for each seed. Those that are evaluated on problems with known answers
+(sft, expert_iteration, grpo_math) are compared by their accuracy, and with one another alone.
+
+With --sweep, settings are chosen on the validation split first, by runs on seeds of their own:
 
     seeds: [100]
     grid: {learning_rate: [1.0e-4, 3.0e-4]}             # of every method
@@ -30,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import sweep
-from compare_plan import PAIR_RECIPES, Method, Plan, read_plan
+from compare_plan import ONLINE_RECIPES, Method, Plan, check_metric, read_plan
 from sweep import Run, Study
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, one_line_errors
@@ -51,6 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if given.runs:
             report(plan, given.difference, Path(given.runs), required=True)
         elif given.slurm:
+            check_metric(plan)
             print(slurm_script(plan, given))
         elif given.dry_run:
             _print_commands(plan)
@@ -58,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if run_stage(plan, given.stage, given.array_index):
                 raise SystemExit(1)
         else:
+            check_metric(plan)
             failed = [name for stage in _stages(plan) for name in run_stage(plan, stage)]
             report(plan, given.difference, plan.folder)
             if failed:
@@ -116,7 +120,7 @@ def _tuning_runs(plan: Plan, method: Method) -> list[Run]:
     if plan.tuning is None or len(settings) < 2:
         return []
     splits = {**plan.tuning.validation}
-    if method.recipe not in PAIR_RECIPES:
+    if method.recipe in ONLINE_RECIPES:
         splits.pop("eval_split")
     return [
         Run(f"{method.name}-{index}-{seed}", _arguments(plan, method, seed, {**one, **splits}))

@@ -15,10 +15,17 @@ from trl_ext.registry import nearest
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
 # These are rewarded by a reward model.
 ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
+# These are evaluated on problems with known answers.
+REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft")
 CONFIG_KEYS = ("baseline", "common", "reward_model", "methods")
 SWEEP_KEYS = ("seeds", "validation", "grid", "methods")
-# Where settings are chosen.
-VALIDATION = {"prompt_split": "validation_gen", "eval_split": "validation_prefs"}
+# Where settings are chosen, by what a method is evaluated on.
+VALIDATION = {
+    "prompts": {"prompt_split": "validation_gen", "eval_split": "validation_prefs"},
+    "problems": {"eval_split": "validation"},
+}
+# What a method is compared on: the flag that names it, and its default.
+COMPARED_ON = {"prompts": ("prompt_split", "test_gen"), "problems": ("eval_split", "test")}
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,11 @@ class Method:
     @property
     def needs_reward_model(self) -> bool:
         return self.recipe in ONLINE_RECIPES and not {"reward_model", "reward_function"} & set(self.arguments)
+
+    @property
+    def evaluated_on(self) -> str:
+        """`problems` with known answers, or `prompts`."""
+        return "problems" if self.recipe in REASONING_RECIPES else "prompts"
 
 
 @dataclass(frozen=True)
@@ -79,6 +91,7 @@ def read_plan(given) -> Plan:
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise ValueError(f"--methods {given.methods}: a method stands there twice")
+    _check_one_kind(methods)
     baseline = given.baseline or content.get("baseline")
     if baseline is not None and baseline not in names:
         raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(names)}")
@@ -130,19 +143,49 @@ def read_tuning(path: str, methods: Sequence[Method], seeds: Sequence[int]) -> T
         raise ValueError(f"{path}: methods must hold `name: grid` lines")
     for name in own:
         sweep.read_arguments(Path(path), f"methods, {name}", own[name])
-        if name not in (*names, *PAIR_RECIPES, *ONLINE_RECIPES):
+        if name not in (*names, *PAIR_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES):
             raise ValueError(f"{path}: methods: no method {brief(name)!r}{nearest(brief(name), names)}")
     tuning_seeds = content.get("seeds", [100])
     if not isinstance(tuning_seeds, list) or not all(isinstance(seed, int) for seed in tuning_seeds):
         raise ValueError(f"{path}: seeds must be a list of numbers, got {brief(repr(tuning_seeds))}")
     if set(tuning_seeds) & set(seeds):
         raise ValueError(f"{path}: seeds: settings are chosen on other seeds than --seeds, which would flatter them")
-    validation = {**VALIDATION, **sweep.read_arguments(Path(path), "common", content.get("validation") or {})}
+    kind = methods[0].evaluated_on
+    validation = {**VALIDATION[kind], **sweep.read_arguments(Path(path), "common", content.get("validation") or {})}
+    split, default = COMPARED_ON[kind]
     for method in methods:
-        if validation["prompt_split"] == method.arguments.get("prompt_split", "test_gen"):
-            raise ValueError(f"{path}: validation: prompt_split is the one that {method.name} is compared on")
+        if validation[split] == method.arguments.get(split, default):
+            raise ValueError(f"{path}: validation: {split} is the one that {method.name} is compared on")
     settings = {name: sweep.combinations(Path(path), {**grid, **own.get(name, {})}) for name in names}
     return Tuning(settings, tuning_seeds, validation)
+
+
+def _check_one_kind(methods: Sequence[Method]) -> None:
+    """Refuse methods that no row could be compared on."""
+    kinds = {method.evaluated_on: method for method in methods}
+    if len(kinds) > 1:
+        problems, prompts = kinds["problems"], kinds["prompts"]
+        raise ValueError(
+            f"{problems.name} is evaluated on problems with known answers and {prompts.name} on prompts, so that no "
+            "response of one can stand beside one of the other: compare them apart"
+        )
+
+
+def check_metric(plan: Plan) -> None:
+    """Refuse to run what could not be compared afterwards: only the embedded benchmark and problems have scores.
+
+    Raises:
+        ValueError: prompts of another benchmark, and no metric is named.
+    """
+    for method in plan.methods:
+        config = read_yaml(method.arguments["config"]) if "config" in method.arguments else None
+        named = {**(config if isinstance(config, dict) else {}), **method.arguments}.get("dataset_name", "toy")
+        if plan.metric is None and method.evaluated_on == "prompts" and named != "toy":
+            raise ValueError(
+                f"{named} comes with no judge, so that runs on it leave no score and no outcome to compare: name a "
+                "number in their generations.jsonl with --metric, or make the runs alone, with --stage reward_models "
+                "and --stage runs, and judge their responses with python -m public_eval.judge"
+            )
 
 
 def _content(path: str | None, keys: Sequence[str]) -> dict[str, Any]:
@@ -161,7 +204,7 @@ def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]
     own = known.get(name) or {}
     arguments = sweep.read_arguments(path, f"methods, {name}", own) if own else {}
     recipe = str(arguments.get("recipe", name))
-    recipes = (*PAIR_RECIPES, *ONLINE_RECIPES)
+    recipes = (*PAIR_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
     if recipe not in recipes:
         raise ValueError(f"no method {recipe!r}{nearest(recipe, recipes)} Known: {', '.join(recipes)}")
     arguments = {key: value for key, value in arguments.items() if key != "recipe"}

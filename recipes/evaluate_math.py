@@ -14,7 +14,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
 from common import RECIPES, one_line_errors, parse_arguments
 from reasoning import (
@@ -28,19 +27,15 @@ from reasoning import (
     sampling_settings,
 )
 from run_folder import config_text, settings_digest
+from sampling import load_engine, open_folder
 from training import ModelArguments
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import get_quantization_config
 
 from trl_ext.data.math import math_prompt
 from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
-from trl_ext.files import write_json, write_text
-from trl_ext.models import resolve_model_path
-from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, end_processes
+from trl_ext.files import write_json
+from trl_ext.rollouts import end_processes
 from trl_ext.trainers.defaults import runs_on_cpu
 
-# What an evaluation that goes on may differ in from what it was begun with.
-_MAY_DIFFER = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
 FILES = ("config.yaml", "generations.jsonl", "results.json")
 
 
@@ -104,9 +99,9 @@ def _run() -> None:
         folder = Path(arguments.output_dir)
         accelerator = Accelerator(cpu=runs_on_cpu(arguments.use_cpu))
         if accelerator.is_main_process:
-            _open_folder(folder, resolved, arguments.overwrite_output_dir)
+            open_folder(folder, resolved, overwrite=arguments.overwrite_output_dir, files=FILES)
         accelerator.wait_for_everyone()
-        engine, tokenizer = _engine(arguments, model, settings, accelerator)
+        engine, tokenizer = load_engine(arguments, model, settings, accelerator)
         _check_template(problems, tokenizer)
         rows = evaluate_reasoning(
             problems.rows,
@@ -139,77 +134,6 @@ def _run() -> None:
         write_json(folder / "results.json", _results(run, summary))
         _print(run, summary, rows, folder)
     end_processes(accelerator)
-
-
-def _open_folder(folder: Path, resolved: str, overwrite: bool) -> None:
-    """Make the folder, or find in it an evaluation that was begun with the same settings and is not finished.
-
-    Raises:
-        FileExistsError: it holds another evaluation, or a finished one, or a run of training.
-    """
-    way_out = "choose another --output_dir, or give --overwrite_output_dir"
-    if folder.exists() and not folder.is_dir():
-        raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
-    if overwrite:
-        for name in FILES:
-            (folder / name).unlink(missing_ok=True)
-    if (folder / "results.json").exists() or (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a finished evaluation or a training run: {way_out}")
-    begun = folder / "generations.jsonl"
-    if begun.exists() and begun.stat().st_size:
-        config = folder / "config.yaml"
-        if not config.exists():
-            raise FileExistsError(f"{folder} holds responses and no config.yaml that says of what: {way_out}")
-        earlier = yaml.safe_load(config.read_text(encoding="utf-8"))
-        now = yaml.safe_load(resolved)
-        names = [name for name in sorted({*earlier, *now}) if name not in _MAY_DIFFER]
-        changed = [name for name in names if earlier.get(name) != now.get(name)]
-        if changed:
-            raise FileExistsError(
-                f"{folder} holds an unfinished evaluation with another {changed[0]} "
-                f"({earlier.get(changed[0])!r}, now {now.get(changed[0])!r}): {way_out}"
-            )
-        count = begun.read_bytes().count(b"\n")
-        print(f"going on in {folder}, which holds {count} responses")
-    write_text(folder / "config.yaml", resolved)
-
-
-def _engine(arguments: EvaluationArguments, model: ModelArguments, settings: SamplingSettings, accelerator):
-    """What samples, and its tokenizer.
-
-    Raises:
-        ValueError: the model cannot be loaded, a new adapter is asked for, or vLLM is to run in several processes or
-            on an adapter.
-        ImportError: vLLM is asked for and not installed.
-    """
-    path = resolve_model_path(model.model_name_or_path)
-    if model.use_peft:
-        raise ValueError("--use_peft is for training: give the folder of a trained adapter as --model_name_or_path")
-    if arguments.use_vllm and accelerator.num_processes > 1:
-        raise ValueError("vLLM is for one process here: launch with --num_processes 1")
-    if arguments.use_vllm and (Path(path) / "adapter_config.json").exists():
-        raise ValueError(f"vLLM loads no adapter by its folder: merge {path} into its base, or leave out --use_vllm")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=model.model_revision)
-        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-        if arguments.use_vllm:
-            memory = arguments.vllm_gpu_memory_utilization
-            options = {"revision": model.model_revision, "dtype": model.dtype or "auto", "seed": arguments.seed}
-            return VLLMEngine(path, tokenizer, settings, gpu_memory_utilization=memory, **options), tokenizer
-        dtype = "float32" if accelerator.device.type == "cpu" else model.dtype or "auto"
-        loaded = AutoModelForCausalLM.from_pretrained(
-            path,
-            revision=model.model_revision,
-            dtype=dtype,
-            attn_implementation=model.attn_implementation,
-            quantization_config=get_quantization_config(model),
-        )
-    except OSError as error:
-        raise ValueError(
-            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
-            f"with --model_name_or_path. ({error})"
-        ) from error
-    return TransformersEngine(loaded.to(accelerator.device).eval(), tokenizer, settings), tokenizer
 
 
 def _check_template(problems: Problems, tokenizer) -> None:

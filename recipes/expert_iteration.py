@@ -14,6 +14,7 @@ from pathlib import Path
 from common import MENDABLE_IN_TRAINING, one_line_errors
 from reasoning import compare_with_base, evaluate_on, require_base, sampling_settings
 from run_folder import TrainingRun, begin_run
+from time_budget import TimeBudgetArguments, check_time_left, say_stopped, time_budget
 from training import can_be_resumed
 from verified import TrainingProblems, load_problem_sets, plot_over_time
 
@@ -25,8 +26,11 @@ from trl_ext.trainers.reasoning_validation import validate
 
 
 @dataclass
-class ExpertIterationArguments(TrainingProblems):
-    """Problems, prompts and rewards. Responses are sampled as in evaluations, and validated after each round."""
+class ExpertIterationArguments(TimeBudgetArguments, TrainingProblems):
+    """Problems, prompts and rewards. Responses are sampled as in evaluations, and validated after each round.
+
+    `max_hours` ends the run after the round in which they are spent.
+    """
 
     def __post_init__(self):
         super().__post_init__()
@@ -56,10 +60,14 @@ def main() -> None:
     run.open(trainer, metrics=trainer.metrics_file)
     evaluation.base(progress=True)
     trainer.validate = partial(validate, evaluate_on(trainer, validation, settings))
+    budget = time_budget(run, trainer, trainer.metrics_file)
+    if budget is not None:
+        trainer.stops = budget.is_spent
 
     run.train(trainer, mendable=(NoCorrectResponseError, *MENDABLE_IN_TRAINING))
 
-    rounds = f"{training.n_steps} rounds of {training.questions_per_step} questions"
+    done = trainer.rounds
+    rounds = f"{done} round{'s' * (done != 1)} of {training.questions_per_step} questions"
     each = f"{training.rollouts_per_question} rollouts each, {training.sft_epochs} epochs"
     results = compare_with_base(
         run,
@@ -69,10 +77,13 @@ def main() -> None:
         reward=train.reward,
         prompt_template=train.template_name,
         train_problems=len(train.rows),
-        sampled_responses=training.n_steps * training.questions_per_step * training.rollouts_per_question,
+        sampled_responses=done * training.questions_per_step * training.rollouts_per_question,
+        stopped_by_max_hours=done < training.n_steps,
     )
     if results is not None:
         plot_over_time(run.folder, results)
+        if done < training.n_steps:
+            say_stopped(run, done, training.n_steps, "rounds")
     end_processes(trainer.accelerator)
 
 
@@ -86,6 +97,7 @@ def _begin() -> TrainingRun:
     )
     if run.checkpoint is not None and not (Path(run.checkpoint) / "expert_step.json").is_file():
         raise ValueError(f"{run.checkpoint} is no checkpoint of expert iteration: it has no expert_step.json")
+    check_time_left(run)
     return run
 
 

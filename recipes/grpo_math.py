@@ -16,6 +16,7 @@ from course_terms import CourseConfig
 from datasets import Dataset
 from reasoning import Problems, compare_with_base, evaluate_on, require_base, sampling_settings
 from run_folder import TrainingRun, begin_run
+from time_budget import TimeBudgetArguments, check_time_left, say_stopped, time_budget
 from training import can_be_resumed
 from verified import TrainingProblems, load_problem_sets, plot_over_time
 
@@ -23,25 +24,19 @@ from trl_ext import PolicyTrainer
 from trl_ext.data.math import math_prompt
 from trl_ext.rewards import verified_reward
 from trl_ext.rollouts import end_processes
-from trl_ext.trainers.callbacks import TimeBudgetCallback, read_metrics
 from trl_ext.trainers.reasoning_validation import ValidationCallback
 
 
 @dataclass
-class GRPOMathArguments(TrainingProblems):
+class GRPOMathArguments(TimeBudgetArguments, TrainingProblems):
     """Problems, prompts and rewards, how often to validate, and how long to train."""
 
     eval_every: int = field(default=10, metadata={"help": "Steps between validations; 0 for none."})
-    max_hours: float | None = field(
-        default=None, metadata={"help": "End training after so long, with a checkpoint and the final table."}
-    )
 
     def __post_init__(self):
         super().__post_init__()
         if self.eval_every < 0:
             raise ValueError(f"eval_every must be at least 0, got {self.eval_every}")
-        if self.max_hours is not None and not self.max_hours > 0:
-            raise ValueError(f"max_hours must be positive, got {self.max_hours}")
 
 
 @can_be_resumed()
@@ -66,15 +61,14 @@ def main() -> None:
     metrics = run.open(trainer)
     while_training = evaluate_on(trainer, validation, settings)
     trainer.add_callback(ValidationCallback(while_training, evaluation, every=arguments.eval_every))
-    if arguments.max_hours is not None:
-        period = training.updates_per_rollout
-        budget = TimeBudgetCallback(arguments.max_hours, metrics, trainer.accelerator, period=period)
+    budget = time_budget(run, trainer, metrics, period=training.updates_per_rollout)
+    if budget is not None:
         trainer.add_callback(budget)
 
     run.train(trainer)
 
     state = trainer.state
-    stopped = state.global_step < state.max_steps
+    stopped = budget is not None and state.global_step < state.max_steps
     results = compare_with_base(
         run,
         trainer,
@@ -93,10 +87,7 @@ def main() -> None:
     if results is not None:
         plot_over_time(run.folder, results)
         if stopped:
-            print(
-                f"stopped by --max_hours {arguments.max_hours:g} after {state.global_step} of {state.max_steps} "
-                "steps; with more hours, --resume_from_checkpoint goes on"
-            )
+            say_stopped(run, state.global_step, state.max_steps)
     end_processes(trainer.accelerator)
 
 
@@ -116,11 +107,7 @@ def _begin() -> TrainingRun:
             f"{training.max_completion_length}: evaluations sample as the rollouts do; give the second alone"
         )
     arguments.max_new_tokens = training.max_completion_length
-    if run.checkpoint is not None and arguments.max_hours is not None:
-        rows = read_metrics(run.folder / "metrics.jsonl")
-        hours = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
-        if hours >= arguments.max_hours:
-            raise ValueError(f"the run has taken {hours:.2f} of its --max_hours {arguments.max_hours:g}: give more")
+    check_time_left(run)
     return run
 
 

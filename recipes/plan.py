@@ -110,7 +110,10 @@ def plan_text(plan: Mapping[str, Any]) -> str:
     engine, parameters, memory, disk = (plan[name] for name in ("engine", "parameters", "memory", "disk"))
     fallback = "" if engine["name"] == engine["asked"] else f" ({engine['asked']} was asked for)"
     updates = [f"  {name.replace('_', ' ')}: {_number(value)}" for name, value in plan["updates"].items()]
-    parts = [f"  {name}: {_size(value)}" for name, value in memory.items() if value and name != "total"]
+    why = explain_memory(plan["pass"])
+    parts = [
+        f"  {name}: {_size(value)}{why.get(name, '')}" for name, value in memory.items() if value and name != "total"
+    ]
     files, reference = plan["files"], ", and a reference model as large" if parameters["reference"] else ""
     kept = (
         "as many checkpoints as are written" if disk["checkpoints"] is None else f"{disk['checkpoints']} checkpoints"
@@ -135,6 +138,21 @@ def plan_text(plan: Mapping[str, Any]) -> str:
             f"{', '.join(files['names'])}{trackers}",
         ]
     )
+
+
+def explain_memory(one_pass: Mapping[str, Any]) -> dict[str, str]:
+    """What those parts of the memory follow from that grow with a pass, by their names."""
+    rows, tokens, length = (f"{one_pass[name]:,}" for name in ("rows", "tokens", "length"))
+    kept = "inputs of all layers and one layer at a time" if one_pass["recomputes_layers"] else "all layers"
+    logits = one_pass["logits"]
+    sampled, longest = (f"{one_pass[name]:,}" for name in ("generated_rows", "generated_length"))
+    return {
+        "activations": f" (of {tokens} tokens, {rows} rows of at most {length} in a pass: {kept})",
+        "logits": f" (of {logits['positions']:,} of these tokens at a time and {logits['outputs']:,} outputs, in "
+        f"float32, {logits['copies']} copies)",
+        "generation": f" (keys and values of {sampled} responses at once, of at most {longest} tokens with their "
+        "prompts)",
+    }
 
 
 def _number(value: Any) -> str:

@@ -173,6 +173,7 @@ def compare_with_base(run: TrainingRun, trainer, evaluation: ReasoningEvaluation
         return None
     described = describe_run(trainer, run.describe(**own))
     results = write_comparison(run.folder, described, before, after)
+    trainer.create_model_card()
     print_comparison(results, after["sampled"], run.training.output_dir)
     return results
 

@@ -77,13 +77,19 @@ class TrainingRun:
         """The trainer on the datasets given as keywords; one with `eval_dataset=None` does not evaluate.
 
         Raises:
-            ValueError: as `training.load_trainer`, and where a resumed run was begun with other settings.
+            ValueError: as `training.load_trainer`; where a resumed run was begun with other settings; or where the
+                best checkpoint is to be chosen on rows that are not there.
         """
         # Before what the data and the model settle: config.yaml is what was asked for.
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
             check_same_settings(self.folder / "config.yaml", self.resolved)
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
+            if self.training.load_best_model_at_end:
+                raise ValueError(
+                    "load_best_model_at_end chooses a checkpoint on held-out rows, and there are none: name a split "
+                    "with --eval_split, or leave it out to keep the last"
+                )
             self.training.eval_strategy = IntervalStrategy.NO
         end_with_plan(self.launch, self.model, self.training, datasets, RESULT_FILES)
         return load_trainer(trainer_class, self.model, self.training, **datasets)

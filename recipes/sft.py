@@ -23,6 +23,7 @@ from reasoning import (
     sampling_settings,
 )
 from run_folder import begin_run
+from time_budget import TimeBudgetArguments, check_time_left, say_stopped, time_budget
 from training import can_be_resumed
 
 from trl_ext import SFTConfig, SFTTrainer
@@ -33,8 +34,8 @@ from trl_ext.trainers.reasoning_evaluation import ReasoningCallback
 
 
 @dataclass
-class SFTArguments(ProblemArguments):
-    """Problems to train on, beside what the evaluation is of."""
+class SFTArguments(TimeBudgetArguments, ProblemArguments):
+    """Problems to train on and how long, beside what the evaluation is of."""
 
     train_split: str = field(default="train", metadata={"help": "Problems with solutions to train on."})
     num_examples: int | None = field(
@@ -68,19 +69,25 @@ def main() -> None:
             name=lambda training: "sft",
         )
         arguments = run.arguments
+        check_time_left(run)
         train = load_problems(arguments, arguments.train_split)
         held_out = load_problems(arguments, arguments.eval_split, arguments.num_eval_prompts)
         demonstrations, kept = choose_demonstrations(arguments, train)
         trainer = run.load_trainer(SFTTrainer, train_dataset=Dataset.from_list(demonstrations))
         evaluation = evaluate_on(trainer, held_out, sampling_settings(arguments, reward=held_out.reward))
         require_base(evaluation, run)
-    run.open(trainer)
+    metrics = run.open(trainer)
     every, prompts = arguments.generation_eval_every, arguments.num_generation_prompts
     trainer.add_callback(ReasoningCallback(evaluation, every=every, prompts=prompts))
+    budget = time_budget(run, trainer, metrics)
+    if budget is not None:
+        trainer.add_callback(budget)
 
     run.train(trainer)
 
-    compare_with_base(
+    state = trainer.state
+    stopped = budget is not None and state.global_step < state.max_steps
+    results = compare_with_base(
         run,
         trainer,
         evaluation,
@@ -89,7 +96,10 @@ def main() -> None:
         train_problems=len(train.rows),
         train_responses=len(demonstrations),
         filtered=kept,
+        stopped_by_max_hours=stopped,
     )
+    if results is not None and stopped:
+        say_stopped(run, state.global_step, state.max_steps)
     end_processes(trainer.accelerator)
 
 

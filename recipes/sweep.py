@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from recipe_arguments import argument_types
+
 from trl_ext.evaluation.report import write_report
 from trl_ext.files import brief, read_yaml, write_json
 from trl_ext.registry import nearest
@@ -83,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         study = read_study(given.study, given.output_dir, given.accelerate_config)
         chosen = _chosen(study, given.array_index)
         check_folders(study)
+        check_runs(study, chosen)
     except (ValueError, OSError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -234,6 +237,25 @@ def check_folders(study: Study) -> None:
                 f"{folder} holds a run that this study did not start, or started with other arguments: remove it, or "
                 "choose another --output_dir"
             )
+
+
+def check_runs(study: Study, runs: Sequence[Run]) -> None:
+    """Refuse arguments that the recipe does not take, before anything runs.
+
+    Raises:
+        ValueError: the message names the run and the flag or key.
+    """
+    types = argument_types(study.recipe)
+    if types is None:
+        return
+    from common import check_arguments
+
+    for run in runs:
+        command = study.command(run)
+        try:
+            check_arguments(types, command[command.index(str(RECIPES / f"{study.recipe}.py")) + 1 :])
+        except ValueError as error:
+            raise ValueError(f"the run {run.name} of recipes/{study.recipe}.py: {error}") from None
 
 
 def _kept(study: Study, run: Run) -> dict[str, Any]:

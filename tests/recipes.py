@@ -29,10 +29,14 @@ ONLINE = {
 # Names in the script itself.
 REASONING = {
     "evaluate_math": ("EvaluationArguments", None),
+    "best_of_n": ("BestOfNArguments", None),
+    "sweep_generation": ("SweepArguments", None),
     "sft": ("SFTArguments", "SFTConfig"),
     "expert_iteration": ("ExpertIterationArguments", "ExpertIterationConfig"),
     "grpo_math": ("GRPOMathArguments", "CourseConfig"),
     "kto": ("RecipeArguments", "KTOConfig"),
+    "rlhf_sft": ("DemonstrationArguments", "SFTConfig"),
+    "rlhf": ("RLHFArguments", None),
 }
 
 
@@ -57,7 +61,9 @@ def parse(monkeypatch, script: str, *arguments: str):
         own, config = online.OnlineArguments, getattr(trl_ext, f"{ONLINE[script]}Config")
     else:
         own, config = offline.RecipeArguments, getattr(trl_ext, f"{PREFERENCE[script]}Config")
-    types = (own, training.ModelArguments, *([config] if config else []))
+    # The pipeline passes its model on.
+    model = () if script == "rlhf" else (training.ModelArguments,)
+    types = (own, *model, *([config] if config else []))
     # Every recipe that trains takes the flags of its launch, too.
     launch = (plan.LaunchArguments,) if config else ()
     default_config = RECIPES / "configs" / "toy" / f"{script}.yaml"

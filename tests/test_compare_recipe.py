@@ -15,7 +15,7 @@ from tests import recipes
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt, and each learning rate.
-QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1}
+QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft": 0.0, "grpo_math": 0.3}
 RATES = {None: 0.0, "0.1": 0.0, "0.2": 0.05}
 PROMPTS = 40
 
@@ -67,7 +67,8 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
     (folder / "metrics.jsonl").write_text('{"step": 5, "epoch": 1.0}\n{"step": 10, "epoch": 2.0}\n')
     if recipe == "reward_model":
         return
-    split, rate = given.get("prompt_split", "test_gen"), given.get("learning_rate")
+    named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
+    split, rate = given.get(named, default), given.get("learning_rate")
     rows = [
         {
             "row_id": f"{split}-{prompt}",
@@ -258,6 +259,12 @@ def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_
     ("words", "content", "expected"),
     [
         (["--methods", "dpi"], None, "no method 'dpi'; did you mean 'dpo'?"),
+        (["--methods", "sft,dpo"], None, "sft is evaluated on problems with known answers and dpo on prompts"),
+        (
+            ["--methods", "sft", "--sweep", "file.yaml"],
+            {"validation": {"eval_split": "test"}},
+            "eval_split is the one that sft is compared on",
+        ),
         (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
         (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
         (["--methods", "dpo", "--seeds", "0-2,1"], None, "a seed stands there twice"),
@@ -289,6 +296,35 @@ def test_what_is_refused(words, content, expected, compare, capsys):
     error = capsys.readouterr().err
     assert expected in error and error.count("\n") == 1
     assert not compare.calls
+
+
+@pytest.mark.parametrize("how", [[], ["--slurm"]])
+def test_prompts_without_a_judge_need_a_metric(how, compare, capsys):
+    """Before anything runs: runs on another benchmark than the embedded one leave no score and no outcome."""
+    Path("config.yaml").write_text("dataset_name: ./wildchat_benchmark\n")
+    Path("file.yaml").write_text(yaml.safe_dump({"methods": {"dpo": {"config": "config.yaml"}}}))
+    assert stopped(compare, "--config", "file.yaml", *how) == 2
+    error = capsys.readouterr().err
+    assert "./wildchat_benchmark comes with no judge" in error and error.count("\n") == 1 and not compare.calls
+    compare.main("--config", "file.yaml", "--dry_run")
+    compare.main("--config", "file.yaml", "--stage", "runs", "--seeds", "0")
+    compare.main("--config", "file.yaml", "--seeds", "0-1", "--metric", "score", "--baseline", "dpo")
+    assert [call["seed"] for _, call in compare.calls] == ["0", "1"]
+
+
+def test_methods_of_reasoning_are_compared_by_their_accuracy(compare, capsys):
+    """The better by 0.3, with noise of up to 0.01 on each side. Settings are chosen on the validation split, which
+    `eval_split` names there, and no reward model is trained."""
+    Path("tune.yaml").write_text(yaml.safe_dump({"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}}))
+    words = ["--methods", "sft,grpo_math", "--seeds", "0-1", "--sweep", "tune.yaml"]
+    compare.main(*words)
+    splits = [given.get("eval_split") for _, given in compare.calls]
+    assert splits == ["validation"] * 4 + [None] * 4
+    assert {recipe for recipe, _ in compare.calls} == {"sft", "grpo_math"}
+    found = summary()
+    assert found["metric"] == "score"
+    (one,) = found["comparisons"]
+    assert one["difference"]["mean"] == pytest.approx(0.3, abs=0.02)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,27 @@ import yaml
 
 from tests import recipes
 
-CONFIGS = sorted((recipes.RECIPES / "configs").glob("*/*.yaml"))
+CONFIGS = sorted((recipes.RECIPES / "configs").glob("**/*.yaml"))
 CONFIGS = [path for path in CONFIGS if path.parent.name not in ("compare", "sweeps")]
+COMMAND = re.compile(r"^# .*recipes/(\w+)\.py --config (\S+)$", re.MULTILINE)
 ACCELERATE_CONFIGS = sorted((recipes.REPOSITORY / "accelerate_configs").glob("*.yaml"))
+
+
+def recipe_of(path: Path) -> str:
+    """The recipe that runs a file: the one that its comment names with it, else the one of its name."""
+    commands = {recipes.REPOSITORY / config: recipe for recipe, config in COMMAND.findall(path.read_text())}
+    return commands.get(path, path.stem)
+
+
+def test_files_of_every_level_are_here():
+    assert {"toy", "wildchat", "part2"} <= {path.parent.name for path in CONFIGS}
+    found = {path.stem: recipe_of(path) for path in CONFIGS if path.parent.name == "part2"}
+    assert (found["wpo"], found["apo_zero"], found["kto"]) == ("dpo", "preference", "kto")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_recipe_configuration_builds(path: Path, monkeypatch):
-    parts = recipes.parse(monkeypatch, path.stem, "--config", str(path))
+    parts = recipes.parse(monkeypatch, recipe_of(path), "--config", str(path))
     values = yaml.safe_load(path.read_text())
     for key, value in values.items():
         holder = next(part for part in parts if hasattr(part, key))
@@ -24,7 +38,8 @@ def test_recipe_configuration_builds(path: Path, monkeypatch):
         built = getattr(holder, "responses_per_update" if key == "train_batch_size" else key)
         built = getattr(built, "value", built)
         # A CPU without bfloat16 instructions trains in float32.
-        assert built == value or key == "bf16", (key, value, built)
+        # `none` is nothing.
+        assert built == value or key == "bf16" or (value, built) == ("none", None), (key, value, built)
 
 
 @pytest.mark.parametrize(("method", "beta", "every"), [("dpo", 0.005, 100), ("ipo", 0.1, 100), ("aot", 0.2, 50)])

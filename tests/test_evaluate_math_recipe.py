@@ -157,6 +157,17 @@ def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
     (straight / "results.json").unlink()
     message = refused(monkeypatch, capsys, *SHORT, *again, "--seed", "7")
     assert "unfinished evaluation with another seed (42, now 7)" in message
+    # Read as strictly as any other file of a user's, and never past an alias or an unknown tag.
+    config = (straight / "config.yaml").read_text()
+    for damaged, expected in (
+        (config + "\nseed: 7\n", "the key 'seed' stands on line"),
+        ("seed: &a [1]\nmodel: *a\n", "an alias on line 2"),
+        ("!!python/object:os.system {}\n", "is not valid YAML"),
+        ("- seed\n", "config.yaml does not hold the settings of an evaluation: choose another --output_dir"),
+    ):
+        (straight / "config.yaml").write_text(damaged)
+        assert expected in refused(monkeypatch, capsys, *SHORT, *again)
+    (straight / "config.yaml").write_text(config)
     recipes.run(monkeypatch, "evaluate_math", *SHORT, *again, "--seed", "7", "--overwrite_output_dir")
     assert read(straight, "results.json")["run"]["seed"] == 7
 

@@ -317,6 +317,27 @@ def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
+    """A budget that is spent at once: of two rounds the first is finished, and with more hours the second, too."""
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, "--output_dir", "straight")
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, "--output_dir", "broken", "--max_hours", "1e-7")
+    assert "stopped by --max_hours 1e-07 after 1 of 2 rounds; with more hours" in capsys.readouterr().out
+    results = json.loads((tmp_path / "broken" / "results.json").read_text())["run"]
+    assert results["stopped_by_max_hours"] and results["sampled_responses"] == 80
+    assert results["objective"].startswith("expert iteration (1 round of 40 questions")
+    resume = ["--output_dir", "broken", "--resume_from_checkpoint", "--max_hours"]
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "expert_iteration", *SHORT, *resume, "1e-7")
+    assert "of its --max_hours 1e-07: give more" in capsys.readouterr().err
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, *resume, "1")
+    runs = [json.loads((tmp_path / name / "results.json").read_text())["run"] for name in ("straight", "broken")]
+    assert [run["sampled_responses"] for run in runs] == [160, 160] and not runs[1]["stopped_by_max_hours"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.slow
 def test_a_killed_run_ends_as_the_straight_one(tmp_path):
     """SIGKILL while the second round is under way, then the same command with --resume_from_checkpoint."""
     arguments = [*SHORT, "--questions_per_step=80", "--rollouts_per_question=4"]
@@ -347,6 +368,7 @@ def test_a_killed_run_ends_as_the_straight_one(tmp_path):
         (["--questions_per_step", "500"], "questions_per_step 500 is more than the 400 problems"),
         (["--generation_temperature", "0"], "generation_temperature 0"),
         (["--max_steps", "3"], "n_steps and sft_epochs"),
+        (["--max_hours", "-1"], "max_hours must be positive, got -1"),
         (["--prompt_template", "nope"], "nope"),
         (["--resume_from_checkpoint"], "has no checkpoint to resume"),
     ],

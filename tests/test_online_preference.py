@@ -10,11 +10,12 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.rollout_once import prompts, save_policy, thirds, train, train_in_processes
+from tests.rollout_once import build, prompts, save_policy, thirds, train, train_in_processes
 from tests.tiny import perturbed, response_log_prob
 from tests.train_once import largest_difference, parameters, relative_difference, result
 from trl_ext import OnlinePreferenceConfig
 from trl_ext.losses import PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.trainers import online_preference
 from trl_ext.trainers.online_preference import REPLAY_FILE
 
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
@@ -332,6 +333,9 @@ WRONG = {
     },
     "replay_weights must be one of none, sequence": {"replay_capacity": 8, "replay_weights": "token"},
     "replay_weights sequence is of a replay: set replay_capacity": {"replay_weights": "sequence"},
+    "replay_weight_cap 3.0 is of a replay: set replay_capacity": {"replay_weight_cap": 3.0},
+    "replay_fraction 0.3 is of a replay: set replay_capacity": {"replay_fraction": 0.3},
+    "replay_max_age 9 is of a replay: set replay_capacity": {"replay_max_age": 9},
     "replay_weight_cap must be a number from 1": {"replay_capacity": 8, "replay_weight_cap": 0.5},
     "replay_capacity must be at least 0": {"replay_capacity": -1},
     "replay does not go with sync_ref_model": {"replay_capacity": 8, "sync_ref_model": True},
@@ -351,11 +355,20 @@ def test_wrong_configuration(message, tmp_path):
         OnlinePreferenceConfig(str(tmp_path), **settings)
 
 
-def test_wrong_trainer_arguments(policy_path, tmp_path):
+def test_wrong_trainer_arguments(policy_path, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="no reward function"):
         train(specification(policy_path), str(tmp_path), reward_funcs=None)
     with pytest.raises(ValueError, match=r"replay larger than memory allows: replay_capacity 1000000000000 "):
         train(specification(policy_path, replay_capacity=10**12), str(tmp_path))
+    # A copy for each process of this machine, whose memory it is.
+    checked = []
+    monkeypatch.setattr(online_preference, "check_memory", lambda *about: checked.append(about[3]))
+    for local in (None, "2"):
+        if local:
+            monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        build(specification(policy_path, replay_capacity=8), str(tmp_path))
+    assert checked == [1, 2]
+    monkeypatch.undo()
     with pytest.raises(ValueError, match="2 responses per process do not divide into groups of num_generations 4"):
         spec = specification(policy_path, per_device_train_batch_size=2, generation_batch_size=4)
         spec["args"]["steps_per_generation"] = None

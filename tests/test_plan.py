@@ -117,7 +117,7 @@ LORA = replace(SIZE, total=1_100, trained=100, adapter=100)
 
 def memory(size=SIZE, args=ADAM, dtype="float32", bits=None, reference=False, micro_batch=None, **engine) -> dict:
     engine = replace(ONE, **engine)
-    micro_batch = micro_batch or Pass(tokens=0)
+    micro_batch = micro_batch or Pass(0, 0)
     return estimate_memory(size, args, engine, Weights(dtype, bits), micro_batch, reference=reference)
 
 
@@ -182,12 +182,14 @@ def test_memory_of_optimizers(optimizer, states):
 
 def test_memory_of_a_pass_by_hand():
     """A layer keeps 8 x 10 + 8 + 4 x 20 = 168 numbers of a token. With checkpointing: 2 inputs of 10 and one layer."""
-    micro_batch = Pass(tokens=5, generated_rows=3, generated_length=7)
+    micro_batch = Pass(1, 5, generated_rows=3, generated_length=7)
     found = memory(micro_batch=micro_batch)
     assert found["activations"] == 5 * (2 * 10 + 168) * 4
     # A tile of logits in float32, and on a GPU its gradient; on a CPU in 8 copies.
     assert found["logits"] == 8 * 4 * 5 * 100
-    assert memory(micro_batch=Pass(tokens=5000), device="cuda:0")["logits"] == 2 * 4 * 4096 * 100
+    assert memory(micro_batch=Pass(2, 2500), device="cuda:0")["logits"] == 2 * 4 * 4096 * 100
+    # The first of several processes on a CPU has the device cpu:0, and needs as much as a single one.
+    assert memory(micro_batch=micro_batch, device="cpu:0", name="DDP", processes=2)["logits"] == 8 * 4 * 5 * 100
     # 3 rows of 7 tokens, 8 numbers in each of 2 layers.
     assert found["generation"] == 3 * 7 * 2 * 8 * 4
     args = SimpleNamespace(**{**vars(ADAM), "gradient_checkpointing": False})

@@ -351,6 +351,26 @@ class TestChoosingDemonstrations:
         assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
 
 
+@pytest.mark.slow
+def test_a_run_out_of_time_goes_on_with_more(tmp_path, monkeypatch, capsys):
+    """A budget that is spent at once ends after a step, with a checkpoint that no schedule asks for."""
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "straight")
+    spent = ["--output_dir", "broken", "--max_hours", "1e-7"]
+    recipes.run(monkeypatch, "sft", *SHORT, *spent)
+    assert "stopped by --max_hours 1e-07 after 1 of 6 steps; with more hours" in capsys.readouterr().out
+    run = read(tmp_path / "broken", "results.json")["run"]
+    assert run["stopped_by_max_hours"] and run["optimizer_steps"] == 1
+    assert (tmp_path / "broken" / "checkpoint-1" / "trainer_state.json").is_file()
+    assert "of its --max_hours 1e-07: give more" in refused(
+        monkeypatch, capsys, *SHORT, *spent, "--resume_from_checkpoint"
+    )
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint", "--max_hours", "1")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    assert not read(tmp_path / "broken", "results.json")["run"]["stopped_by_max_hours"]
+
+
 def refused(monkeypatch, capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit) as stopped:
         recipes.run(monkeypatch, "sft", *arguments)
@@ -368,6 +388,7 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
         (["--reward", "r1"], "reward must be one of"),
         (["--reward", "countdown"], "needs problems with nums and target"),
         (["--num_examples", "400"], "has 293 problems, and 400 were asked for"),
+        (["--max_hours", "0"], "max_hours must be positive, got 0"),
         (["--num_examples", "0"], "num_examples must be at least 1"),
         (["--num_eval_prompts", "201"], "has 200 problems, and 201 were asked for"),
         (["--train_split", "test"], "has no response or solution to train on"),

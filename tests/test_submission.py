@@ -1,6 +1,7 @@
 """Rows, files and archives of submissions: what they hold, how they resume, and what is said of bad ones."""
 
 import json
+import re
 import zipfile
 
 import pytest
@@ -22,6 +23,7 @@ from trl_ext.evaluation.submissions.submission import (
     score_submission_file,
     submission_file,
 )
+from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
@@ -440,6 +442,13 @@ class TestBuildScoreAndPack:
             max_new_tokens=4,
             **arguments,
         )
+
+    @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "a\\b", "", " ", ".", "..", "a\nb"])
+    def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, name, tmp_path):
+        message = f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build_submission({"aot": tmp_path / "no_model", name: tmp_path / "no_model"}, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
     def test_layout_and_scores(self, assets, tmp_path):
         import torch

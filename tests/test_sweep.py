@@ -162,6 +162,57 @@ def test_what_is_no_study(content, expected, sweep, tmp_path, capsys):
     assert stopped.value.code == 2 and expected in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"learnin_rate": 0.1}, "the run two of recipes/dpo.py: unknown flag --learnin_rate; did you mean 'learning_"),
+        ({"learning_rate": "fast"}, "the run two of recipes/dpo.py: argument --learning_rate"),
+        ({"loss_kwargs": {"a": 1}, "use_cpu": True, "weighting": ["wpo", "confidence"]}, None),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--dry_run", "--slurm", None])
+def test_arguments_are_checked_before_anything_runs(flag, own, expected, sweep, monkeypatch, tmp_path, capsys):
+    """Of every run, the last one's with the first one's, in whichever way the study is run."""
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    monkeypatch.setattr(sweep, "run_all", lambda study, runs: ran.extend(runs) or [])
+    monkeypatch.setattr(sweep, "_report", lambda study: None)
+    path = study(tmp_path, recipe="dpo", runs=[{"name": "one", "beta": 0.1}, {"name": "two", **own}])
+    arguments = ["--study", str(path), *([flag] if flag else [])]
+    if expected is None:
+        sweep.main(arguments)
+        assert len(ran) == (0 if flag else 2)
+        return
+    with pytest.raises(SystemExit) as stopped:
+        sweep.main(arguments)
+    printed = capsys.readouterr()
+    assert stopped.value.code == 2 and not printed.out and not ran
+    assert expected in printed.err and printed.err.count("\n") == 1
+
+
+def test_the_keys_of_a_configuration_are_checked_too(sweep, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("bet: 0.1\n")
+    found = sweep.read_study(study(tmp_path, recipe="dpo", runs=[{"name": "one", "config": str(config)}]))
+    with pytest.raises(ValueError, match="the run one of recipes/dpo.py: .*config.yaml: unknown key 'bet'; did you"):
+        sweep.check_runs(found, found.runs)
+
+
+@pytest.mark.parametrize("recipe", [*recipes.PREFERENCE, *recipes.ONLINE, *recipes.REASONING, "reward_model"])
+def test_arguments_are_checked_against_what_the_recipe_reads(recipe, sweep, monkeypatch):
+    """The table of the check against what the recipe's own parser makes."""
+    from recipe_arguments import argument_types
+
+    if recipe in ("evaluate_math", "online_preference_replay"):
+        assert argument_types(recipe) is None, "no recipe that trains"
+        return
+    config = recipes.RECIPES / "configs" / "toy" / f"{recipe}.yaml"
+    types = argument_types(recipe)
+    if types is not None:
+        parts = recipes.parse(monkeypatch, recipe, "--config", str(config))
+        assert tuple(map(type, parts)) == types[:3]
+
+
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_run_of_the_studies_has_arguments_that_its_recipe_takes(path, sweep, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -101,7 +101,7 @@ class TimeBudgetCallback(TrainerCallback):
         self._stops = False
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.period == 0 and state.global_step < state.max_steps and self._is_spent():
+        if state.global_step % self.period == 0 and state.global_step < state.max_steps and self.is_spent():
             self._stops = True
             control.should_training_stop = control.should_save = control.should_log = True
 
@@ -109,7 +109,8 @@ class TimeBudgetCallback(TrainerCallback):
         if self._stops:
             leave_epoch(state, control, saves=True)
 
-    def _is_spent(self) -> bool:
+    def is_spent(self) -> bool:
+        """Whether the time is up, the same in every process; all must call this."""
         spent = [self.metrics.seconds >= 3600 * self.hours]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(spent)

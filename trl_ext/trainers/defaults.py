@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,60 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 from trl_ext.registry import nearest
+from trl_ext.trainers.secrets import KeepsSecrets
 
 logger = logging.getLogger(__name__)
 
 PACKING_CHOICES = ("auto", "off")
+
+
+@dataclass
+class CommonFields(KeepsSecrets):
+    """What every configuration has beside TRL's; named before TRL's class, whose fields of these names it replaces."""
+
+    max_skipped_updates: int = field(
+        default=5,
+        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
+    )
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
+    )
+    gradient_checkpointing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
+        },
+    )
+
+
+@dataclass
+class PackedFields(CommonFields):
+    """Of a trainer whose forward passes may be packed."""
+
+    packing: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
+            "it and a check at the first batch agrees. off: TRL's own padded passes."
+        },
+    )
+
+
+@dataclass
+class TruncatedFields(PackedFields):
+    """Of a trainer on given responses, which are truncated apart from their prompts."""
+
+    max_prompt_tokens: int | None = field(
+        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
+    )
+    max_response_tokens: int | None = field(
+        default=512,
+        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
+    )
+    max_length: int | None = field(
+        default=None, metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."}
+    )
 
 
 def is_main_process() -> bool:

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate.utils import is_peft_model, set_seed
@@ -60,12 +60,18 @@ class ExpertIterationTrainer(SFTTrainer):
         settings: how responses are sampled.
         validate: called before the first round and after each one's fine-tuning.
 
+    Attributes:
+        stops: called after each round but the last; the run ends there where it is true. None to run all rounds.
+        rounds: how many are finished.
+
     Raises:
         TypeError: `args` is not an `ExpertIterationConfig`.
         ValueError: fewer problems than a round draws, or a way of distribution that has not been tried.
     """
 
     _tag_names = ["trl", "trl_ext", "expert-iteration"]
+    _name = "Expert iteration"
+    _paper: ClassVar[dict] = {"title": "Thinking Fast and Slow with Deep Learning and Tree Search", "id": "1705.08439"}
     # A round begins again from its responses.
     saves_within_training = False
 
@@ -90,6 +96,8 @@ class ExpertIterationTrainer(SFTTrainer):
             )
         self.rows, self.prompts, self.grade, self.settings = list(rows), list(prompts), grade, settings
         self.validate = validate
+        self.stops: Callable[[], bool] | None = None
+        self.rounds = 0
         # Updates of the rounds before the one whose fine-tuning is going on.
         self._steps_before = 0
         # TRL must see an example before there is one.
@@ -114,14 +122,17 @@ class ExpertIterationTrainer(SFTTrainer):
         Raises:
             NoCorrectResponseError: no response of a round was correct; earlier rounds have their checkpoints.
         """
-        first = 1 + self._begin(resume_from_checkpoint)
-        if first == 1:
+        self.rounds = self._begin(resume_from_checkpoint)
+        if self.rounds == 0:
             self._validate()
-        for step in range(first, self.args.n_steps + 1):
+        for step in range(self.rounds + 1, self.args.n_steps + 1):
             demonstrations = self._collect(step)
             self._fine_tune(step, demonstrations)
             self._validate()
             self._save_checkpoint_of(step)
+            self.rounds = step
+            if step < self.args.n_steps and self.stops is not None and self.stops():
+                break
 
     def _validate(self) -> None:
         if self.validate is not None:

@@ -6,7 +6,7 @@ The loss is TRL's, which is `trl_ext.losses.kto` of a micro-batch, its divergenc
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from datasets import Dataset
@@ -17,6 +17,7 @@ from trl_ext.data.unpaired import pairs_to_unpaired
 from trl_ext.losses.unpaired import RECOMMENDED_RATIO, recommended_undesirable_weight
 from trl_ext.trainers.defaults import (
     PACKING_CHOICES,
+    TruncatedFields,
     check_at_least,
     check_choice,
     check_training_length,
@@ -26,7 +27,6 @@ from trl_ext.trainers.defaults import (
 from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.resumable import Resumable
-from trl_ext.trainers.secrets import KeepsSecrets
 
 # Field -> the least it may be.
 _LEAST = {
@@ -41,46 +41,14 @@ _LEAST = {
 
 
 @dataclass
-class KTOConfig(KeepsSecrets, TRLKTOConfig):
-    """Configuration of `KTOTrainer`: everything of `trl.KTOConfig`, and the fields below.
+class KTOConfig(TruncatedFields, TRLKTOConfig):
+    """Configuration of `KTOTrainer`: everything of `trl.KTOConfig`, and the fields below and of `TruncatedFields`.
 
     Raises:
         ValueError: a value out of its range, or `max_length`; the message names the field and what to do.
     """
 
     _method: ClassVar[str] = "kto"
-
-    max_prompt_tokens: int | None = field(
-        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
-    )
-    max_response_tokens: int | None = field(
-        default=512,
-        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
-    )
-    max_length: int | None = field(
-        default=None, metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."}
-    )
-    packing: str = field(
-        default="auto",
-        metadata={
-            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
-            "it and a check at the first batch agrees. off: TRL's own padded passes."
-        },
-    )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
-    )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
-    )
-    gradient_checkpointing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
-        },
-    )
 
     def __post_init__(self):
         if self.max_length is not None:

@@ -16,7 +16,7 @@ _BYTES = {"float32": 4.0, "float64": 8.0, "bfloat16": 2.0, "float16": 2.0}
 # The fused LM head projects so many positions at a time, onto so much of the vocabulary.
 _TILE = (4096, 32768)
 # Of which it holds one and its gradient on a GPU; on a CPU, where no kernel fuses the steps, 8 as measured.
-_TILES_HELD = {"cpu": 8}
+_TILES_HELD = {True: 8, False: 2}
 LEFT_OUT = (
     "what the libraries and the device's driver hold, fragmentation, all-gathered layers, attention scores where "
     "attention is eager, weights in vLLM, reward models, and the comparisons on held-out prompts"
@@ -45,14 +45,20 @@ class Pass:
     """What one process sends through the model at once.
 
     Attributes:
-        tokens: of a micro-batch that is as long as its limits allow; packing sends fewer.
+        rows: sequences of a micro-batch.
+        length: of the longest that the limits allow; packing sends fewer tokens.
         generated_rows, generated_length: responses sampled at once and their longest length, prompt included; 0 where
             nothing is sampled, or elsewhere.
     """
 
-    tokens: int
+    rows: int
+    length: int
     generated_rows: int = 0
     generated_length: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
 
 
 def estimate_memory(
@@ -79,10 +85,7 @@ def estimate_memory(
         "optimizer": optimizer_bytes(size, args, engine, weights) / engine.optimizer_shards,
         "reference": base_bytes / engine.weight_shards if reference else 0,
         "activations": _activations(size, args, engine, micro_batch.tokens),
-        "logits": 4
-        * _TILES_HELD.get(engine.device, 2)
-        * min(micro_batch.tokens, _TILE[0])
-        * min(size.outputs, _TILE[1]),
+        "logits": 4 * tiles_held(engine) * math.prod(tile_of(size, micro_batch)),
         "generation": micro_batch.generated_rows
         * micro_batch.generated_length
         * size.layers
@@ -93,6 +96,17 @@ def estimate_memory(
     }
     whole = {name: math.ceil(value) for name, value in parts.items()}
     return {**whole, "total": sum(whole.values())}
+
+
+def tile_of(size: ModelSize, micro_batch: Pass) -> tuple[int, int]:
+    """Positions and outputs whose logits are computed at a time."""
+    return min(micro_batch.tokens, _TILE[0]), min(size.outputs, _TILE[1])
+
+
+def tiles_held(engine: Engine) -> int:
+    """How many of these are held at once."""
+    # Of several processes on a CPU, the first has the device cpu:0.
+    return _TILES_HELD[engine.device.startswith("cpu")]
 
 
 def estimate_checkpoint(size: ModelSize, args: TrainingArguments, engine: Engine, weights: Weights) -> dict[str, int]:

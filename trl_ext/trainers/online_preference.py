@@ -7,6 +7,7 @@ the log-probabilities of both responses of each pair from one forward pass, and 
 
 from __future__ import annotations
 
+import os
 from array import array
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -111,7 +112,8 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             args.replay_capacity,
             args.max_prompt_tokens or context,
             args.max_completion_length,
-            self.accelerator.num_processes,
+            # Of this machine, which torchrun and accelerate say; another has memory of its own.
+            int(os.environ.get("LOCAL_WORLD_SIZE", self.accelerator.num_processes)),
             psutil.virtual_memory().available,
         )
         return ReplayBuffer(args.replay_capacity, args.replay_max_age, args.seed)

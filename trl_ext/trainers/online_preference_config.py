@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl_ext.algorithms import PolicyObjective
@@ -179,10 +179,7 @@ class OnlinePreferenceConfig(PolicyConfig):
             raise ValueError(f"replay_capacity must be at least 0, got {self.replay_capacity}; 0 is no replay")
         check_choice("replay_weights", self.replay_weights, WEIGHT_CHOICES)
         if not self.replay_capacity:
-            if self.replay_weights != "none":
-                raise ValueError(
-                    f"replay_weights {self.replay_weights} is of a replay: set replay_capacity, or leave it out"
-                )
+            self._refuse_settings_of_a_replay()
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(
@@ -204,3 +201,9 @@ class OnlinePreferenceConfig(PolicyConfig):
                 "replay does not go with sync_ref_model: pairs are kept with log-probabilities of a reference that "
                 "stays as it is"
             )
+
+    def _refuse_settings_of_a_replay(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.startswith("replay_") and value != f.default:
+                raise ValueError(f"{f.name} {value} is of a replay: set replay_capacity, or leave it out")

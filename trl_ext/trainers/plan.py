@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any
 from trl_ext.trainers.engine import Engine, engine_in_force
 from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
 from trl_ext.trainers.kto import KTOConfig
-from trl_ext.trainers.memory_estimate import Pass, Weights, estimate_checkpoint, estimate_memory
-from trl_ext.trainers.model_size import ModelSize, model_size
+from trl_ext.trainers.memory_estimate import (
+    Pass,
+    Weights,
+    estimate_checkpoint,
+    estimate_memory,
+    tile_of,
+    tiles_held,
+)
+from trl_ext.trainers.model_size import model_size
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.preference_config import PreferenceConfig
 from trl_ext.trainers.reference_cache import precomputes_reference
@@ -30,7 +37,9 @@ def plan_run(
     quantized_bits: int | None = None,
     peft_config=None,
 ) -> dict[str, Any]:
-    """The plan of a run, of values that JSON holds: `engine`, `updates`, `parameters`, `memory` and `disk`.
+    """The plan of a run, of values that JSON holds: `engine`, `updates`, `parameters`, `memory`, `pass` and `disk`.
+
+    `pass` is what one process sends through the model at once, which activations and logits grow with.
 
     Args:
         args: the trainer's configuration, made in the process that trains.
@@ -52,7 +61,9 @@ def plan_run(
     rows = len(datasets["train_dataset"]) if "train_dataset" in datasets else None
     updates = plan_updates(args, engine, rows)
     reference = size.adapter == 0 and keeps_reference(args, model, datasets)
-    memory = estimate_memory(size, args, engine, weights, _micro_batch(args, size, engine), reference=reference)
+    micro_batch = _micro_batch(args, engine)
+    memory = estimate_memory(size, args, engine, weights, micro_batch, reference=reference)
+    positions, outputs = tile_of(size, micro_batch)
     disk = estimate_checkpoint(size, args, engine, weights)
     checkpoints = _checkpoints(args, updates)
     return {
@@ -67,6 +78,15 @@ def plan_run(
         "updates": updates,
         "parameters": {"total": size.total, "trained": size.trained, "dtype": weights.dtype, "reference": reference},
         "memory": memory,
+        "pass": {
+            "rows": micro_batch.rows,
+            "length": micro_batch.length,
+            "tokens": micro_batch.tokens,
+            "recomputes_layers": bool(args.gradient_checkpointing),
+            "logits": {"positions": positions, "outputs": outputs, "copies": tiles_held(engine)},
+            "generated_rows": micro_batch.generated_rows,
+            "generated_length": micro_batch.generated_length,
+        },
         "disk": {
             **disk,
             "checkpoints": checkpoints,
@@ -201,17 +221,17 @@ def _checkpoints(args: TrainingArguments, updates: dict[str, Any]) -> int | None
 # ---- Passes ----
 
 
-def _micro_batch(args: TrainingArguments, size: ModelSize, engine: Engine) -> Pass:
+def _micro_batch(args: TrainingArguments, engine: Engine) -> Pass:
     """The longest pass that the limits of lengths allow; 1024 tokens a row where there are none."""
     rows, length = args.per_device_train_batch_size, getattr(args, "max_length", None) or 1024
     if isinstance(args, (PreferenceConfig, RewardConfig)):
         limits = (args.max_prompt_tokens, args.max_response_tokens)
-        return Pass(tokens=2 * rows * (length if None in limits else sum(limits)))
+        return Pass(2 * rows, length if None in limits else sum(limits))
     if isinstance(args, KTOConfig) and None not in (args.max_prompt_tokens, args.max_response_tokens):
         # Each completion once more beside another prompt, for the estimate of the KL.
-        return Pass(tokens=2 * rows * (args.max_prompt_tokens + args.max_response_tokens))
+        return Pass(2 * rows, args.max_prompt_tokens + args.max_response_tokens)
     if not isinstance(args, PolicyConfig):
-        return Pass(tokens=rows * length)
+        return Pass(rows, length)
     longest = (args.max_prompt_tokens or 512) + args.max_completion_length
     sampled = 0 if args.use_vllm else args.generation_batch_size // engine.processes
-    return Pass(tokens=rows * longest, generated_rows=sampled, generated_length=longest)
+    return Pass(rows, longest, generated_rows=sampled, generated_length=longest)

@@ -12,6 +12,7 @@ from trl_ext.algorithms import PolicyObjective
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.defaults import (
     PACKING_CHOICES,
+    PackedFields,
     check_at_least,
     check_choice,
     check_training_length,
@@ -20,7 +21,6 @@ from trl_ext.trainers.defaults import (
     warn_once_per_run,
     world_size,
 )
-from trl_ext.trainers.secrets import KeepsSecrets
 
 # Options of GRPOConfig that act inside TRL's own advantage or loss: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -74,8 +74,9 @@ def _override(text: str) -> Any:
 
 
 @dataclass
-class PolicyConfig(KeepsSecrets, TRLGRPOConfig):
-    """Configuration of `PolicyTrainer`: everything of `trl.GRPOConfig` but its loss, and the fields below.
+class PolicyConfig(PackedFields, TRLGRPOConfig):
+    """Configuration of `PolicyTrainer`: everything of `trl.GRPOConfig` but its loss, and the fields below and
+    of `PackedFields`.
 
     Raises:
         ValueError: an unknown algorithm, settings that contradict the algorithm's name or one another, or a batch that
@@ -136,22 +137,11 @@ class PolicyConfig(KeepsSecrets, TRLGRPOConfig):
             "The default is well below ddp_timeout, after which other processes give up without knowing why."
         },
     )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
-    )
     share_backbone: str = field(
         default="auto",
         metadata={
             "help": "Put reward adapters on the policy's own copy of their base: auto where it can be done, always to "
             "refuse anything else, never."
-        },
-    )
-    packing: str = field(
-        default="auto",
-        metadata={
-            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
-            "it and a check at the first batch agrees. off: TRL's own padded passes."
         },
     )
     keep_groups: str = field(
@@ -165,16 +155,6 @@ class PolicyConfig(KeepsSecrets, TRLGRPOConfig):
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
-    )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
-    )
-    gradient_checkpointing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
-        },
     )
 
     def __post_init__(self):

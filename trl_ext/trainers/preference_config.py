@@ -11,13 +11,13 @@ from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.registry import preference_losses
 from trl_ext.trainers.defaults import (
     PACKING_CHOICES,
+    TruncatedFields,
     check_at_least,
     check_choice,
     check_training_length,
     parse_json_option,
     resolve_device_defaults,
 )
-from trl_ext.trainers.secrets import KeepsSecrets
 
 # Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> (neutral value, what to use).
 _NOT_CARRIED = {
@@ -47,8 +47,9 @@ _LEAST = {
 
 
 @dataclass
-class PreferenceConfig(KeepsSecrets, TRLDPOConfig):
-    """Configuration of `PreferenceTrainer`: everything of `trl.DPOConfig` but its loss, and the fields below.
+class PreferenceConfig(TruncatedFields, TRLDPOConfig):
+    """Configuration of `PreferenceTrainer`: everything of `trl.DPOConfig` but its loss, and the fields below and
+    of `TruncatedFields`.
 
     Raises:
         ValueError: an unknown loss or option, a beta that is not positive, or an option of TRL's that acts inside the
@@ -90,48 +91,15 @@ class PreferenceConfig(KeepsSecrets, TRLDPOConfig):
             "forward pass of the policy without gradients when micro-batches are accumulated, and nothing otherwise."
         },
     )
-    max_prompt_tokens: int | None = field(
-        default=512,
-        metadata={"help": "Longer prompts lose their beginning. None for no limit."},
-    )
-    max_response_tokens: int | None = field(
-        default=512,
-        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
-    )
-    max_length: int | None = field(
-        default=None,
-        metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."},
-    )
     loss_columns: list[str] | None = field(
         default=None,
         metadata={"help": "Dataset columns to pass to the loss, beside those that it declares."},
-    )
-    packing: str = field(
-        default="auto",
-        metadata={
-            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
-            "it and a check at the first batch agrees. off: TRL's own padded passes."
-        },
     )
     precompute_ref_log_probs: bool | None = field(
         default=None,
         metadata={
             "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
             "datasets. Default: where training goes over the data more than once and the reference stays as it is."
-        },
-    )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
-    )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
-    )
-    gradient_checkpointing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
         },
     )
 

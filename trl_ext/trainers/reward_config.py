@@ -10,12 +10,12 @@ from trl import RewardConfig as TRLRewardConfig
 from trl_ext.registry import nearest
 from trl_ext.trainers.defaults import (
     PACKING_CHOICES,
+    TruncatedFields,
     check_at_least,
     check_choice,
     check_training_length,
     resolve_device_defaults,
 )
-from trl_ext.trainers.secrets import KeepsSecrets
 
 SELECTION_CRITERIA = ("accuracy", "margin", "calibration", "best_of_n")
 # Field -> the least it may be; None stands for "not given" where a field allows it.
@@ -32,8 +32,9 @@ _LEAST = {
 
 
 @dataclass
-class RewardConfig(KeepsSecrets, TRLRewardConfig):
-    """Configuration of `RewardTrainer`: everything of `trl.RewardConfig`, and the fields below.
+class RewardConfig(TruncatedFields, TRLRewardConfig):
+    """Configuration of `RewardTrainer`: everything of `trl.RewardConfig`, and the fields below and of
+    `TruncatedFields`.
 
     Raises:
         ValueError: a value outside its range, `max_length`, or two ways at once to choose a checkpoint; the message
@@ -56,37 +57,6 @@ class RewardConfig(KeepsSecrets, TRLRewardConfig):
         metadata={
             "help": "What decides which checkpoint is kept as the best: accuracy, margin, calibration (negative "
             "log-likelihood), or best_of_n (known score of the response it ranks first). none keeps the last."
-        },
-    )
-    max_prompt_tokens: int | None = field(
-        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
-    )
-    max_response_tokens: int | None = field(
-        default=512,
-        metadata={"help": "Longer responses lose their end, the end-of-turn token included. None for no limit."},
-    )
-    max_length: int | None = field(
-        default=None, metadata={"help": "Not used: see max_prompt_tokens and max_response_tokens."}
-    )
-    packing: str = field(
-        default="auto",
-        metadata={
-            "help": "auto: forward passes leave out padding and encode common prefixes once, where the model allows "
-            "it and a check at the first batch agrees. off: TRL's own padded passes."
-        },
-    )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
-    )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
-    )
-    gradient_checkpointing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
         },
     )
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 
 from trl import SFTConfig as TRLSFTConfig
 
-from trl_ext.trainers.defaults import check_at_least, check_training_length, resolve_device_defaults
-from trl_ext.trainers.secrets import KeepsSecrets
+from trl_ext.trainers.defaults import CommonFields, check_at_least, check_training_length, resolve_device_defaults
 
 # Field -> the least it may be; None stands for "not given" where a field allows it.
 _LEAST = {
@@ -21,8 +20,8 @@ _LEAST = {
 
 
 @dataclass
-class SFTConfig(KeepsSecrets, TRLSFTConfig):
-    """Configuration of `SFTTrainer`: everything of `trl.SFTConfig`, and the fields below.
+class SFTConfig(CommonFields, TRLSFTConfig):
+    """Configuration of `SFTTrainer`: everything of `trl.SFTConfig`, and the fields below and of `CommonFields`.
 
     Raises:
         ValueError: a value outside its range; the message names the field.
@@ -33,20 +32,6 @@ class SFTConfig(KeepsSecrets, TRLSFTConfig):
         metadata={
             "help": "Leave padding out of the forward passes and encode common prefixes once, where the model allows "
             "it and a check at the first batch agrees. Not with packing or padding_free, which are TRL's own ways."
-        },
-    )
-    max_skipped_updates: int = field(
-        default=5,
-        metadata={"help": "Stop, with a checkpoint, after this many updates in a row that were not finite."},
-    )
-    bf16: bool | None = field(
-        default=None,
-        metadata={"help": "Mixed precision in bfloat16. Default: on where the accelerator has it, off on a CPU."},
-    )
-    gradient_checkpointing: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Recompute activations in the backward pass. Default: on with an accelerator, off on a CPU."
         },
     )
 

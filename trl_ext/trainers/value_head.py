@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -78,7 +79,14 @@ class ValueModel:
 
     @property
     def _identity(self) -> dict[str, str]:
-        return {"value_model": self.kind, "hidden_size": str(_head_of(self.policy).in_features)}
+        config = self.policy.config.get_text_config()
+        return {
+            "value_model": self.kind,
+            "hidden_size": str(_head_of(self.policy).in_features),
+            "vocab_size": str(config.vocab_size),
+            "base": f"{config.model_type} of {config.num_hidden_layers} layers",
+            **_frozen_weights(self.policy),
+        }
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
         """Write `value_head.safetensors`.
@@ -107,7 +115,8 @@ class ValueModel:
         with safe_open(path, "pt") as file:
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             for name, value in self._identity.items():
-                found = (file.metadata() or {}).get(name)
+                # What an earlier version left out, or could not see, is not compared.
+                found = (file.metadata() or {}).get(name, value)
                 if found != value:
                     raise ValueError(
                         f"{path}: its {name} is {found}, and that of this run is {value}: a value function goes on "
@@ -283,6 +292,27 @@ def _trunk_of(policy) -> nn.Module:
 
 def _trained(policy) -> list[nn.Parameter]:
     return [weight for weight in policy.parameters() if weight.requires_grad]
+
+
+def _frozen_weights(policy) -> dict[str, str]:
+    """A digest of the base below an adapter, which training leaves as it is; nothing where it is trained or sharded.
+
+    Some numbers of every matrix in bfloat16, so that it does not depend on the type that the weights are loaded in.
+    """
+    if not is_peft_model(policy):
+        return {}
+    frozen = [
+        weight.detach()
+        for name, weight in policy.named_parameters()
+        # Adapters may lie beside the policy's, frozen too: the reference's, and those of reward models.
+        if not (weight.requires_grad or weight.ndim < 2 or "lora_" in name or "modules_to_save" in name)
+        and weight.is_floating_point()
+    ]
+    if not frozen or not all(weight.numel() for weight in frozen):
+        return {}
+    sampled = [weight.flatten()[:: max(weight.numel() // 64, 1)].to("cpu", torch.bfloat16) for weight in frozen]
+    numbers = torch.cat(sampled).view(torch.int16).numpy()
+    return {"base_weights": sha256(numbers.tobytes()).hexdigest()[:16]}
 
 
 def _has_float32(weights: list[nn.Parameter]) -> bool:

@@ -29,6 +29,12 @@ def load_value_model(trainer) -> tuple[nn.Module, nn.Linear]:
     device = trainer.accelerator.device
     _check_tokens(trainer.processing_class, name)
     trunk, head = _of_reward_model(name, device) if _is_reward_model(name) else _of_language_model(name, device)
+    rows, tokens = trunk.get_input_embeddings().num_embeddings, max(trainer.processing_class.get_vocab().values()) + 1
+    if rows < tokens:
+        raise ValueError(
+            f"the value model {trainer.args.value_model_name_or_path} embeds {rows} tokens and the policy's tokenizer "
+            f"has {tokens}, of which it could not read the last: its base is another; use value_model shared"
+        )
     for module in (trunk, head):
         module.requires_grad_(True).train()
     if trainer.args.disable_dropout:

@@ -25,7 +25,9 @@ class ServerLostError(FaultOfAllProcesses):
 
 
 def wait_for_server(args, model: Any) -> None:
-    """Wait until the server of `use_vllm` with `vllm_mode` server says that it is well; else return at once.
+    """Wait until the server of `use_vllm` with `vllm_mode` server says that it is well.
+
+    Without `use_vllm` it returns at once, and with another mode once it has seen that vLLM is installed.
 
     TRL's own wait has no end where something answers that is not well, or takes the connection and does not answer.
 
@@ -34,10 +36,15 @@ def wait_for_server(args, model: Any) -> None:
         model: the policy, for the command that starts a server.
 
     Raises:
+        ImportError: vLLM is not installed; the message names the extra.
         ServerLostError: after `vllm_server_timeout` seconds; the message has the command.
     """
-    # Without vLLM, TRL says what to install. One process talks to the server.
-    if not (args.use_vllm and args.vllm_mode == "server" and is_vllm_available() and is_main_process()):
+    if args.use_vllm and not is_vllm_available():
+        raise ImportError(
+            "use_vllm needs vLLM, which is not installed: pip install 'trl_ext[vllm]', or leave use_vllm out"
+        )
+    # One process talks to the server.
+    if not (args.use_vllm and args.vllm_mode == "server" and is_main_process()):
         return
     address = args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}"
     end = time.monotonic() + args.vllm_server_timeout

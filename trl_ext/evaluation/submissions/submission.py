@@ -25,7 +25,7 @@ from trl_ext.evaluation.submissions.rows import (
     refuse_fatal,
     response_row,
 )
-from trl_ext.files import replacing
+from trl_ext.files import brief, replacing
 
 REWARD_MODEL = "reward_model"
 PART_TWO = ("offline_best", "online_best")
@@ -33,7 +33,16 @@ METHODS = ("dpo", "ipo", "aot", "grpo", "drgrpo", "gspo")
 
 
 def submission_file(name: str) -> str:
-    """Where a submission keeps the file of `reward_model`, `offline_best`, `online_best` or of a policy's method."""
+    """Where a submission keeps the file of `reward_model`, `offline_best`, `online_best` or of a policy's method.
+
+    Raises:
+        ValueError: the name is empty or leads out of its folder.
+    """
+    if not name.strip(". ") or any(character in name for character in "/\\") or not name.isprintable():
+        raise ValueError(
+            f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters, digits and "
+            f"underscores without a path, such as {METHODS[0]}"
+        )
     if name == REWARD_MODEL:
         return "reward_model/public_test_pref_scores.jsonl"
     return f"part2/{name}.jsonl" if name in PART_TWO else f"policy_generations/{name}.jsonl"
@@ -216,13 +225,16 @@ def build_submission(
         The files.
 
     Raises:
+        ValueError: a policy's name is no file's name.
         ValueError, FileNotFoundError, FileExistsError: as for the two functions named.
     """
     folder = Path(out)
+    # All names before the first model is loaded.
+    places = {name: folder / submission_file(name) for name in policies}
     files = [
         generate_submission_file(
             model,
-            folder / submission_file(name),
+            places[name],
             prompts_jsonl=prompts_jsonl,
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
