@@ -4,9 +4,10 @@ BIN := .venv/bin
 STAMP := .venv/installed
 
 ZERO_STAMP := .venv/installed-deepspeed
+DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
 
-.PHONY: demo test test-slow test-zero test-gpu audit lint clean
+.PHONY: demo test test-slow test-zero test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
@@ -46,6 +47,10 @@ $(AUDIT):
 	$(PYTHON) -m venv .venv/audit
 	.venv/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 
+# The pages of docs/ and the reference, into build/docs; any warning is an error.
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -58,6 +63,10 @@ $(STAMP): pyproject.toml constraints.txt
 $(ZERO_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,deepspeed]'
 	touch $(ZERO_STAMP)
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	touch $(DOCS_STAMP)
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from importlib.metadata import version
 from pathlib import Path
@@ -43,6 +44,7 @@ def write_results(
     if comparison is not None:
         write_json_lines(folder / "generations.jsonl", comparison.rows)
     write_json(folder / "results.json", results)
+    trainer.create_model_card()
     try:
         plot_run(read_metrics(folder / "metrics.jsonl"), results, folder / "report.png", panels)
     except ImportError as error:
@@ -53,7 +55,10 @@ def write_results(
 def describe_run(trainer, run: dict[str, Any]) -> dict[str, Any]:
     """What is known of a run, with its times rounded, and what its trainer knows of it."""
     seconds = {name: round(run[name], 1) for name in ("training_seconds", "total_seconds")}
+    script = Path(sys.argv[0])
+    recipe = {"recipe": script.stem} if (Path(__file__).parent / script.name).is_file() else {}
     return {
+        **recipe,
         **run,
         **seconds,
         "optimizer_steps": trainer.state.global_step,

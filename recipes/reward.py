@@ -7,6 +7,7 @@ import os
 # A run says nothing to anybody unless it is asked to.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
+import random
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +50,12 @@ class RewardArguments:
     samples_per_prompt: int = field(
         default=8, metadata={"help": "Responses sampled for each prompt, for select_best best_of_n."}
     )
+    num_train_pairs: int | None = field(
+        default=None, metadata={"help": "Train on the first so many pairs. Default: all."}
+    )
+    label_noise: float = field(
+        default=0.0, metadata={"help": "Share of the training pairs whose labels are turned round, for a weak model."}
+    )
     num_mistakes: int = field(default=50, metadata={"help": "Most held-out pairs in reward_mistakes.jsonl."})
     skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
@@ -60,6 +67,10 @@ class RewardArguments:
             )
         if self.num_mistakes < 0:
             raise ValueError(f"num_mistakes must be at least 0, got {self.num_mistakes}")
+        if self.num_train_pairs is not None and self.num_train_pairs < 1:
+            raise ValueError(f"num_train_pairs must be at least 1, got {self.num_train_pairs}")
+        if not 0 <= self.label_noise <= 1:
+            raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
 
 
 @can_be_resumed()
@@ -77,9 +88,8 @@ def main() -> None:
         benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         held_out = _split(benchmark, arguments.eval_split, arguments, "held-out pairs will not be evaluated")
         selection_split = _selection_split(benchmark, arguments, training)
-        trainer = run.load_trainer(
-            RewardTrainer, train_dataset=benchmark[arguments.train_split], eval_dataset=held_out
-        )
+        train = training_pairs(benchmark[arguments.train_split], arguments, training.seed)
+        trainer = run.load_trainer(RewardTrainer, train_dataset=train, eval_dataset=held_out)
         selection = None
         if selection_split is not None:
             pairs = benchmark[selection_split]
@@ -101,8 +111,9 @@ def main() -> None:
         results = write_reward_results(
             trainer,
             run.describe(
-                objective=_objective(training),
+                objective=_objective(training, arguments),
                 train_pairs=len(trainer.train_dataset),
+                label_noise=arguments.label_noise,
                 eval_split=None if held_out is None else arguments.eval_split,
             ),
             held_out,
@@ -113,6 +124,26 @@ def main() -> None:
         )
         print_reward_results(results, training.output_dir)
     end_processes(trainer.accelerator)
+
+
+def training_pairs(pairs, arguments: RewardArguments, seed: int):
+    """The first pairs that are asked for, with a share of the labels turned round: always round(share * pairs).
+
+    Raises:
+        ValueError: there are not so many.
+    """
+    count = arguments.num_train_pairs
+    if count is not None and count > len(pairs):
+        raise ValueError(f"num_train_pairs {count}: {arguments.train_split!r} has {len(pairs)} pairs")
+    pairs = pairs.select(range(len(pairs) if count is None else count))
+    if not arguments.label_noise:
+        return pairs
+    turned = set(random.Random(seed).sample(range(len(pairs)), round(arguments.label_noise * len(pairs))))
+
+    def turn(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {"chosen": row["rejected"], "rejected": row["chosen"]} if index in turned else {}
+
+    return pairs.map(turn, with_indices=True, desc="Label noise")
 
 
 def _split(benchmark, name: str, arguments: RewardArguments, consequence: str):
@@ -195,13 +226,15 @@ def _samples(trainer: RewardTrainer, pairs, arguments: RewardArguments, model: M
     )
 
 
-def _objective(training: RewardConfig) -> str:
+def _objective(training: RewardConfig, arguments: RewardArguments) -> str:
     """The loss and those of its options that are on."""
     options: dict[str, Any] = {
         "margin": training.margin_column,
         "margin scale": training.margin_scale if training.margin_scale != 1 else None,
         "label smoothing": training.label_smoothing or None,
         "centring": training.center_rewards_coefficient or None,
+        "pairs": arguments.num_train_pairs,
+        "label noise": arguments.label_noise or None,
     }
     given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
     return f"Bradley-Terry ({given})" if given else "Bradley-Terry"

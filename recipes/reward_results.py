@@ -52,6 +52,7 @@ def write_reward_results(
         mistakes = reward_mistakes(held_out, chosen, rejected, num_mistakes)
         write_json_lines(folder / "reward_mistakes.jsonl", mistakes)
     write_json(folder / "results.json", results)
+    trainer.create_model_card()
     title = f"{run['objective']}, model {run['model']}, data {run['dataset']}"
     try:
         metrics = read_metrics(folder / "metrics.jsonl")

@@ -95,6 +95,9 @@ ROOMS = [
     {"evaluation"},
     {"trainers"},
     {"course"},
+    {"assignment"},
+    {"cli"},
+    {"__main__"},
 ]
 
 

@@ -320,6 +320,20 @@ def test_wrong_configuration_ends_in_one_line(text, phrases, tmp_path, monkeypat
         assert phrase in message
 
 
+def test_a_long_message_is_cut(monkeypatch, capsys):
+    """At 2,000 characters, and how many more there are is said: 5,000 words of 2 and 4,999 spaces are 14,999."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    from common import one_line_errors
+
+    for message, expected in (
+        ("ab " * 5000, f"error: {('ab ' * 667)[:2000]}... (12,999 characters more; TRL_EXT_TRACEBACK=1 shows all)\n"),
+        ("x" * 2000, f"error: {'x' * 2000}\n"),
+    ):
+        with pytest.raises(SystemExit), one_line_errors():
+            raise ValueError(message)
+        assert capsys.readouterr().err == expected
+
+
 def test_naming_the_default_changes_nothing(monkeypatch):
     """`--dataset_name toy` is the run without arguments."""
     plain, named = recipes.parse(monkeypatch, "aot"), recipes.parse(monkeypatch, "aot", "--dataset-name", "toy")

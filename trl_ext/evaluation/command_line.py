@@ -18,6 +18,9 @@ class CommandParser(argparse.ArgumentParser):
     """Raises ValueError for a wrong command line, with the nearest flag, instead of printing all the usage."""
 
     def __init__(self, **keywords: Any):
+        # A command of the installed package says its own name in --help.
+        if sys.argv[0].startswith("trl-ext "):
+            keywords["prog"] = sys.argv[0]
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
 
     def parse_args(self, args=None, namespace=None):

@@ -17,11 +17,12 @@ from trl_ext.trainers.faults import (
     plain_faults,
     unwritten,
 )
+from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.out_of_memory import check_memory_search, train_within_memory
 from trl_ext.trainers.update_guard import UpdateGuard
 
 
-class GuardedTraining:
+class GuardedTraining(WritesModelCard):
     """Mixed in before a trainer of TRL's, whose configuration has `max_skipped_updates`.
 
     Updates that are not finite are skipped on all processes and counted (`skipped_updates`); `train` ends with a

@@ -1,0 +1,198 @@
+"""The card in a model's folder: method, paper, data and figures are the run's own, and nobody's paths are in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from tests import recipes
+from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
+from trl_ext.trainers.model_card import WritesModelCard, method_of
+from trl_ext.trainers.preference_methods import AOTTrainer
+
+SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+def stand_in(folder: Path, *, base: str = "org/base", **args) -> WritesModelCard:
+    """A trainer as far as a card reads it, of AOT on three rows after seven updates."""
+    trainer = WritesModelCard()
+    trainer.args = SimpleNamespace(output_dir=str(folder), hub_model_id=None, loss="aot", **args)
+    trainer.objective = SimpleNamespace(describe=lambda: "aot (beta 0.1)")
+    trainer.model = SimpleNamespace(config=SimpleNamespace(_name_or_path=base))
+    trainer.state = SimpleNamespace(global_step=7)
+    trainer.train_dataset = range(3)
+    trainer._tag_names, trainer._name, trainer._paper = ["trl_ext"], AOTTrainer._name, AOTTrainer._paper
+    trainer.is_world_process_zero = lambda: True
+    return trainer
+
+
+def head_of(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "paper"),
+    [
+        ("AOTTrainer", {"loss": "aot"}, "2406.05882"),
+        ("PreferenceTrainer", {"loss": "simpo"}, "2405.14734"),
+        ("PreferenceTrainer", {"loss": "my_losses.py:own"}, ""),
+        ("CDPOTrainer", {"loss": "cdpo"}, ""),
+        ("PolicyTrainer", {"algorithm": "dapo"}, "2503.14476"),
+        ("PolicyTrainer", {"algorithm": "reinforce"}, ""),
+        ("PolicyTrainer", {"algorithm": "mine.py:own"}, ""),
+        ("PPOTrainer", {"algorithm": "ppo"}, "1707.06347"),
+        ("KTOTrainer", {}, "2402.01306"),
+        ("ExpertIterationTrainer", {}, "1705.08439"),
+        ("RewardTrainer", {}, ""),
+    ],
+)
+def test_paper_is_the_methods(trainer, given, paper):
+    import trl_ext
+    import trl_ext.algorithms
+
+    own = getattr(trl_ext, trainer)
+    found = method_of(SimpleNamespace(_name=own._name, _paper=own._paper, args=SimpleNamespace(**given), objective=1))
+    assert found["id"] == paper
+
+
+def test_a_course_is_a_source_without_a_number():
+    found = method_of(
+        SimpleNamespace(_name="Policy optimization", _paper={}, args=SimpleNamespace(algorithm="reinforce"))
+    )
+    assert (found["id"], found["title"]) == ("", "Williams 1992; CS336")
+
+
+def test_a_notebooks_card_before_there_are_results(tmp_path):
+    trainer = stand_in(tmp_path / "my-run")
+    trainer.create_model_card(dataset_name="org/pairs", tags="course")
+    card = (tmp_path / "my-run" / "README.md").read_text()
+    assert head_of(card) == {
+        "base_model": "org/base",
+        "datasets": "org/pairs",
+        "library_name": "transformers",
+        "model_name": "my-run",
+        "tags": ["course", "generated_from_trainer", "trl_ext"],
+    }
+    assert "AOT: `aot (beta 0.1)`." in card and "https://arxiv.org/abs/2406.05882" in card
+    assert "[org/pairs](https://huggingface.co/datasets/org/pairs), 3 rows; 7 updates." in card
+    assert "## Results" not in card and "again" not in card
+
+
+def test_figures_have_their_intervals(tmp_path):
+    rate = {"rate": 0.75, "low": 0.6, "high": 0.86, "n": 40}
+    results = {
+        "run": {
+            "recipe": "aot",
+            "objective": "aot (beta 0.2)",
+            "model": "org/other",
+            "dataset": "toy",
+            "train_pairs": 2000,
+        },
+        "win_rate": {"half": rate, "agreed": {**rate, "rate": 0.0, "n": 0}},
+        "score": {"policy": 0.8, "base": 0.5, "gain": {"mean": 0.3, "low": 0.25, "high": 0.35}},
+        "kl": {"mean": 1.234, "low": 1.1, "high": 1.3},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    (tmp_path / "config.yaml").write_text("beta: 0.2\n")
+    stand_in(tmp_path).create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| "))
+    assert rows["win rate, ties as half"] == r"0.750 \[0.600, 0.860\]"
+    assert rows["gain in true score"] == r"0.300 \[0.250, 0.350\]"
+    assert rows[r"KL to the base \(nats\)"] == r"1.23 \[1.10, 1.30\]"
+    assert "win rate, ties dropped" not in rows, "no row counts for it"
+    # The recipe knows them better than the trainer.
+    assert "org/other" in card and "org/base" not in card and "`toy`" in card and "2000 pairs" in card
+    assert "trl-ext train aot --config config.yaml --output_dir again" in card
+
+
+def test_accuracies_of_reasoning_before_and_after(tmp_path):
+    def accuracy(mean: float) -> dict:
+        return {"accuracy": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": 10}}
+
+    reasoning = {"before": {"greedy": accuracy(0.2)}, "after": {"greedy": accuracy(0.5)}}
+    gain = {"gain": {"mean": 0.3, "low": 0.1, "high": 0.5}}
+    (tmp_path / "results.json").write_text(json.dumps({"run": {}, "score": gain, "reasoning": reasoning}))
+    stand_in(tmp_path).create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert r"| accuracy before, greedy | 0.200 \[0.100, 0.300\] |" in card
+    assert r"| gain in accuracy, sampled | 0.300 \[0.100, 0.500\] |" in card and "true score" not in card
+    assert r"| accuracy after, greedy | 0.500 \[0.400, 0.600\] |" in card
+
+
+def test_of_a_path_the_last_part_is_told(tmp_path):
+    trainer = stand_in(tmp_path / "run", base="/home/someone/lab/base-7b")
+    trainer.create_model_card(dataset_name="/home/someone/lab/secret_pairs")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "`base-7b`" in card and "`secret_pairs`" in card
+    assert "someone" not in card and str(tmp_path) not in card
+    assert {"base_model", "datasets"} & set(head_of(card)) == set()
+
+
+def test_damaged_results_leave_a_card_without_figures(tmp_path):
+    (tmp_path / "results.json").write_text('{"win_rate": [')
+    stand_in(tmp_path).create_model_card()
+    assert "## Results" not in (tmp_path / "README.md").read_text()
+
+
+def test_another_process_writes_none(tmp_path):
+    trainer = stand_in(tmp_path)
+    trainer.is_world_process_zero = lambda: False
+    trainer.create_model_card()
+    assert not (tmp_path / "README.md").exists()
+
+
+def test_the_words_of_a_model_are_no_markup(tmp_path):
+    trainer = stand_in(tmp_path)
+    trainer.create_model_card(model_name="<img src=x>")
+    card = (tmp_path / "README.md").read_text()
+    assert "\n# \\&lt;img" in card or "\n# &lt;img" in card
+
+
+def test_what_of_trl_and_peft_the_card_stands_on():
+    import inspect
+
+    import peft
+    import trl
+
+    assert list(inspect.signature(trl.DPOTrainer.create_model_card).parameters) == [
+        "self",
+        "model_name",
+        "dataset_name",
+        "tags",
+    ], "TRL's create_model_card takes other arguments: trl_ext.trainers.model_card overrides it"
+    for stock in (trl.DPOTrainer, trl.GRPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.SFTTrainer):
+        assert isinstance(stock._name, str) and isinstance(stock._paper, dict), f"{stock.__name__} names no method"
+        source = inspect.getsource(stock._save_checkpoint)
+        assert "create_model_card(" in source, f"{stock.__name__} writes its card elsewhere than with a checkpoint"
+    source = inspect.getsource(peft.PeftModel.save_pretrained)
+    assert "create_or_update_model_card(" in source, "PEFT writes its card elsewhere than with the adapter"
+
+
+@pytest.mark.slow
+def test_a_recipe_with_an_adapter(tmp_path, monkeypatch):
+    from huggingface_hub import ModelCard
+
+    monkeypatch.chdir(tmp_path)
+    short = ["--max_steps", "2", "--save_steps", "1", "--per_device_train_batch_size", "4", "--eval_strategy", "no"]
+    short += ["--num_eval_prompts", "16", "--max_new_tokens", "8", "--generation_eval_every", "0"]
+    recipes.run(monkeypatch, "dpo", *short, "--use_peft", "true", "--hub_token", SECRET, "--disable_tqdm", "true")
+    run = tmp_path / "runs" / "dpo-toy"
+    results = json.loads((run / "results.json").read_text())
+    card = ModelCard.load(run / "README.md")
+    assert card.data.library_name == "peft" and card.data.base_model is None
+    half = results["win_rate"]["half"]
+    shown = rf"{half['rate']:.3f} \[{half['low']:.3f}, {half['high']:.3f}\]"
+    assert shown in card.text and "2305.18290" in card.text and "`toy`" in card.text and "2000 pairs" in card.text
+    assert "trl-ext train dpo --config config.yaml" in card.text
+    cards = sorted(run.rglob("README.md"))
+    assert len(cards) >= 2, "PEFT writes one into each checkpoint"
+    for path in cards:
+        text = path.read_text()
+        assert "2305.18290" in text
+        for private in (str(tmp_path), str(recipes.REPOSITORY), str(Path.home()), SECRET):
+            assert private not in text, (path, private)

@@ -1,0 +1,208 @@
+"""The `trl-ext` command: the recipes, the evaluation and the report, wherever the package is installed.
+
+A recipe runs as the script that it is, and the other commands as their modules do; nothing of them is repeated here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trl_ext import __version__
+from trl_ext.registry import nearest
+
+PACKAGE = Path(__file__).resolve().parent
+# A wheel holds the recipes and the public evaluation inside the package, a clone beside it.
+SCRIPTS = PACKAGE / "scripts" if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
+RECIPES = SCRIPTS / "recipes"
+CONFIGS = RECIPES / "configs"
+
+MODULES = {
+    "generate": ("public_eval.generate", "sample responses to the evaluation's prompts"),
+    "judge": ("public_eval.judge", "win rates of responses against the base's"),
+    "score": ("public_eval.score", "scores of preference pairs by a reward model"),
+    "pack": ("public_eval.pack", "make a submission"),
+    "grade": ("public_eval.grade", "grade a submission against the thresholds"),
+    "tournament": ("public_eval.tournament", "rank several submissions by their matches"),
+    "report": ("trl_ext.evaluation.report", "one page about any number of runs"),
+    "compare": ("trl_ext.evaluation.compare", "the stages of a training on the same prompts"),
+    "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
+    "assignment": ("trl_ext.assignment", "write a course's assignment from a specification"),
+}
+# Recipes that run other recipes, and are no recipes to launch themselves.
+STUDIES = {
+    "sweep": ("sweep", "one recipe under a list or a grid of settings"),
+    "compare_methods": ("compare", "methods over seeds, against a baseline"),
+}
+# Flags of scripts that take a YAML file.
+FILE_FLAGS = ("--config", "--study", "--sweep", "--accelerate_config")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command that the arguments name (those of the process by default)."""
+    try:
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+    except UsageError as error:
+        # A launcher's processes all fail alike.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+class UsageError(ValueError):
+    """A command line that names what is not there; its message is one line."""
+
+
+def _run(arguments: list[str]) -> None:
+    command, *rest = arguments or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(_help())
+    elif command == "--version":
+        print(f"trl_ext {__version__}")
+    elif command == "train":
+        _train(rest)
+    elif command == "configs":
+        _configs(rest)
+    elif command in STUDIES:
+        run_script(STUDIES[command][0], rest)
+    elif command in MODULES:
+        run_module(command, rest)
+    else:
+        known = ["train", "configs", *STUDIES, *MODULES]
+        raise UsageError(f"no command {command!r}{nearest(command, known)} Known: {', '.join(known)}")
+
+
+def _help() -> str:
+    described = {
+        "train RECIPE": "train by a recipe, with its flags; --list names the recipes",
+        "configs [NAME]": "list the configurations that come along, or print the path of one",
+        **{name: text for name, (_, text) in {**STUDIES, **MODULES}.items()},
+    }
+    lines = [f"  {name:16}  {text}" for name, text in described.items()]
+    return "\n".join(
+        [
+            "usage: trl-ext COMMAND ... (every command has --help)\n",
+            *lines,
+            "\nOn several processes: accelerate launch --multi_gpu -m trl_ext train RECIPE ...",
+        ]
+    )
+
+
+# ---- Recipes ----
+
+
+def recipes() -> dict[str, str]:
+    """Names of the recipes, with the first sentence of each one's docstring."""
+    found = {}
+    for path in sorted(RECIPES.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        if 'if __name__ == "__main__":' in text and path.stem not in {name for name, _ in STUDIES.values()}:
+            described = " ".join((ast.get_docstring(ast.parse(text)) or "").split())
+            found[path.stem] = described.partition(". ")[0].rstrip(".")
+    return found
+
+
+def _train(arguments: list[str]) -> None:
+    known = recipes()
+    if not arguments or arguments[0] in ("-h", "--help", "--list"):
+        print("usage: trl-ext train RECIPE [--config FILE] [flags of the recipe; --help lists them]\n")
+        width = max(map(len, known))
+        for name, described in known.items():
+            print(f"  {name:{width}}  {described}")
+            configs = [config for config in shipped_configs() if Path(config).stem == name]
+            if configs:
+                print(f"  {'':{width}}  --config {', '.join(configs)}")
+        return
+    name, *rest = arguments
+    if name not in known:
+        raise UsageError(f"no recipe {name!r}{nearest(name, list(known))} Known: {', '.join(known)}")
+    run_script(name, rest)
+
+
+def run_script(name: str, arguments: Sequence[str]) -> None:
+    """Run `recipes/{name}.py` in this process, as Python runs a script.
+
+    Raises:
+        UsageError: a flag names a file that is neither there nor among those that come along.
+    """
+    script = RECIPES / f"{name}.py"
+    sys.argv = [str(script), *_with_files_found(arguments)]
+    # Scripts import their neighbours.
+    sys.path.insert(0, str(RECIPES))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _with_files_found(arguments: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if equals and flag in FILE_FLAGS:
+            argument = f"{flag}={find_file(value)}"
+        elif found and found[-1] in FILE_FLAGS:
+            argument = find_file(argument)
+        found.append(argument)
+    return found
+
+
+# ---- Configurations ----
+
+
+def shipped_configs() -> list[str]:
+    """The recipes' configurations that come along, such as `toy/aot.yaml`."""
+    return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
+
+
+def _launcher_configs() -> list[str]:
+    return sorted(path.relative_to(SCRIPTS).as_posix() for path in (SCRIPTS / "accelerate_configs").glob("*.yaml"))
+
+
+def find_file(name: str) -> str:
+    """The path of a file as it is given, or else of the one that comes along under this name.
+
+    Raises:
+        UsageError: there is neither; the message has the nearest name.
+    """
+    for place in (Path(name), CONFIGS / name, SCRIPTS / name):
+        if place.is_file():
+            return str(place)
+    known = [*shipped_configs(), *_launcher_configs()]
+    raise UsageError(
+        f"no file {name!r}, neither here nor among those that come along{nearest(name, known)} "
+        "`trl-ext configs` lists them"
+    )
+
+
+def _configs(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-"):
+        print(find_file(arguments[0]))
+        return
+    print(f"in {CONFIGS}, for trl-ext train RECIPE --config NAME:")
+    print("\n".join(f"  {name}" for name in shipped_configs()))
+    print(f"in {SCRIPTS}, for accelerate launch --config_file $(trl-ext configs NAME) -m trl_ext train RECIPE:")
+    print("\n".join(f"  {name}" for name in _launcher_configs()))
+
+
+# ---- Modules ----
+
+
+def run_module(command: str, arguments: Sequence[str]) -> None:
+    """Run the module behind a command, as `python -m` does.
+
+    Raises:
+        UsageError: this installation has no such module.
+    """
+    module, _ = MODULES[command]
+    if module.startswith("public_eval."):
+        sys.path.insert(0, str(SCRIPTS))
+    found = importlib.util.find_spec(module)
+    if found is not None and found.submodule_search_locations:
+        found = importlib.util.find_spec(f"{module}.__main__")
+    if found is None:
+        raise UsageError(f"trl-ext {command} needs the module {module}, which this installation does not have")
+    sys.argv = [f"trl-ext {command}", *arguments]
+    runpy.run_module(module, run_name="__main__")
