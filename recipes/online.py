@@ -12,22 +12,23 @@ from functools import partial
 
 from common import MENDABLE_IN_TRAINING, one_line_errors
 from results import print_results, write_results
+from reward_sources import RewardSources, calibrate, load_rewards, reference_responses
 from run_folder import begin_run
 from training import can_be_resumed, held_out_generations, load_rows
 
 from trl_ext import PolicyConfig, PolicyTrainer
 from trl_ext.evaluation.plots import ONLINE_PANELS
-from trl_ext.registry import load_function
-from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.rewards import RewardEnsemble, ShapedReward, parse_shaping
+from trl_ext.rewards.shaping import innermost
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback
-from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.defaults import warn_once_per_run, world_size
 from trl_ext.trainers.policies import remember_base
 from trl_ext.trainers.reward_functions import reward_columns
 
 
 @dataclass
-class OnlineArguments:
+class OnlineArguments(RewardSources):
     """Data, rewards, evaluation and output of a run."""
 
     dataset_name: str = field(
@@ -37,25 +38,12 @@ class OnlineArguments:
     prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; not evaluated if missing."})
     skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
-    reward_model: list[str] | None = field(
+    reward_shaping: str | None = field(
         default=None,
-        metadata={"help": "Folder or hub name of a reward model, full or adapter; several make an ensemble."},
-    )
-    reward_function: list[str] | None = field(
-        default=None,
-        metadata={"help": "Further rewards, as file.py:function or module:function with TRL's reward signature."},
-    )
-    reward_aggregate: str = field(
-        default="mean",
-        metadata={"help": "How several reward models are combined: mean, min, mean_minus_std, uwo or quantile."},
-    )
-    reward_coefficient: float | None = field(
-        default=None, metadata={"help": "Weight of the deviation in mean_minus_std, of the variance in uwo."}
-    )
-    reward_quantile: float = field(default=0.25, metadata={"help": "Which quantile of the members."})
-    calibrate_rewards: bool = field(
-        default=False,
-        metadata={"help": "Centre and scale each reward model on the reference responses of the training prompts."},
+        metadata={
+            "help": "Steps that each reward goes through in training, in order, as JSON: "
+            '\'["center_reference", {"kind": "clip", "limit": 5}]\'.'
+        },
     )
     generation_eval_every: int | None = field(
         default=None,
@@ -93,11 +81,13 @@ def main(
         )
         arguments, training = run.arguments, run.training
         splits = _load_splits(arguments)
-        rewards = _rewards(arguments, training)
+        plain = load_rewards(arguments, training.per_device_eval_batch_size)
+        rewards = _shaped(plain, arguments, training)
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=splits["train"])
         if arguments.calibrate_rewards:
             # Only now, when the members share what they can.
-            _calibrate(rewards, splits["train"])
+            calibrate(plain[0], splits["train"])
+        _calibrate_shaping(rewards, splits["train"])
         if "prompts" in splits:
             remember_base(trainer)
     run.open(trainer)
@@ -139,35 +129,34 @@ def _load_splits(arguments: OnlineArguments) -> dict:
     return splits
 
 
-def _rewards(arguments: OnlineArguments, training: PolicyConfig) -> list:
-    """The reward models, as one ensemble where there are several, and the further reward functions."""
-    if not arguments.reward_model and not arguments.reward_function:
+def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -> list:
+    """The rewards with `reward_shaping` behind each.
+
+    Raises:
+        ValueError: steps that are none, or that do not go with the algorithm.
+    """
+    if arguments.reward_shaping is None:
+        return rewards
+    # Steps of its own for each: some learn.
+    shaped = [ShapedReward(reward, parse_shaping(arguments.reward_shaping)) for reward in rewards]
+    of_batch = any(reward.of_batch for reward in shaped)
+    if of_batch and training.build_objective().needs_greedy:
         raise ValueError(
-            "nothing to reward responses with: give --reward_model FOLDER, as recipes/reward_model.py trains one, "
-            "or --reward_function file.py:function"
+            f"reward_shaping: center and whiten do not go with {training.algorithm}, whose greedy responses are "
+            "scored apart from the sampled ones: leave them out, or use center_reference"
         )
-    batch_size = training.per_device_eval_batch_size
-    models = [RewardModel(name, batch_size=batch_size) for name in arguments.reward_model or ()]
-    functions = [load_function(name, "reward function") for name in arguments.reward_function or ()]
-    if len(models) > 1:
-        models = [
-            RewardEnsemble(
-                models,
-                aggregate=arguments.reward_aggregate,
-                coefficient=arguments.reward_coefficient,
-                quantile=arguments.reward_quantile,
-            )
-        ]
-    if arguments.calibrate_rewards and len(arguments.reward_model or ()) < 2:
-        raise ValueError("--calibrate_rewards is for an ensemble: give several --reward_model")
-    return [*models, *functions]
+    if of_batch and world_size() > 1 and training.reward_errors == "skip" and training.reward_timeout:
+        raise ValueError(
+            "reward_shaping: center and whiten sum over all processes, and one whose reward is interrupted at "
+            "reward_timeout takes no part: give --reward_errors raise, or --reward_timeout 0"
+        )
+    return shaped
 
 
-def _calibrate(rewards: list, train_split) -> None:
-    if "reference_response_text" not in train_split.column_names:
-        raise ValueError("--calibrate_rewards needs reference_response_text in the training prompts")
-    rows = train_split.select(range(min(256, len(train_split))))
-    rewards[0].calibrate(rows["prompt"], rows["reference_response_text"])
+def _calibrate_shaping(rewards: list, train_split) -> None:
+    for reward in rewards:
+        if isinstance(reward, ShapedReward) and reward.needs_calibration:
+            reward.calibrate(*reference_responses(train_split, "reward_shaping: center_reference without a value"))
 
 
 def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
@@ -185,9 +174,14 @@ def _describe(trainer, arguments: OnlineArguments) -> dict:
         "reward_models": arguments.reward_model or [],
         "reward_functions": arguments.reward_function or [],
         "ensembles": [
+            innermost(function).to_dict()
+            for function in trainer.plain_reward_functions.values()
+            if isinstance(innermost(function), RewardEnsemble)
+        ],
+        "reward_shaping": [
             function.to_dict()
             for function in trainer.plain_reward_functions.values()
-            if isinstance(function, RewardEnsemble)
+            if isinstance(function, ShapedReward)
         ],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": trainer.rollouts,

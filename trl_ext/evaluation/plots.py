@@ -86,7 +86,7 @@ def new_figure(rows: int, columns: int):
         raise ImportError("plots need matplotlib: pip install 'trl_ext[report]'") from error
     figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns).flatten())
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
 
 
 def _is_held_out_reward(name: str) -> bool:

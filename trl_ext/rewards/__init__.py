@@ -8,6 +8,7 @@ import importlib
 _MODULE_OF_NAME = {
     "RewardEnsemble": "trl_ext.rewards.ensemble",
     "RewardModel": "trl_ext.rewards.reward_model",
+    "ShapedReward": "trl_ext.rewards.shaping",
     "VerifiedReward": "trl_ext.rewards.verified",
     "combine": "trl_ext.rewards.ensemble",
     "countdown_reward": "trl_ext.rewards.verified",
@@ -16,6 +17,7 @@ _MODULE_OF_NAME = {
     "is_correct": "trl_ext.rewards.answers",
     "parse_gsm8k_response": "trl_ext.rewards.parsers",
     "parse_mmlu_response": "trl_ext.rewards.parsers",
+    "parse_shaping": "trl_ext.rewards.shaping",
     "question_only_reward": "trl_ext.rewards.verified",
     "r1_zero_reward": "trl_ext.rewards.verified",
     "share_or_load": "trl_ext.rewards.sharing",

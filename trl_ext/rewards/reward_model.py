@@ -180,6 +180,7 @@ class RewardModel:
         completions: Sequence[Messages | str],
         *,
         finished: Sequence[bool] | None = None,
+        refuse_empty: bool = False,
         progress: str | None = None,
     ) -> Tensor:
         """One score for each completion.
@@ -189,16 +190,20 @@ class RewardModel:
             completions: texts, or lists of the one assistant message.
             finished: False where a completion was cut at a length limit: it then has no end-of-turn token, and is
                 scored at its last one. None where all ended.
+            refuse_empty: raise for a completion without text, for texts that were given and not sampled. Otherwise
+                it is scored by the tokens around it, since a policy may sample it.
             progress: what a progress bar calls the work; None for no bar.
 
         Returns:
             Float32 scores on the CPU, [N].
 
         Raises:
-            ValueError: the lengths differ, or a completion cannot be encoded.
+            ValueError: the lengths differ, a completion cannot be encoded, or one that has no text is to be refused.
         """
         if finished is not None and not all(finished):
             self._say_whether_ends_show()
+        if refuse_empty:
+            self._refuse_empty(completions)
         sequences = self._encode(prompts, completions, finished)
         options = {"batch_size": self.batch_size, "pad_token_id": self.pad_token_id, "progress": progress}
         if self.backbone is not None:
@@ -208,6 +213,16 @@ class RewardModel:
     def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
         """TRL's signature of a reward function; columns and hooks that it passes beside are not used."""
         return self.score(prompts, completions, finished=finished).tolist()
+
+    def _refuse_empty(self, completions: Sequence[Messages | str]) -> None:
+        for index, completion in enumerate(completions):
+            # What is no message at all is for the encoding to refuse.
+            text = completion if isinstance(completion, str) else completion[-1]["content"] if completion else "?"
+            if not text.strip():
+                raise ValueError(
+                    f"reward model {self.name}: completion {index} is empty: a score of no text says nothing; leave "
+                    "it out"
+                )
 
     def _say_whether_ends_show(self) -> None:
         if self.pad_token_id == self.tokenizer.eos_token_id and not self._said_that_ends_do_not_show:

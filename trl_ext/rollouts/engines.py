@@ -23,6 +23,9 @@ class SamplingSettings:
         stop: texts that end a response, which keeps the one it met.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         batch_size: prompts per batch; vLLM makes its own.
+        top_k: the number of most likely tokens to sample from; 0 for all.
+        repetition_penalty: above 1 makes tokens less likely to come again; 1 for none.
+        no_repeat_ngram_size: n-grams of this length occur once at most; 0 for no limit. Not with vLLM.
     """
 
     max_new_tokens: int = 1024
@@ -31,12 +34,17 @@ class SamplingSettings:
     stop: tuple[str, ...] = (ANSWER_END,)
     max_prompt_tokens: int | None = None
     batch_size: int = 32
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
 
     def __post_init__(self):
         check_stop(self.stop)
-        for name in ("max_new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("max_new_tokens", 1), ("batch_size", 1), ("top_k", 0), ("no_repeat_ngram_size", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not self.repetition_penalty > 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}; 1 is none")
         if self.temperature < 0:
             raise ValueError(f"temperature must not be negative, got {self.temperature}; 0 is greedy decoding")
         if not 0 < self.top_p <= 1:
@@ -61,6 +69,9 @@ class TransformersEngine:
             max_prompt_tokens=settings.max_prompt_tokens,
             temperature=settings.temperature,
             top_p=settings.top_p,
+            top_k=settings.top_k,
+            repetition_penalty=settings.repetition_penalty,
+            no_repeat_ngram_size=settings.no_repeat_ngram_size,
             stop=settings.stop,
             batch_size=settings.batch_size,
             seed=seed,
@@ -79,6 +90,7 @@ class VLLMEngine:
 
     Raises:
         ImportError: vLLM is not installed; the message names the extra.
+        ValueError: a setting that vLLM has not.
     """
 
     def __init__(self, model_path: str, tokenizer, settings: SamplingSettings, **options: Any):
@@ -86,6 +98,8 @@ class VLLMEngine:
             import vllm
         except ImportError as error:
             raise ImportError("sampling with vLLM needs its package: pip install 'trl_ext[vllm]'") from error
+        if settings.no_repeat_ngram_size:
+            raise ValueError("vLLM has no no_repeat_ngram_size: leave it at 0, or sample with transformers")
         self.tokenizer, self.settings = tokenizer, settings
         self._sampling = vllm.SamplingParams
         self._model = vllm.LLM(model=model_path, **options)
@@ -101,6 +115,8 @@ class VLLMEngine:
                 max_tokens=settings.max_new_tokens,
                 temperature=settings.temperature,
                 top_p=settings.top_p,
+                top_k=settings.top_k or -1,
+                repetition_penalty=settings.repetition_penalty,
                 stop=list(settings.stop) or None,
                 include_stop_str_in_output=True,
                 seed=seed * 1_000_003 + index,

@@ -40,6 +40,9 @@ def generate_responses(
     max_prompt_tokens: int | None = None,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int = 0,
+    repetition_penalty: float = 1.0,
+    no_repeat_ngram_size: int = 0,
     stop: Sequence[str] = (),
     batch_size: int = 32,
     seed: int = 0,
@@ -58,6 +61,10 @@ def generate_responses(
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
         top_p: nucleus sampling.
+        top_k: the number of most likely tokens to sample from; 0 for all.
+        repetition_penalty: above 1 makes tokens of the prompt and the response less likely to come again
+            (Keskar et al. 2019, arXiv 1909.05858); 1 for none.
+        no_repeat_ngram_size: n-grams of this length, counted with the prompt, occur once at most; 0 for no limit.
         stop: texts that end a response, which keeps the one it met.
         batch_size: prompts per batch.
         seed: of the sampling.
@@ -74,7 +81,9 @@ def generate_responses(
     if max_new_tokens < 1 or (max_prompt_tokens is not None and max_prompt_tokens < 1):
         raise ValueError("max_new_tokens and max_prompt_tokens must be at least 1")
     stop = check_stop(stop)
-    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, temperature, top_p, stop)
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
+    repetition = {"repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
+    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, stop, **sampling, **repetition)
     prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
     for index, ids in enumerate(prompt_ids):
         if not ids:
@@ -102,20 +111,16 @@ def generate_responses(
     return results
 
 
-def _generation_config(
-    model, tokenizer, max_new_tokens, temperature, top_p, stop
-) -> tuple[GenerationConfig, set[int]]:
+def _generation_config(model, tokenizer, max_new_tokens, stop, **settings) -> tuple[GenerationConfig, set[int]]:
     own_end = model.generation_config.eos_token_id
     end_ids = {tokenizer.eos_token_id, *(own_end if isinstance(own_end, list) else [own_end])} - {None}
-    sampling = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(end_ids),
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids),
         stop_strings=list(stop) or None,
-        **sampling,
+        do_sample="temperature" in settings,
+        **settings,
     )
     return config, end_ids
 

@@ -26,7 +26,7 @@ from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.positions import count_from_the_first_token
 from trl_ext.trainers.resumable import Resumable
-from trl_ext.trainers.reward_functions import as_reward_functions, named_and_guarded, reward_models
+from trl_ext.trainers.reward_functions import ShapingState, as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
 from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
 from trl_ext.trainers.rollout_position import RolloutPosition
@@ -35,7 +35,9 @@ from trl_ext.trainers.stop_strings import StopStrings
 from trl_ext.trainers.vllm_server import wait_for_server, watch_server
 
 
-class PolicyTrainer(StopStrings, GuardedTraining, RolloutPosition, Resumable, RolloutMetrics, TRLGRPOTrainer):
+class PolicyTrainer(
+    StopStrings, GuardedTraining, RolloutPosition, ShapingState, Resumable, RolloutMetrics, TRLGRPOTrainer
+):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Takes what `trl.GRPOTrainer` takes, with a `PolicyConfig`, and keeps what it does: generation with transformers or
@@ -60,7 +62,7 @@ class PolicyTrainer(StopStrings, GuardedTraining, RolloutPosition, Resumable, Ro
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
-    carried_over = (*Resumable.carried_over, "_seen_signal", "rollouts")
+    carried_over = (*Resumable.carried_over, "_seen_signal", "rollouts", "shaping_state")
 
     def __init__(self, model, reward_funcs, args: PolicyConfig | None = None, **kwargs: Any):
         if args is None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from trl_ext.rewards import RewardEnsemble, RewardModel
-from trl_ext.trainers.reward_guard import RewardGuard, ignore
+from trl_ext.rewards import RewardEnsemble, RewardModel, ShapedReward
+from trl_ext.rewards.shaping import innermost
+from trl_ext.trainers.reward_guard import RewardGuard, function_name, ignore
 
 
 def as_reward_functions(given: Any, packing: str = "auto") -> list:
@@ -24,7 +25,8 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
 
 def reward_models(functions: list) -> list[RewardModel]:
     """The `RewardModel`s among the functions and among the members of ensembles."""
-    members = [m for f in functions for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
+    plain = [innermost(function) for function in functions]
+    members = [m for f in plain for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
     return [member for member in members if isinstance(member, RewardModel)]
 
 
@@ -84,7 +86,11 @@ def reward_columns(
     # Not the trainer's: the faults of its latest rollout are still to be dealt with.
     guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
     columns: dict[str, list[float | None]] = {}
-    for name, function in trainer.plain_reward_functions.items():
+    for name, given in trainer.plain_reward_functions.items():
+        # As it is without shaping: statistics of a batch mean nothing here, and running ones are of training.
+        function = innermost(given)
+        if function is not given and function_name(function) not in columns:
+            name = function_name(function)
         rewards = guard.wrap(function)(**arguments)
         if inspect.isawaitable(rewards):
             # On TRL's own loop: a notebook has one running in this thread.
@@ -94,6 +100,29 @@ def reward_columns(
         for member in members:
             columns[member] = report.columns.get(member, [None] * len(rows))
     return columns
+
+
+class ShapingState:
+    """For a trainer with `plain_reward_functions`: what shaped rewards have learnt, for checkpoints to carry over."""
+
+    @property
+    def shaping_state(self) -> list[dict[str, Any]]:
+        """The states of the shaped reward functions, in order; equal on all processes."""
+        return [function.state_dict() for function in self._shaped_rewards()]
+
+    @shaping_state.setter
+    def shaping_state(self, states: list[dict[str, Any]]) -> None:
+        shaped = self._shaped_rewards()
+        if len(shaped) != len(states):
+            raise ValueError(
+                f"the checkpoint has the state of {len(states)} shaped rewards, and there are {len(shaped)}: resume "
+                "with the run's own rewards"
+            )
+        for function, state in zip(shaped, states, strict=True):
+            function.load_state_dict(state)
+
+    def _shaped_rewards(self) -> list[ShapedReward]:
+        return [f for f in self.plain_reward_functions.values() if isinstance(f, ShapedReward)]
 
 
 class _Report:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_ext.evaluation.reasoning.categories import category_of
 from trl_ext.evaluation.reasoning.grading import Grader
-from trl_ext.files import write_text
 from trl_ext.rollouts import Generation, map_over_ranks
+from trl_ext.rollouts.saved_rows import append_rows as _append
+from trl_ext.rollouts.saved_rows import kept_rows as _kept
+from trl_ext.rollouts.saved_rows import part_seed as _seed
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -67,7 +67,8 @@ def evaluate_reasoning(
     if samples < 1 or save_every < 1:
         raise ValueError(f"samples and save_every must be at least 1, got {samples} and {save_every}")
     work = [(row, prompt, sample) for row, prompt in zip(rows, prompts, strict=True) for sample in range(samples)]
-    done = [] if path is None else _kept(Path(path), work, save_every, accelerator)
+    order = [(row["row_id"], sample) for row, _, sample in work]
+    done = [] if path is None else _kept(Path(path), order, save_every, accelerator)
     for start in range(len(done), len(work), save_every):
         label = None if progress is None else f"{progress}, {start} of {len(work)} done"
 
@@ -109,55 +110,3 @@ def _graded(
         **({"parsed_answer": grade.parsed_answer(generation.text)} if hasattr(grade, "parsed_answer") else {}),
         **({} if entropy is None else {"entropy": entropy}),
     }
-
-
-def _seed(seed: int, start: int, accelerator: Accelerator | None) -> int:
-    """Of one part of the work and one process; under FSDP all do the same work and must draw alike."""
-    alone = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
-    return seed + 1_000_003 * (start + (0 if alone else accelerator.process_index))
-
-
-def _append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _kept(path: Path, work: Sequence[tuple], save_every: int, accelerator: Accelerator | None) -> list[dict[str, Any]]:
-    """The rows of earlier calls, up to the last save that is whole; every process gets the first one's."""
-    kept = [_read_kept(path, work, save_every) if accelerator is None or accelerator.is_main_process else None]
-    if accelerator is not None and accelerator.num_processes > 1:
-        from accelerate.utils import broadcast_object_list
-
-        broadcast_object_list(kept)
-    return kept[0]
-
-
-def _read_kept(path: Path, work: Sequence[tuple], save_every: int) -> list[dict[str, Any]]:
-    if not path.is_file():
-        return []
-    # What stands behind the last newline was cut off while it was written.
-    lines = path.read_bytes().split(b"\n")[:-1]
-    whole = len(lines) if len(lines) == len(work) else len(lines) // save_every * save_every
-    rows = [_parsed(path, number, line) for number, line in enumerate(lines[:whole], start=1)]
-    for number, found in enumerate(rows):
-        wanted = (work[number][0]["row_id"], work[number][2]) if number < len(work) else None
-        if (found.get("row_id"), found.get("sample")) != wanted:
-            raise ValueError(
-                f"{path}: line {number + 1} is row_id {found.get('row_id')}, sample {found.get('sample')}, and not "
-                "what this evaluation has in its place: the file is of another one; remove it or choose another"
-            )
-    write_text(path, "".join(line.decode() + "\n" for line in lines[:whole]))
-    return rows
-
-
-def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{path}: line {number} is damaged ({error}): remove the file to begin again") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{path}: line {number} holds no row: remove the file to begin again")
-    return row

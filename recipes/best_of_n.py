@@ -1,0 +1,305 @@
+"""Best-of-n sampling against a reward: how it gains over n, where it is gamed, and data to fine-tune on."""
+
+from __future__ import annotations
+
+import os
+
+# A run says nothing to anybody unless it is asked to.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import dataclasses
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from common import RECIPES, one_line_errors, parse_arguments
+from reasoning import print_table
+from reward_sources import only_reward
+from run_folder import config_text, settings_digest
+from sampling import (
+    JUDGE_CACHE,
+    SampledArguments,
+    judge_against,
+    load_engine,
+    load_judge,
+    load_prompts,
+    open_folder,
+    response_ids,
+)
+from training import ModelArguments
+
+from trl_ext import toy
+from trl_ext.evaluation import best_of_n_curve, plot_best_of_n
+from trl_ext.evaluation.comparison import compare_generations
+from trl_ext.files import write_json, write_json_lines
+from trl_ext.rollouts import (
+    BestOfN,
+    Generation,
+    SamplingSettings,
+    best_of_n,
+    demonstrations,
+    end_processes,
+    map_over_ranks,
+)
+from trl_ext.rollouts.best_of_n import EMPTY_CHOICES, KEEP_CHOICES
+from trl_ext.trainers.defaults import runs_on_cpu
+
+SAMPLES = "samples.jsonl"
+FILES = (
+    "config.yaml", "results.json", "generations.jsonl", SAMPLES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE
+)  # fmt: skip
+
+
+@dataclass
+class BestOfNArguments(SampledArguments):
+    """How many responses the best is picked from, and what is kept of them to fine-tune on."""
+
+    n: list[int] | None = field(
+        default=None, metadata={"help": "Numbers to pick the best from. Default: 1, 2, 4, 8, 16."}
+    )
+    num_samples: int | None = field(default=None, metadata={"help": "Responses to each prompt. Default: largest n."})
+    temperature: float = field(default=1.0, metadata={"help": "Of the sampling."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling."})
+    top_k: int = field(default=0, metadata={"help": "Most likely tokens to sample from; 0 for all."})
+    empty: str = field(
+        default="score",
+        metadata={"help": "Responses without text: score them like others, leave_out of the picks, or refuse."},
+    )
+    keep: str | None = field(
+        default=None,
+        metadata={
+            "help": "Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
+            "from a threshold (--keep_threshold) up."
+        },
+    )
+    keep_count: int = field(default=1, metadata={"help": "Responses to a prompt, for --keep top_k."})
+    keep_threshold: float | None = field(default=None, metadata={"help": "Lowest reward, for --keep threshold."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.n = [1, 2, 4, 8, 16] if self.n is None else sorted(set(self.n))
+        if not self.n or self.n[0] < 1:
+            raise ValueError(f"n must be at least 1, got {self.n[0] if self.n else 'none'}")
+        self.num_samples = self.n[-1] if self.num_samples is None else self.num_samples
+        if self.num_samples < self.n[-1]:
+            raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError("best-of-n at temperature 0 would pick from equal responses: sample at --temperature 1")
+        for name, choices in (("empty", EMPTY_CHOICES), ("keep", (None, *KEEP_CHOICES))):
+            if getattr(self, name) not in choices:
+                known = ", ".join(filter(None, choices))
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        # Before an hour of sampling, and not behind it.
+        demonstrations(BestOfN([]), [], keep=self.keep or "best", count=self.keep_count, threshold=self.keep_threshold)
+        if self.output_dir is None:
+            self.output_dir = f"runs/best-of-n-{Path(self.dataset_name).absolute().stem}"
+
+    def settings(self) -> SamplingSettings:
+        return SamplingSettings(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=(),
+            max_prompt_tokens=self.max_prompt_tokens,
+            batch_size=self.generation_batch_size,
+        )
+
+
+def main() -> None:
+    """Read the arguments, sample, score and compare, and write the run folder; go on where an earlier call stopped."""
+    try:
+        _run()
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was saved is kept, and the same command goes on from there")
+        raise SystemExit(130) from None
+
+
+def _run() -> None:
+    started = time.time()
+    with one_line_errors():
+        arguments, model = parse_arguments(
+            (BestOfNArguments, ModelArguments),
+            default_config=RECIPES / "configs" / "toy" / "best_of_n.yaml",
+            description="Pick the best of n responses by a reward.",
+        )
+        settings, resolved = arguments.settings(), config_text(arguments, model)
+        reward = only_reward(arguments, arguments.reward_batch_size)
+        judge, prompts = load_judge(arguments), load_prompts(arguments)
+        folder = Path(arguments.output_dir)
+        accelerator = Accelerator(cpu=runs_on_cpu(arguments.use_cpu))
+        if accelerator.is_main_process:
+            overwrite = arguments.overwrite_output_dir
+            open_folder(folder, resolved, overwrite=overwrite, files=FILES, responses=SAMPLES)
+            if arguments.keep and arguments.prompt_split.startswith("test"):
+                print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
+        accelerator.wait_for_everyone()
+        engine, tokenizer = load_engine(arguments, model, settings, accelerator)
+        result = best_of_n(
+            prompts,
+            engine,
+            reward,
+            arguments.num_samples,
+            empty=arguments.empty,
+            seed=arguments.seed,
+            path=folder / SAMPLES,
+            save_every=arguments.save_every,
+            accelerator=accelerator,
+            progress="responses" if accelerator.is_main_process else None,
+        )
+        engine.settings = dataclasses.replace(settings, temperature=0.0, top_p=1.0, top_k=0)
+        base = map_over_ranks(
+            lambda rows: engine([row["prompt"] for row in rows], seed=arguments.seed), prompts, accelerator
+        )
+        if accelerator.is_main_process:
+            if arguments.has_ground_truth:
+                _add_scores(result)
+            found = _figures(arguments, result, prompts, base, judge, folder)
+            results = _results(arguments, found, result, prompts, base, tokenizer, folder)
+            results["run"] = _describe(arguments, model, settings, reward, resolved, accelerator, started)
+            if arguments.keep:
+                results["sft"] = _write_sft(arguments, model, result, prompts, reward, folder)
+            _draw(found, results["run"], folder)
+            # Last: a folder with results is a finished run.
+            write_json(folder / "results.json", results)
+            _print(results, folder)
+    end_processes(accelerator)
+
+
+def _add_scores(result: BestOfN) -> None:
+    for row in result.rows:
+        row["score"] = toy.score(row["prompt_text"], row["response_text"], finished=row["finished"])
+
+
+def _figures(arguments, result: BestOfN, prompts, base: list[Generation], judge, folder: Path) -> dict[str, Any]:
+    """The curve over n; in each of its rows the picks' win rate against the base, too, where there is a judge."""
+    found = best_of_n_curve(result.samples, arguments.n)
+    for row in found["curve"]:
+        picks = result.picks(row["n"])
+        kept = [index for index, pick in enumerate(picks) if pick is not None]
+        own = [picks[index] for index in kept]
+        row["mean_tokens"] = sum(pick["generated_num_tokens"] for pick in own) / len(own)
+        row["win_rate"] = None
+        if judge is not None:
+            compared = judge_against(judge, [prompts[i] for i in kept], own, [base[i] for i in kept], folder)
+            row["win_rate"] = compared.to_dict()
+    return {**found, "unscorable": result.unscorable}
+
+
+def _results(
+    arguments, found: dict[str, Any], result: BestOfN, prompts, base: list[Generation], tokenizer, folder: Path
+) -> dict[str, Any]:
+    """The picks of the largest n beside the base, as other recipes report a policy; writes generations.jsonl."""
+    largest = arguments.n[-1]
+    picks = result.picks(largest)
+    kept = [index for index, pick in enumerate(picks) if pick is not None]
+    own = [picks[index] for index in kept]
+    comparison = compare_generations(
+        [prompts[index] for index in kept],
+        [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
+        [base[index] for index in kept],
+        max_new_tokens=arguments.max_new_tokens,
+        score_function=toy.score if arguments.has_ground_truth else None,
+    )
+    for row, pick in zip(comparison.rows, own, strict=True):
+        row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")} | {"best_of": largest}
+    write_json_lines(folder / "generations.jsonl", comparison.rows)
+    return {
+        "run": None,
+        "win_rate": found["curve"][-1]["win_rate"],
+        "score": comparison.summary["score"],
+        "rewards": None,
+        "preferences": None,
+        "kl": None,
+        "generations": comparison.summary["generations"],
+        "best_of_n": found,
+    }
+
+
+def _describe(arguments, model, settings, reward, resolved: str, accelerator, started: float) -> dict[str, Any]:
+    return {
+        "objective": f"best of {arguments.n[-1]} (temperature {settings.temperature:g})",
+        "model": model.model_name_or_path,
+        "dataset": arguments.dataset_name,
+        "reward": getattr(reward, "__name__", type(reward).__name__),
+        "judge": arguments.judge,
+        "sampling": dataclasses.asdict(settings),
+        "engine": "vllm" if arguments.use_vllm else "transformers",
+        "settings_digest": settings_digest(resolved),
+        "seed": arguments.seed,
+        "processes": accelerator.num_processes,
+        "device": accelerator.device.type,
+        "total_seconds": round(time.time() - started, 1),
+        "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch")},
+    }
+
+
+def _write_sft(arguments, model, result: BestOfN, prompts, reward, folder: Path) -> dict[str, Any]:
+    provenance = {
+        "sampled_from": model.model_name_or_path,
+        "rewarded_by": getattr(reward, "__name__", type(reward).__name__),
+        "temperature": arguments.temperature,
+        "keep": arguments.keep,
+    }
+    rows = demonstrations(
+        result,
+        prompts,
+        keep=arguments.keep,
+        count=arguments.keep_count,
+        threshold=arguments.keep_threshold,
+        provenance=provenance,
+    )
+    write_json_lines(folder / "sft.jsonl", rows)
+    told = {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
+    if not rows:
+        print("sft.jsonl is empty: no response that ended has a reward to keep it for")
+    return told
+
+
+def _draw(found: dict[str, Any], run: dict[str, Any], folder: Path) -> None:
+    title = f"{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}"
+    try:
+        plot_best_of_n(found["curve"], folder / "best_of_n.png", title=title)
+    except ImportError as error:
+        print(f"best_of_n.png was not drawn: {error}")
+
+
+def _print(results: dict[str, Any], folder: Path) -> None:
+    run, found = results["run"], results["best_of_n"]
+    print(f"\n{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}")
+    left_out = f", {found['left_out']} left out for want of rewards" if found["left_out"] else ""
+    print(f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base")
+    names = {"proxy": "reward", "gold": "true score", "oracle": "best possible"}
+    shown = [name for name in names if name in found["curve"][0]]
+    judged = found["curve"][0]["win_rate"] is not None
+    header = ["n", "KL bound", *(names[name] for name in shown), *(["win rate, ties as half"] * judged), "tokens"]
+    lines = []
+    for row in found["curve"]:
+        win = [_interval(row["win_rate"]["half"], "rate")] if judged else []
+        estimates = [_interval(row[name]) if name != "oracle" else f"{row[name]['mean']:.3f}" for name in shown]
+        lines.append([str(row["n"]), f"{row['kl_bound']:.3f}", *estimates, *win, f"{row['mean_tokens']:.1f}"])
+    print_table(header, lines)
+    peak = found["peak"]
+    if peak is not None and peak["n"] < found["curve"][-1]["n"]:
+        print(
+            f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {_interval(peak['change'])}"
+        )
+    if found["unscorable"]:
+        print(f"\n{found['unscorable']} responses have no reward")
+    if "sft" in results:
+        print(
+            f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses to {results['sft']['prompts']} prompts"
+        )
+    files = ", ".join(name for name in FILES if (folder / name).exists())
+    print(f"\n{run['total_seconds']:.0f} s; in {folder}: {files}")
+
+
+def _interval(estimate: dict[str, float], name: str = "mean") -> str:
+    return f"{estimate[name]:.3f}  [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
+if __name__ == "__main__":
+    main()

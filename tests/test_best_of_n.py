@@ -1,0 +1,418 @@
+"""Best-of-n: what is picked, the curve over n, that sampling goes on, data to fine-tune on, and the recipe."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+import yaml
+
+from tests import recipes
+from tests.test_online_recipes import read
+from trl_ext import load_benchmark
+from trl_ext.evaluation import best_of_n_curve
+from trl_ext.rollouts import BestOfN, Generation, best_of_n, demonstrations, kl_bound, pick_best
+from trl_ext.toy import score
+
+ROWS = [
+    {"row_id": name, "prompt": [{"role": "user", "content": text}], "kind": kind}
+    for name, text, kind in (("a", "first", "x"), ("b", "second", "y"))
+]
+
+
+def rows_of(rewards, scores=None):
+    scores = rewards if scores is None else scores
+    return [{"reward": reward, "score": known} for reward, known in zip(rewards, scores, strict=True)]
+
+
+class Engine:
+    """Texts that tell prompt, seed and place; calls are counted."""
+
+    def __init__(self, fail_at: int | None = None, texts=None):
+        self.calls, self.fail_at, self.texts = 0, fail_at, texts
+
+    def __call__(self, prompts, *, seed=0, progress=None):
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise KeyboardInterrupt
+        found = [f"{prompt[-1]['content']} {seed} {place}" for place, prompt in enumerate(prompts)]
+        found = found if self.texts is None else self.texts[: len(prompts)]
+        return [Generation([1], [*range(len(text))], text, not text.startswith("cut")) for text in found]
+
+
+def reward(prompts, completions, completion_ids, finished, kind, **columns):
+    """A number that depends on the text alone."""
+    assert len(prompts) == len(kind) == len(finished) == len(completion_ids) == len(completions)
+    return [random.Random(completion[0]["content"]).random() for completion in completions]
+
+
+# ---- Picking ----
+
+
+def test_the_first_of_equals_is_picked_and_the_unscorable_never():
+    rows = [{"reward": value, "sample": place} for place, value in enumerate([None, 1.0, 2.0, 2.0, None])]
+    assert pick_best(rows, 1) is None
+    assert [pick_best(rows, n)["sample"] for n in (2, 3, 4, 5)] == [1, 2, 2, 2]
+    assert pick_best(rows)["sample"] == 2
+    for n in (0, 6):
+        with pytest.raises(ValueError, match=f"n must lie between 1 and the number of responses, 5, got {n}"):
+            pick_best(rows, n)
+
+
+def test_kl_bound():
+    """log n - (n - 1) / n, and above what it is for four outcomes that are alike: 0.173980 for n = 2."""
+    expected = {1: 0, 2: 0.193147, 4: 0.636294, 8: 1.204442, 16: 1.835089, 64: 3.174508, 128: 3.859843}
+    for n, value in expected.items():
+        assert kl_bound(n) == pytest.approx(value, abs=1e-6)
+    # The best of 2 of 4 equally likely outcomes is of rank i with probability (i^2 - (i-1)^2) / 16.
+    chances = [(i**2 - (i - 1) ** 2) / 16 for i in range(1, 5)]
+    exact = sum(chance * math.log(4 * chance) for chance in chances)
+    assert exact == pytest.approx(0.173980, abs=1e-6) and exact < kl_bound(2)
+    with pytest.raises(ValueError, match="n must be at least 1, got 0"):
+        kl_bound(0)
+
+
+# ---- The curve ----
+
+
+def test_the_curve_worked_by_hand():
+    """One prompt: proxy .1 .9 .4 .7 with gold .2 .3 .8 .6; gold of the pick is highest at n = 2 and falls to .3."""
+    found = best_of_n_curve([rows_of([0.1, 0.9, 0.4, 0.7], [0.2, 0.3, 0.8, 0.6])], [4, 1, 2, 3])
+    values = {
+        row["n"]: [row[name]["mean"] for name in ("gold", "proxy", "oracle", "regret")] for row in found["curve"]
+    }
+    assert list(values) == [1, 2, 3, 4]
+    assert values[1] == pytest.approx([0.475, 0.525, 0.475, 0])
+    assert values[2] == pytest.approx([0.483333, 0.75, 0.65, 0.166667], abs=1e-6)
+    assert values[3] == pytest.approx([0.375, 0.85, 0.75, 0.375])
+    assert values[4] == pytest.approx([0.3, 0.9, 0.8, 0.5])
+    assert found["peak"]["n"] == 2
+    assert found["peak"]["change"]["mean"] == pytest.approx(0.3 - 0.483333, abs=1e-6)
+    assert found["curve"][3]["gain"]["mean"] == pytest.approx(0.3 - 0.475)
+
+
+def test_the_curve_is_the_mean_over_all_choices():
+    """Against picking the best of every subset, for several prompts, with unscorable samples left out."""
+    numbers = random.Random(3)
+    samples = [rows_of([numbers.random() for _ in range(5)], [numbers.random() for _ in range(5)]) for _ in range(6)]
+    samples[0].insert(2, {"reward": None, "score": 9.0})
+    found = best_of_n_curve(samples, [1, 3, 5])
+    for row in found["curve"]:
+        means = []
+        for group in samples:
+            known = [entry for entry in group if entry["reward"] is not None]
+            picks = [pick_best(choice) for choice in itertools.combinations(known, row["n"])]
+            means.append([sum(pick[name] for pick in picks) / len(picks) for name in ("reward", "score")])
+        proxy, gold = (sum(values) / len(values) for values in zip(*means, strict=True))
+        assert row["proxy"]["mean"] == pytest.approx(proxy) and row["gold"]["mean"] == pytest.approx(gold)
+        assert row["gold"]["low"] <= gold <= row["gold"]["high"]
+    assert found["n_prompts"] == 6
+
+
+def test_intervals_are_over_prompts():
+    """n = 1 of prompts whose figure is 0 or 1, half of each: the mean of 40 has a standard error of sqrt(.25 / 40)."""
+    samples = [rows_of([float(place % 2)] * 2) for place in range(40)]
+    interval = best_of_n_curve(samples, [1])["curve"][0]["proxy"]
+    half_width = 1.96 * math.sqrt(0.25 / 40)
+    assert interval["mean"] == 0.5
+    assert interval["high"] - interval["low"] == pytest.approx(2 * half_width, rel=0.1)
+
+
+def test_prompts_without_enough_rewards_are_left_out_of_every_n():
+    samples = [rows_of([1.0, 2.0]), rows_of([5.0, None])]
+    found = best_of_n_curve(samples, [1, 2])
+    assert (found["n_prompts"], found["left_out"]) == (1, 1)
+    assert [row["proxy"]["mean"] for row in found["curve"]] == [1.5, 2.0]
+    with pytest.raises(ValueError, match="no prompt has 3 responses with a reward"):
+        best_of_n_curve(samples, [3])
+    with pytest.raises(ValueError, match="every n must be at least 1, got 0"):
+        best_of_n_curve(samples, [0, 1])
+
+
+def test_without_a_gold_there_is_the_proxy_alone():
+    found = best_of_n_curve([[{"reward": 1.0}, {"reward": 2.0}]], [1, 2])
+    assert found["peak"] is None and set(found["curve"][0]) == {"n", "kl_bound", "proxy"}
+
+
+# ---- Sampling ----
+
+
+def test_samples_are_scored_and_picked():
+    result = best_of_n(ROWS, Engine(), reward, 4, seed=1)
+    assert [[(row["row_id"], row["sample"]) for row in group] for group in result.samples] == [
+        [(name, sample) for sample in range(4)] for name in "ab"
+    ]
+    for row in result.rows:
+        assert row["reward"] == random.Random(row["response_text"]).random()
+        assert row["generated_num_tokens"] == len(row["response_text"])
+    assert result.samples[1][0]["prompt_text"] == "second"
+    for n in (1, 2, 3, 4):
+        best = [max(group[:n], key=lambda row: row["reward"]) for group in result.samples]
+        assert result.picks(n) == best
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_an_interrupted_sampling_goes_on(cut, tmp_path):
+    """Parts of 3 of 8 responses: after a break in the third, or a cut within the second, the rest is done."""
+    straight = best_of_n(ROWS, Engine(), reward, 4, seed=1, path=tmp_path / "straight.jsonl", save_every=3)
+    path = tmp_path / "broken.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        best_of_n(ROWS, Engine(fail_at=3), reward, 4, seed=1, path=path, save_every=3)
+    assert len(read(tmp_path, "broken.jsonl")) == 6
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    engine = Engine()
+    result = best_of_n(ROWS, engine, reward, 4, seed=1, path=path, save_every=3)
+    assert engine.calls == (2 if cut else 1)
+    assert result.samples == straight.samples
+    assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
+    other = [{**row, "row_id": row["row_id"] * 2} for row in ROWS]
+    with pytest.raises(ValueError, match="line 1 is row_id a, sample 0, and not"):
+        best_of_n(other, Engine(), reward, 4, path=path, save_every=3)
+
+
+def test_empty_responses():
+    """Scored like others, without a reward, or refused with the row."""
+    texts = ["", "word", " \n", "more"]
+
+    def lengths(completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    rewards = {
+        choice: [row["reward"] for row in best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty=choice).rows]
+        for choice in ("score", "leave_out")
+    }
+    assert rewards == {"score": [0, 4, 2, 4], "leave_out": [None, 4, None, 4]}
+    with pytest.raises(ValueError, match="row_id a, sample 0: the response is empty"):
+        best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty="refuse")
+    nothing = best_of_n(ROWS[:1], Engine(texts=[""]), lengths, 1, empty="leave_out")
+    assert nothing.picks() == [None] and nothing.unscorable == 1
+
+
+def test_rewards_that_are_no_numbers():
+    result = best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0, math.nan, None, math.inf], 4)
+    assert [row["reward"] for row in result.rows] == [1.0, None, None, None]
+    assert result.picks()[0]["sample"] == 0
+    with pytest.raises(ValueError, match="must return one number or None for each of 4: 1 values"):
+        best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0], 4)
+    with pytest.raises(ValueError, match="must return one number or None for each of 4: None"):
+        best_of_n(ROWS[:1], Engine(), lambda **columns: None, 4)
+
+
+def test_what_is_refused():
+    from trl_ext.rewards import ShapedReward
+
+    async def later(**columns):
+        return []
+
+    blank = [{"row_id": "c", "prompt": " "}]
+    whitened = ShapedReward(reward, [{"kind": "whiten", "ddof": 0}])
+    for arguments, message in (
+        ((ROWS, Engine(), reward, 0), "n must be at least 1, got 0"),
+        (([], Engine(), reward, 2), "no prompts"),
+        ((blank, Engine(), reward, 2), "row_id c: prompt: has no text"),
+        ((ROWS, Engine(), later, 2), "'later' is asynchronous"),
+        ((ROWS, Engine(), whitened, 2), "leave center and whiten out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            best_of_n(*arguments)
+    with pytest.raises(ValueError, match="empty must be one of score, leave_out, refuse, got 'no'"):
+        best_of_n(ROWS, Engine(), reward, 2, empty="no")
+
+
+def test_a_reward_model_refuses_empty_text_where_it_is_asked_to(tiny_model_path, tmp_path):
+    from tests.reward_adapters import save_full_model
+    from trl_ext.rewards import RewardModel
+
+    model = RewardModel(save_full_model(tiny_model_path, tmp_path / "model"), name="own")
+    for empty in (" \n", [{"role": "assistant", "content": ""}]):
+        assert model.score(["a", "b"], ["c", empty]).isfinite().all(), "a policy may sample it"
+        with pytest.raises(ValueError, match="reward model own: completion 1 is empty"):
+            model.score(["a", "b"], ["c", empty], refuse_empty=True)
+
+
+# ---- Data to fine-tune on ----
+
+
+def sampled(texts, rewards) -> list[dict]:
+    return [
+        {"sample": place, "response_text": text, "reward": value, "finished": not text.startswith("cut")}
+        for place, (text, value) in enumerate(zip(texts, rewards, strict=True))
+    ]
+
+
+def test_what_is_kept():
+    """Of a: d is the best whole one, then b, of which the first counts; cut, empty and unscored are left out."""
+    result = BestOfN(
+        [
+            sampled(["b", "cut off", "b", "d", " ", "e"], [2.0, 9.0, 3.0, 4.0, 8.0, None]),
+            sampled(["x", "y", "z", "cut", "cut", "cut"], [1.0, 1.0, 0.5, 2, 2, 2]),
+        ]
+    )
+
+    def kept(**choice):
+        rows = demonstrations(result, ROWS, **choice)
+        return [(row["row_id"], row["completion"][0]["content"], row["rank"], row["sample"]) for row in rows]
+
+    assert kept() == [("a", "d", 1, 3), ("b", "x", 1, 0)]
+    assert kept(keep="top_k", count=2) == [("a", "d", 1, 3), ("a:2", "b", 2, 2), ("b", "x", 1, 0), ("b:2", "y", 2, 1)]
+    assert kept(keep="threshold", threshold=3.0) == [("a", "d", 1, 3), ("a:2", "b", 2, 2)]
+    row = demonstrations(result, ROWS, provenance={"sampled_from": "toy"})[0]
+    assert row == {
+        "row_id": "a",
+        "prompt": ROWS[0]["prompt"],
+        "completion": [{"role": "assistant", "content": "d"}],
+        "reward": 4.0,
+        "rank": 1,
+        "sample": 3,
+        "best_of": 6,
+        "sampled_from": "toy",
+    }
+    plain = [{**prompt, "prompt": "text"} for prompt in ROWS]
+    assert demonstrations(result, plain)[0]["completion"] == "d"
+    for choice, message in (
+        ({"keep": "worst"}, "keep must be one of best, top_k, threshold, got 'worst'"),
+        ({"keep": "top_k", "count": 0}, "keep_count must be at least 1, got 0"),
+        ({"keep": "threshold"}, "keep threshold needs keep_threshold"),
+        ({"provenance": {"rank": 2}}, "provenance: 'rank' is a field"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            demonstrations(result, ROWS, **choice)
+
+
+# ---- The recipe ----
+
+SHORT = ["--num_prompts=12", "--n", "1", "2", "4", "--generation_batch_size=24", "--save_every=24", "--use_cpu=true"]
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch) -> str:
+    """The true score as a reward function in a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "known.py").write_text(
+        "from trl_ext.toy import score\n\n\n"
+        "def known(prompts, completions, finished, **columns):\n"
+        "    texts = zip(prompts, completions, finished, strict=True)\n"
+        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
+    )
+    return f"{tmp_path / 'known.py'}:known"
+
+
+def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkeypatch, capsys):
+    """By the true score itself there is no regret; the best responses train a model, which then likes them better."""
+    options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep", "best"]
+    recipes.run(monkeypatch, "best_of_n", *options, "--output_dir", "straight")
+    folder = tmp_path / "straight"
+    results, samples = read(folder, "results.json"), read(folder, "samples.jsonl")
+    prompts = load_benchmark("toy")["train_gen"].select(range(12))
+    assert [(row["row_id"], row["sample"]) for row in samples] == [
+        (row_id, sample) for row_id in prompts["row_id"] for sample in range(4)
+    ]
+    for row in samples:
+        assert row["reward"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+    curve = results["best_of_n"]["curve"]
+    assert [row["n"] for row in curve] == [1, 2, 4]
+    assert all(row["regret"]["mean"] == 0 and row["gold"] == row["proxy"] for row in curve)
+    best = [max(group, key=lambda row: row["reward"]) for group in zip(*[iter(samples)] * 4, strict=True)]
+    assert curve[2]["gold"]["mean"] == pytest.approx(sum(row["reward"] for row in best) / 12)
+    assert results["score"]["policy"] == curve[2]["gold"]["mean"]
+    assert results["win_rate"] == curve[2]["win_rate"]
+    assert [row["response_text"] for row in read(folder, "generations.jsonl")] == [
+        row["response_text"] for row in best
+    ]
+    printed = capsys.readouterr().out
+    for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "12 responses to 12 prompts"):
+        assert text in printed
+    assert (folder / "best_of_n.png").read_bytes().startswith(b"\x89PNG")
+    _fine_tunes_on(folder / "sft.jsonl", best, tmp_path)
+
+
+def _fine_tunes_on(path, best, tmp_path):
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from trl_ext.toy import MODEL_DIR
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    whole = [row for row in best if row["finished"] and row["response_text"].strip()]
+    assert [row["completion"][0]["content"] for row in rows] == [row["response_text"] for row in whole]
+    dataset = load_dataset("json", data_files=str(path), split="train")
+    args = SFTConfig(
+        output_dir=str(tmp_path / "tuned"),
+        max_steps=6,
+        learning_rate=1e-3,
+        per_device_train_batch_size=len(rows),
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(str(MODEL_DIR), args, train_dataset=dataset)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    example = trainer.train_dataset[0]
+    trained_on = [token for token in example["labels"] if token != -100]
+    decoded = trainer.processing_class.decode(trained_on, skip_special_tokens=True)
+    assert decoded.strip() == rows[0]["completion"][0]["content"]
+
+
+def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_path, monkeypatch, capsys):
+    options = [*SHORT, "--reward_function", known, "--output_dir", "run"]
+    recipes.run(monkeypatch, "best_of_n", *options)
+    folder = tmp_path / "run"
+    whole, results = (folder / "samples.jsonl").read_bytes(), read(folder, "results.json")
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "best_of_n", *options)
+    assert "run holds a finished evaluation" in capsys.readouterr().err
+    (folder / "results.json").unlink()
+    (folder / "samples.jsonl").write_bytes(whole[:-100])
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "best_of_n", *options, "--seed", "7")
+    assert "unfinished evaluation with another seed (42, now 7)" in capsys.readouterr().err
+    recipes.run(monkeypatch, "best_of_n", *options)
+    assert "going on in run, which holds 47 responses" in capsys.readouterr().out
+    assert (folder / "samples.jsonl").read_bytes() == whole
+    assert read(folder, "results.json")["best_of_n"] == results["best_of_n"]
+    parts = recipes.parse(monkeypatch, "best_of_n", "--config", str(folder / "config.yaml"))
+    import run_folder
+
+    assert yaml.safe_load(run_folder.config_text(*parts)) == yaml.safe_load((folder / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to reward responses with: give --reward_model FOLDER"),
+        (["--n", "0"], "n must be at least 1, got 0"),
+        (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
+        (["--temperature", "0"], "best-of-n at temperature 0 would pick from equal responses"),
+        (["--keep", "threshold"], "keep threshold needs keep_threshold"),
+        (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
+        (["--empty", "no"], "empty must be one of score, leave_out, refuse, got 'no'"),
+        (["--judge", "oracle"], "judge must be one of ground_truth, openai, none, got 'oracle'"),
+        (["--top_p", "0"], "top_p must lie in (0, 1], got 0.0"),
+        (["--reward_model", "nowhere"], "nowhere"),
+        (["--reward_function", "{known}", "--prompt_split", "none"], "toy has no split 'none': it has train_prefs"),
+        (["--reward_function", "{known}", "--num_prompts", "1000"], "test_gen has 400 prompts"),
+        (["--reward_function", "{known}", "--reward_model", "{rewards}"], "ranked by one reward"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_recipe_refuses_in_one_line(options, message, known, tmp_path, monkeypatch, capsys, request):
+    if "{rewards}" in options:
+        from tests.reward_adapters import save_full_model
+
+        rewards = save_full_model(request.getfixturevalue("tiny_model_path"), tmp_path / "rewards")
+        options = [option.replace("{rewards}", str(rewards)) for option in options]
+    options = [option.replace("{known}", known) for option in options]
+    with pytest.raises(SystemExit) as ended:
+        recipes.run(monkeypatch, "best_of_n", *options)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 2
+    assert len([line for line in lines if line.startswith("error: ")]) == 1 and message in lines[-1]
+    assert not (tmp_path / "runs").exists()

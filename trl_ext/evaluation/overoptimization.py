@@ -1,0 +1,123 @@
+"""Reward and known quality of best-of-n over n: where the reward goes on rising and the quality falls, it is gamed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
+from trl_ext.evaluation.plots import new_figure
+from trl_ext.evaluation.reward_models import best_of_n
+from trl_ext.files import replacing
+from trl_ext.rollouts.best_of_n import kl_bound
+
+FIGURES = ("proxy", "gold", "oracle", "regret")
+
+
+def best_of_n_curve(
+    samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence[int], *, draws: int = DRAWS, seed: int = 0
+) -> dict[str, Any]:
+    """What the best of n is worth for each n, without bias, with 95% bootstrap intervals over prompts.
+
+    Each prompt's figure is the mean over all choices of n of its N responses (`trl_ext.evaluation.best_of_n`). Only
+    responses with a reward count, and only prompts with as many of them as the largest n, the same ones for every n.
+
+    Args:
+        samples: for each prompt its responses with `reward` (None for none) and, where it is known, `score`: the gold.
+        ns: numbers of responses, each at least 1.
+        draws, seed: of the bootstrap.
+
+    Returns:
+        JSON-ready: `n_prompts`; `left_out`, prompts with too few rewards; `curve`, for each n ascending a row with
+        `n`, `kl_bound` in nats, `proxy`, and where there is a gold `gold`, `oracle`, `regret` and `gain` (gold minus
+        that of the first n), each with `mean`, `low`, `high`; and `peak`, where there is a gold: the `n` at which it
+        is highest, and `change`, gold at the largest n minus gold there, with its interval. The peak is chosen on the
+        same prompts, so an interval below 0 says a little more than it should.
+
+    Raises:
+        ValueError: no n, one below 1, or no prompt with enough rewards.
+    """
+    ns = sorted(set(ns))
+    if not ns or ns[0] < 1:
+        raise ValueError(f"every n must be at least 1, got {', '.join(map(str, ns)) or 'none'}")
+    scored = [[row for row in group if row["reward"] is not None] for group in samples]
+    kept = [group for group in scored if len(group) >= ns[-1]]
+    if not kept:
+        raise ValueError(f"no prompt has {ns[-1]} responses with a reward: sample more, or ask for a smaller n")
+    has_gold = all(row.get("score") is not None for group in kept for row in group)
+    proxies = [[row["reward"] for row in group] for group in kept]
+    golds = [[row["score"] for row in group] for group in kept] if has_gold else proxies
+    counts = resample_counts(len(kept), draws, seed)
+    values = {n: _by_prompt(proxies, golds, n) for n in ns}
+    names = FIGURES if has_gold else FIGURES[:1]
+    curve = []
+    for n in ns:
+        row = {"n": n, "kl_bound": kl_bound(n), **{name: _estimate(values[n][name], counts) for name in names}}
+        if has_gold:
+            row["gain"] = _estimate(values[n]["gold"] - values[ns[0]]["gold"], counts)
+        curve.append(row)
+    return {
+        "n_prompts": len(kept),
+        "left_out": len(samples) - len(kept),
+        "curve": curve,
+        "peak": _peak(values, counts) if has_gold else None,
+    }
+
+
+def _by_prompt(proxies: list[list[float]], golds: list[list[float]], n: int) -> dict[str, numpy.ndarray]:
+    figures = [best_of_n(proxy, gold, n) for proxy, gold in zip(proxies, golds, strict=True)]
+    return {name: numpy.array([figure[name] for figure in figures]) for name in FIGURES}
+
+
+def _estimate(values: numpy.ndarray, counts: numpy.ndarray) -> dict[str, float]:
+    low, high = percentile_interval(counts @ values / len(values))
+    return {"mean": float(values.mean()), "low": low, "high": high}
+
+
+def _peak(values: Mapping[int, Mapping[str, numpy.ndarray]], counts: numpy.ndarray) -> dict[str, Any]:
+    peak = max(values, key=lambda n: values[n]["gold"].mean())
+    last = max(values)
+    return {"n": peak, "change": _estimate(values[last]["gold"] - values[peak]["gold"], counts)}
+
+
+def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:
+    """Draw the curve into a PNG: reward (left axis) and gold with the best possible (right axis), over n and over KL.
+
+    Args:
+        curve: rows of `best_of_n_curve`.
+        path: where to write; replaced atomically.
+        title: above the panels.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    figure, axes = new_figure(1, 2)
+    for axis, key, label in zip(axes, ("n", "kl_bound"), ("n", "bound of the KL to n = 1 (nats)"), strict=True):
+        places = [row[key] for row in curve]
+        if key == "n":
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(places, [str(place) for place in places])
+        axis.set_xlabel(label)
+        axis.set_ylabel("reward (solid)")
+        lines = [_draw(axis, places, curve, "proxy", "reward", color="tab:blue")]
+        if "gold" in curve[0]:
+            right = axis.twinx()
+            right.set_ylabel("true score (dashed)")
+            lines.append(_draw(right, places, curve, "gold", "true score", color="black", linestyle="--"))
+            lines.append(_draw(right, places, curve, "oracle", "best possible", color="grey", linestyle=":"))
+        axis.legend(handles=lines, frameon=False)
+        axis.grid(alpha=0.3)
+    figure.suptitle(title)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _draw(axis, places, curve, name: str, label: str, *, color: str, **style: Any):
+    (line,) = axis.plot(places, [row[name]["mean"] for row in curve], marker=".", label=label, color=color, **style)
+    axis.fill_between(
+        places, [row[name]["low"] for row in curve], [row[name]["high"] for row in curve], alpha=0.15, color=color
+    )
+    return line

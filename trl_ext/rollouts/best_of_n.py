@@ -1,0 +1,298 @@
+"""Best-of-n: several responses to each prompt, scored by any reward; the best of them, and data to fine-tune on."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trl_ext.rollouts.generation import Generation
+from trl_ext.rollouts.saved_rows import append_rows, kept_rows, part_seed
+from trl_ext.rollouts.sharding import map_over_ranks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Reward = Callable[..., Sequence[float | None]]
+Engine = Callable[..., list[Generation]]
+EMPTY_CHOICES = ("score", "leave_out", "refuse")
+KEEP_CHOICES = ("best", "top_k", "threshold")
+SAVE_EVERY = 256
+
+
+@dataclass(frozen=True)
+class BestOfN:
+    """Scored responses, and the best of them.
+
+    Attributes:
+        samples: for each prompt its N rows, JSON-ready, in the order in which they were sampled: `row_id`, `sample`
+            (from 0), `prompt_text`, `response_text`, `generated_num_tokens`, `finished`, and `reward`, None where
+            there is none.
+    """
+
+    samples: list[list[dict[str, Any]]]
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """All rows, prompts in order."""
+        return [row for group in self.samples for row in group]
+
+    @property
+    def unscorable(self) -> int:
+        """Responses without a reward."""
+        return sum(row["reward"] is None for row in self.rows)
+
+    def picks(self, n: int | None = None) -> list[dict[str, Any] | None]:
+        """For each prompt the best of its first n responses (None for all); None where none of them has a reward.
+
+        Raises:
+            ValueError: n is below 1 or above the number of responses.
+        """
+        return [pick_best(group, n) for group in self.samples]
+
+
+def pick_best(samples: Sequence[Mapping[str, Any]], n: int | None = None) -> Mapping[str, Any] | None:
+    """The row with the highest `reward` among the first n (None for all), the first of equals; None without a reward.
+
+    Raises:
+        ValueError: n is below 1 or above the number of rows.
+    """
+    n = len(samples) if n is None else n
+    if not 1 <= n <= len(samples):
+        raise ValueError(f"n must lie between 1 and the number of responses, {len(samples)}, got {n}")
+    known = [row for row in samples[:n] if row["reward"] is not None]
+    return max(known, key=lambda row: row["reward"], default=None)
+
+
+def kl_bound(n: int) -> float:
+    """Upper bound of the KL divergence of best-of-n from what it samples from, in nats: log n - (n - 1) / n.
+
+    Exact only where no response is sampled twice (Beirami et al. 2024, arXiv 2401.01879).
+
+    Raises:
+        ValueError: n is below 1.
+    """
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    return math.log(n) - (n - 1) / n
+
+
+def best_of_n(
+    rows: Sequence[Mapping[str, Any]],
+    engine: Engine,
+    reward: Reward,
+    n: int,
+    *,
+    empty: str = "score",
+    seed: int = 0,
+    path: str | Path | None = None,
+    save_every: int = SAVE_EVERY,
+    accelerator: Accelerator | None = None,
+    progress: str | None = None,
+) -> BestOfN:
+    """Sample n responses to each prompt and score them.
+
+    With a `path` every `save_every` responses are appended to it with their rewards and synchronized to the disk, and
+    a call that finds rows there goes on behind them. The file must be of the same call; what it was made with beside
+    the prompts is for the caller to check.
+
+    Args:
+        rows: prompts with `row_id` and `prompt` (messages or text); other columns reach the reward.
+        engine: `f(prompts, seed=..., progress=...)`, one `Generation` for each: `TransformersEngine` or `VLLMEngine`.
+        reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`. It is given the keywords
+            `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns; a number that is not finite
+            counts as None, no reward.
+        n: responses to each prompt.
+        empty: what is done with a response without text: `score` it like any other, `leave_out` to give it no reward,
+            `refuse` to raise.
+        seed: of the sampling.
+        path: JSON lines to append to; None keeps all in memory.
+        save_every: responses between saves.
+        accelerator: of a run with several processes, which divide the work; each must call this and gets all rows.
+        progress: what a progress bar calls the work; None for no bar.
+
+    Raises:
+        ValueError: no prompts, n below 1, a prompt or, where they are refused, a response without text, a reward of
+            the wrong number of values, or a file that holds rows of another call.
+    """
+    _check(rows, reward, n, save_every, empty)
+    work = [(row, sample) for row in rows for sample in range(n)]
+    order = [(row["row_id"], sample) for row, sample in work]
+    done = [] if path is None else kept_rows(Path(path), order, save_every, accelerator)
+    for start in range(len(done), len(work), save_every):
+        label = None if progress is None else f"{progress}, {start} of {len(work)} done"
+
+        def sample_and_score(items: list, start=start, label=label) -> list[dict[str, Any]]:
+            prompts = [row["prompt"] for row, _ in items]
+            generations = engine(prompts, seed=part_seed(seed, start, accelerator), progress=label)
+            return _scored(items, generations, reward, empty)
+
+        scored = map_over_ranks(sample_and_score, work[start : start + save_every], accelerator)
+        if path is not None and (accelerator is None or accelerator.is_main_process):
+            append_rows(Path(path), scored)
+        done += scored
+    return BestOfN([done[start : start + n] for start in range(0, len(done), n)])
+
+
+def score_generations(
+    rows: Sequence[Mapping[str, Any]], generations: Sequence[Generation], reward: Reward
+) -> list[float | None]:
+    """Rewards of one response to each row; None where the reward gives none, or a number that is not finite.
+
+    Raises:
+        ValueError: it does not return a number or None for each.
+    """
+    messages = not isinstance(rows[0]["prompt"], str)
+    texts = [generation.text for generation in generations]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    rewards = reward(
+        prompts=[row["prompt"] for row in rows],
+        completions=[[{"role": "assistant", "content": text}] for text in texts] if messages else texts,
+        completion_ids=[generation.response_ids for generation in generations],
+        finished=[generation.finished for generation in generations],
+        **columns,
+    )
+    try:
+        values = [None if value is None else float(value) for value in rewards]
+    except (TypeError, ValueError):
+        values = None
+    if values is None or len(values) != len(rows):
+        found = str(rewards)[:80] if values is None else f"{len(values)} values"
+        raise ValueError(
+            f"the reward {_name(reward)!r} must return one number or None for each of {len(rows)}: {found}"
+        )
+    return [value if value is not None and math.isfinite(value) else None for value in values]
+
+
+def demonstrations(
+    result: BestOfN,
+    prompts: Sequence[Mapping[str, Any]],
+    *,
+    keep: str = "best",
+    count: int = 1,
+    threshold: float | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> list[dict[str, Any]]:
+    """Rows to fine-tune on, in the prompt-completion format of TRL's `SFTTrainer`: rejection sampling.
+
+    Responses that were cut at the token limit or have no text are left out: an end token would be learnt where there
+    was none. Of equal texts to a prompt the first is kept.
+
+    Args:
+        result: of `best_of_n`.
+        prompts: its rows, in the same order.
+        keep: `best` for each prompt's best response; `top_k` for its `count` best; `threshold` for all whose reward is
+            at least `threshold`.
+        count: for `top_k`.
+        threshold: for `threshold`.
+        provenance: fields to write into every row, such as the model and the reward.
+
+    Returns:
+        JSON-ready rows: `row_id` (with the rank behind it from the second on), `prompt`, `completion` (messages where
+        the prompt is), `reward`, `rank` (from 1), `sample`, `best_of`, and the provenance.
+
+    Raises:
+        ValueError: an unknown choice, a count below 1, no threshold, or a provenance that would replace a field.
+    """
+    if keep not in KEEP_CHOICES:
+        raise ValueError(f"keep must be one of {', '.join(KEEP_CHOICES)}, got {keep!r}")
+    if count < 1:
+        raise ValueError(f"keep_count must be at least 1, got {count}")
+    if keep == "threshold" and (threshold is None or not math.isfinite(threshold)):
+        raise ValueError(f"keep threshold needs keep_threshold, the lowest reward to keep; got {threshold}")
+    most = {"best": 1, "top_k": count}.get(keep)
+    found = []
+    for prompt, samples in zip(prompts, result.samples, strict=True):
+        for rank, sample in enumerate(_ranked(samples)[:most], start=1):
+            if keep == "threshold" and sample["reward"] < threshold:
+                break
+            found.append(_demonstration(prompt, sample, rank, len(samples), provenance or {}))
+    return found
+
+
+def _ranked(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Whole responses with a reward, the best first, each text once."""
+    usable = [s for s in samples if s["reward"] is not None and s["finished"] and s["response_text"].strip()]
+    once: dict[str, dict[str, Any]] = {}
+    for sample in sorted(usable, key=lambda sample: -sample["reward"]):
+        once.setdefault(sample["response_text"], sample)
+    return list(once.values())
+
+
+def _demonstration(prompt, sample, rank: int, of: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
+    text = sample["response_text"]
+    row = {
+        "row_id": prompt["row_id"] if rank == 1 else f"{prompt['row_id']}:{rank}",
+        "prompt": prompt["prompt"],
+        "completion": text if isinstance(prompt["prompt"], str) else [{"role": "assistant", "content": text}],
+        "reward": sample["reward"],
+        "rank": rank,
+        "sample": sample["sample"],
+        "best_of": of,
+    }
+    both = sorted({*row} & {*provenance})
+    if both:
+        raise ValueError(f"provenance: {both[0]!r} is a field of the rows already; name it differently")
+    return row | dict(provenance)
+
+
+def _check(rows, reward: Reward, n: int, save_every: int, empty: str) -> None:
+    if not rows:
+        raise ValueError("there are no prompts to sample responses to")
+    for name, value in (("n", n), ("save_every", save_every)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if empty not in EMPTY_CHOICES:
+        raise ValueError(f"empty must be one of {', '.join(EMPTY_CHOICES)}, got {empty!r}")
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+        raise ValueError(f"the reward {_name(reward)!r} is asynchronous: best-of-n takes one that returns numbers")
+    if getattr(reward, "of_batch", False):
+        raise ValueError(
+            f"the reward {_name(reward)!r} depends on what is scored with a response, so it cannot rank responses of "
+            "different batches: leave center and whiten out of its shaping"
+        )
+    for row in rows:
+        if not prompt_text(row["prompt"]).strip():
+            raise ValueError(f"row_id {row['row_id']}: prompt: has no text to respond to")
+
+
+def _scored(items: list, generations: Sequence[Generation], reward: Reward, empty: str) -> list[dict[str, Any]]:
+    blank = [not generation.text.strip() for generation in generations]
+    if empty == "refuse" and any(blank):
+        row, sample = items[blank.index(True)]
+        raise ValueError(
+            f"row_id {row['row_id']}, sample {sample}: the response is empty, and a reward of no text says nothing; "
+            "score it like any other with empty score, or give it no reward with empty leave_out"
+        )
+    asked = [index for index in range(len(items)) if empty == "score" or not blank[index]]
+    rewards: list[float | None] = [None] * len(items)
+    if asked:
+        found = score_generations([items[i][0] for i in asked], [generations[i] for i in asked], reward)
+        for index, value in zip(asked, found, strict=True):
+            rewards[index] = value
+    return [
+        {
+            "row_id": row["row_id"],
+            "sample": sample,
+            "prompt_text": prompt_text(row["prompt"]),
+            "response_text": generation.text,
+            "generated_num_tokens": len(generation.response_ids),
+            "finished": generation.finished,
+            "reward": value,
+        }
+        for (row, sample), generation, value in zip(items, generations, rewards, strict=True)
+    ]
+
+
+def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
+    """A plain prompt itself, or the text of the last user message; empty where there is none."""
+    if isinstance(prompt, str):
+        return prompt
+    return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
+
+
+def _name(reward: Reward) -> str:
+    return getattr(reward, "__name__", type(reward).__name__)
