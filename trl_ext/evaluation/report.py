@@ -6,7 +6,7 @@ models' responses side by side, and writes the tables as Markdown beside it. It 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.evaluation.reporting.summary import summarize
 from trl_ext.evaluation.reporting.tables import (
+    Table,
     incomplete_table,
     method_table,
     policy_table,
@@ -42,7 +43,12 @@ UNPRINTED = {
 
 
 def write_report(
-    run_folders: str | Path | Iterable[str | Path], out: str | Path, *, max_prompts: int = MAX_PROMPTS
+    run_folders: str | Path | Iterable[str | Path],
+    out: str | Path,
+    *,
+    max_prompts: int = MAX_PROMPTS,
+    stages: Sequence[Table] = (),
+    pictures: Mapping[str, bytes] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
     """Write the report of runs as HTML, and its tables as Markdown beside it.
 
@@ -50,6 +56,8 @@ def write_report(
         run_folders: a folder or several; the runs in and below them are found by their `results.json`.
         out: the HTML file; the Markdown has the same name with `.md`. Both are replaced atomically.
         max_prompts: how many prompts the browser of generations holds; the page says how many it leaves out.
+        stages: further tables, which come first in both files.
+        pictures: PNG pictures by title, which come behind these tables in the HTML.
 
     Returns:
         The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds), `incomplete` runs, and
@@ -67,8 +75,9 @@ def write_report(
         raise ValueError(f"--max_prompts must be at least 0, got {max_prompts}")
     runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
     summary = summarize(runs, incomplete)
-    write_text(out, _encodable(render_page(runs, summary, max_prompts=max_prompts)))
-    write_text(out.with_suffix(".md"), _encodable(render_markdown(runs, summary)))
+    page = render_page(runs, summary, max_prompts=max_prompts, stages=stages, pictures=pictures)
+    write_text(out, _encodable(page))
+    write_text(out.with_suffix(".md"), _encodable(render_markdown(runs, summary, stages)))
     return summary
 
 

@@ -73,8 +73,8 @@ def base_policy(trainer) -> Iterator:
 
 
 def _fixed_reference(trainer):
-    """The trainer's reference model, unless it follows the policy."""
-    return None if trainer.args.sync_ref_model else trainer.ref_model
+    """The trainer's reference model, unless it follows the policy or there is none, as in fine-tuning."""
+    return None if getattr(trainer.args, "sync_ref_model", False) else getattr(trainer, "ref_model", None)
 
 
 @contextmanager

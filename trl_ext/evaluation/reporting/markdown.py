@@ -16,11 +16,12 @@ MARKUP = re.compile(r"([\\`*_{}\[\]<>()#!|~$:@])")
 BREAKS = re.compile("[\\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
-def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]]) -> str:
-    """The Markdown of the report."""
+def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]], stages: Sequence[Table] = ()) -> str:
+    """The Markdown of the report; further tables come first."""
     policies = [run for run in runs if not run.trains_reward_model]
     reward_models = [run for run in runs if run.trains_reward_model]
     found = [
+        *stages,
         tables.policy_table(summary["policies"]),
         tables.settings_table("policies", summary["policies"]),
         tables.method_table(summary["methods"]),

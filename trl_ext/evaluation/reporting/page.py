@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -31,12 +31,20 @@ INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render_page(runs: Sequence[Run], summary: dict[str, list[Row]], *, max_prompts: int) -> str:
-    """The HTML of the report."""
+def render_page(
+    runs: Sequence[Run],
+    summary: dict[str, list[Row]],
+    *,
+    max_prompts: int,
+    stages: Sequence[Table] = (),
+    pictures: Mapping[str, bytes] | None = None,
+) -> str:
+    """The HTML of the report; further tables, and PNG pictures by title, come first."""
     policies = [run for run in runs if not run.trains_reward_model]
     reward_models = [run for run in runs if run.trains_reward_model]
     data = {**chart_data(runs, summary), "generations": generations(policies, max_prompts=max_prompts)}
     sections = [
+        _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items())),
         _section(
             "summary",
             "Summary",
@@ -159,6 +167,12 @@ def _table(table: Table, *, heading: bool = True) -> str:
         f'<div class="scroll" role="region" aria-label="{escape(table.title)}" tabindex="0">'
         f'<table id="table-{table.name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
+
+
+def _picture(titled: tuple[str, bytes]) -> str:
+    title, png = titled
+    source = base64.b64encode(png).decode()
+    return f'<h3>{escape(title)}</h3><figure><img alt="{escape(title)}" src="data:image/png;base64,{source}"></figure>'
 
 
 def _cell(cell: tables.Cell, index: int) -> str:

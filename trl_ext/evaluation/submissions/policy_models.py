@@ -40,6 +40,9 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
         tokenizer = AutoTokenizer.from_pretrained(path if has_tokenizer else base)
     except (OSError, SafetensorError) as error:
         raise FileNotFoundError(f"the model {str(name_or_path)!r} could not be loaded: {error}") from error
+    if tokenizer.pad_token is None:
+        # As in GPT-2; the attention mask tells padding from the end of a text.
+        tokenizer.pad_token = tokenizer.eos_token
     if is_adapter:
         model = _with_adapter(model, path)
     if device is None:

@@ -1,0 +1,119 @@
+"""The three stages of RLHF, and what came of them: SFT, reward models, policies, and one report.
+
+    python recipes/rlhf.py                                  # on the embedded benchmark
+    python recipes/rlhf.py --policy_methods ppo,dpo --output_dir runs/my-rlhf
+    python recipes/rlhf.py --config recipes/configs/gpt2_hh/rlhf.yaml
+
+Each stage is one of the recipes, run in a folder of its own. Stages that are done are skipped by the next call, an
+interrupted one is taken up from its checkpoint, and one whose settings changed is refused. Policies start from the SFT
+model; base, SFT and every policy are compared on held-out and on adversarial prompts.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+
+# A run says nothing to anybody unless it is asked to.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import sweep
+from common import RECIPES, parse_arguments
+from rlhf_evaluation import check_evaluation, evaluate_pipeline
+from rlhf_plan import RECORD_NAME, Pipeline, RLHFArguments, Stage, check_record, plan_pipeline
+from rlhf_report import print_tables, write_pipeline_report
+
+from trl_ext.evaluation.command_line import one_line_errors
+from trl_ext.files import write_json
+
+# What is kept of a stage's error output to find its last line in.
+KEPT_BYTES = 2**16
+
+
+def main() -> None:
+    """Run what is not finished, evaluate, and report; or print the commands."""
+    with one_line_errors():
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError("start the pipeline with python: it launches its stages itself, by --accelerate_config")
+        try:
+            (given,) = parse_arguments(
+                (RLHFArguments,), default_config=RECIPES / "configs" / "toy" / "rlhf.yaml", description=__doc__
+            )
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        pipeline = plan_pipeline(given)
+        for stage in pipeline.stages:
+            check_record(stage)
+            sweep.check_runs(stage.study, [stage.run])
+        check_evaluation(given)
+        if given.dry_run:
+            _print_commands(pipeline)
+            return
+        for number, stage in enumerate(pipeline.stages, start=1):
+            run_stage(stage, f"{number} of {len(pipeline.stages)}")
+        summary = evaluate_pipeline(given, pipeline)
+        written = write_pipeline_report(given, pipeline, summary)
+    print_tables(summary)
+    print(f"\nin {given.output_dir}: {', '.join(written)}")
+
+
+def run_stage(stage: Stage, place: str) -> None:
+    """Run a stage that is not finished.
+
+    Raises:
+        ValueError: it failed; the message has its error and the command.
+    """
+    state = sweep.state_of(stage.study, stage.run)
+    print(f"\n=== stage {place}, {stage.name}: {state}", flush=True)
+    if state == "finished":
+        return
+    command = stage.study.command(stage.run)
+    write_json(stage.folder / RECORD_NAME, stage.record())
+    code, last = _run(command)
+    if code or sweep.state_of(stage.study, stage.run) != "finished":
+        said = f": {last}" if last else ""
+        raise ValueError(
+            f"the stage {stage.name} failed with exit status {code}{said} -- repeat the same command, which goes on "
+            f"from this stage, or this stage alone: {shlex.join(stage.study.command(stage.run))}"
+        )
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """The exit status of a command, and the last error that it said; what it writes is shown as it comes."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    kept = b""
+    try:
+        while chunk := os.read(process.stderr.fileno(), 4096):
+            sys.stderr.buffer.write(chunk)
+            sys.stderr.buffer.flush()
+            kept = (kept + chunk)[-KEPT_BYTES:]
+        return process.wait(), _last_error(kept.decode("utf-8", errors="replace"))
+    except KeyboardInterrupt:
+        # It was interrupted as well, and says so.
+        process.wait()
+        raise
+
+
+def _last_error(text: str) -> str:
+    """The last line that names an error; of a traceback that is its last."""
+    lines = [line.strip() for line in text.replace("\r", "\n").splitlines()]
+    named = [line for line in lines if line.startswith("error: ")]
+    # The launcher adds a traceback of its own to that of the recipe.
+    other = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception"))]
+    other = [line for line in other if "CalledProcessError" not in line]
+    return next(iter([*named[-1:], *other[-1:]]), "").removeprefix("error: ")
+
+
+def _print_commands(pipeline: Pipeline) -> None:
+    for stage in pipeline.stages:
+        print(
+            f"# {stage.name}: {sweep.state_of(stage.study, stage.run)}\n{shlex.join(stage.study.command(stage.run))}"
+        )
+    print(f"# evaluation of {', '.join(pipeline.policies)}, and the report: by recipes/rlhf.py itself")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""Fine-tuning on demonstrations: the chosen responses of pairs, or the responses that come with prompts."""
+
+from __future__ import annotations
+
+import os
+
+# A run says nothing to anybody unless it is asked to.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+from dataclasses import dataclass, field
+
+from common import one_line_errors
+from datasets import Dataset
+from offline import RecipeArguments
+from results import print_results, write_results
+from run_folder import begin_run
+from training import can_be_resumed, load_rows
+
+from trl_ext import SFTConfig, SFTTrainer
+from trl_ext.evaluation import GroundTruthJudge
+from trl_ext.rollouts import end_processes
+from trl_ext.trainers.callbacks import GenerationTableCallback
+from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
+from trl_ext.trainers.policies import remember_base
+
+# What the logs of a fine-tuning hold.
+PANELS = {
+    "Loss (nats per token)": {"train": "loss", "held out": "eval_loss"},
+    "KL to the base (nats per response)": {"sampled responses": "kl"},
+    "Response length (tokens)": {"policy": "completions/mean_length"},
+}
+
+
+@dataclass
+class DemonstrationArguments(RecipeArguments):
+    """Demonstrations to train on, beside what the evaluation is of."""
+
+    train_split: str = field(
+        default="train_prefs",
+        metadata={"help": "Pairs, whose chosen responses are learned, or prompts with reference_response_text."},
+    )
+    eval_split: str = field(
+        default="validation_prefs", metadata={"help": "Held-out demonstrations, for their loss; none if missing."}
+    )
+    num_examples: int | None = field(default=None, metadata={"help": "Train on the first so many. Default: all."})
+    max_prompt_tokens: int | None = field(
+        default=None, metadata={"help": "Longer prompts of the evaluation lose their beginning."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        for name in ("num_examples", "max_prompt_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+@can_be_resumed()
+def main() -> None:
+    """Read the arguments, train, compare with the model before, and write the run folder."""
+    with one_line_errors():
+        run = begin_run(
+            DemonstrationArguments,
+            SFTConfig,
+            config="rlhf_sft",
+            description="Fine-tune a model on demonstrations.",
+            name=lambda training: "sft-demonstrations",
+        )
+        arguments = run.arguments
+        splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        train = demonstrations(splits[arguments.train_split], arguments.train_split, arguments.num_examples)
+        held_out = None
+        if arguments.eval_split in splits:
+            held_out = demonstrations(splits[arguments.eval_split], arguments.eval_split)
+        prompts = splits.get(arguments.prompt_split)
+        if prompts is None:
+            warn_once_per_run(f"{arguments.dataset_name} has no split {arguments.prompt_split!r}: no generations")
+        trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
+        if prompts is not None:
+            remember_base(trainer)
+    run.open(trainer)
+    evaluation = None if prompts is None else _evaluation(trainer, prompts, arguments)
+    if evaluation is not None and arguments.generation_eval_every:
+        shown = {"every": arguments.generation_eval_every, "prompts": arguments.num_generation_prompts}
+        trainer.add_callback(GenerationTableCallback(evaluation, **shown))
+
+    run.train(trainer)
+
+    comparison = None if evaluation is None else evaluation.compare(arguments.num_eval_prompts, progress=True)
+    if trainer.accelerator.is_main_process:
+        described = run.describe(objective=f"SFT ({len(train)} demonstrations)", train_responses=len(train))
+        results = write_results(trainer, comparison, None, described, panels=PANELS)
+        print_results(results, [] if comparison is None else comparison.rows, run.training.output_dir)
+    end_processes(trainer.accelerator)
+
+
+def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
+    """The first `count` rows (None for all) with `row_id`, `prompt` and `completion`.
+
+    Raises:
+        ValueError: the split has no responses, or fewer rows than are asked for.
+    """
+    name = next((name for name in ("chosen", "reference_response_text") if name in rows.column_names), None)
+    if name is None:
+        raise ValueError(
+            f"the split {split!r} holds no demonstrations: it needs chosen responses, or prompts with "
+            "reference_response_text"
+        )
+    if count is not None and count > len(rows):
+        raise ValueError(f"num_examples {count}: {split!r} has {len(rows)} rows")
+    rows = rows.select(range(len(rows) if count is None else count))
+    completions = [
+        [{"role": "assistant", "content": response}]
+        if isinstance(response, str) and isinstance(prompt, list)
+        else response
+        for prompt, response in zip(rows["prompt"], rows[name], strict=True)
+    ]
+    return Dataset.from_dict({"row_id": rows["row_id"], "prompt": rows["prompt"], "completion": completions})
+
+
+def _evaluation(trainer, prompts, arguments: DemonstrationArguments) -> GenerationEvaluation:
+    settings = GenerationSettings(
+        max_prompt_tokens=arguments.max_prompt_tokens,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.generation_temperature,
+        batch_size=arguments.generation_batch_size,
+        seed=trainer.args.seed,
+    )
+    judge = GroundTruthJudge() if arguments.dataset_name == "toy" else None
+    score_function = judge.score_function if judge else None
+    return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function)
+
+
+if __name__ == "__main__":
+    main()

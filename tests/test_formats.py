@@ -1,0 +1,151 @@
+"""Dolly and HH-RLHF as rows of this library: what each record becomes, and how a bad one is named."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trl_ext.data import load_benchmark
+from trl_ext.data.formats import convert_file, dolly_to_rows, hh_rlhf_to_rows, main
+
+DOLLY = {
+    "instruction": "Who wrote it?",
+    "context": "Hamlet is a play by Shakespeare.",
+    "response": "Shakespeare.",
+    "category": "closed_qa",
+}
+# Two exchanges; only the last answer differs.
+HH = {
+    "chosen": "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant: Because\n\nit is.",
+    "rejected": "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: Why?\n\nAssistant: No.",
+}
+PAIR = {"chosen": "\n\nHuman: Hi\n\nAssistant: Good", "rejected": "\n\nHuman: Hi\n\nAssistant: Bad"}
+
+
+def write(path, records) -> str:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_dolly_as_messages_and_as_text():
+    assert dolly_to_rows([DOLLY]) == [
+        {
+            "prompt": [{"role": "user", "content": "Who wrote it?\n\nHamlet is a play by Shakespeare."}],
+            "reference_response_text": "Shakespeare.",
+            "category": "closed_qa",
+        }
+    ]
+    (row,) = dolly_to_rows([{**DOLLY, "context": ""}], plain=True)
+    assert row["prompt"] == "\n\nHuman: Who wrote it?\n\nAssistant:"
+    assert row["reference_response_text"] == " Shakespeare."
+
+
+def test_hh_rlhf_as_messages_and_as_text():
+    (row,) = hh_rlhf_to_rows([HH])
+    assert row["prompt"] == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."},
+        {"role": "user", "content": "Why?"},
+    ]
+    # A blank line within a turn begins none.
+    assert row["chosen"] == [{"role": "assistant", "content": "Because\n\nit is."}]
+    assert row["rejected"] == [{"role": "assistant", "content": "No."}]
+    (plain,) = hh_rlhf_to_rows([HH], plain=True)
+    # Prompt and response together are the transcript that there was.
+    for side in ("chosen", "rejected"):
+        assert plain["prompt"] + plain[side] == HH[side]
+    assert plain["prompt"].endswith("\n\nHuman: Why?\n\nAssistant:")
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "expected"),
+    [
+        (
+            "hh_rlhf",
+            {**PAIR, "chosen": "\n\nHuman: Hi\r\n\nAssistant: Good"},
+            "chosen: a carriage return at character 12",
+        ),
+        ("hh_rlhf", {**PAIR, "chosen": "\n\nHuman: Hi"}, "chosen: the last turn must be the Assistant's"),
+        ("hh_rlhf", {**PAIR, "rejected": PAIR["rejected"] + "\n\nHuman: And?"}, "rejected: the last turn must be the"),
+        ("hh_rlhf", {**PAIR, "chosen": "\n\nHuman: Ho\n\nAssistant: Good"}, "chosen and rejected part in turn 1,"),
+        ("hh_rlhf", {**PAIR, "chosen": HH["chosen"]}, "chosen and rejected part in turn 2,"),
+        ("hh_rlhf", {**PAIR, "chosen": "\n\nHuman: Hi\n\nAssistant:  "}, "chosen: the last turn is empty"),
+        ("hh_rlhf", {**PAIR, "rejected": PAIR["chosen"]}, "chosen: equal to rejected"),
+        (
+            "hh_rlhf",
+            {**PAIR, "chosen": "Human: Hi\n\nAssistant: Good"},
+            "chosen: must begin with a blank line and Human:",
+        ),
+        ("hh_rlhf", {**PAIR, "chosen": PAIR["chosen"] + "\n\nAssistant: More"}, "the turn before the last must be"),
+        ("hh_rlhf", {"chosen": PAIR["chosen"]}, "rejected: must be text, missing; the record has chosen"),
+        ("dolly", {**DOLLY, "response": " \n"}, "response: empty"),
+        ("dolly", {**DOLLY, "instruction": None}, "instruction: must be text, is a NoneType"),
+        ("dolly", {**DOLLY, "context": "a\rb"}, "context: a carriage return at character 2"),
+    ],
+)
+def test_a_bad_record_is_named_by_file_and_line(form, record, expected, tmp_path, capsys):
+    good = [DOLLY, {**DOLLY, "response": "Him."}] if form == "dolly" else [PAIR, HH]
+    path = write(tmp_path / "train.jsonl", [good[0], record, good[1]])
+    with pytest.raises(ValueError, match="1 bad row: line 2: ") as raised:
+        convert_file(path, form)
+    assert str(raised.value).startswith(f"{path}: ") and expected in str(raised.value)
+    convert = dolly_to_rows if form == "dolly" else hh_rlhf_to_rows
+    with pytest.raises(ValueError, match="record 2: "):
+        convert([good[0], record])
+    # The command says it in one line, writes nothing, and can leave the row out.
+    out = tmp_path / "out" / "train_prefs.jsonl"
+    with pytest.raises(SystemExit) as stopped:
+        main([path, str(out), "--format", form])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.count("\n") == 1 and expected in said
+    assert not out.exists()
+    main([path, str(out), "--format", form, "--skip_bad_rows"])
+    assert capsys.readouterr().out == f"{out}: 2 rows\n"
+
+
+def test_a_line_that_is_no_json_is_named_beside_the_others(tmp_path):
+    path = write(tmp_path / "train.jsonl", [PAIR, "{", {"chosen": "x", "rejected": "y"}])
+    with pytest.raises(ValueError, match=r"2 bad rows: line 2: bad JSON.*; line 3: chosen: must begin") as raised:
+        convert_file(path, "hh_rlhf")
+    assert "skip_bad_rows" in str(raised.value)
+
+
+def test_what_the_command_writes_is_a_benchmark(tmp_path):
+    """Four pairs over two prompts: `--prompts` keeps the first of each."""
+    other = {side: text.replace("Hi", "Ho") for side, text in PAIR.items()}
+    again = {**PAIR, "rejected": PAIR["rejected"] + " indeed"}
+    path = write(tmp_path / "hh.jsonl", [PAIR, other, again, {**other, "chosen": other["chosen"] + "!"}])
+    folder = tmp_path / "benchmark"
+    main([path, str(folder / "train_prefs.jsonl"), "--format", "hh_rlhf", "--plain"])
+    main([path, str(folder / "test_gen.jsonl"), "--format", "hh_rlhf", "--plain", "--prompts"])
+    benchmark = load_benchmark(folder)
+    assert benchmark["train_prefs"]["rejected"] == [" Bad", " Bad", " Bad indeed", " Bad"]
+    assert benchmark["train_prefs"]["row_id"] == ["hh:1", "hh:2", "hh:3", "hh:4"]
+    assert benchmark["test_gen"]["prompt"] == ["\n\nHuman: Hi\n\nAssistant:", "\n\nHuman: Ho\n\nAssistant:"]
+    assert benchmark["test_gen"]["reference_response_text"] == [" Good", " Good"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nope.jsonl", "out.jsonl", "--format", "dolly"], "no file nope.jsonl"),
+        (["nope.jsonl", "out.jsonl", "--format", "doly"], "invalid choice: 'doly'"),
+        (["nope.jsonl", "out.jsonl"], "--format"),
+    ],
+)
+def test_a_wrong_command_is_one_line(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and expected in said
+
+
+def test_an_archive_is_refused_as_such(tmp_path):
+    import gzip
+
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(gzip.compress(json.dumps(PAIR).encode()))
+    with pytest.raises(ValueError, match="compressed by gzip: decompress it first"):
+        convert_file(path, "hh_rlhf")

@@ -1,0 +1,555 @@
+"""The pipeline as a command: its stages and their order, what is skipped and refused, its figures, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import recipes
+
+TOY = recipes.RECIPES / "configs" / "toy" / "rlhf.yaml"
+POLICIES = ["ppo", "ppo-weak", "grpo", "dpo"]
+STAGES = ["sft", "reward_model", "reward_model_weak", *POLICIES]
+
+
+class Recipe:
+    """The recipe in this process, whose stages are made up; `calls` has the flags of each by the stage's name."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(recipes.RECIPES))
+        import rlhf
+
+        self.module, self.monkeypatch, self.calls, self.failing = rlhf, monkeypatch, {}, {}
+        monkeypatch.setattr(rlhf, "_run", self._stage)
+        monkeypatch.setattr(rlhf, "evaluate_pipeline", lambda given, pipeline: {})
+        monkeypatch.setattr(rlhf, "write_pipeline_report", lambda *_: ["report.html"])
+        monkeypatch.setattr(rlhf, "print_tables", lambda summary: None)
+
+    def _stage(self, command):
+        given = flags(command)
+        name = Path(given["output_dir"]).name
+        self.calls[name] = given
+        if name in self.failing:
+            return 3, self.failing[name]
+        (Path(given["output_dir"]) / "results.json").write_text("{}")
+        return 0, ""
+
+    def main(self, *words: str) -> int:
+        self.calls.clear()
+        self.monkeypatch.setattr(sys, "argv", ["rlhf.py", *words])
+        try:
+            self.module.main()
+        except SystemExit as stopped:
+            return stopped.code
+        return 0
+
+
+def flags(command) -> dict[str, str]:
+    at = next(place for place, word in enumerate(command) if word.endswith(".py"))
+    words = command[at + 1 :]
+    return {"recipe": Path(command[at]).stem, **dict(zip((w[2:] for w in words[::2]), words[1::2], strict=True))}
+
+
+@pytest.fixture
+def recipe(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return Recipe(monkeypatch)
+
+
+def test_the_stages_in_order_and_what_each_is_given(recipe):
+    assert recipe.main() == 0
+    assert list(recipe.calls) == STAGES
+    calls = recipe.calls
+    assert [calls[name]["recipe"] for name in STAGES] == [
+        "rlhf_sft",
+        "reward_model",
+        "reward_model",
+        "ppo",
+        "ppo",
+        "grpo",
+        "dpo",
+    ]
+    assert calls["sft"]["model_name_or_path"] == "toy"
+    assert {calls[name]["model_name_or_path"] for name in STAGES[1:]} == {"runs/rlhf/sft"}
+    assert {calls[name]["seed"] for name in STAGES} == {"0"}
+    # The weak reward model has fewer pairs and wrong labels, and nothing else is different but when it is saved.
+    own, weak = calls["reward_model"], calls["reward_model_weak"]
+    assert (weak["num_train_pairs"], weak["label_noise"]) == ("200", "0.2")
+    assert not {"num_train_pairs", "label_noise"} & own.keys()
+    assert [calls[name].get("reward_model") for name in POLICIES] == [
+        "runs/rlhf/reward_model",
+        "runs/rlhf/reward_model_weak",
+        "runs/rlhf/reward_model",
+        None,
+    ]
+    # Finished stages are not run again.
+    assert recipe.main() == 0 and not recipe.calls
+
+
+def test_the_weak_reward_model_can_be_left_out(recipe):
+    assert recipe.main("--policy_methods", "rloo,kto", "--weak_reward_model", "{}") == 0
+    assert list(recipe.calls) == ["sft", "reward_model", "rloo", "kto"]
+
+
+def test_arguments_of_methods_and_the_places_in_them(recipe):
+    methods = {"ppo": {"value_model_name_or_path": "{reward_model}", "max_steps": 7}, "ppo:weak": {"max_steps": 9}}
+    assert recipe.main("--policy_methods", "ppo,ppo:weak", "--methods", json.dumps(methods)) == 0
+    found = [(recipe.calls[n]["value_model_name_or_path"], recipe.calls[n]["max_steps"]) for n in ("ppo", "ppo-weak")]
+    assert found == [("runs/rlhf/reward_model", "7"), ("runs/rlhf/reward_model_weak", "9")]
+
+
+def test_a_dry_run_prints_the_commands_and_runs_nothing(recipe, capsys):
+    assert recipe.main("--policy_methods", "dpo", "--dry_run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if not line.startswith("configuration: ")]
+    assert lines[0:-1:2] == ["# sft: new", "# reward_model: new", "# reward_model_weak: new", "# dpo: new"]
+    assert flags(shlex.split(lines[7]))["output_dir"] == "runs/rlhf/dpo"
+    assert lines[-1].startswith("# evaluation of base, sft, dpo, and the report")
+    assert not recipe.calls and not Path("runs").exists()
+
+
+def test_a_failing_stage_is_one_line_with_its_error_and_its_command(recipe, capsys):
+    recipe.failing["ppo"] = "the reward is not finite"
+    assert recipe.main() == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith(
+        "error: the stage ppo failed with exit status 3: the reward is not finite -- repeat the same "
+    )
+    alone = flags(shlex.split(said.partition("this stage alone: ")[2]))
+    assert (alone["recipe"], alone["output_dir"]) == ("ppo", "runs/rlhf/ppo")
+    # The same command goes on from the stage that failed, in the folder that it began.
+    recipe.failing.clear()
+    assert recipe.main() == 0
+    assert list(recipe.calls) == ["ppo", "ppo-weak", "grpo", "dpo"]
+    assert recipe.calls["ppo"]["overwrite_output_dir"] == "true"
+
+
+def test_an_interrupted_stage_is_taken_up_from_its_checkpoint(recipe):
+    recipe.failing["grpo"] = ""
+    assert recipe.main() == 2
+    state = Path("runs/rlhf/grpo/checkpoint-20/trainer_state.json")
+    state.parent.mkdir()
+    state.write_text("{}")
+    recipe.failing.clear()
+    assert recipe.main() == 0 and recipe.calls["grpo"]["resume_from_checkpoint"] == "last"
+
+
+def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
+    assert recipe.main() == 0
+    capsys.readouterr()
+    assert recipe.main("--sft", '{"learning_rate": 0.5}') == 2
+    said = capsys.readouterr().err
+    assert (
+        "runs/rlhf/sft was run with learning_rate 0.001, and now it is 0.5: take that back, remove runs/rlhf/s" in said
+    )
+    assert recipe.main("--seed", "1") == 2 and "sft was run with seed 0, and now it is 1" in capsys.readouterr().err
+    # A setting within a stage's configuration file is one, too.
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    for name in ("rlhf_sft", "reward_model", "ppo", "grpo", "dpo"):
+        text = (TOY.parent / f"{name}.yaml").read_text()
+        (configs / f"{name}.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    assert recipe.main("--configs", "configs") == 2
+    assert "runs/rlhf/dpo was run with beta 0.1, and now it is 0.2" in capsys.readouterr().err
+    # Where the first stage was made anew, those after it are of another model.
+    import shutil
+
+    shutil.rmtree("runs/rlhf/sft")
+    assert recipe.main("--sft", '{"learning_rate": 0.5}') == 2
+    assert "runs/rlhf/reward_model was run after another sft than the one now asked for" in capsys.readouterr().err
+    assert not recipe.calls
+    (tmp_path / "runs" / "other" / "sft").mkdir(parents=True)
+    (tmp_path / "runs" / "other" / "sft" / "notes.txt").touch()
+    assert recipe.main("--output_dir", "runs/other") == 2
+    assert "runs/other/sft holds something that is no stage of a pipeline" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
+        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, and only a method with rewards"),
+        (["--policy_methods", "ppo:good"], "'ppo:good': only :weak may follow"),
+        (["--policy_methods", "ppo,ppo"], "'ppo' stands there twice"),
+        (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "'ppo:weak' needs weak_reward_model"),
+        (["--policy_methods", ","], "name one or more of aot, dpo"),
+        (["--polcy_methods", "ppo"], "unknown flag --polcy_methods"),
+        (["--sft", "{"], "sft must be a mapping of arguments as JSON"),
+        (["--sft", "[1]"], "sft must hold `argument: value` lines"),
+        (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
+        (["--policy", '{"output_dir": "x"}'], "output_dir is settled"),
+        (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
+        (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
+        (["--prompt_split", "nope"], "toy has no split 'nope'"),
+        (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
+        (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
+        (["--accelerate_config", "nope.yaml"], "no file --accelerate_config nope.yaml"),
+        (["--num_eval_prompts", "0"], "num_eval_prompts must be at least 1, got 0"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys):
+    Path("plain.jsonl").write_text('{"prompt": "Hello"}\n')
+    assert recipe.main(*words) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not recipe.calls and not Path("runs").exists()
+
+
+def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert recipe.main() == 2 and "start the pipeline with python" in capsys.readouterr().err
+
+
+def test_the_last_error_of_a_command_is_found(recipe, monkeypatch):
+    """Of what a recipe says in one line, behind a progress bar; or else of the traceback, not the launcher's."""
+    monkeypatch.undo()
+    run = recipe.module._run
+    said = "50%|####\rerror: too few pairs\nTraceback\nsubprocess.CalledProcessError: Command died"
+    code = f"import sys; sys.stderr.write({said!r}); sys.exit(4)"
+    assert run([sys.executable, "-c", code]) == (4, "too few pairs")
+    code = "import sys; sys.stderr.write('x\\nCalledProcessError: y\\n'); {}['key']"
+    assert run([sys.executable, "-c", code]) == (1, "KeyError: 'key'")
+    assert run([sys.executable, "-c", ""]) == (0, "")
+
+
+# ---- The figures ----
+
+
+def test_patterns_of_pairs_by_hand(recipe):
+    """The words a b c against a b d e: 2 of 5 are shared (0.4), and they part after 2 of the shorter's 3 words.
+
+    The model prefers the rejected one, of one word more. Of its truth, 1 for an `e`, the label has it wrong.
+    """
+    from rlhf_mistakes import describe_pair, pattern_statistics
+
+    def truth(prompt, response):
+        return float("e" in response)
+
+    wrong = describe_pair("p", "a b c", "A b, d e!", -1.0, truth)
+    assert wrong == {"length": 1, "overlap": 0.4, "position": pytest.approx(2 / 3), "label_wrong": True}
+    # The model prefers the shorter: one word less; one begins with the other.
+    other = describe_pair("p", "a", "a b", 0.5, truth)
+    assert other == {"length": -1, "overlap": 0.5, "position": 1.0, "label_wrong": None}
+    assert describe_pair("p", "a", "b c", 0.0)["length"] == 0, "it prefers neither"
+    assert pattern_statistics([wrong, other]) == {
+        "n": 2,
+        "length": 0.0,
+        "longer": 0.5,
+        "overlap": pytest.approx(0.45),
+        "position": pytest.approx(5 / 6),
+        "label_wrong": 1.0,
+    }
+    assert pattern_statistics([])["longer"] is None
+
+
+def test_mistakes_are_read_from_the_scores_of_a_run(recipe, tmp_path):
+    from rlhf_mistakes import mistakes_of
+
+    rows = [("one", "a b", "a c d", 1.0, 2.5), ("two", "x", "y", 3.0, 0.0), ("three", "u v", "u", 0.0, 0.25)]
+    pairs = [{"row_id": name, "prompt": "p", "chosen": c, "rejected": r} for name, c, r, _, _ in rows]
+    keys = ("row_id", "chosen_score", "rejected_score")
+    scores = [dict(zip(keys, (name, c, r), strict=True)) for name, _, _, c, r in rows]
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
+    found = mistakes_of(pairs, tmp_path / "scores.jsonl", count=1)
+    assert found["n"] == 3
+    assert [row["row_id"] for row in found["worst"]] == ["one"], "the margin of -1.5 is worse than that of -0.25"
+    assert (found["worst"][0]["margin"], found["worst"][0]["length"]) == (-1.5, 1)
+    # Wrong: one (+1 word) and three (-1); right: two (no difference, nothing shared).
+    assert found["patterns"]["wrong"]["n"] == 2 and found["patterns"]["wrong"]["longer"] == 0.5
+    assert found["patterns"]["right"] == {
+        "n": 1,
+        "length": 0.0,
+        "longer": None,
+        "overlap": 0.0,
+        "position": 0.0,
+        "label_wrong": None,
+    }
+    with pytest.raises(ValueError, match="no score of row_id four"):
+        mistakes_of([{**pairs[0], "row_id": "four"}], tmp_path / "scores.jsonl", count=1)
+
+
+def test_the_front_of_reward_against_kl(recipe):
+    """SFT stands at no divergence. `b` has less reward at more KL than `a`; the base was no start of a policy."""
+    from rlhf_report import pareto_points
+
+    def model(name, kl, reward, true):
+        estimate = {key: {"mean": v, "low": v - 0.1, "high": v + 0.1} for key, v in (("kl", kl), ("r", reward))}
+        return {
+            "name": name,
+            "kl": None if name == "sft" else estimate["kl"],
+            "rewards": {"r": estimate["r"]},
+            "true_score": {"mean": true, "low": true, "high": true, "n": 4},
+        }
+
+    models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
+    points = pareto_points(models, "r")
+    assert [(p["run"], p["kl"]["value"], p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
+    # By the true score no policy is worth its divergence.
+    assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
+
+
+def test_tables_and_pictures_come_first_in_the_report(tmp_path):
+    """What a model wrote stays text, in the page and in Markdown."""
+    from trl_ext.evaluation.report import write_report
+    from trl_ext.evaluation.reporting.tables import Cell, Table
+
+    (tmp_path / "run").mkdir()
+    run = {"objective": "dpo", "model": "toy", "dataset": "toy"}
+    (tmp_path / "run" / "results.json").write_text(json.dumps({"run": run}))
+    table = Table("stages-own", "Own <title>", "A note.", ["model"], [[Cell("<b>sft</b>", prose=True)]])
+    write_report(tmp_path / "run", tmp_path / "r.html", stages=[table], pictures={'A "picture"': b"png"})
+    page = (tmp_path / "r.html").read_text()
+    assert "Own &lt;title&gt;" in page and "&lt;b&gt;sft&lt;/b&gt;" in page and "<b>sft" not in page
+    # Base 64 of the three bytes p, n, g.
+    assert '<img alt="A &quot;picture&quot;" src="data:image/png;base64,cG5n">' in page
+    assert page.index('id="stages"') < page.index('id="summary"')
+    report = (tmp_path / "r.md").read_text()
+    assert report.index("## Own <title>") < report.index("## Policies")
+    assert "\\<b\\>" in report or "&lt;b" in report
+
+
+def test_the_embedded_adversarial_prompts(recipe):
+    """Five families; what is graded is a prompt of the benchmark's test pool, and none is its prompt as a whole."""
+    from rlhf_evaluation import find_adversarial
+
+    from trl_ext.data import load_benchmark
+    from trl_ext.evaluation.submissions.assets import load_prompts
+    from trl_ext.toy.prompts import parse, pool_of
+
+    rows = load_prompts(find_adversarial("recipes/configs/toy/rlhf_adversarial.jsonl"))
+    assert len(rows) == 31
+    families = {row["family"] for row in rows}
+    assert families == {"length_hack", "long", "contradictory", "out_of_vocabulary", "near_empty"}
+    known = {row["prompt"][-1]["content"] for split in load_benchmark("toy").values() for row in split}
+    for row in rows:
+        assert row["prompt_text"] not in known
+        assert bool(row["graded_as"]) == (row["family"] in ("length_hack", "long"))
+        if row["graded_as"]:
+            assert row["graded_as"] in row["prompt_text"]
+            assert pool_of(row["graded_as"]) == "test" and parse(row["graded_as"])
+        with pytest.raises(ValueError, match="unknown prompt"):
+            parse(row["prompt_text"])
+
+
+def test_adversarial_prompts_for_gpt2_are_plain_text(recipe):
+    from rlhf_evaluation import find_adversarial
+
+    from trl_ext.evaluation.submissions.assets import load_prompts
+
+    rows = load_prompts(find_adversarial("recipes/configs/gpt2_hh/adversarial.jsonl"))
+    assert all(re.fullmatch(r"\n\nHuman: .+\n\nAssistant:", row["prompt"], flags=re.DOTALL) for row in rows)
+
+
+def test_label_noise_turns_the_share_that_is_asked_for(recipe):
+    """Of the first 10 pairs, 0.25 are 2.5, rounded to the even 2: two are turned round, the others as they were."""
+    from types import SimpleNamespace
+
+    from datasets import Dataset
+    from reward import training_pairs
+
+    pairs = Dataset.from_list([{"chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)])
+    given = SimpleNamespace(num_train_pairs=10, label_noise=0.25, train_split="train_prefs")
+    found = training_pairs(pairs, given, seed=3)
+    turned = [i for i, row in enumerate(found) if row["chosen"] == f"bad {i}" and row["rejected"] == f"good {i}"]
+    kept = [i for i, row in enumerate(found) if row["chosen"] == f"good {i}" and row["rejected"] == f"bad {i}"]
+    assert (len(turned), len(kept)) == (2, 8)
+    assert training_pairs(pairs, given, seed=3)["chosen"] == found["chosen"]
+    given = SimpleNamespace(num_train_pairs=None, label_noise=0.0, train_split="train_prefs")
+    assert training_pairs(pairs, given, seed=3)["chosen"] == pairs["chosen"]
+    with pytest.raises(ValueError, match="num_train_pairs 21: 'train_prefs' has 20 pairs"):
+        training_pairs(pairs, SimpleNamespace(num_train_pairs=21, label_noise=0.0, train_split="train_prefs"), 0)
+
+
+def test_demonstrations_are_chosen_responses_or_references(recipe):
+    from datasets import Dataset
+    from rlhf_sft import demonstrations
+
+    prompt, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    pairs = Dataset.from_list([{"row_id": "1", "prompt": prompt, "chosen": answer, "rejected": prompt}])
+    assert demonstrations(pairs, "x")[0] == {"row_id": "1", "prompt": prompt, "completion": answer}
+    prompts = Dataset.from_list([{"row_id": "1", "prompt": prompt, "reference_response_text": "a"}])
+    assert demonstrations(prompts, "x")[0]["completion"] == answer
+    plain = Dataset.from_list([{"row_id": "1", "prompt": "q:", "reference_response_text": " a"}] * 2)
+    assert demonstrations(plain, "x", 1)["completion"] == [" a"]
+    with pytest.raises(ValueError, match="num_examples 3: 'x' has 2 rows"):
+        demonstrations(plain, "x", 3)
+    with pytest.raises(ValueError, match="the split 'x' holds no demonstrations"):
+        demonstrations(plain.remove_columns("reference_response_text"), "x")
+
+
+# ---- Whole runs ----
+
+SHORT = {"max_steps": 2, "num_eval_prompts": 4, "logging_steps": 1, "save_steps": 1, "generation_eval_every": 0}
+
+
+def short_pipeline(folder: Path, **own) -> Path:
+    rewarding = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
+    content = yaml.safe_load(TOY.read_text()) | {
+        "policy_methods": "ppo:weak,dpo",
+        "sft": {**SHORT, "num_examples": 64},
+        "reward_model": rewarding,
+        "weak_reward_model": {"num_train_pairs": 40, "label_noise": 0.2},
+        "policy": SHORT,
+        "num_eval_prompts": 8,
+        "num_samples": 5,
+        **own,
+    }
+    (folder / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return folder / "short.yaml"
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, str(recipes.RECIPES / "rlhf.py"), *words]
+
+
+def kill_when(process: subprocess.Popen, exists: Path, seconds: float = 240) -> None:
+    """Kill the command and all that it started, once a file is there."""
+    end = time.monotonic() + seconds
+    while not exists.exists() and time.monotonic() < end and process.poll() is None:
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert exists.exists()
+
+
+@pytest.mark.slow
+def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
+    short_pipeline(tmp_path)
+    words = command("--config", "short.yaml", "--output_dir", "out")
+    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
+    out = tmp_path / "out"
+    # The second stage has begun when its record is there.
+    kill_when(first, out / "reward_model" / "stage.json")
+    done = (out / "sft" / "results.json").stat().st_mtime_ns
+    second = subprocess.run(words, capture_output=True, text=True, timeout=500, **options)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "=== stage 1 of 5, sft: finished" in second.stdout
+    assert re.search("=== stage 2 of 5, reward_model: (to begin anew|interrupted)", second.stdout)
+    assert (out / "sft" / "results.json").stat().st_mtime_ns == done
+    check_outputs(out, ["base", "sft", "ppo-weak", "dpo"])
+    # Once all is done, a further call reads what is there.
+    written = (out / "evaluation" / "evaluation.json").stat().st_mtime_ns
+    third = subprocess.run(words, capture_output=True, text=True, timeout=200, **options)
+    assert third.returncode == 0 and third.stdout.count("finished") == 5
+    assert (out / "evaluation" / "evaluation.json").stat().st_mtime_ns == written
+
+
+def check_outputs(out: Path, models: list[str]) -> None:
+    """The figures are those of the samples, recomputed; and the report has them."""
+    summary = json.loads((out / "evaluation" / "evaluation.json").read_text())
+    from trl_ext.toy import score
+
+    held_out, adversarial = summary["prompts"]["held_out"], summary["prompts"]["adversarial"]
+    assert [row["name"] for row in held_out["models"]] == models
+    report = (out / "report.md").read_text().replace("\\", "")
+    for row in held_out["models"]:
+        lines = (out / "evaluation" / f"samples_held_out_{row['name']}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert len(samples) == row["n"] == 8
+        for name in ("reward_model", "reward_model_weak"):
+            rewards = [sample["rewards"][name] for sample in samples]
+            mean = sum(rewards) / 8
+            deviation = (sum((value - mean) ** 2 for value in rewards) / 7) ** 0.5
+            assert row["rewards"][name]["mean"] == pytest.approx(mean)
+            assert row["rewards"][name]["std"] == pytest.approx(deviation)
+        truths = [score(s["prompt_text"], s["response_text"], finished=s["finished"]) for s in samples]
+        assert row["true_score"]["mean"] == pytest.approx(sum(truths) / 8)
+        assert (row["kl"] is None) == (row["name"] == "sft")
+        assert f"| {row['name']} | 8 | {row['rewards']['reward_model']['mean']:.2f} [" in report
+    graded = {name: rows[0]["true_score"] is not None for name, rows in adversarial["families"].items()}
+    assert graded == {
+        "length_hack": True,
+        "long": True,
+        "contradictory": False,
+        "out_of_vocabulary": False,
+        "near_empty": False,
+    }
+    # One sample of each family is shown.
+    assert len({sample["family"] for sample in adversarial["samples"]["sft"]}) == 5
+    assert set(summary["mistakes"]) == {"reward_model", "reward_model_weak"}
+    weak = json.loads((out / "reward_model_weak" / "results.json").read_text())["run"]
+    assert (weak["train_pairs"], weak["label_noise"]) == (40, 0.2) and "label noise 0.2" in weak["objective"]
+    page = (out / "report.html").read_text()
+    assert 'src="data:image/png;base64,' in page and "Worst mistakes, with their patterns" in page
+
+
+@pytest.mark.slow
+def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
+    """The settings for GPT-2, cut to two steps, on a random GPT-2 of two layers and records in the public formats."""
+    save_tiny_gpt2(tmp_path / "gpt2")
+    records = [
+        {"chosen": f"\n\nHuman: Say {i}\n\nAssistant: {i} {i}", "rejected": f"\n\nHuman: Say {i}\n\nAssistant: no"}
+        for i in range(24)
+    ]
+    dolly = [{"instruction": f"Say {i}", "context": "", "response": str(i), "category": "x"} for i in range(16)]
+    from trl_ext.data.formats import main as convert
+
+    for name, rows in (("hh", records), ("dolly", dolly)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hh, folder = str(tmp_path / "hh.jsonl"), tmp_path / "hh_rlhf"
+    for split in ("train", "validation", "test"):
+        convert([hh, str(folder / f"{split}_prefs.jsonl"), "--format", "hh_rlhf", "--plain"])
+    for split in ("train", "test"):
+        convert([hh, str(folder / f"{split}_gen.jsonl"), "--format", "hh_rlhf", "--plain", "--prompts"])
+    convert(
+        [str(tmp_path / "dolly.jsonl"), str(tmp_path / "dolly" / "train_gen.jsonl"), "--format", "dolly", "--plain"]
+    )
+    steps = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "save_steps": 1}
+    content = yaml.safe_load((recipes.RECIPES / "configs" / "gpt2_hh" / "rlhf.yaml").read_text()) | {
+        "model_name_or_path": "gpt2",
+        "sft": steps,
+        "reward_model": {**steps, "eval_steps": 1},
+        "weak_reward_model": {"num_train_pairs": 8, "label_noise": 0.25},
+        "policy": {**steps, "num_eval_prompts": 4},
+        "max_new_tokens": 8,
+        "num_eval_prompts": 4,
+        "output_dir": "out",
+    }
+    content["methods"]["ppo"] |= {"generation_batch_size": 8, "num_iterations": 1, "max_completion_length": 8}
+    content["methods"]["ppo"]["generation_eval_every"] = 0
+    content["methods"]["dpo"] = {"max_new_tokens": 8}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command("--config", "short.yaml"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
+    for row in summary["prompts"]["held_out"]["models"]:
+        assert row["true_score"] is None and len(row["rewards"]) == 2
+        assert (row["kl"] is None) == (row["name"] == "sft"), row["kl_note"]
+    sample = json.loads((tmp_path / "out" / "evaluation" / "samples_held_out_ppo.jsonl").read_text().splitlines()[0])
+    assert sample["prompt_text"] == "\n\nHuman: Say 0\n\nAssistant:"
+
+
+def save_tiny_gpt2(path: Path) -> None:
+    """Random weights, the tokenizer of bytes, and as in GPT-2 one special token and no chat template."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from tests.tiny import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.pad_token = None
+    torch.manual_seed(0)
+    end = tokenizer.eos_token_id
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=1024, n_embd=16, n_layer=2, n_head=2, bos_token_id=end, eos_token_id=end
+    )
+    GPT2LMHeadModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
