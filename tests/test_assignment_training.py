@@ -1,0 +1,165 @@
+"""Training on students' functions: the solution as the library, the starter with an error, a module alone."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.test_assignment_end_to_end import SPECS, run
+from trl_ext.assignment.spec import load_spec
+from trl_ext.assignment.writing import write_assignment
+
+pytestmark = pytest.mark.slow
+
+SHORT = ("--max_steps", "3", "--eval_prompts", "0", "--disable_tqdm", "true", "--seed", "0")
+
+
+def parameters(folder: Path) -> dict:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def train(folder: Path, recipe: str, implementation: str, *flags: str) -> Path:
+    out = folder / f"{recipe}-{implementation}"
+    arguments = ("--recipe", recipe, "--implementation", implementation, "--output_dir", str(out))
+    done = run("train.py", *arguments, *flags, folder=folder)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert ("yours" in done.stdout) is (implementation != "library"), done.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def solved(tmp_path_factory):
+    """`train(recipe, implementation, *flags)` in this process, in the folder of both solutions, on one thread."""
+    import torch
+
+    from trl_ext.assignment import training
+
+    folder = tmp_path_factory.mktemp("solved")
+    for name in SPECS:
+        write_assignment(load_spec(name), folder / name, solution=True)
+
+    def train_here(spec: str, recipe: str, implementation: str, *flags: str) -> dict:
+        out = folder / f"{recipe}-{implementation}"
+        arguments = ["--assignment", str(folder / spec / "assignment.yaml"), "--recipe", recipe]
+        training.main([*arguments, "--implementation", implementation, "--output_dir", str(out), *flags])
+        return parameters(out)
+
+    path, threads = list(sys.path), torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield train_here
+    torch.set_num_threads(threads)
+    sys.path[:] = path
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "aot", "reward_model", "grpo", "dr_grpo", "gspo"])
+def test_training_on_the_solution_is_training_on_the_library(recipe, solved, capsys):
+    """Three steps leave the same parameters, to the last bit: both run one function after the other alike."""
+    import torch
+
+    own = solved("rlhf_project", recipe, "my_rlhf", *SHORT)
+    assert ": yours" in capsys.readouterr().out
+    library = solved("rlhf_project", recipe, "library", *SHORT)
+    assert ": the library's" in capsys.readouterr().out
+    assert own.keys() == library.keys()
+    assert all(torch.equal(own[name], library[name]) for name in own)
+
+
+@pytest.mark.parametrize("recipe", ["sft", "grpo"])
+def test_the_reasoning_loops_run_alike_on_the_solution_and_the_library(recipe, solved):
+    import torch
+
+    flags = ("--steps", "2", "--eval_prompts", "0", "--gradient_accumulation_steps", "2")
+    own, library = (solved("reasoning", recipe, name, *flags) for name in ("my_reasoning", "library"))
+    assert all(torch.equal(own[name], library[name]) for name in own)
+
+
+def test_wrong_answers_train_to_something_else(solved):
+    """The comparison above would show a student's function that is not used: a loss of the other sign."""
+    import torch
+
+    module = sys.modules.get("my_rlhf.preference")
+    if module is None:
+        solved("rlhf_project", "dpo", "my_rlhf", *SHORT)
+        module = sys.modules["my_rlhf.preference"]
+    library = solved("rlhf_project", "ipo", "library", *SHORT)
+    right = module.ipo
+
+    def ipo(scores, *, beta=0.1, length_normalized=False):
+        return -right(scores, beta=beta, length_normalized=length_normalized)
+
+    ipo.__module__ = module.__name__
+    module.ipo = ipo
+    try:
+        own = solved("rlhf_project", "ipo", "my_rlhf", *SHORT)
+    finally:
+        module.ipo = right
+    assert any(not torch.equal(own[name], library[name]) for name in own)
+
+
+def test_a_whole_loss_trains_as_the_library_s_algorithm_does(solved, tmp_path):
+    """GRPO as one scalar from the student, and as the row of the table that the recipes train with."""
+    import torch
+
+    from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
+    from trl_ext.assignment.training import known_score
+    from trl_ext.toy import MODEL_DIR
+
+    own = solved("rlhf_project", "grpo", "my_rlhf", *SHORT, "--num_iterations", "2")
+    spec = load_spec("rlhf_project")
+    settings = {**spec.recipes["grpo"].settings, "max_steps": 3, "num_iterations": 2, "max_completion_length": 48}
+    config = PolicyConfig(
+        output_dir=str(tmp_path / "own"),
+        algorithm="grpo",
+        beta=0.0,
+        seed=0,
+        report_to="none",
+        save_strategy="no",
+        **settings,
+    )
+    trainer = PolicyTrainer(str(MODEL_DIR), [known_score], args=config, train_dataset=load_benchmark()["train_gen"])
+    trainer.train()
+    trained = dict(trainer.model.named_parameters())
+    assert all(torch.allclose(own[name], trained[name].cpu(), atol=1e-5) for name in own)
+
+
+@pytest.mark.parametrize(
+    "recipe, part",
+    [
+        ("dpo", "implement dpo in my_rlhf/preference.py"),
+        ("grpo", "implement group_normalized"),
+        ("reward_model", "implement bradley_terry"),
+    ],
+)
+def test_training_on_the_starter_says_what_to_implement(recipe, part, tmp_path):
+    folder = tmp_path / "course"
+    write_assignment(load_spec("rlhf_project"), folder)
+    done = run("train.py", "--recipe", recipe, *SHORT, folder=folder)
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if "error" in line]
+    assert len(errors) == 1 and part in errors[0] and "Traceback" not in done.stderr
+
+
+def test_a_module_alone_can_be_the_implementation(tmp_path):
+    """The preference module of a starter in which nothing else is written, and names that are not there."""
+    folder = tmp_path / "course"
+    write_assignment(load_spec("rlhf_project"), folder)
+    text = (folder / "my_rlhf" / "preference.py").read_text()
+    (folder / "my_rlhf" / "preference.py").write_text(
+        f"{text}\n\ndef dpo(scores, *, beta=0.1):\n    return (1 + (-beta * scores.margin).exp()).log()\n"
+    )
+    train(folder, "dpo", "my_rlhf.preference", *SHORT)
+    for arguments, part in (
+        (("--recipe", "dop"), "no recipe 'dop'; did you mean 'dpo'? Known: dpo, ipo, aot"),
+        (("--recipe", "dpo", "--implementation", "my_rhlf.preference"), "no module 'my_rhlf.preference'"),
+        (
+            ("--recipe", "dpo", "--implementation", "my_rlhf.scores"),
+            "my_rlhf.scores has none of the assignment's functions",
+        ),
+        (("--recipe", "dpo", "--learning_rat", "1"), "no setting --learning_rat"),
+    ):
+        done = run("train.py", *arguments, folder=folder)
+        assert done.returncode == 2 and part in done.stderr, done.stderr[-500:]

@@ -1,0 +1,237 @@
+"""What each kind of function is tried on: builders from a `Draw` to arguments by name.
+
+A builder whose draw carries `padding == "nan"` puts NaN at the positions that do not count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trl_ext.assignment.drawing import GARBAGE, Draw, with_padding
+
+Arguments = dict[str, Any]
+Builder = Callable[[Draw], Arguments]
+
+
+def preference(
+    *, reference: bool = True, lengths: bool = False, betas: tuple = (0.1, 0.5), **options: tuple
+) -> Builder:
+    """Of a preference loss: `options` gives the values that each option takes in turn; None leaves the default."""
+
+    def build(draw: Draw) -> Arguments:
+        arguments = {"scores": draw.scores(draw.integer(4, 7), reference=reference, lengths=lengths)}
+        chosen = {"beta": draw.turn(*betas), **{name: draw.turn(*values) for name, values in options.items()}}
+        return arguments | {name: value for name, value in chosen.items() if value is not None}
+
+    return build
+
+
+def bradley_terry(draw: Draw) -> Arguments:
+    pairs = draw.integer(3, 6)
+    arguments = {name: draw.tensor(pairs, grad=True) for name in ("chosen", "rejected")}
+    settings = draw.turn(
+        {}, {"margin": 0.5}, {"label_smoothing": 0.1}, {"centering": 0.01, "margin": draw.tensor(pairs)}
+    )
+    return arguments | settings
+
+
+def kto(draw: Draw) -> Arguments:
+    rows = draw.integer(4, 7)
+    weights = draw.turn({}, {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.7})
+    return {
+        "log_ratio": draw.tensor(rows, grad=True),
+        "desirable": torch.arange(rows) % 3 != 1,
+        # In turn a mean above 0 and one below, which is clamped.
+        "kl_log_ratio": draw.turn(draw.tensor(3, low=-0.2, high=1.5), draw.tensor(3, low=-1.5, high=0.2)),
+        **weights,
+    }
+
+
+def advantage(*, low: float = -2.0, **options: tuple) -> Builder:
+    """Of an advantage: groups of different rewards, in every second case one of equal rewards as well."""
+
+    def build(draw: Draw) -> Arguments:
+        group_size, groups = draw.turn(4, 3, 5), draw.turn(2, 3)
+        rewards = draw.tensor(groups, group_size, low=low)
+        if draw.index % 2:
+            rewards[-1] = 0.5
+        arguments = {"rewards": rewards.reshape(-1), "group_size": group_size}
+        return arguments | {name: draw.turn(*values) for name, values in options.items()}
+
+    return build
+
+
+def group_rank(draw: Draw) -> Arguments:
+    arguments = advantage(scale=(1.0, 2.0))(draw)
+    # Rounded, so that there are ties.
+    return arguments | {"rewards": arguments["rewards"].round()}
+
+
+def greedy_baseline(draw: Draw) -> Arguments:
+    arguments = advantage()(draw)
+    groups = len(arguments["rewards"]) // arguments["group_size"]
+    return arguments | {"greedy_rewards": draw.tensor(groups)}
+
+
+def length_weighted(draw: Draw) -> Arguments:
+    arguments = advantage()(draw)
+    return arguments | {"lengths": draw.integers(len(arguments["rewards"]), low=1, high=9)}
+
+
+def gae(draw: Draw) -> Arguments:
+    rows, tokens = 3, 5
+    mask = draw.mask(rows, tokens)
+    return {
+        "rewards": with_padding(draw.tensor(rows, tokens), mask),
+        "values": with_padding(draw.tensor(rows, tokens), mask),
+        "mask": mask.long(),
+        "gamma": draw.turn(1.0, 0.9),
+        "lam": draw.turn(0.95, 0.5, 1.0),
+    }
+
+
+def clip_advantages(draw: Draw) -> Arguments:
+    return {"advantages": draw.tensor(6, low=-4.0, high=4.0), "limit": draw.turn(1.0, 2.5)}
+
+
+def token_ratio(draw: Draw) -> Arguments:
+    new = draw.log_probs(3, 5, grad=True)
+    return {"log_probs": new, "old_log_probs": new.detach() + draw.tensor(3, 5, low=-0.5, high=0.5)}
+
+
+def sequence_ratio(draw: Draw) -> Arguments:
+    mask = draw.mask(3, 5)
+    arguments = token_ratio(draw)
+    filler = math.nan if draw.padding == "nan" else GARBAGE
+    return {name: with_padding(value, mask, filler) for name, value in arguments.items()} | {"mask": mask.long()}
+
+
+def surrogate(**options: tuple) -> Builder:
+    """Of a surrogate: ratios on both sides of every clip, and advantages of both signs."""
+
+    def build(draw: Draw) -> Arguments:
+        rows = draw.integer(3, 5)
+        log_ratio = draw.turn(draw.tensor(rows, 4, low=-0.7, high=0.7), draw.tensor(rows, 1, low=-0.7, high=0.7))
+        signs = 1.0 - 2.0 * (torch.arange(rows) % 2)
+        arguments = {
+            "log_ratio": log_ratio.requires_grad_(),
+            "advantages": draw.tensor(rows, low=0.2, high=2.0) * signs,
+        }
+        chosen = {name: draw.turn(*values) for name, values in options.items()}
+        return arguments | {name: value for name, value in chosen.items() if value is not None}
+
+    return build
+
+
+def cispo(draw: Draw) -> Arguments:
+    arguments = surrogate(ratio_cap=(1.2, 1.0, 5.0))(draw)
+    arguments["log_ratio"] = arguments["log_ratio"].detach()
+    return arguments | {"log_probs": draw.log_probs(len(arguments["advantages"]), 4, grad=True)}
+
+
+def reinforce(draw: Draw) -> Arguments:
+    return {"log_probs": draw.log_probs(4, 5, grad=True), "advantages": draw.tensor(4, *draw.turn((), (1,)))}
+
+
+def aggregate(draw: Draw) -> Arguments:
+    rows, tokens = draw.integer(3, 4), 6
+    mask = draw.mask(rows, tokens)
+    if draw.padding == "empty row":
+        mask[-1] = False
+    filler = math.nan if draw.padding == "nan" else GARBAGE
+    kind = draw.turn("sequence_mean", "token_mean", "constant", "sum")
+    losses = with_padding(draw.tensor(rows, tokens), mask, filler).requires_grad_()
+    constant = {"constant": 8.0} if kind == "constant" else {}
+    return {"losses": losses, "mask": mask.long(), "kind": kind, **constant}
+
+
+def kl_estimate(draw: Draw) -> Arguments:
+    log_probs = draw.log_probs(3, 4, grad=True)
+    reference = log_probs.detach() + draw.tensor(3, 4, low=-0.8, high=0.8)
+    return {"log_probs": log_probs, "ref_log_probs": reference, "kind": draw.turn("k3", "k1", "k2")}
+
+
+def masked(first: str = "values", **options: tuple) -> Builder:
+    """Of a sum or mean under a mask, over everything or one dimension; `first` is the name of what is reduced."""
+
+    def build(draw: Draw) -> Arguments:
+        mask = draw.mask(3, 5)
+        filler = math.nan if draw.padding == "nan" else GARBAGE
+        values = with_padding(draw.tensor(3, 5), mask, filler).requires_grad_()
+        chosen = {name: draw.turn(*values) for name, values in options.items()}
+        return {first: values, "mask": draw.turn(mask, mask.long()), "dim": draw.turn(1, None, -1), **chosen}
+
+    return build
+
+
+def completion_mask(draw: Draw) -> Arguments:
+    ids = draw.integers(4, 6, low=3, high=9)
+    # No end, one, two, and one at the very first place.
+    ids[1, 3] = ids[2, 1] = ids[2, 4] = ids[3, 0] = 2
+    return {"completion_ids": ids, "eos_token_id": draw.turn(2, [2, 3])}
+
+
+def clipped_value_loss(draw: Draw) -> Arguments:
+    old = draw.tensor(3, 4)
+    return {
+        "values": (old + draw.tensor(3, 4, low=-0.6, high=0.6)).requires_grad_(),
+        "old_values": old,
+        "returns": draw.tensor(3, 4),
+        "clip": draw.turn(0.2, None, 0.4),
+    }
+
+
+def whiten(draw: Draw) -> Arguments:
+    mask = draw.mask(3, 5)
+    values = with_padding(draw.tensor(3, 5), mask)
+    return {"values": values, "mask": mask.long(), "shift_mean": draw.turn(True, False)}
+
+
+def entropy(draw: Draw) -> Arguments:
+    logits = draw.tensor(2, 3, 5, low=-3.0, high=3.0)
+    # Beyond what an exponential holds.
+    return {"logits": (logits * draw.turn(1.0, 400.0)).requires_grad_()}
+
+
+def truncate_pair(draw: Draw) -> Arguments:
+    prompt, chosen, rejected = (draw.integers(draw.integer(4, 8), low=3, high=60).tolist() for _ in range(3))
+    limits = draw.turn({"max_prompt_tokens": 3, "max_response_tokens": 2}, {"max_prompt_tokens": 5}, {})
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected, **limits}
+
+
+def sequence_log_probs(draw: Draw) -> Arguments:
+    logits = draw.tensor(3, 6, 7, low=-3.0, high=3.0, grad=True)
+    mask = draw.mask(3, 6, start=draw.turn(2, 1))
+    return {"logits": logits, "input_ids": draw.integers(3, 6, low=0, high=6), "response_mask": mask.long()}
+
+
+def split_minibatches(draw: Draw) -> Arguments:
+    rows = draw.turn(7, 6, 5)
+    batch = {"rewards": draw.tensor(rows), "tokens": draw.integers(rows, 3, low=0, high=9)}
+    return {"batch": batch, "order": draw.permutation(rows), "minibatch_size": draw.turn(2, 3, 5)}
+
+
+def whole_loss(**options: tuple) -> Builder:
+    """Of a whole policy loss: several tokens beyond the clip, on both sides, for advantages of both signs."""
+
+    def build(draw: Draw) -> Arguments:
+        rows, tokens = 4, 5
+        mask = draw.mask(rows, tokens)
+        new = draw.log_probs(rows, tokens)
+        # Row by row to one side, so that the mean over a response's tokens leaves the clip as well.
+        drift = draw.tensor(rows, tokens, low=0.0, high=0.9) * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
+        made = {
+            "log_probs": new,
+            "old_log_probs": new - drift,
+            "ref_log_probs": new + draw.tensor(rows, tokens, low=-0.5, high=0.5),
+        }
+        made = {name: with_padding(value, mask).requires_grad_() for name, value in made.items()}
+        advantages = draw.tensor(rows, low=0.3, high=2.0) * torch.tensor([1.0, -1.0, 1.0, -1.0])
+        chosen = {name: draw.turn(*values) for name, values in options.items()}
+        return {**made, "mask": mask.long(), "advantages": advantages, "clip": 0.2, **chosen}
+
+    return build

@@ -1,0 +1,1 @@
+"""What is copied into an assignment's folders: it needs torch at most, and nothing else of trl_ext."""

@@ -1,0 +1,32 @@
+"""Test cases of every function of the assignment. `pytest -k NAME` runs those of one of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+from checking.checks import call
+from checking.verdicts import verdict
+
+HERE = Path(__file__).resolve().parent
+PLAN = json.loads((HERE / "plan.json").read_text(encoding="utf-8"))
+CASES = [
+    pytest.param(item, case, id=f"{item['name']}-{number}")
+    for item in PLAN["functions"]
+    for number, case in enumerate(json.loads((HERE / item["cases"]).read_text(encoding="utf-8")))
+]
+
+
+@pytest.mark.parametrize("item, case", CASES)
+def test_case(item, case):
+    """The output, its gradients, and that no argument is changed."""
+    module = importlib.import_module(item["module"])
+    function = getattr(module, item["name"], None)
+    if function is None:
+        pytest.fail(f"{item['module']} has no function {item['name']}", pytrace=False)
+    outcome = call(function, case, PLAN["classes"])
+    problem = verdict(outcome, case)
+    if problem is not None:
+        pytest.fail(f"{item['name']}, {case['about']}: {problem}", pytrace=False)

@@ -1,0 +1,185 @@
+"""The specification of an assignment: a YAML file, checked key by key."""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from trl_ext.assignment.catalog import task
+from trl_ext.files import brief, read_yaml
+from trl_ext.registry import nearest
+
+SPECS = Path(__file__).parent / "specs"
+SHIPPED = ("rlhf_project", "reasoning")
+# Other files of the package and its folder have these names.
+RESERVED = ("scores", "tests", "train")
+
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FunctionSpec(_Strict):
+    """A function to implement: its name in the catalogue, its points, and what it is called in the assignment."""
+
+    function: str
+    name: Name | None = None
+    points: float = Field(gt=0, allow_inf_nan=False)
+    hint: str = ""
+
+    @field_validator("function")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        task(value)
+        return value
+
+    @property
+    def known_as(self) -> str:
+        return self.name or task(self.function).short_name
+
+
+class ModuleSpec(_Strict):
+    """A file of the package."""
+
+    description: str
+    functions: list[FunctionSpec] = Field(min_length=1)
+
+
+class TestsSpec(_Strict):
+    """How many cases there are for each function, beside those of special padding, and from which seeds."""
+
+    visible: int = Field(4, ge=1, le=50)
+    hidden: int = Field(8, ge=1, le=50)
+    visible_seed: int = Field(1, ge=0, lt=2**31)
+    hidden_seed: int = Field(2, ge=0, lt=2**31)
+    nan_padding: bool = True
+    seconds: float = Field(30, gt=0, le=600)
+    partial_credit: bool = False
+    imports: Literal["zero", "report", "ignore"] = "zero"
+
+    @model_validator(mode="after")
+    def _seeds_differ(self):
+        if self.visible_seed == self.hidden_seed:
+            raise ValueError(
+                "visible_seed and hidden_seed must differ: the hidden cases would begin with visible ones"
+            )
+        return self
+
+
+class RecipeSpec(_Strict):
+    """A training run on the student's functions; see `trl_ext.assignment.training`.
+
+    `loss` is the student's preference loss, reward model's loss or policy loss, or for a policy loop the `loss_type`;
+    `advantage` the student's advantage; `settings` are those of the trainer's configuration, or of the loop.
+    """
+
+    kind: Literal["preference", "reward", "policy", "policy_loop", "sft_loop"]
+    loss: str = ""
+    advantage: str | None = None
+    settings: dict[str, Any] = {}
+
+
+class ThresholdSpec(_Strict):
+    """What a trained run must reach: a figure in its results.json, by the path of keys."""
+
+    recipe: str
+    measure: str
+    at_least: float = Field(allow_inf_nan=False)
+    points: float = Field(gt=0, allow_inf_nan=False)
+
+
+class AssignmentSpec(_Strict):
+    """An assignment.
+
+    `submission` holds thresholds by method, of a submission of responses as the public evaluation takes it; these
+    figures are graded by judging responses, and `submission_points` are given for each that is reached.
+    """
+
+    title: str = Field(min_length=1)
+    package: Name
+    docstring: Literal["full", "shapes"] = "full"
+    modules: dict[Name, ModuleSpec] = Field(min_length=1)
+    tests: TestsSpec = TestsSpec()
+    recipes: dict[Name, RecipeSpec] = {}
+    thresholds: list[ThresholdSpec] = []
+    submission: dict[str, float] = {}
+    submission_points: float = Field(5, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.package in ("trl_ext", "torch", "checking", *RESERVED) or keyword.iskeyword(self.package):
+            raise ValueError(f"package: {self.package!r} is the name of something else; choose another")
+        seen: dict[str, str] = {}
+        for module, content in self.modules.items():
+            if module in RESERVED:
+                raise ValueError(f"modules: {module!r} is the name of another file; choose another")
+            for each in content.functions:
+                if each.known_as in seen:
+                    raise ValueError(
+                        f"modules.{module}: {each.known_as!r} is also in {seen[each.known_as]}; give one of them "
+                        "another name"
+                    )
+                seen[each.known_as] = module
+        for name, recipe in self.recipes.items():
+            if recipe.kind != "sft_loop" and not recipe.loss:
+                raise ValueError(f"recipes.{name}: a recipe of the kind {recipe.kind!r} needs a loss")
+            for wanted in (recipe.loss, recipe.advantage) if not recipe.kind.endswith("loop") else ():
+                if wanted is not None and wanted not in seen:
+                    raise ValueError(f"recipes.{name}: no function {wanted!r}{nearest(wanted, list(seen))}")
+        for index, threshold in enumerate(self.thresholds):
+            if threshold.recipe not in self.recipes:
+                near = nearest(threshold.recipe, list(self.recipes))
+                raise ValueError(f"thresholds[{index}]: no recipe {threshold.recipe!r}{near}")
+        return self
+
+    def functions(self) -> list[tuple[str, FunctionSpec]]:
+        """Module and function, in order."""
+        return [(module, each) for module, content in self.modules.items() for each in content.functions]
+
+
+def load_spec(name: str | Path) -> AssignmentSpec:
+    """The specification in a file, or a shipped one by its name.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: it is not as it should be; the message names the file, the key, and what may stand there.
+    """
+    path = SPECS / f"{name}.yaml" if str(name) in SHIPPED else Path(name)
+    if not path.is_file() and not path.suffix:
+        raise ValueError(
+            f"no specification {str(name)!r}{nearest(str(name), list(SHIPPED))} Shipped: {', '.join(SHIPPED)}"
+        )
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `key: value` lines")
+    try:
+        return AssignmentSpec.model_validate(content)
+    except ValidationError as error:
+        raise ValueError(f"{path}: {_first_problem(error)}") from None
+
+
+def _first_problem(error: ValidationError) -> str:
+    first = error.errors()[0]
+    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        message = f"no such key{_keys_near(first['loc'])}"
+    elif "input" in first and not isinstance(first["input"], (dict, list)) and first["type"] != "value_error":
+        message += f", got {brief(repr(first['input']), 60)}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{place}: {message}{more}" if place else f"{message}{more}"
+
+
+def _keys_near(location: tuple) -> str:
+    """Allowed keys where an unknown one stands."""
+    model: Any = AssignmentSpec
+    inner = {"modules": ModuleSpec, "functions": FunctionSpec, "tests": TestsSpec, "recipes": RecipeSpec}
+    for part in location[:-1]:
+        model = {**inner, "thresholds": ThresholdSpec}.get(part, model)
+    allowed = list(model.model_fields)
+    return f"{nearest(str(location[-1]), allowed)} Allowed: {', '.join(allowed)}"
