@@ -1,7 +1,8 @@
-"""Fine-tuning on demonstrations: the chosen responses of pairs, or the responses that come with prompts."""
+"""Fine-tuning on demonstrations: chosen responses of pairs, responses that come with prompts, or the best of n."""
 
 from __future__ import annotations
 
+import json
 import os
 
 # A run says nothing to anybody unless it is asked to.
@@ -17,6 +18,7 @@ from run_folder import begin_run
 from training import can_be_resumed, load_rows
 
 from trl_ext import SFTConfig, SFTTrainer
+from trl_ext.data.formats import convert_file
 from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback
@@ -39,6 +41,12 @@ class DemonstrationArguments(RecipeArguments):
     train_split: str = field(
         default="train_prefs",
         metadata={"help": "Pairs, whose chosen responses are learned, or prompts with reference_response_text."},
+    )
+    demonstrations: str | None = field(
+        default=None,
+        metadata={
+            "help": "A .jsonl file of prompt and completion to learn instead, as best_of_n.py --keep writes it."
+        },
     )
     eval_split: str = field(
         default="validation_prefs", metadata={"help": "Held-out demonstrations, for their loss; none if missing."}
@@ -68,14 +76,23 @@ def main() -> None:
             name=lambda training: "sft-demonstrations",
         )
         arguments = run.arguments
-        splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
-        train = demonstrations(splits[arguments.train_split], arguments.train_split, arguments.num_examples)
+        skipping = {"skip_bad_rows": arguments.skip_bad_rows}
+        splits = load_rows(arguments.dataset_name, arguments.train_split, **skipping)
+        source, rows = arguments.train_split, splits[arguments.train_split]
+        if arguments.demonstrations is not None:
+            source = arguments.demonstrations
+            rows = Dataset.from_list(convert_file(source, "prompt_completion", **skipping))
+        train = demonstrations(rows, source, arguments.num_examples)
         held_out = None
         if arguments.eval_split in splits:
             held_out = demonstrations(splits[arguments.eval_split], arguments.eval_split)
         prompts = splits.get(arguments.prompt_split)
         if prompts is None:
             warn_once_per_run(f"{arguments.dataset_name} has no split {arguments.prompt_split!r}: no generations")
+        elif shared := _shared_prompts(train, prompts):
+            warn_once_per_run(
+                f"{shared} of the {len(prompts)} prompts of {arguments.prompt_split} are trained on, too"
+            )
         trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
         if prompts is not None:
             remember_base(trainer)
@@ -117,6 +134,11 @@ def demonstrations(rows, split: str, count: int | None = None) -> Dataset:
         for prompt, response in zip(rows["prompt"], rows[name], strict=True)
     ]
     return Dataset.from_dict({"row_id": rows["row_id"], "prompt": rows["prompt"], "completion": completions})
+
+
+def _shared_prompts(train: Dataset, prompts) -> int:
+    trained = {json.dumps(prompt) for prompt in train["prompt"]}
+    return sum(json.dumps(prompt) in trained for prompt in prompts["prompt"])
 
 
 def _evaluation(trainer, prompts, arguments: DemonstrationArguments) -> GenerationEvaluation:

@@ -1,4 +1,4 @@
-"""Dolly and HH-RLHF as rows of this library: what each record becomes, and how a bad one is named."""
+"""Dolly, HH-RLHF and prompt-completion rows as rows of this library: what becomes of each, how a bad one is named."""
 
 from __future__ import annotations
 
@@ -59,9 +59,26 @@ def test_hh_rlhf_as_messages_and_as_text():
     assert plain["prompt"].endswith("\n\nHuman: Why?\n\nAssistant:")
 
 
+def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
+    prompt = [{"role": "user", "content": "q"}]
+    message = {"row_id": "a", "prompt": prompt, "completion": [{"role": "assistant", "content": "yes"}], "reward": 0.5}
+    plain = {"row_id": "b", "prompt": prompt, "completion": "no", "reward": 0.25}
+    assert convert_file(write(tmp_path / "sft.jsonl", [message, plain]), "prompt_completion") == [
+        {"row_id": "a", "prompt": prompt, "reference_response_text": "yes", "reward": 0.5},
+        {"row_id": "b", "prompt": prompt, "reference_response_text": "no", "reward": 0.25},
+    ]
+
+
 @pytest.mark.parametrize(
     ("form", "record", "expected"),
     [
+        ("prompt_completion", {"prompt": "q"}, "completion: must be text, is a NoneType"),
+        ("prompt_completion", {"prompt": "q", "completion": " "}, "completion: empty"),
+        (
+            "prompt_completion",
+            {"prompt": "q", "completion": [{"role": "user"}] * 2},
+            "completion: must be text, is a list",
+        ),
         (
             "hh_rlhf",
             {**PAIR, "chosen": "\n\nHuman: Hi\r\n\nAssistant: Good"},
@@ -86,14 +103,19 @@ def test_hh_rlhf_as_messages_and_as_text():
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(form, record, expected, tmp_path, capsys):
-    good = [DOLLY, {**DOLLY, "response": "Him."}] if form == "dolly" else [PAIR, HH]
+    good = {
+        "dolly": [DOLLY, {**DOLLY, "response": "Him."}],
+        "hh_rlhf": [PAIR, HH],
+        "prompt_completion": [{"prompt": "q", "completion": "yes"}, {"prompt": "r", "completion": "no"}],
+    }[form]
     path = write(tmp_path / "train.jsonl", [good[0], record, good[1]])
     with pytest.raises(ValueError, match="1 bad row: line 2: ") as raised:
         convert_file(path, form)
     assert str(raised.value).startswith(f"{path}: ") and expected in str(raised.value)
-    convert = dolly_to_rows if form == "dolly" else hh_rlhf_to_rows
-    with pytest.raises(ValueError, match="record 2: "):
-        convert([good[0], record])
+    convert = {"dolly": dolly_to_rows, "hh_rlhf": hh_rlhf_to_rows}.get(form)
+    if convert:
+        with pytest.raises(ValueError, match="record 2: "):
+            convert([good[0], record])
     # The command says it in one line, writes nothing, and can leave the row out.
     out = tmp_path / "out" / "train_prefs.jsonl"
     with pytest.raises(SystemExit) as stopped:

@@ -388,6 +388,14 @@ def test_demonstrations_are_chosen_responses_or_references(recipe):
         demonstrations(plain.remove_columns("reference_response_text"), "x")
 
 
+def test_prompts_that_are_trained_on_are_counted(recipe):
+    from datasets import Dataset
+    from rlhf_sft import _shared_prompts
+
+    prompts = [[{"role": "user", "content": text}] for text in "abc"]
+    assert _shared_prompts(Dataset.from_dict({"prompt": prompts[:2]}), Dataset.from_dict({"prompt": prompts[1:]})) == 1
+
+
 # ---- Whole runs ----
 
 SHORT = {"max_steps": 2, "num_eval_prompts": 4, "logging_steps": 1, "save_steps": 1, "generation_eval_every": 0}

@@ -1,8 +1,9 @@
 """Public data sets in this library's rows: `python -m trl_ext.data.formats IN OUT --format hh_rlhf`.
 
-Turns Dolly's records (instruction, context, response, category) and HH-RLHF's pairs of transcripts into JSON lines
-that `load_benchmark` reads. With `--plain`, prompts are text in HH-RLHF's turns, for models such as GPT-2 that have
-no chat template; otherwise they are messages.
+Turns Dolly's records (instruction, context, response, category), HH-RLHF's pairs of transcripts and TRL's rows of
+prompt and completion, as `recipes/best_of_n.py --keep` writes them, into JSON lines that `load_benchmark` reads. With
+`--plain`, prompts are text in HH-RLHF's turns, for models such as GPT-2 that have no chat template; otherwise they are
+messages.
 """
 
 from __future__ import annotations
@@ -76,8 +77,8 @@ def convert_file(
 
     Args:
         path: the file.
-        form: `dolly` or `hh_rlhf`.
-        plain: prompts as text rather than messages.
+        form: `dolly`, `hh_rlhf` or `prompt_completion`.
+        plain: prompts as text rather than messages; `prompt_completion` leaves them as they are.
         prompts: of pairs, each prompt once, with its chosen response as `reference_response_text`.
         skip_bad_rows: leave bad records out, with a count of the reasons in the log, instead of raising.
 
@@ -128,6 +129,17 @@ def _text(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) 
     if not may_be_empty and not value.strip():
         raise _BadRecord(f"empty {field}", f"{field}: empty")
     return value
+
+
+# ---- Prompt and completion ----
+
+
+def _prompt_completion_row(record: Mapping[str, Any], plain: bool) -> Row:
+    completion = record.get("completion")
+    if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
+        completion = completion[0].get("content")
+    text = _text({**record, "completion": completion}, "completion")
+    return {name: value for name, value in record.items() if name != "completion"} | {"reference_response_text": text}
 
 
 # ---- Dolly ----
@@ -198,7 +210,11 @@ def _only_prompts(rows: Sequence[Row]) -> list[Row]:
     return list(found.values())
 
 
-FORMATS: dict[str, Callable[[Mapping[str, Any], bool], Row]] = {"dolly": _dolly_row, "hh_rlhf": _hh_rlhf_row}
+FORMATS: dict[str, Callable[[Mapping[str, Any], bool], Row]] = {
+    "dolly": _dolly_row,
+    "hh_rlhf": _hh_rlhf_row,
+    "prompt_completion": _prompt_completion_row,
+}
 
 
 # ---- The command ----
