@@ -1,35 +1,53 @@
-"""The README and the pages it links to stay true: commands parse, Python runs, and the files they name exist."""
+"""The README and the pages stay true: commands parse, Python runs, links lead somewhere, and tables fit the code."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
 from tests import recipes
 from trl_ext import PolicyTrainer, PreferenceTrainer
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import policy_algorithms, preference_losses
 
-README = (recipes.REPOSITORY / "README.md").read_text(encoding="utf-8")
-PAGES = sorted((recipes.REPOSITORY / "docs").glob("*.md"))
-TEXT = "\n".join([README, *(page.read_text(encoding="utf-8") for page in PAGES)])
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
-
-
-COMMANDS = [
-    line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
+REPOSITORY = recipes.REPOSITORY
+# The first page of the built documentation is the README.
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "recipes" / "README.md",
+    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name != "index.md"),
 ]
-COMMANDS += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", TEXT)
-COMMANDS += re.findall(r"`(python (?:-m|recipes/)[^`]*)`", TEXT)
+TEXTS = {page.relative_to(REPOSITORY).as_posix(): page.read_text(encoding="utf-8") for page in PAGES if page.exists()}
+README = TEXTS["README.md"]
+TEXT = "\n".join(TEXTS.values())
+# Pages whose Python trains a model.
+SLOW = ("README.md", "docs/packing.md")
 
 
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _commands() -> list[str]:
+    found = [
+        line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
+    ]
+    # Between backquotes a command may be wrapped.
+    found += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", TEXT)
+    found += re.findall(r"`((?:python (?:-m|recipes/)|(?:time )?make )[^`]*)`", TEXT)
+    return list(dict.fromkeys(re.sub(r"\s+", " ", command) for command in found))
+
+
+COMMANDS = _commands()
 CLUSTER_COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+# Commands with placeholders are not run.
+TEMPLATES = [command for command in COMMANDS if re.search(r"\b(IN OUT|FOLDER|NAME|RECIPE|COMMAND)\b|\.\.\.$", command)]
 
 
 @pytest.mark.parametrize("command", CLUSTER_COMMANDS)
@@ -37,41 +55,101 @@ def test_cluster_command_names_what_exists(command, tmp_path, monkeypatch):
     words = shlex.split(command)
     at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
     assert "sbatch" in words[:at]
-    assert (recipes.REPOSITORY / words[at]).is_file()
+    assert (REPOSITORY / words[at]).is_file()
     taken = 3 if "vllm" in words[at] else 2
     recipe, flags = words[at + 1], words[at + 1 + taken :]
     test_command_is_valid(shlex.join(["accelerate", "launch", f"recipes/{recipe}.py", *flags]), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in TEMPLATES])
 def test_command_is_valid(command, tmp_path, monkeypatch):
     _forget_names_afterwards(monkeypatch)
-    words = shlex.split(command)
+    words = shlex.split(command.removeprefix("time "))
     if words[0] == "make":
-        assert re.search(rf"^{words[1]}:", (recipes.REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+    elif words[0] in ("source", "pip", "jupyter"):
+        pass
+    elif words[0] == "trl-ext":
+        _check_installed(words[1:], tmp_path, monkeypatch)
+    elif words[:2] == ["python", "-m"]:
+        _check_module(words[2], words[3:], monkeypatch)
+    elif words[0] == "python":
+        _check_study(words[1].removeprefix("recipes/").removesuffix(".py"), words[2:], tmp_path, monkeypatch)
+    else:
+        assert words[:2] == ["accelerate", "launch"]
+        _check_launch(words[2:], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("command", TEMPLATES)
+def test_template_names_what_exists(command):
+    module = re.search(r"-m ([\w.]+)", command)
+    assert (
+        module is None
+        or (REPOSITORY / module[1].replace(".", "/")).with_suffix(".py").is_file()
+        or (REPOSITORY / module[1].replace(".", "/") / "__main__.py").is_file()
+    )
+
+
+def _check_installed(words: list[str], tmp_path, monkeypatch) -> None:
+    """The `trl-ext` command: recipes are parsed as they are, other commands by their own parsers."""
+    from trl_ext import cli
+
+    name, *rest = words
+    if name == "train":
+        if rest[0] != "--list":
+            settings = [str(cli.CONFIGS / word) if word.endswith(".yaml") else word for word in rest[1:]]
+            recipes.parse(monkeypatch, rest[0], *settings)
+    elif name == "configs":
+        assert not rest or (cli.CONFIGS / rest[0]).exists() or (cli.SCRIPTS / rest[0]).exists()
+    elif name in cli.STUDIES:
+        _check_study(cli.STUDIES[name][0], rest, tmp_path, monkeypatch)
+    else:
+        _check_module(cli.MODULES[name][0], rest, monkeypatch)
+
+
+def _check_module(name: str, arguments: list[str], monkeypatch) -> None:
+    if name == "pytest":
+        assert all((REPOSITORY / word).exists() for word in arguments if word.startswith("tests/"))
         return
-    if words[0] == "python" and words[1] in ("recipes/sweep.py", "recipes/compare.py"):
-        monkeypatch.syspath_prepend(str(recipes.RECIPES))
-        monkeypatch.chdir(recipes.REPOSITORY)
-        # Finished runs are not there to be compared in a fresh clone.
-        given = words[2 : words.index("--runs")] if "--runs" in words else words[2:]
-        importlib.import_module(words[1][len("recipes/") : -len(".py")]).main([*given, "--dry_run"])
+    module = REPOSITORY / name.replace(".", "/")
+    path = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__main__.py"
+    assert path.is_file()
+    if name.startswith(("public_eval", "trl_ext.evaluation", "trl_ext.assignment")):
+        _check_flags(name, arguments, monkeypatch)
         return
-    if words[0] == "python":
-        assert words[1] == "-m"
-        module = recipes.REPOSITORY / words[2].replace(".", "/")
-        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
-        if words[2].startswith(("public_eval", "trl_ext.evaluation")):
-            _check_flags(words[2], words[3:], monkeypatch)
+    source = path.read_text()
+    for word in arguments:
+        if word.startswith("--"):
+            assert f'"{word}"' in source or f'"{word.lstrip("-")}"' in source, f"{name} has no flag {word}"
+
+
+def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
+    """What runs recipes itself: a dry run, in which the flags of every run are checked."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    monkeypatch.chdir(REPOSITORY)
+    if script == "rlhf":
+        recipes.parse(monkeypatch, script, *given)
         return
-    assert words[:2] == ["accelerate", "launch"]
+    assert script in ("sweep", "compare")
+    # Finished runs are not there to be compared in a fresh clone, nor are adapters that a stage would read.
+    given = given[: given.index("--runs")] if "--runs" in given else given
+    if "--output_dir" in given:
+        at = given.index("--output_dir")
+        given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
+    importlib.import_module(script).main([*given, "--dry_run"])
+
+
+def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
+    if "-m" in words:
+        at = words.index("-m")
+        assert words[at + 1 : at + 3] == ["trl_ext", "train"]
+        recipes.parse(monkeypatch, *words[at + 3 :])
+        return
     at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
-    _check_launcher(words[2:at])
+    _check_launcher(words[:at])
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
-    arguments = [
-        str(recipes.REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]
-    ]
+    arguments = [str(REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]]
     script = words[at].removeprefix("recipes/").removesuffix(".py")
     assert (recipes.RECIPES / f"{script}.py").is_file()
     recipes.parse(monkeypatch, script, *arguments)
@@ -80,6 +158,13 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
     _forget_names_afterwards(monkeypatch)
+    settings = yaml.safe_load(block)
+    if "methods" in settings or "recipe" in settings:
+        path = tmp_path / "settings.yaml"
+        path.write_text(block)
+        script, flag = ("compare", "--config") if "methods" in settings else ("sweep", "--study")
+        _check_study(script, [flag, str(path)], tmp_path, monkeypatch)
+        return
     _write_own_functions(tmp_path)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(block)
@@ -88,21 +173,21 @@ def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
 
 
 def test_nothing_is_left_to_fill_in():
-    assert not re.search(r"<!--|TODO|TESTTIME|LINES", TEXT)
+    assert not re.search(r"<!--|TODO|TESTTIME|LINES|FIGURES|@@", TEXT)
 
 
 def _forget_names_afterwards(monkeypatch) -> None:
-    """The names that the README registers are free again for other tests."""
+    """The names that the pages register are free again for other tests."""
     for table in (preference_losses, policy_algorithms):
         monkeypatch.setattr(table, "_entries", dict(table._entries))
 
 
 def _write_own_functions(folder) -> None:
-    """The README's own loss and algorithm as the files that its commands name."""
-    own_loss = next(block for block in blocks("python") if "@preference_loss" in block)
+    """The loss and the algorithm of the pages as the files that their commands name."""
+    own_loss = next(block for block in blocks("python", README) if "@preference_loss" in block)
     text = own_loss.partition("config =")[0].replace('"squared_hinge"', '"readme_loss"')
     (folder / "my_losses.py").write_text(text)
-    own_algorithm = next(block for block in blocks("python") if "@policy_algorithm" in block)
+    own_algorithm = next(block for block in blocks("python", TEXTS["docs/policy.md"]) if "@policy_algorithm" in block)
     (folder / "my_algorithm.py").write_text(own_algorithm.partition("policy_config =")[0])
 
 
@@ -119,7 +204,7 @@ def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
 
     parse = CommandParser.parse_args
     monkeypatch.setattr(CommandParser, "parse_args", parse_args)
-    package = (recipes.REPOSITORY / name.replace(".", "/")).is_dir()
+    package = (REPOSITORY / name.replace(".", "/")).is_dir()
     module = importlib.import_module(f"{name}.__main__" if package else name)
     with pytest.raises(Parsed):
         module.main(arguments)
@@ -130,25 +215,107 @@ def _check_launcher(words: list[str]) -> None:
 
     parsed = launch_command_parser().parse_args([*words, "script.py"])
     if parsed.config_file:
-        assert (recipes.REPOSITORY / parsed.config_file).is_file()
+        assert (REPOSITORY / parsed.config_file).is_file()
 
 
-@pytest.mark.slow
-def test_python_blocks_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    _forget_names_afterwards(monkeypatch)
-    namespace: dict = {"__name__": "readme"}
-    for block in blocks("python"):
-        exec(block, namespace)
-    assert namespace["trainer"].state.global_step == 2
-    assert namespace["config"].beta == 0.5
+# ---- Python ----
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks)/[\w./-]*)`", TEXT)))
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, text in TEXTS.items()
+        if blocks("python", text)
+    ],
+)
+def test_python_blocks_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _forget_names_afterwards(monkeypatch)
+    namespace: dict = {"__name__": "page"}
+    for block in blocks("python", TEXTS[name]):
+        exec(block, namespace)
+    if "trainer" in namespace:
+        assert namespace["trainer"].state.global_step == 2
+    if name == "README.md":
+        assert namespace["config"].beta == 0.5
+
+
+# ---- Paths and links ----
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        set(
+            re.findall(
+                r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks|public_eval)/[\w./-]*)`",
+                TEXT,
+            )
+        )
+    ),
 )
 def test_named_path_exists(path):
-    assert (recipes.REPOSITORY / path).exists()
+    assert (REPOSITORY / path).exists()
+
+
+def _prose(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _links(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", _prose(text)))
+
+
+def _anchors(path: Path) -> set[str]:
+    """Where a page's headings are, as GitHub and the built documentation name them."""
+    headings = re.findall(r"^#+ +(.+)$", _prose(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+INTERNAL = [(name, link) for name, text in TEXTS.items() for link in _links(text) if "://" not in link]
+EXTERNAL = sorted({link for text in TEXTS.values() for link in _links(text) if "://" in link})
+
+
+@pytest.mark.parametrize(("name", "link"), sorted(set(INTERNAL)))
+def test_link_leads_somewhere(name, link):
+    path, _, anchor = link.partition("#")
+    target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
+    assert target.exists(), f"{name} links to {link}"
+    assert not anchor or anchor in _anchors(target), f"{name}: no heading {anchor} in {target}"
+
+
+def test_external_links_are_of_known_hosts():
+    """They are not fetched; that there are as many as were looked at says when one is added."""
+    hosts = {re.match(r"https://([^/]+)/", link)[1] for link in EXTERNAL}
+    assert hosts <= {"arxiv.org", "github.com"}
+    papers = [link for link in EXTERNAL if "arxiv.org" in link]
+    assert len(papers) == len(_paper_ids(TEXTS["docs/papers.md"]))
+    assert [link for link in EXTERNAL if "arxiv.org" not in link] == ["https://github.com/huggingface/trl"]
+
+
+# ---- Papers ----
+
+
+# Named on a page, and by no docstring.
+ONLY_NAMED = {"2203.14465", "2304.06767", "2403.08635"}
+# Of the assignments' texts.
+OF_ASSIGNMENTS = {"2009.03300", "2404.03683", "2501.12948"}
+
+
+def _paper_ids(text: str) -> set[str]:
+    return set(re.findall(r"\b(\d{4}\.\d{5})\b", text))
+
+
+def test_the_index_has_every_paper():
+    of_code = set().union(*(_paper_ids(path.read_text()) for path in (REPOSITORY / "trl_ext").rglob("*.py")))
+    index = _paper_ids(TEXTS["docs/papers.md"])
+    assert index == of_code - OF_ASSIGNMENTS | ONLY_NAMED
+    assert _paper_ids(TEXT) == index
+
+
+# ---- Tables against the code ----
 
 
 def test_every_loss_and_trainer_is_in_the_table():
@@ -164,6 +331,8 @@ def test_every_loss_and_trainer_is_in_the_table():
     assert len(own) == 16
     for name in own:
         assert f"`{name}`" in table
+        assert f"| `{name}` | $" in TEXTS["docs/preference.md"]
+        assert f"`{name}`" in TEXTS["docs/papers.md"]
     for name in trl_ext.trainers.__all__:
         if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PreferenceTrainer):
             assert f"`{name}`" in table or name == "PreferenceTrainer"
@@ -178,6 +347,67 @@ def test_every_algorithm_and_trainer_is_in_the_table():
     assert len(own) == 17
     for name in own:
         assert f"`{name}`" in section
+        assert f"`{name}`" in TEXTS["docs/papers.md"]
     for name in trl_ext.trainers.__all__:
         if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PolicyTrainer):
             assert f"`{name}`" in section
+
+
+def test_defaults_in_the_table_of_losses():
+    rows = re.findall(r"^\| `(\w+)` \| \$.*\| ([^|]*) \|$", TEXTS["docs/preference.md"], flags=re.MULTILINE)
+    checked = 0
+    for name, options in rows:
+        parameters = inspect.signature(preference_losses[name].function).parameters
+        for option, value in re.findall(r"`(\w+)` ([\d.]+|false)(?=[,;]| *$|$)", options):
+            default = parameters[option].default
+            if default is not None:
+                assert default == (False if value == "false" else float(value)), (name, option)
+                checked += 1
+    assert len(rows) == 16
+    assert checked == 23
+
+
+def test_every_advantage_surrogate_and_reduction_has_an_equation():
+    from trl_ext.advantages import ADVANTAGES
+    from trl_ext.losses.policy_objective import AGGREGATIONS, SURROGATES
+    from trl_ext.rewards.ensemble import AGGREGATES
+
+    for name in (*ADVANTAGES, *SURROGATES, *AGGREGATIONS):
+        assert f"| `{name}` | $" in TEXTS["docs/policy.md"], name
+    for name in AGGREGATES:
+        assert f"| `{name}` |" in TEXTS["docs/reward_models.md"], name
+
+
+def test_equations_render():
+    """In a table a bar would end the cell, and an escaped brace would lose its backslash."""
+    for name, text in TEXTS.items():
+        inline = re.findall(r"\$([^$\n]+)\$", re.sub(r"`[^`\n]*`", "", _prose(text)))
+        for equation in inline:
+            assert "|" not in equation and not re.search(r"\\[{},;!|]", equation), (name, equation)
+        for equation in [*inline, *blocks("math", text)]:
+            assert equation.count("{") == equation.count("}"), (name, equation)
+
+
+# ---- Recipes and figures ----
+
+
+def test_every_recipe_and_folder_of_configurations_is_listed():
+    listing = TEXTS["recipes/README.md"]
+    scripts = [
+        path.stem
+        for path in recipes.RECIPES.glob("*.py")
+        if re.search(r'^if __name__ == "__main__":', path.read_text(), flags=re.MULTILINE)
+    ]
+    assert len(scripts) > 20
+    for name in scripts:
+        assert f"`{name}.py`" in listing, name
+    for folder in (recipes.RECIPES / "configs").iterdir():
+        assert f"`{folder.name}/" in listing, folder.name
+
+
+def test_intervals_of_the_readmes_are_measured():
+    """Each interval in a table of the README and the list of recipes is one of the measurements' pages."""
+    interval = re.compile(r"[-+]?\d+\.\d+ \[[-+]?\d+\.\d+, [-+]?\d+\.\d+\]")
+    measured = set().union(*(interval.findall(text) for name, text in TEXTS.items() if name.startswith("docs/")))
+    for name in ("README.md", "recipes/README.md"):
+        assert set(interval.findall(_prose(TEXTS[name]))) <= measured, name
