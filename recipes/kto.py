@@ -7,6 +7,7 @@ from run_folder import begin_run
 from training import can_be_resumed, held_out_generations, load_rows
 
 from trl_ext import KTOConfig, KTOTrainer
+from trl_ext.evaluation.plots import KTO_PANELS
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback
 from trl_ext.trainers.policies import remember_base
@@ -32,7 +33,8 @@ def main() -> None:
         evaluation = held_out_generations(trainer, prompts, arguments, **limits)
         if arguments.generation_eval_every:
             shown = {"every": arguments.generation_eval_every, "prompts": arguments.num_generation_prompts}
-            trainer.add_callback(GenerationTableCallback(evaluation, **shown))
+            # TRL's own `kl` and `eval_kl` are the loss's estimate from mismatched responses.
+            trainer.add_callback(GenerationTableCallback(evaluation, **shown, kl_name="sampled_kl"))
 
     run.train(trainer)
 
@@ -44,7 +46,7 @@ def main() -> None:
             objective=f"{training.loss_type} (beta {training.beta:g}, {weights})",
             train_responses=len(trainer.train_dataset),
         )
-        results = write_results(trainer, comparison, None, described)
+        results = write_results(trainer, comparison, None, described, panels=KTO_PANELS)
         print_results(results, [] if comparison is None else comparison.rows, training.output_dir)
     end_processes(trainer.accelerator)
 

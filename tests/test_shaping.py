@@ -292,9 +292,10 @@ def test_single_rows_of_a_batch_that_failed(monkeypatch):
 
 PROCESS = """
 import json
-from accelerate import PartialState
+from accelerate import Accelerator
 from trl_ext.rewards import ShapedReward
-state = PartialState(cpu=True)
+from trl_ext.rollouts import end_processes
+state = Accelerator(cpu=True)
 rewards = [[2.0, 1.0, 0.0], [-1.0, 3.0]][state.process_index]
 def own(prompts, completions, **columns):
     return rewards
@@ -312,7 +313,7 @@ except KeyError:
     after = "raised"
 with open(f"rank{state.process_index}.json", "w") as file:
     json.dump([found, shaped.state_dict(), after], file)
-state.wait_for_everyone()
+end_processes(state)
 """
 
 

@@ -17,6 +17,11 @@ PREFERENCE_PANELS = {
     "KL to the base (nats per response)": {"sampled responses": "kl"},
     "Response length (tokens)": {"policy": "completions/mean_length"},
 }
+KTO_PANELS = {
+    **PREFERENCE_PANELS,
+    "KL to the base (nats per response)": {"sampled responses": "sampled_kl", "the loss's estimate": "kl"},
+}
+del KTO_PANELS["Preference accuracy"]
 ONLINE_PANELS = {
     "Reward of the rollouts": {"mean": "reward", "lowest": "reward_min", "highest": "reward_max"},
     "KL to the base (nats per response)": {"held-out prompts": "eval_kl"},

@@ -129,13 +129,17 @@ class GenerationTableCallback(TrainerCallback):
         every: steps between tables.
         prompts: how many prompts.
         prefix: before the figures' names, where the trainer logs its own of the same names.
+        kl_name: of the divergence alone, where only that name is the trainer's.
     """
 
-    def __init__(self, evaluation: GenerationEvaluation, *, every: int, prompts: int, prefix: str = ""):
+    def __init__(
+        self, evaluation: GenerationEvaluation, *, every: int, prompts: int, prefix: str = "", kl_name: str = "kl"
+    ):
         self.evaluation = evaluation
         self.every = every
         self.prompts = prompts
         self.prefix = prefix
+        self.kl_name = kl_name
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
@@ -152,6 +156,7 @@ class GenerationTableCallback(TrainerCallback):
         # pending request for it, which here is for the training metrics of this step.
         should_log = control.should_log
         figures = _figures(comparison.summary)
+        figures[self.kl_name] = figures.pop("kl")
         Trainer.log(trainer, {f"{self.prefix}{name}": value for name, value in figures.items()})
         control.should_log = should_log
         if state.is_world_process_zero:

@@ -114,12 +114,19 @@ def untimed(runs: Sequence[Run]) -> list[str]:
 
 
 def _held_out(key: str) -> Callable[[Row], float | None]:
-    """The metric of held-out responses: with `eval_` before its name where the trainer logs its own of that name."""
+    """The metric of held-out responses, under another name where the trainer logs its own of that name.
+
+    Policy trainers have `eval_` before each name; KTO, whose own `kl` and `eval_kl` are estimates of its loss, has
+    `sampled_kl`.
+    """
 
     def value(row: Row) -> float | None:
-        if f"eval_{key}" in row:
+        if f"eval_{key}" in row and "eval_loss" not in row:
             return number(row, f"eval_{key}")
-        return number(row, key) if _is_evaluation(row) else None
+        if not _is_evaluation(row):
+            return None
+        sampled = f"sampled_{key}"
+        return number(row, sampled if sampled in row else key)
 
     return value
 
