@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 import torch
 
-from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics
+from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics, write_report
 from trl_ext.evaluation.judge import GroundTruthJudge
 from trl_ext.rollouts import Generation
 
@@ -131,6 +132,14 @@ class TestCompareGenerations:
             "odd": {"policy": 2.0, "base": 2.0},
         }
         assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
+
+    def test_what_is_written_is_what_a_report_reads(self, tmp_path):
+        comparison = self.compare([self.generation("aaa")] * 2, [self.generation("a")] * 2)
+        comparison.write(tmp_path / "run", objective="dpo (beta 0.1)", model="m", dataset="d", seed=0)
+        summary = write_report([tmp_path / "run"], tmp_path / "report.html")
+        assert summary["problems"] == [] and summary["policies"][0]["score_gain"]["value"] == 2.0
+        rows = (tmp_path / "run" / "generations.jsonl").read_text().splitlines()
+        assert [json.loads(row)["response_text"] for row in rows] == ["aaa"] * 2
 
     def test_without_judge_or_score(self):
         rows = [{"row_id": "0", "prompt": [{"role": "user", "content": "q"}]}]

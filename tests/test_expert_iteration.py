@@ -120,7 +120,12 @@ def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
 def straight(tmp_path_factory) -> Path:
     """Three rounds without interruption."""
     folder = tmp_path_factory.mktemp("expert")
-    build(folder).train()
+    trainer = build(folder)
+    trainer.train()
+    # As a notebook has them.
+    logged, written = trainer.state.log_history, read(folder / "metrics.jsonl")
+    names = ("rollouts/reward", "loss", "train_loss")
+    assert [[row.get(name) for name in names] for row in logged] == [[row.get(n) for n in names] for row in written]
     return folder
 
 

@@ -15,7 +15,9 @@ from trl_ext.trainers import AOTConfig, CDPOConfig, IPOConfig, PreferenceConfig,
 NAMED = [
     getattr(trl_ext.trainers, name)
     for name in trl_ext.trainers.__all__
-    if issubclass(getattr(trl_ext.trainers, name), PreferenceConfig) and name != "PreferenceConfig"
+    if name.endswith("Config")
+    and name != "PreferenceConfig"
+    and issubclass(getattr(trl_ext.trainers, name), PreferenceConfig)
 ]
 
 

@@ -335,12 +335,17 @@ def test_another_configuration_is_refused(tiny_model_path, tmp_path):
     with pytest.raises(TypeError, match="PreferenceTrainer takes a PreferenceConfig, got DPOConfig"):
         stock = trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         trl_ext.trainers.PreferenceTrainer(tiny_model_path, args=stock)
+    own = trl_ext.trainers.AOTConfig(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match="second argument is the reference model: pass the AOTConfig by name"):
+        trl_ext.trainers.AOTTrainer(tiny_model_path, own)
 
 
 NAMED = [
     name
     for name in trl_ext.trainers.__all__
-    if issubclass(getattr(trl_ext.trainers, name), trl_ext.trainers.PreferenceTrainer) and name != "PreferenceTrainer"
+    if name.endswith("Trainer")
+    and name != "PreferenceTrainer"
+    and issubclass(getattr(trl_ext.trainers, name), trl_ext.trainers.PreferenceTrainer)
 ]
 assert len(NAMED) == 16
 

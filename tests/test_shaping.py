@@ -124,6 +124,9 @@ def test_no_reward_stays_none_and_faults_stay_faults():
     assert shape([None, None], {"kind": "whiten", "ddof": 1}) == [None, None]
     assert shape([2.0, 2.0], {"kind": "whiten", "ddof": 0}) == [0, 0]
     assert shape([2.0], {"kind": "whiten", "ddof": 1}) == [0]
+    # The mean of seven equal doubles is not always that double.
+    for equal in (1e8 / 3, 0.1):
+        assert shape([equal] * 7, {"kind": "whiten", "ddof": 0}) == [0] * 7
 
 
 def test_calibration_is_at_its_place():
@@ -155,6 +158,52 @@ def test_references_of_each_prompt_are_scored_once():
     assert asked == [["a", "abcd", "a"], ["ab", "abc"], ["a", "abcd", "a"]]
     with pytest.raises(ValueError, match="needs the column reference_response_text"):
         shaped(["p"], ["a"])
+
+
+def test_rewards_equal_to_their_references_leave_nothing():
+    """In doubles: 5.1 in single precision is 5.0999999, and whitening would blow up what is left of 5.1 - 5.1."""
+    scores = {"a": 5.1, "b": 3.3, "c": -2.7, "d": 4.9}
+    steps = [{"kind": "center_reference", "per_prompt": True}, {"kind": "whiten", "ddof": 0}]
+    shaped = ShapedReward(lambda prompts, completions, **columns: [scores[c] for c in completions], steps)
+    assert shaped([*"pqrs"], [*"abcd"], reference_response_text=[*"abcd"]) == [0, 0, 0, 0]
+
+
+def test_a_reference_without_a_reward_leaves_none_and_a_fault_stays_one():
+    """Of rewards 2 and 4 minus 1 the mean is 2; what no reference can be subtracted from is in no statistic."""
+    scores = {"two": 2.0, "four": 4.0, "one": 1.0, "none": None, "nan": math.nan}
+    steps = [{"kind": "center_reference", "per_prompt": True}, "center", {"kind": "clip", "limit": 5}]
+    shaped = ShapedReward(lambda prompts, completions, **columns: [scores[c] for c in completions], steps)
+    completions, references = ["two", "four", "two", "two", "none"], ["one", "one", "none", "nan", "nan"]
+    for _ in range(2):
+        found = shaped([*"pqrst"], completions, reference_response_text=references)
+        assert found[:3] == [-1, 1, None] and not math.isfinite(found[3]) and found[4] is None
+
+
+def test_references_are_not_scored_by_what_learns_from_a_batch():
+    inner = ShapedReward(given([1.0]), ["center"])
+    with pytest.raises(ValueError, match="per_prompt scores references apart from the batch"):
+        ShapedReward(inner, [{"kind": "center_reference", "per_prompt": True}])
+
+
+def test_a_saved_reference_is_no_other_than_the_configured_one():
+    """One that was found by calibration gives way to the saved one; one that was configured is not replaced."""
+
+    def fresh(*settings):
+        return ShapedReward(given([3.0]), [{"kind": "center_reference", **dict(settings)}])
+
+    calibrated = fresh().calibrate(["p"], ["c"])
+    state = {"steps": [{"kind": "center_reference", "value": 1.0}]}
+    for shaped in (fresh(("value", 1.0)), calibrated, fresh()):
+        shaped.load_state_dict(state)
+        assert shaped(["p"], ["c"]) == [2.0]
+    configured = fresh(("value", 2.0))
+    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is 2.0"):
+        configured.load_state_dict(state)
+    assert configured(["p"], ["c"]) == [1.0]
+    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is that of each prompt"):
+        fresh(("per_prompt", True)).load_state_dict(state)
+    with pytest.raises(ValueError, match="the saved value is that of each prompt, and now it is 2.0"):
+        configured.load_state_dict(fresh(("per_prompt", True)).state_dict())
 
 
 def test_state_goes_on():
@@ -267,9 +316,9 @@ def test_single_rows_of_a_batch_that_failed(monkeypatch):
 
     def over_ranks(numbers):
         calls.append(numbers)
-        return [number + other for number, other in zip(numbers, [2.0, 4.0, 10.0], strict=True)]
+        return [numbers, [2.0, 4.0, 10.0, 1.0, 3.0]]
 
-    monkeypatch.setattr(shaping, "_sum_over_ranks", over_ranks)
+    monkeypatch.setattr(shaping, "_of_all_ranks", over_ranks)
 
     def fails_on_bad(prompts, completions):
         if "bad" in completions:
@@ -279,7 +328,7 @@ def test_single_rows_of_a_batch_that_failed(monkeypatch):
     shaped = ShapedReward(fails_on_bad, ["center"])
     with pytest.raises(KeyError):
         shaped(["p"] * 3, ["good", "bad", "good"])
-    assert calls == [[0.0, 0.0, 0.0]]
+    assert calls == [[0.0, 0.0, 0.0, math.inf, -math.inf]]
     assert shaped(["p"], ["good"]) == [3.0]
     with pytest.raises(KeyError):
         shaped(["p"], ["bad"])
@@ -311,22 +360,39 @@ try:
     after = faulty(["p"] * len(rewards), ["c"] * len(rewards))
 except KeyError:
     after = "raised"
+def without_reference(prompts, completions, **columns):
+    if "reference" in completions and state.process_index == 1:
+        raise KeyError("no answer")
+    return [0.5 if c == "reference" else reward for c, reward in zip(completions, rewards)]
+faulty = ShapedReward(without_reference, [{"kind": "center_reference", "per_prompt": True}, steps[1]])
+try:
+    given = {"reference_response_text": ["reference"] * len(rewards)}
+    of_references = faulty(["p"] * len(rewards), ["c"] * len(rewards), **given)
+except KeyError:
+    of_references = "raised"
+equal = [1e8 / 3] * (4 if state.process_index else 3)
+whitened = ShapedReward(lambda prompts, completions: equal, [steps[1]])(["p"] * len(equal), ["c"] * len(equal))
 with open(f"rank{state.process_index}.json", "w") as file:
-    json.dump([found, shaped.state_dict(), after], file)
+    json.dump([found, shaped.state_dict(), after, of_references, whitened], file)
 end_processes(state)
 """
 
 
 @pytest.mark.slow
 def test_statistics_are_those_of_all_processes(tmp_path):
-    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting."""
+    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting.
+
+    Minus 0.5 the first process's rewards are 1.5, 0.5, -0.5: mean 0.5, squares 1 + 0 + 1, deviation sqrt(2 / 3).
+    """
     from tests.train_once import in_processes
 
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     in_processes(2, str(script), cwd=tmp_path)
     written = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    (first, state, after), (second, other_state, other_after) = written
+    (first, state, after, of_references, equal), (second, other_state, other_after, of_others, others) = written
     assert [*first, *second] == pytest.approx([0.707107, 0, -0.707107, -1.414214, 1.414214], abs=1e-6)
     assert state == other_state and state["steps"][0]["mean"] == 1.0
     assert after == [1.0, 0.0, -1.0] and other_after == "raised"
+    assert of_references == pytest.approx([1.5**0.5, 0, -(1.5**0.5)], abs=1e-6) and of_others == "raised"
+    assert [*equal, *others] == [0] * 7

@@ -41,6 +41,7 @@ _MODULE_OF_NAME = {
     "grade_submission": "trl_ext.evaluation.submissions.grading",
     "judge_candidate": "trl_ext.evaluation.submissions.candidates",
     "length_controlled_win_rate": "trl_ext.evaluation.length_control",
+    "mean_with_interval": "trl_ext.evaluation.comparison",
     "mcnemar": "trl_ext.evaluation.bootstrap",
     "pack_submission": "trl_ext.evaluation.submissions.submission",
     "paired_bootstrap": "trl_ext.evaluation.bootstrap",

@@ -6,11 +6,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.diagnostics import diagnose_generations
 from trl_ext.evaluation.judge import PairwiseJudge, compare, last_user_text
 from trl_ext.evaluation.win_rate import win_rate
+from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import Generation
 
 
@@ -27,6 +29,16 @@ class PolicyComparison:
 
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
+
+    def write(self, folder: str | Path, **run: Any) -> None:
+        """Write `results.json` and `generations.jsonl`, which `write_report` reads, each replaced atomically.
+
+        Args:
+            folder: of the run; made where it is missing.
+            run: what the report says of it, ready for JSON: `objective`, `model`, `dataset`, `seed`, ...
+        """
+        write_json(Path(folder) / "results.json", {"run": run, **self.summary})
+        write_json_lines(Path(folder) / "generations.jsonl", self.rows)
 
 
 def compare_generations(
@@ -101,6 +113,23 @@ def compare_generations(
     return PolicyComparison(summary, rows)
 
 
+def mean_with_interval(values: Sequence[float]) -> dict[str, float]:
+    """The `mean` of the values and its 95% interval, `low` to `high`, under a normal approximation.
+
+    For two policies on the same prompts, give the differences of their scores: the interval is then the paired one.
+    Of a single value no spread can be told, and the interval has no width.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not values:
+        raise ValueError("the mean of no values was asked for")
+    mean = _mean(values)
+    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    half_width = 1.96 * math.sqrt(variance / len(values))
+    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
+
+
 def _add_rewards(rows: list[dict], prompts: Sequence[Mapping[str, Any]], rewards: Mapping[str, Mapping]) -> None:
     for row, prompt in zip(rows, prompts, strict=True):
         if prompt.get("reference_response_text"):
@@ -122,16 +151,8 @@ def _reward_summary(by_source: Mapping[str, Sequence[float | None]]) -> dict[str
         pairs = zip(by_source["policy"], by_source.get(other, ()), strict=False)
         gains = [own - value for own, value in pairs if own is not None and value is not None]
         if gains:
-            summary["gain" if other == "base" else "gain_over_reference"] = _mean_with_interval(gains)
+            summary["gain" if other == "base" else "gain_over_reference"] = mean_with_interval(gains)
     return summary
-
-
-def _mean_with_interval(values: Sequence[float]) -> dict[str, float]:
-    """The mean and its 95% interval under a normal approximation."""
-    mean = _mean(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-    half_width = 1.96 * math.sqrt(variance / len(values))
-    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
 
 
 def _score_summary(rows: list[dict], kinds: list[str | None]) -> dict[str, Any]:
@@ -144,7 +165,7 @@ def _score_summary(rows: list[dict], kinds: list[str | None]) -> dict[str, Any]:
     return {
         "policy": _mean([row["score"] for row in rows]),
         "base": _mean([row["base_score"] for row in rows]),
-        "gain": _mean_with_interval(gains),
+        "gain": mean_with_interval(gains),
         "by_kind": {kind: {name: _mean(values) for name, values in by_kind[kind].items()} for kind in sorted(by_kind)},
     }
 

@@ -17,13 +17,21 @@ from typing import Any, Literal
 import numpy
 
 from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
-from trl_ext.evaluation.student_t import critical_value, exceedance
+from trl_ext.evaluation.student_t import (
+    critical_value,
+    critical_values,
+    exceedance,
+    mean_square_quantiles,
+    normal_tail,
+)
 
 Verdict = Literal["better", "worse", "cannot tell"]
 ALPHA = 0.05
 POWER = 0.8
 # Prompts or seeds beyond which a study is called impossible.
 MOST = 1_000_000
+# Equally likely values of each of the two mean squares that power is the mean over.
+NODES = 60
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ def error_of_mean(prompt, seed, rest, prompts: int, seeds: int):
     and in 94 to 98% with 5. It is widest for its purpose where seeds do not matter, which few seeds cannot show, and
     covers least where they matter more than prompts. Arrays of mean squares give arrays.
     """
-    total = numpy.maximum(numpy.maximum(prompt, seed), prompt + seed - rest)
+    total = numpy.maximum(numpy.maximum(prompt, seed), numpy.maximum(rest, prompt + seed - rest))
     squares = prompt**2 / (prompts - 1) + seed**2 / (seeds - 1) + rest**2 / ((prompts - 1) * (seeds - 1))
     degrees = numpy.maximum(total**2 / squares, min(prompts, seeds) - 1)
     return numpy.sqrt(total / (prompts * seeds)), degrees
@@ -232,20 +240,24 @@ def crossed_bootstrap(values, *, draws: int = DRAWS, seed: int = 0) -> tuple[flo
 def power(effect: float, variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
     """The chance that a true difference `effect` is found with P prompts and S seeds, at a two-sided level alpha.
 
-    P(|T| > t) for T noncentral t with shift effect / SE, SE^2 = prompt / P + seed / S + rest / (P S), and t the
-    critical value; the degrees of freedom are Satterthwaite's at the expected mean squares. It takes the variances for
-    known, so few seeds make it rough.
+    The test's own standard error and degrees of freedom vary from study to study, as few seeds tell little of how seeds
+    differ. So this is the mean of P(|mean| > t SE) over equally likely pairs of MS_prompt and MS_seed, which with
+    normal effects are chi-squared with P - 1 and S - 1 degrees of freedom and independent of the mean; MS_rest, which
+    has the most, is left at its expectation. It takes the variances for known.
 
     Raises:
         ValueError: fewer than two prompts or seeds, or no variance at all.
     """
     if min(prompts, seeds) < 2:
         raise ValueError(f"at least two prompts and two seeds are needed, got {prompts} and {seeds}")
-    squares = (variances.rest + seeds * variances.prompt, variances.rest + prompts * variances.seed, variances.rest)
-    if not max(squares) > 0:
+    truth = variances.standard_error(prompts, seeds)
+    if not truth > 0:
         raise ValueError("without any variance there is nothing to plan")
-    error, degrees = error_of_mean(*squares, prompts, seeds)
-    return exceedance(critical_value(float(degrees), alpha), float(degrees), abs(effect) / float(error))
+    by_prompt = (variances.rest + seeds * variances.prompt) * mean_square_quantiles(prompts - 1, NODES)
+    by_seed = (variances.rest + prompts * variances.seed) * mean_square_quantiles(seeds - 1, NODES)
+    error, degrees = error_of_mean(by_prompt[:, None], by_seed, variances.rest, prompts, seeds)
+    limit = critical_values(degrees, alpha) * error
+    return float((normal_tail((limit - abs(effect)) / truth) + normal_tail((limit + abs(effect)) / truth)).mean())
 
 
 def smallest_detectable(variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:

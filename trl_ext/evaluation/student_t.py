@@ -1,8 +1,9 @@
-"""Student's t distribution, central and shifted, for any positive degrees of freedom."""
+"""Student's t distribution and the chi-squared one beneath it, for any positive degrees of freedom."""
 
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy
 
@@ -10,31 +11,29 @@ import numpy
 STEPS = 400
 # Beyond this the distribution is the normal one to six digits.
 MOST_DEGREES = 1e6
+# Of the table that many critical values are read from: it gives them to one part in a thousand.
+TABLE_STEPS = 50
 
 _tail = numpy.frompyfunc(lambda x: math.erfc(x / math.sqrt(2)) / 2, 1, 1)
 
 
-def exceedance(t: float, degrees: float, shift: float = 0.0) -> float:
-    """P(|T| > t) for T = (Z + shift) / U, with Z standard normal and U^2 = chi-squared / degrees, independent of it.
+def normal_tail(x: numpy.ndarray) -> numpy.ndarray:
+    """P(Z > x) for standard normal Z, element by element."""
+    return _tail(x).astype(float)
 
-    With `shift` 0 it is the two-sided p-value of a t-test; else the power of a test with critical value t, `shift`
-    being the true difference in standard errors (the noncentral t distribution, Johnson and Welch 1940). It is the
-    mean over U of P(Z > t U - shift) + P(Z > t U + shift), by numerical integration over log U.
+
+def exceedance(t: float, degrees: float) -> float:
+    """P(|T| > t) for T = Z / U, Z standard normal and U^2 = chi-squared / degrees: the two-sided p-value of a t-test.
+
+    It is the mean over U of 2 P(Z > t U), by numerical integration over log U.
 
     Raises:
         ValueError: a negative t, or degrees that are not positive.
     """
-    if t < 0 or degrees <= 0:
-        raise ValueError(f"t must not be negative and degrees must be positive, got {t} and {degrees}")
-    degrees = min(degrees, MOST_DEGREES)
-    spread = 9 / math.sqrt(2 * degrees)
-    log_u = numpy.linspace(-max(spread, 36 / degrees), spread, STEPS)
-    half = degrees / 2
-    log_density = degrees * log_u - half * numpy.exp(2 * log_u)
-    density = 2 * numpy.exp(log_density + half * math.log(half) - math.lgamma(half))
-    scaled = t * numpy.exp(log_u)
-    chances = (_tail(scaled - shift) + _tail(scaled + shift) if shift else 2 * _tail(scaled)).astype(float)
-    return min(1.0, float((density * chances).sum() * (log_u[1] - log_u[0])))
+    if t < 0:
+        raise ValueError(f"t must not be negative, got {t}")
+    log_u, weights = _log_u(degrees)
+    return min(1.0, 2 * float((weights * normal_tail(t * numpy.exp(log_u))).sum()))
 
 
 def critical_value(degrees: float, alpha: float = 0.05) -> float:
@@ -52,3 +51,41 @@ def critical_value(degrees: float, alpha: float = 0.05) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if exceedance(middle, degrees) > alpha else (low, middle)
     return high
+
+
+def critical_values(degrees: numpy.ndarray, alpha: float = 0.05) -> numpy.ndarray:
+    """`critical_value` of many degrees of freedom, none below 1, to one part in a thousand."""
+    inverses, logs = _critical_table(alpha)
+    return numpy.exp(numpy.interp(1 / degrees, inverses, logs))
+
+
+def mean_square_quantiles(degrees: float, count: int) -> numpy.ndarray:
+    """`count` equally likely values of chi-squared / degrees: its quantiles at 1 / 2n, 3 / 2n, ... , in order.
+
+    Raises:
+        ValueError: degrees that are not positive.
+    """
+    log_u, weights = _log_u(degrees)
+    # Half of a step's weight lies before its middle.
+    below = numpy.cumsum(weights) - weights / 2
+    return numpy.exp(2 * numpy.interp((numpy.arange(count) + 0.5) / count, below, log_u))
+
+
+def _log_u(degrees: float) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Values of log U for U^2 = chi-squared / degrees, and the weights that make sums over them means over U."""
+    if degrees <= 0:
+        raise ValueError(f"degrees of freedom must be positive, got {degrees}")
+    degrees = min(degrees, MOST_DEGREES)
+    spread = 9 / math.sqrt(2 * degrees)
+    log_u = numpy.linspace(-max(spread, 36 / degrees), spread, STEPS)
+    half = degrees / 2
+    log_density = degrees * log_u - half * numpy.exp(2 * log_u)
+    density = 2 * numpy.exp(log_density + half * math.log(half) - math.lgamma(half))
+    return log_u, density * (log_u[1] - log_u[0])
+
+
+@cache
+def _critical_table(alpha: float) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """1 / degrees, and the logarithms of the critical values, which are nearly straight in it."""
+    inverses = numpy.linspace(1 / MOST_DEGREES, 1, TABLE_STEPS)
+    return inverses, numpy.log([critical_value(1 / inverse, alpha) for inverse in inverses])

@@ -1,10 +1,13 @@
 """TRL trainers, each connected to a row of the tables of losses by two narrow seams."""
 
+from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback, read_metrics
 from trl_ext.trainers.expert_iteration import ExpertIterationTrainer
 from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
+from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
 from trl_ext.trainers.kto import KTOConfig, KTOTrainer
 from trl_ext.trainers.online_preference import OnlinePreferenceTrainer
 from trl_ext.trainers.online_preference_config import OnlinePreferenceConfig
+from trl_ext.trainers.policies import remember_base
 from trl_ext.trainers.policy import PolicyTrainer
 from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.policy_methods import (
@@ -59,6 +62,7 @@ from trl_ext.trainers.preference_methods import (
 )
 from trl_ext.trainers.reward import RewardTrainer
 from trl_ext.trainers.reward_config import RewardConfig
+from trl_ext.trainers.reward_functions import reward_columns
 from trl_ext.trainers.sft import SFTTrainer
 from trl_ext.trainers.sft_config import SFTConfig
 
@@ -121,4 +125,12 @@ __all__ = [
     "SPPOTrainer",
     "SimPOConfig",
     "SimPOTrainer",
+    # What a training is watched with.
+    "GenerationEvaluation",
+    "GenerationSettings",
+    "GenerationTableCallback",
+    "MetricsFileCallback",
+    "read_metrics",
+    "remember_base",
+    "reward_columns",
 ]

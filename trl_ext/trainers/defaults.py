@@ -7,12 +7,10 @@ import logging
 import math
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
+from transformers import TrainingArguments
 
 from trl_ext.registry import nearest
 from trl_ext.trainers.secrets import KeepsSecrets
@@ -116,6 +114,19 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.bf16 = False
         device = "CPU" if args.use_cpu else "GPU"
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
+
+
+def check_reference_place(trainer: str, ref_model: object) -> None:
+    """Refuse a configuration where the reference model belongs.
+
+    Raises:
+        TypeError: names the argument that takes it.
+    """
+    if isinstance(ref_model, TrainingArguments):
+        raise TypeError(
+            f"{trainer}'s second argument is the reference model: pass the {type(ref_model).__name__} by name, "
+            "as args="
+        )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -285,11 +285,13 @@ class ExpertIterationTrainer(SFTTrainer):
         self.train_dataset = self._prepare_dataset(
             Dataset.from_list(demonstrations), self.processing_class, self.args, self.args.packing, None, "train"
         )
-        self._steps_before = self.state.global_step
+        self._steps_before, logged = self.state.global_step, self.state.log_history
         try:
             super().train()
         finally:
             self.state.global_step += self._steps_before
+            # Each training begins a state of its own.
+            self.state.log_history = [*logged, *self.state.log_history]
             self._steps_before = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -20,6 +20,7 @@ from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_at_least,
     check_choice,
+    check_reference_place,
     check_training_length,
     resolve_device_defaults,
     warn_once_per_run,
@@ -90,6 +91,7 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
     _config_class: ClassVar[type[KTOConfig]] = KTOConfig
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
+        check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
         if not isinstance(args, self._config_class):

@@ -21,7 +21,7 @@ from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
-from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.defaults import check_reference_place, warn_once_per_run
 from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.preference_config import PreferenceConfig
@@ -69,6 +69,7 @@ class PreferenceTrainer(GuardedTraining, Resumable, PairMetrics, TRLDPOTrainer):
     _config_class: ClassVar[type[PreferenceConfig]] = PreferenceConfig
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
+        check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
         if not isinstance(args, self._config_class):
