@@ -9,6 +9,19 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 SHIPPED = ("recipes", "public_eval", "accelerate_configs")
+# What they consist of; whoever works in them leaves models, secrets and caches there.
+SUFFIXES = (".py", ".ipynb", ".yaml", ".json", ".jsonl", ".md", ".sh", ".sbatch")
+NOT_SHIPPED = ("runs", "wandb", "__pycache__")
+
+
+def shipped_files() -> list[Path]:
+    """The files to ship, from the repository's folder; none that is hidden or lies in a hidden folder."""
+    files = (path for folder in SHIPPED for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return [
+        path
+        for path in files
+        if path.suffix in SUFFIXES and not any(part in NOT_SHIPPED or part.startswith(".") for part in path.parts)
+    ]
 
 
 class BuildWithScripts(build_py):
@@ -28,9 +41,9 @@ class BuildWithScripts(build_py):
         return [*super().get_outputs(include_bytecode), *self._scripts().values()]
 
     def _scripts(self) -> dict[str, str]:
-        paths = (path for folder in SHIPPED for path in sorted(Path(folder).rglob("*")))
-        files = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
-        return {str(path): str(Path(self.build_lib, "trl_ext", "scripts", path)) for path in files}
+        return {str(path): str(Path(self.build_lib, "trl_ext", "scripts", path)) for path in shipped_files()}
 
 
-setup(cmdclass={"build_py": BuildWithScripts})
+# A build backend runs this file as the main one.
+if __name__ == "__main__":
+    setup(cmdclass={"build_py": BuildWithScripts})

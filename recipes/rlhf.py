@@ -5,17 +5,15 @@
     python recipes/rlhf.py --config recipes/configs/gpt2_hh/rlhf.yaml
 
 Each stage is one of the recipes, run in a folder of its own. Stages that are done are skipped by the next call, an
-interrupted one is taken up from its checkpoint, and one whose settings changed is refused. Policies start from the SFT
-model; base, SFT and every policy are compared on held-out and on adversarial prompts.
+interrupted one is taken up from its checkpoint, and one whose settings changed is refused. On SIGTERM the stage under
+way saves, and the pipeline ends with code 75, for its job to be requeued. Policies start from the SFT model; base, SFT
+and every policy are compared on held-out and on adversarial prompts.
 """
 
 from __future__ import annotations
 
 import os
 import shlex
-import subprocess
-import sys
-from collections.abc import Sequence
 
 # A run says nothing to anybody unless it is asked to.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -25,12 +23,10 @@ from common import RECIPES, parse_arguments
 from rlhf_evaluation import check_evaluation, evaluate_pipeline
 from rlhf_plan import RECORD_NAME, Pipeline, RLHFArguments, Stage, check_record, plan_pipeline
 from rlhf_report import print_tables, write_pipeline_report
+from stage_process import run_or_stop
 
 from trl_ext.evaluation.command_line import one_line_errors
 from trl_ext.files import write_json
-
-# What is kept of a stage's error output to find its last line in.
-KEPT_BYTES = 2**16
 
 
 def main() -> None:
@@ -65,6 +61,7 @@ def run_stage(stage: Stage, place: str) -> None:
 
     Raises:
         ValueError: it failed; the message has its error and the command.
+        KeyboardInterrupt, SystemExit: the pipeline was told to end meanwhile, with code 75 unless from a terminal.
     """
     state = sweep.state_of(stage.study, stage.run)
     print(f"\n=== stage {place}, {stage.name}: {state}", flush=True)
@@ -72,29 +69,14 @@ def run_stage(stage: Stage, place: str) -> None:
         return
     command = stage.study.command(stage.run)
     write_json(stage.folder / RECORD_NAME, stage.record())
-    code, last = _run(command)
+    ended = run_or_stop(command, "this stage")
+    code, last = ended.code, _last_error(ended.error_output)
     if code or sweep.state_of(stage.study, stage.run) != "finished":
         said = f": {last}" if last else ""
         raise ValueError(
             f"the stage {stage.name} failed with exit status {code}{said} -- repeat the same command, which goes on "
             f"from this stage, or this stage alone: {shlex.join(stage.study.command(stage.run))}"
         )
-
-
-def _run(command: Sequence[str]) -> tuple[int, str]:
-    """The exit status of a command, and the last error that it said; what it writes is shown as it comes."""
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    kept = b""
-    try:
-        while chunk := os.read(process.stderr.fileno(), 4096):
-            sys.stderr.buffer.write(chunk)
-            sys.stderr.buffer.flush()
-            kept = (kept + chunk)[-KEPT_BYTES:]
-        return process.wait(), _last_error(kept.decode("utf-8", errors="replace"))
-    except KeyboardInterrupt:
-        # It was interrupted as well, and says so.
-        process.wait()
-        raise
 
 
 def _last_error(text: str) -> str:

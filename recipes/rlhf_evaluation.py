@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,28 +22,29 @@ HELD_OUT, ADVERSARIAL = "held_out", "adversarial"
 
 
 def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
-    """Sample, score and measure; write the samples and evaluation.json. An evaluation that is done is read instead.
+    """Sample, score and measure; write the samples and evaluation.json. One that is done of the same is read instead.
 
     Returns:
         `prompts`, by set of prompts its `models` and, of the adversarial ones, its `families`; `mistakes` by reward
-        model; and `settings`, what the evaluation was made with.
+        model; and `settings`, what the evaluation was made with and digests of what it was made of.
 
     Raises:
         FileNotFoundError: no such prompts or pairs.
         ValueError: bad prompts, or prompts without a family.
     """
     folder = Path(given.output_dir) / FOLDER
-    settings = _settings(given, pipeline)
+    files, benchmark = _prompt_files(given, folder), load_benchmark(given.dataset_name)
+    pairs = list(benchmark[given.eval_split]) if given.eval_split in benchmark else []
+    settings = _settings(given, pipeline) | {"digests": _digests(pipeline, files, pairs)}
     if (folder / SUMMARY_NAME).is_file():
         done = read_json(folder / SUMMARY_NAME)
         if isinstance(done, dict) and done.get("settings") == settings:
             return done
     summary: dict[str, Any] = {"prompts": {}, "settings": settings}
-    for name, path in _prompt_files(given, folder).items():
+    for name, path in files.items():
         summary["prompts"][name] = _evaluate_prompts(given, pipeline, name, path, folder)
-    benchmark = load_benchmark(given.dataset_name)
-    if given.eval_split in benchmark:
-        pairs, known = list(benchmark[given.eval_split]), _known_score(given)
+    if pairs:
+        known = _known_score(given)
         summary["mistakes"] = {
             name: mistakes_of(pairs, Path(path) / "scores.jsonl", count=given.num_mistakes, true_score=known)
             for name, path in pipeline.reward_models.items()
@@ -74,6 +76,14 @@ def _settings(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
     names += ("max_prompt_tokens", "max_new_tokens", "eval_batch_size", "seed", "num_samples")
     stages = {stage.name: stage.record() for stage in pipeline.stages}
     return json.loads(json.dumps({**{name: getattr(given, name) for name in names}, "stages": stages}))
+
+
+def _digests(pipeline: Pipeline, files: Mapping[str, Path], pairs: list[dict[str, Any]]) -> dict[str, str]:
+    """SHA-256 of each set of prompts, of the pairs, and of what each stage came to, which another training changes."""
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    contents |= {stage.name: (stage.folder / "results.json").read_bytes() for stage in pipeline.stages}
+    contents["pairs"] = json.dumps(pairs, sort_keys=True, default=str).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
 
 
 def _prompt_files(given: RLHFArguments, folder: Path) -> dict[str, Path]:

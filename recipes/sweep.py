@@ -20,7 +20,6 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_arguments import argument_types
+from stage_process import run_or_stop
 
 from trl_ext.evaluation.report import write_report
 from trl_ext.files import brief, read_yaml, write_json
@@ -264,7 +264,11 @@ def _kept(study: Study, run: Run) -> dict[str, Any]:
 
 
 def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
-    """Run what is not finished, one after another; returns the names of those that failed."""
+    """Run what is not finished, one after another; returns the names of those that failed.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: the program was told to end, and the run under way with it.
+    """
     failed = []
     for number, run in enumerate(runs, start=1):
         state = state_of(study, run)
@@ -274,7 +278,7 @@ def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
         command = study.command(run)
         folder = study.folder_of(run)
         write_json(folder / ARGUMENTS_NAME, _kept(study, run))
-        code = subprocess.run(command).returncode
+        code = run_or_stop(command, "this run").code
         if code or not (folder / "results.json").is_file():
             failed.append(run.name)
             print(f"=== {run.name} failed with exit status {code}; going on", flush=True)

@@ -42,17 +42,17 @@ def compare(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     calls = []
 
-    def run(command):
+    def run(command, place):
         at = next(place for place, word in enumerate(command) if word.endswith(".py"))
         given = dict(zip(*[iter(word.removeprefix("--") for word in command[at + 1 :])] * 2, strict=True))
         recipe, folder = Path(command[at]).stem, Path(given["output_dir"])
         calls.append((recipe, given))
         if (folder.parent / f"break-{folder.name}").exists():
-            return SimpleNamespace(returncode=3)
+            return SimpleNamespace(code=3)
         fake_run(recipe, folder, given)
-        return SimpleNamespace(returncode=0)
+        return SimpleNamespace(code=0)
 
-    monkeypatch.setattr(sweep, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(sweep, "run_or_stop", run)
     return SimpleNamespace(module=compare, calls=calls, main=lambda *words: compare.main([*words]))
 
 
@@ -74,12 +74,17 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
             "row_id": f"{split}-{prompt}",
             "prompt_text": "p",
             "response_text": "r",
-            "score": score(recipe, prompt, given["seed"], rate),
+            "score": None if fails(rate, prompt) else score(recipe, prompt, given["seed"], rate),
             "outcome": ("candidate", "tie", "base", "tie")[prompt % 4],
         }
         for prompt in range(PROMPTS)
     ]
     (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def fails(rate: str | None, prompt: int) -> bool:
+    """Whether runs at this learning rate were told to leave hard prompts without a score."""
+    return Path(f"fails-{rate}").exists() and wobble("prompt", prompt) < 0
 
 
 def summary(folder: str = "runs/compare") -> dict:
@@ -131,6 +136,28 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert not compare.calls and summary() == found
 
 
+@pytest.mark.parametrize(
+    ("rows", "steps", "settings", "expected"),
+    [
+        # 2 of the 63 steps of an epoch: 2 / 63 of 2,000 rows would be 63.
+        (2000, 2, {}, 64),
+        # An epoch of 62 steps of 32 and one of 16, twice, and two more steps.
+        (2000, 128, {}, 4064),
+        (2000, 128, {"dataloader_drop_last": True}, 4096),
+        (100, 5, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 80),
+        (10, 3, {}, 30),
+    ],
+)
+def test_rows_that_were_learned_from(rows, steps, settings, expected, tmp_path):
+    """On one process, in batches of 32 unless said otherwise."""
+    from trl_ext.evaluation.method_runs import budget, read_method_run
+
+    fake_run("dpo", tmp_path, {"seed": "0"}, train_pairs=rows, optimizer_steps=steps)
+    known = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "dataloader_drop_last": False}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(known | settings))
+    assert budget(read_method_run(tmp_path, "dpo", 0))["samples"] == expected
+
+
 def test_what_was_begun_is_taken_up(compare):
     assert stopped(compare, "--methods", "dpo,ipo,dpo") == 2
     Path("runs/compare").mkdir(parents=True)
@@ -173,6 +200,32 @@ def test_settings_are_chosen_on_the_validation_split(compare):
     assert last["learning_rate"] == "0.2" and "prompt_split" not in last
     assert "Unequal tuning, settings tried: 2 (dpo), 4 (ipo), 2 (grpo)." in found["notes"]
     assert "| ipo | 4 | learning_rate 0.2, beta 1 |" in Path("runs/compare/compare.md").read_text()
+
+
+def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
+    """The scores of easy prompts are higher by about 0.15 than those of hard ones, and the mean over the easy alone by
+    half of it; the other learning rate is better by 0.05 on each prompt."""
+    Path("settings.yaml").write_text(yaml.safe_dump({"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}}))
+    Path("fails-0.1").touch()
+    compare.main("--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml")
+    easy = [prompt for prompt in range(PROMPTS) if not fails("0.1", prompt)]
+    by_rate = {rate: [score("dpo", prompt, "7", rate) for prompt in range(PROMPTS)] for rate in ("0.1", "0.2")}
+    of_easy = {rate: sum(own[prompt] for prompt in easy) / len(easy) for rate, own in by_rate.items()}
+    assert of_easy["0.1"] > sum(by_rate["0.2"]) / PROMPTS + 0.01, "what it scored looks better than all of the other's"
+    found = summary()
+    dpo = found["tuning"]["dpo"]
+    assert (dpo["chosen"], dpo["left_out"]) == ({"learning_rate": 0.2}, PROMPTS - len(easy))
+    assert dpo["value"] == pytest.approx(of_easy["0.2"])
+    note = f"{PROMPTS - len(easy)} prompts of the validation split lack a value in some setting of dpo: its settings"
+    assert any(line.startswith(note) for line in found["notes"])
+
+    # The two learning rates have no prompt in common.
+    for path in Path("runs/compare/sweep").glob("dpo-1-*/generations.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{**row, "score": None} if place in easy else row for place, row in enumerate(rows)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml") == 2
+    assert "the settings of dpo cannot be compared: no prompt has a score in every run" in capsys.readouterr().err
 
 
 def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):

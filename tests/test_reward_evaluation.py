@@ -142,6 +142,20 @@ def test_equal_proxy_scores_depend_on_the_subset():
     assert best_of_n([0, 1, 1], [0, 2, 4], 2)["gold"] == pytest.approx(3)
 
 
+@pytest.mark.parametrize(("count", "n"), [(1040, 520), (2048, 1024)])
+def test_best_of_n_of_more_subsets_than_a_double_holds(count, n):
+    """Gold 0 and 1 in equal parts, the ones on top by proxy: all but the C(N / 2, n) subsets of zeros pick a one.
+
+    Of ranks 1 to N without ties, the best of n is (N + 1) n / (n + 1) on average.
+    """
+    half = count // 2
+    zeros = math.comb(half, n) / math.comb(count, n)
+    figures = best_of_n([0.0] * half + [1.0] * half, [0.0] * half + [1.0] * half, n)
+    assert figures["gold"] == pytest.approx(1 - zeros, abs=1e-12)
+    ranks = list(range(1, count + 1))
+    assert best_of_n(ranks, ranks, n)["gold"] == pytest.approx((count + 1) * n / (n + 1), rel=1e-12)
+
+
 def test_best_of_n_refusals():
     with pytest.raises(ValueError, match="n must lie between 1 and the number of samples, 2, got 3"):
         best_of_n([0.1, 0.2], [0.1, 0.2], 3)

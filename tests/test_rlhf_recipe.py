@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -11,7 +10,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 
@@ -30,19 +31,20 @@ class Recipe:
         import rlhf
 
         self.module, self.monkeypatch, self.calls, self.failing = rlhf, monkeypatch, {}, {}
-        monkeypatch.setattr(rlhf, "_run", self._stage)
+        self.run = rlhf.run_or_stop
+        monkeypatch.setattr(rlhf, "run_or_stop", self._stage)
         monkeypatch.setattr(rlhf, "evaluate_pipeline", lambda given, pipeline: {})
         monkeypatch.setattr(rlhf, "write_pipeline_report", lambda *_: ["report.html"])
         monkeypatch.setattr(rlhf, "print_tables", lambda summary: None)
 
-    def _stage(self, command):
+    def _stage(self, command, place):
         given = flags(command)
         name = Path(given["output_dir"]).name
         self.calls[name] = given
         if name in self.failing:
-            return 3, self.failing[name]
+            return SimpleNamespace(code=3, error_output=f"error: {self.failing[name]}")
         (Path(given["output_dir"]) / "results.json").write_text("{}")
-        return 0, ""
+        return SimpleNamespace(code=0, error_output="")
 
     def main(self, *words: str) -> int:
         self.calls.clear()
@@ -211,16 +213,17 @@ def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys
     assert recipe.main() == 2 and "start the pipeline with python" in capsys.readouterr().err
 
 
-def test_the_last_error_of_a_command_is_found(recipe, monkeypatch):
+def test_the_last_error_of_a_command_is_found(recipe):
     """Of what a recipe says in one line, behind a progress bar; or else of the traceback, not the launcher's."""
-    monkeypatch.undo()
-    run = recipe.module._run
+
+    def run(code):
+        ended = recipe.run([sys.executable, "-c", code], "there")
+        return ended.code, recipe.module._last_error(ended.error_output)
+
     said = "50%|####\rerror: too few pairs\nTraceback\nsubprocess.CalledProcessError: Command died"
-    code = f"import sys; sys.stderr.write({said!r}); sys.exit(4)"
-    assert run([sys.executable, "-c", code]) == (4, "too few pairs")
-    code = "import sys; sys.stderr.write('x\\nCalledProcessError: y\\n'); {}['key']"
-    assert run([sys.executable, "-c", code]) == (1, "KeyError: 'key'")
-    assert run([sys.executable, "-c", ""]) == (0, "")
+    assert run(f"import sys; sys.stderr.write({said!r}); sys.exit(4)") == (4, "too few pairs")
+    assert run("import sys; sys.stderr.write('x\\nCalledProcessError: y\\n'); {}['key']") == (1, "KeyError: 'key'")
+    assert run("") == (0, "")
 
 
 # ---- The figures ----
@@ -277,6 +280,58 @@ def test_mistakes_are_read_from_the_scores_of_a_run(recipe, tmp_path):
     }
     with pytest.raises(ValueError, match="no score of row_id four"):
         mistakes_of([{**pairs[0], "row_id": "four"}], tmp_path / "scores.jsonl", count=1)
+
+
+def test_figures_are_read_again_only_of_what_they_were_made_of(recipe, tmp_path, monkeypatch):
+    """The same paths and settings with other prompts, pairs or models below them are evaluated anew."""
+    import rlhf_evaluation
+    from rlhf_plan import RLHFArguments, plan_pipeline
+
+    asked = []
+    monkeypatch.setattr(rlhf_evaluation, "_evaluate_prompts", lambda given, pipeline, name, path, folder: name)
+    monkeypatch.setattr(rlhf_evaluation, "mistakes_of", lambda pairs, path, **options: asked.append(len(pairs)) or [])
+    data = tmp_path / "data"
+    data.mkdir()
+
+    def messages(text, role):
+        return [{"role": role, "content": text}]
+
+    def write_pairs(*answers):
+        same = {"prompt_messages": messages("p", "user"), "prompt_text": "p", "rejected_text": "x"}
+        rows = [{"row_id": str(i), "chosen_text": answer, **same} for i, answer in enumerate(answers)]
+        (data / "test_prefs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_prompts(path, *texts):
+        rows = [
+            {"row_id": str(i), "prompt": messages(text, "user"), "prompt_text": text} for i, text in enumerate(texts)
+        ]
+        path.write_text("".join(json.dumps({**row, "family": "long"}) + "\n" for row in rows))
+
+    write_pairs("a", "b")
+    write_prompts(data / "test_gen.jsonl", "one", "two")
+    write_prompts(tmp_path / "adversarial.jsonl", "evil")
+    given = RLHFArguments(dataset_name=str(data), policy_methods="dpo", adversarial_prompts="adversarial.jsonl")
+    pipeline = plan_pipeline(given)
+    for stage in pipeline.stages:
+        stage.folder.mkdir(parents=True)
+        (stage.folder / "results.json").write_text('{"accuracy": 0.5}')
+
+    def is_evaluated() -> bool:
+        asked.clear()
+        summary = rlhf_evaluation.evaluate_pipeline(given, pipeline)
+        assert summary["prompts"] == {"held_out": "held_out", "adversarial": "adversarial"}
+        return bool(asked)
+
+    assert is_evaluated() and not is_evaluated()
+    write_prompts(tmp_path / "adversarial.jsonl", "worse")
+    assert is_evaluated() and not is_evaluated()
+    write_prompts(data / "test_gen.jsonl", "one", "three")
+    assert is_evaluated() and not is_evaluated()
+    write_pairs("a", "c")
+    assert is_evaluated() and not is_evaluated()
+    for stage in pipeline.stages:
+        (stage.folder / "results.json").write_text('{"accuracy": 0.6}')
+        assert is_evaluated() and not is_evaluated()
 
 
 def test_the_front_of_reward_against_kl(recipe):
@@ -426,7 +481,9 @@ def kill_when(process: subprocess.Popen, exists: Path, seconds: float = 240) -> 
     end = time.monotonic() + seconds
     while not exists.exists() and time.monotonic() < end and process.poll() is None:
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGKILL)
+    # A stage is of another session.
+    for one in (*psutil.Process(process.pid).children(recursive=True), process):
+        one.kill()
     process.wait()
     assert exists.exists()
 
@@ -453,6 +510,28 @@ def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
     third = subprocess.run(words, capture_output=True, text=True, timeout=200, **options)
     assert third.returncode == 0 and third.stdout.count("finished") == 5
     assert (out / "evaluation" / "evaluation.json").stat().st_mtime_ns == written
+
+
+@pytest.mark.slow
+def test_a_notice_to_the_pipeline_ends_its_stage_with_a_checkpoint(recipe, tmp_path, capfd):
+    short_pipeline(tmp_path, sft={**SHORT, "num_examples": 64, "max_steps": 500, "save_steps": 100})
+    words = command("--config", "short.yaml", "--output_dir", "out")
+    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
+    pipeline = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    folder, end = tmp_path / "out" / "sft", time.monotonic() + 240
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < end and pipeline.poll() is None:
+        time.sleep(0.2)
+    stage = psutil.Process(pipeline.pid).children(recursive=True)
+    assert len(stage) >= 2, "a launcher and a training process"
+    pipeline.send_signal(signal.SIGTERM)
+    said, _ = pipeline.communicate(timeout=120)
+    assert not [one for one in stage if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert pipeline.returncode == 75 and "received SIGTERM; the same command goes on from this stage" in said
+    (checkpoint,) = folder.glob("checkpoint-*/trainer_state.json")
+    assert 0 < json.loads(checkpoint.read_text())["global_step"] < 500 and not (folder / "results.json").exists()
+    capfd.readouterr()
+    assert recipe.main("--config", "short.yaml", "--output_dir", "out", "--dry_run") == 0
+    assert "# sft: interrupted" in capfd.readouterr().out
 
 
 def check_outputs(out: Path, models: list[str]) -> None:

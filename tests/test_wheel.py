@@ -6,6 +6,7 @@ used in a folder away from the repository.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,9 @@ pytestmark = pytest.mark.slow
 setuptools = pytest.importorskip("setuptools")
 
 MAX_BYTES = 4 * 2**20
+# What working in a folder of scripts may leave in it.
+LEFT_BEHIND = (".env", "runs/x/model.safetensors", "runs/x/config.yaml", "wandb/run/config.yaml", "aot.py~")
+LEFT_BEHIND += (".ipynb_checkpoints/one.ipynb", "__pycache__/aot.cpython-311.pyc", "configs/.secret.yaml", "nohup.out")
 SHORT = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "1"]
 SHORT += ["--num_eval_prompts", "8", "--max_new_tokens", "8", "--generation_eval_every", "0", "--eval_strategy", "no"]
 SHORT += ["--disable_tqdm", "true", "--save_strategy", "no"]
@@ -64,9 +68,10 @@ def built(tmp_path_factory) -> Built:
     # What git keeps, or in a copy without git all but what it would ignore.
     ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "wandb")
     shutil.copytree(REPOSITORY, source, ignore=ignored)
-    # Something that must stay out of both.
-    (source / "runs").mkdir()
-    (source / "runs" / "model.safetensors").write_bytes(b"0" * 1000)
+    # What must stay out of both.
+    for name in ("runs/model.safetensors", *(f"recipes/{name}" for name in LEFT_BEHIND)):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_bytes(b"0" * 1000)
     make = "import setuptools.build_meta as backend, sys; print(backend.{}(sys.argv[1]))"
     run([sys.executable, "-c", make.format("build_sdist"), str(folder)], source)
     sdist = next(folder.glob("*.tar.gz"))
@@ -107,18 +112,37 @@ def installed(built, tmp_path_factory) -> Installed:
     return Installed(python, folder / "work")
 
 
+def test_what_is_shipped_of_a_folder(tmp_path, monkeypatch):
+    """What git keeps of the three folders, whatever else lies there."""
+    spec = importlib.util.spec_from_file_location("trl_ext_setup", REPOSITORY / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    for name in (*LEFT_BEHIND, "aot.py", "configs/toy/aot.yaml", "slurm/node.sh"):
+        (tmp_path / "recipes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "recipes" / name).touch()
+    monkeypatch.chdir(tmp_path)
+    kept = {Path("recipes", name) for name in ("aot.py", "configs/toy/aot.yaml", "slurm/node.sh")}
+    assert set(setup.shipped_files()) == kept
+    if not (REPOSITORY / ".git").exists():
+        return
+    monkeypatch.chdir(REPOSITORY)
+    tracked = subprocess.check_output(["git", "ls-files", *setup.SHIPPED], text=True).splitlines()
+    assert set(map(Path, tracked)) - set(setup.shipped_files()) == set()
+
+
 def test_wheel_holds_the_scripts_and_nothing_beside_the_package(built):
     files = built.files_of_wheel()
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"trl_ext"}
     for folder in ("recipes", "public_eval", "accelerate_configs"):
+        found = [path.relative_to(built.source).as_posix() for path in (built.source / folder).rglob("*")]
+        left_behind = {f"recipes/{name}" for name in LEFT_BEHIND}
         wanted = {
-            f"trl_ext/scripts/{path.relative_to(built.source).as_posix()}"
-            for path in (built.source / folder).rglob("*")
-            if path.is_file()
+            f"trl_ext/scripts/{name}" for name in found if (built.source / name).is_file() and name not in left_behind
         }
         assert wanted and wanted - files == set()
     assert "trl_ext/toy/model/model.safetensors" in files and "trl_ext/py.typed" in files
     assert not [name for name in files if "__pycache__" in name or "/runs/" in name or "tests/" in name]
+    assert not files & {f"trl_ext/scripts/recipes/{name}" for name in LEFT_BEHIND}
 
 
 def test_every_file_of_the_package_is_in_the_wheel(built):
@@ -144,6 +168,7 @@ def test_source_distribution_builds_and_carries_no_runs(built):
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff"} <= files
     assert "recipes/aot.py" in files and "recipes/configs/toy/aot.yaml" in files
     assert not [name for name in files if name.startswith(("runs", "tests", ".venv", "build/"))]
+    assert not files & {f"recipes/{name}" for name in LEFT_BEHIND}
 
 
 def test_import_away_from_the_repository(installed):

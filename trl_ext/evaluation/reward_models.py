@@ -206,13 +206,14 @@ def _calibration(margins: list[float], bins: int) -> list[dict[str, Any]]:
 
 def _expected_best(proxy: list[float], gold: list[float], n: int) -> float:
     """Mean gold of the sample with the highest proxy, over all subsets of n."""
-    expected, rank = 0.0, 0
+    expected, rank, total = 0.0, 0, math.comb(len(proxy), n)
     for _, group in groupby(sorted(zip(proxy, gold, strict=True), key=lambda pair: pair[0]), key=lambda pair: pair[0]):
         tied = [value for _, value in group]
         subsets = math.comb(rank + len(tied), n) - math.comb(rank, n)
-        expected += subsets * _mean(tied)
+        # Of whole numbers, which may be too large for doubles, the ratio is exact.
+        expected += subsets / total * _mean(tied)
         rank += len(tied)
-    return expected / math.comb(rank, n)
+    return expected
 
 
 def _rows(values: Sequence) -> list[list[float]]:

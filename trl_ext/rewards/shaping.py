@@ -23,15 +23,16 @@ class ShapedReward:
     """A reward function whose rewards go through steps, the first one first.
 
     It has TRL's signature, and what it is given reaches the reward inside as it is. A response without a reward (None)
-    stays one; a number that is not finite is handed on as it is, for the trainer to report. The name in metrics is the
-    inner name with the steps behind it, `reward-model+whiten+clip`; the mean before shaping is logged under the inner
-    name, as `rewards/<name>/mean`.
+    stays one; a number that is not finite is handed on as it is, for the trainer to report; and so it is where the
+    reference response to subtract has no reward, or no finite one. The name in metrics is the inner name with the
+    steps behind it, `reward-model+whiten+clip`; the mean before shaping is logged under the inner name, as
+    `rewards/<name>/mean`.
 
     A reward function sees the rows of its own process. The statistics of a batch and running ones are summed over all
     processes, by a collective operation in every call: each process must call it equally often, which TRL's rollouts
-    do. A process whose inner reward raises takes part with no rows before it raises, so that none waits for it; calls
-    for its single rows that follow, as a trainer makes to find the bad one, go by the statistics of that batch. One
-    whose reward is interrupted, at a time limit, does not take part.
+    do. A process whose inner reward raises, of responses or of references, takes part with no rows before it raises,
+    so that none waits for it; calls for its single rows that follow, as a trainer makes to find the bad one, go by the
+    statistics of that batch. One whose reward is interrupted, at a time limit, does not take part.
 
     Args:
         reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`, or another shaped reward.
@@ -39,7 +40,8 @@ class ShapedReward:
         name: None for the one above.
 
     Raises:
-        ValueError: no steps, settings that are none, or an asynchronous reward.
+        ValueError: no steps, settings that are none, an asynchronous reward, or references of each prompt for a
+            reward that depends on a batch.
     """
 
     def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str], *, name: str | None = None):
@@ -49,11 +51,17 @@ class ShapedReward:
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:
             raise ValueError("reward shaping needs at least one step")
+        self._per_prompt = any(isinstance(step, CenterReference) and step.per_prompt for step in self.steps)
+        if self._per_prompt and getattr(reward, "of_batch", False):
+            raise ValueError(
+                "center_reference: per_prompt scores references apart from the batch, and the reward inside depends "
+                "on its batch: give its steps to this shaping, behind center_reference"
+            )
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = name or "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
-        # Sums over processes of a batch that failed, for the calls that follow for its rows by themselves.
-        self._failed: tuple[int, list[list[float]]] | None = None
+        # Numbers of all processes of a batch that failed, for the calls that follow for its rows by themselves.
+        self._failed: tuple[int, list[list[list[float]]]] | None = None
 
     @property
     def of_batch(self) -> bool:
@@ -79,17 +87,15 @@ class ShapedReward:
         if self._failed is not None and len(completions) == 1:
             return self._single_row(given)
         self._failed = None
-        ids = kwargs.get("completion_ids")
         try:
-            raw = _as_tensor(self.reward(**given), len(completions))
+            raw, references = self._score(given)
         except Exception:
             self._take_part_without_rows(len(completions))
             raise
         known = raw[raw.isfinite()]
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())
-        batch = Batch(_sum_over_ranks, ids, lambda: self._references(given))
-        return _as_list(raw, self._shape(raw, batch))
+        return self._finish(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references))
 
     def calibrate(self, prompts: Sequence, completions: Sequence, **columns: Any) -> ShapedReward:
         """Set the value of each `center_reference` without one: the mean reward of these responses, at its place.
@@ -98,7 +104,7 @@ class ShapedReward:
             ValueError: none of the responses has a reward.
         """
         rewards = _as_tensor(self.reward(prompts=prompts, completions=completions, **columns), len(completions))
-        batch = Batch(lambda sums: sums, columns.get("completion_ids"), learns=False)
+        batch = Batch(lambda numbers: [numbers], columns.get("completion_ids"), learns=False)
         for step in self.steps:
             step.calibrate(rewards)
             if not self.needs_calibration:
@@ -131,34 +137,39 @@ class ShapedReward:
         """Name, reward and steps with their settings, for a JSON file."""
         return {"name": self.__name__, "reward": self.inner_name, "steps": [settings_of(step) for step in self.steps]}
 
+    def _score(self, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Rewards before shaping, and those of the references where a step subtracts them."""
+        raw = _as_tensor(self.reward(**given), len(given["completions"]))
+        return raw, self._references(given) if self._per_prompt else None
+
+    def _finish(self, raw: Tensor, batch: Batch) -> list[float | None]:
+        if batch.references is not None:
+            raw = torch.where(raw.isfinite() & ~batch.references.isfinite(), batch.references, raw)
+        return _as_list(raw, self._shape(raw, batch))
+
     def _shape(self, rewards: Tensor, batch: Batch) -> Tensor:
         for step in self.steps:
             rewards = step(rewards, batch)
         return rewards
 
     def _take_part_without_rows(self, count: int) -> None:
-        sums: list[list[float]] = []
+        gathered: list[list[list[float]]] = []
 
-        def remember(numbers: list[float]) -> list[float]:
-            sums.append(_sum_over_ranks(numbers))
-            return sums[-1]
+        def remember(numbers: list[float]) -> list[list[float]]:
+            gathered.append(_of_all_ranks(numbers))
+            return gathered[-1]
 
-        self._shape(torch.empty(0), Batch(remember, [], lambda: torch.empty(0)))
-        self._failed = count, sums
+        self._shape(torch.empty(0), Batch(remember, [], torch.empty(0)))
+        self._failed = count, gathered
 
     def _single_row(self, given: dict[str, Any]) -> list[float | None]:
         """One row of a batch that failed, by the batch's statistics and without a collective operation."""
-        left, sums = self._failed
-        self._failed = (left - 1, sums) if left > 1 else None
-        raw = _as_tensor(self.reward(**given), 1)
-        remembered = iter(sums)
-        batch = Batch(
-            lambda numbers: next(remembered),
-            given.get("completion_ids"),
-            lambda: self._references(given),
-            learns=False,
-        )
-        return _as_list(raw, self._shape(raw, batch))
+        left, gathered = self._failed
+        self._failed = (left - 1, gathered) if left > 1 else None
+        raw, references = self._score(given)
+        remembered = iter(gathered)
+        ids = given.get("completion_ids")
+        return self._finish(raw, Batch(lambda numbers: next(remembered), ids, references, learns=False))
 
     def _references(self, given: dict[str, Any]) -> Tensor:
         """Rewards of the reference response to each prompt, each scored once."""
@@ -176,7 +187,7 @@ class ShapedReward:
             )
             rewards = _as_tensor(found, len(rows)).tolist()
             self._reference_rewards.update(zip(missing, rewards, strict=True))
-        return torch.tensor([self._reference_rewards[key] for key in keys])
+        return torch.tensor([self._reference_rewards[key] for key in keys], dtype=torch.float64)
 
 
 def innermost(reward: Any) -> Any:
@@ -246,13 +257,13 @@ def _check_type(where: str, kind: str, name: str, value: Any, wanted: str) -> No
         raise ValueError(f"{where}: {kind}: {name} must be {what}, got {brief(repr(value))}")
 
 
-def _sum_over_ranks(numbers: list[float]) -> list[float]:
-    """The sums over all processes of the run, in the order of their ranks, so that all get the same bits."""
+def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
+    """The numbers of each process of the run, in the order of their ranks, so that sums have the same bits on all."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return numbers
+        return [numbers]
     from accelerate.utils import gather_object
 
-    return [math.fsum(values) for values in zip(*gather_object([numbers]), strict=True)]
+    return gather_object([numbers])
 
 
 def _takes(function: Callable, name: str) -> bool:

@@ -20,11 +20,13 @@ EPSILON = 1e-8
 
 
 class Moments(NamedTuple):
-    """Count, sum and sum of squares of the rewards of a batch over all processes."""
+    """Of the rewards of a batch over all processes; of none, the lowest is infinite and the highest minus that."""
 
     count: float
     total: float
     squares: float
+    lowest: float
+    highest: float
 
 
 @dataclass
@@ -32,20 +34,24 @@ class Batch:
     """What a step may ask of a batch.
 
     Attributes:
-        over_ranks: sums a list of numbers over all processes; every process calls it as often as the others.
+        of_all_ranks: gives a list of numbers of this process and those of the others, in the order of their ranks;
+            every process calls it as often as the others.
         completion_ids: the responses as token ids; None where the caller does not give them.
-        references: `f() -> [N]`, rewards of the rows' reference responses before any shaping.
+        references: rewards of the rows' reference responses before any shaping, [N]; None where nothing needs them.
         learns: whether running statistics take this batch in.
     """
 
-    over_ranks: Callable[[list[float]], list[float]]
+    of_all_ranks: Callable[[list[float]], list[list[float]]]
     completion_ids: Sequence[Sequence[int]] | None = None
-    references: Callable[[], Tensor] | None = None
+    references: Tensor | None = None
     learns: bool = True
 
     def moments(self, rewards: Tensor) -> Moments:
         known = rewards[rewards.isfinite()].double()
-        return Moments(*self.over_ranks([float(len(known)), known.sum().item(), known.square().sum().item()]))
+        own = [float(len(known)), known.sum().item(), known.square().sum().item()]
+        own += [known.min().item(), known.max().item()] if len(known) else [math.inf, -math.inf]
+        *sums, lowest, highest = zip(*self.of_all_ranks(own), strict=True)
+        return Moments(*map(math.fsum, sums), min(lowest), max(highest))
 
     def tokens(self, step: str) -> Sequence[Sequence[int]]:
         if self.completion_ids is None:
@@ -135,6 +141,7 @@ class CenterReference(Step):
     kind = "center_reference"
     value: float | None = None
     per_prompt: bool = False
+    calibrated: bool = field(default=False, init=False)
 
     def __post_init__(self):
         _require(self.value is None or math.isfinite(self.value), "center_reference: value must be a finite number")
@@ -147,7 +154,7 @@ class CenterReference(Step):
     def __call__(self, rewards, batch):
         if self.per_prompt:
             _require(batch.references is not None, "center_reference: per_prompt needs reference_response_text")
-            return rewards - batch.references()
+            return rewards - batch.references
         _require(
             self.value is not None, "center_reference has no value: give one, or calibrate it on reference responses"
         )
@@ -157,13 +164,21 @@ class CenterReference(Step):
         if self.needs_calibration:
             known = references[references.isfinite()].double()
             _require(len(known) > 0, "center_reference: no reference response has a reward")
-            self.value = known.mean().item()
+            self.value, self.calibrated = known.mean().item(), True
 
     def state(self):
         return {} if self.value is None else {"value": self.value}
 
     def load_state(self, state):
-        self.value = float(state["value"]) if "value" in state else self.value
+        saved = float(state["value"]) if "value" in state else None
+        is_configured = self.per_prompt or (self.value is not None and not self.calibrated)
+        if is_configured and saved != self.value:
+            was, now = ("that of each prompt" if value is None else value for value in (saved, self.value))
+            raise ValueError(
+                f"center_reference: the saved value is {was}, and now it is {now}: go on with the run's own setting"
+            )
+        if not is_configured and saved is not None:
+            self.value, self.calibrated = saved, True
 
 
 @dataclass
@@ -182,13 +197,16 @@ class Whiten(Step):
         _require(self.ddof in (0, 1), f"whiten: ddof must be 0 (population) or 1 (sample), got {self.ddof}")
 
     def __call__(self, rewards, batch):
-        count, total, _ = batch.moments(rewards)
-        mean = total / count if count else 0.0
+        found = batch.moments(rewards)
+        if found.lowest == found.highest:
+            # Rounding can leave equal rewards off their mean.
+            return rewards - rewards
+        mean = found.total / found.count if found.count else 0.0
         # Squares of what is left: of large rewards that differ by little, sums of squares lose the difference.
         squares = batch.moments(rewards - mean).squares
-        if count <= self.ddof:
+        if not found.count:
             return rewards - mean
-        return (rewards - mean) / (math.sqrt(squares / (count - self.ddof)) + EPSILON)
+        return (rewards - mean) / (math.sqrt(squares / (found.count - self.ddof)) + EPSILON)
 
 
 @dataclass

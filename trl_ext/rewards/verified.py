@@ -37,27 +37,31 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
 
 
 def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response whose answer is in its last `\\boxed{...}`; arguments and result as `r1_zero_reward`.
+    """The reward of a response whose answer is in its last `\\boxed{...}`; arguments are those of `r1_zero_reward`.
 
-    The form is right where that box is closed. `\\fbox{}` and `\\boxed 5` are no boxes.
+    Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1; the reward is that of the answer. The form is
+    right where that box is closed. `\\fbox{}` and `\\boxed 5` are no boxes.
     """
     answer = last_boxed(response)
     return _graded(answer is not None, answer, ground_truth, fast)
 
 
 def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response whose answer is its last number; arguments and result as `r1_zero_reward`.
+    """The reward of a response whose answer is its last number; arguments are those of `r1_zero_reward`.
 
-    This is the grading of GSM8K (https://arxiv.org/abs/2110.14168); to have a number is all of the form.
+    Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1; to have a number is all of the form, and the
+    reward is that of the answer. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
     """
     answer = parse_gsm8k_response(response)
     return _graded(answer is not None, answer, ground_truth, fast)
 
 
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
-    """The reward of a response, in the form of `r1_zero_reward`, that makes the target of all of the numbers.
+    """The reward of a response in tags, `... </think> <answer> 2 * 3 + 4 </answer>`, that makes the target.
 
-    The answer is a formula of `+ - * /` and brackets with each number exactly once; `= target` may follow it.
+    Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1. The form is strict, as in `r1_zero_reward`:
+    `</think> <answer>` with one space between, and `</answer>`. The answer is a formula of `+ - * /` and brackets with
+    each number exactly once; `= target` may follow it, and a `\\boxed` may hold it. The reward is that of the answer.
 
     Raises:
         ValueError: the numbers or the target are not numbers.

@@ -22,7 +22,7 @@ from trl_ext.toy import MODEL_DIR
 
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 # How results.json counts what was trained on, and in which unit.
 COUNTS = {"train_pairs": "pairs", "train_prompts": "prompts", "train_responses": "responses"}
 COUNTS |= {"train_problems": "problems"}
@@ -96,8 +96,8 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     is_adapter = isinstance(trainer.model, PeftModel)
     head = ModelCardData(
         model_name=name,
-        base_model=base if _is_hub_name(base) else None,
-        datasets=data if data and _is_hub_name(data) else None,
+        base_model=base if _is_hub_name(base, folder) else None,
+        datasets=data if data and _is_hub_name(data, folder) else None,
         library_name="peft" if is_adapter else "transformers",
         tags=sorted({"generated_from_trainer", *trainer._tag_names, *tags}),
     )
@@ -105,7 +105,7 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {escape(name)}",
-        f"{kind} {_shown(base, 'models')}.",
+        f"{kind} {_shown(base, 'models', folder)}.",
         _method(trainer, run),
         _data(trainer, run, data),
         _figures(results),
@@ -123,13 +123,18 @@ def _results(folder: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _is_hub_name(name: str) -> bool:
-    return name != "toy" and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+def _is_hub_name(name: str, folder: Path) -> bool:
+    """Whether a name is the hub's and no path, also of what is gone by now, from a run in `folder`."""
+    if name == "toy" or not HUB_NAME.fullmatch(name) or Path(name).exists():
+        return False
+    first, slash, _ = name.partition("/")
+    run = folder.absolute()
+    return not slash or (first != "runs" and Path(first).absolute() not in (run, *run.parents))
 
 
-def _shown(name: str, kind: str) -> str:
+def _shown(name: str, kind: str, folder: Path) -> str:
     """A model's or a data set's name, with a link where it is the hub's, and of a path the last part."""
-    if _is_hub_name(name):
+    if _is_hub_name(name, folder):
         return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'datasets' else ''}{name})"
     if name == "toy":
         return "`toy`, which is embedded in trl_ext"
@@ -155,7 +160,7 @@ def _data(trainer, run: dict[str, Any], data: str | None) -> str:
     counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
     if not counts and hasattr(trainer.train_dataset, "__len__"):
         counts = [f"{len(trainer.train_dataset)} rows"]
-    what = [_shown(data, "datasets")] if data else []
+    what = [_shown(data, "datasets", Path(trainer.args.output_dir))] if data else []
     return "## Data\n\n" + ", ".join(what + counts) + f"; {trainer.state.global_step} updates."
 
 

@@ -211,6 +211,17 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
             )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k == 1 or self.top_k < 0:
+            raise ValueError(
+                f"top_k must be 0, for all tokens, or at least 2, got {self.top_k}: sampled from one token, responses "
+                "are all alike"
+            )
+        for name in ("min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name} must not be negative, got {value}")
         if self.reward_errors not in ("raise", "skip"):
             raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))

@@ -130,6 +130,8 @@ class Preemption(TrainerCallback):
             stopped = False
         self._set_training(False)
         if stopped:
+            # The interpreter takes handlers off as it ends, and one more notice would then kill the process.
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
             number = self._asked or signal.SIGTERM
             self._say(number, f"and ended at step {state.global_step} with what is saved in {args.output_dir}")
             end_processes(self.trainer.accelerator)

@@ -1,0 +1,145 @@
+"""The notices that end a pipeline, passed on to the stage under way: it saves, and nothing of it is left behind."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import recipes
+
+DRIVER = f"""
+import json, signal, sys, time
+sys.path.insert(0, {str(recipes.RECIPES)!r})
+from stage_process import run_in_session
+# Whoever runs the tests may ignore them, in the background or under nohup.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+begun = time.monotonic()
+ended = run_in_session(json.loads(sys.argv[1]), notice_every=0.3)
+took = time.monotonic() - begun
+handler = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+print(json.dumps([ended.code, ended.error_output, ended.notice and ended.notice.name, took, handler]))
+"""
+# As accelerate's: it starts a training process, waits, and does nothing about signals.
+LAUNCHER = """
+import subprocess, sys
+sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())
+"""
+# `deaf` seconds pass before it listens, and a second for saving; what it was told goes into `saved`.
+WORKER = """
+import pathlib, signal, sys, time
+pathlib.Path("started").touch()
+time.sleep(float(sys.argv[1]))
+asked = []
+for number in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: asked.append(signal.Signals(number).name))
+pathlib.Path("listening").touch()
+try:
+    while not asked:
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    asked.append("SIGINT")
+time.sleep(1)
+pathlib.Path("saved").write_text(asked[0])
+# As a trainer that ends by a notice: the interpreter takes handlers off as it ends.
+signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+sys.exit(75)
+"""
+
+
+class Stage:
+    """The driver, a launcher and a training process, each a process of its own."""
+
+    def __init__(self, folder: Path, *, deaf: float = 0.0):
+        for name, code in (("launcher", LAUNCHER), ("worker", WORKER)):
+            (folder / f"{name}.py").write_text(code)
+        self.folder = folder
+        self.driver = drive(folder, [sys.executable, "launcher.py", "worker.py", str(deaf)])
+        self.wait_for("started" if deaf else "listening")
+        self.launcher, self.worker = psutil.Process(self.driver.pid).children(recursive=True)
+
+    def wait_for(self, name: str) -> None:
+        end = time.monotonic() + 30
+        while not (self.folder / name).exists():
+            assert time.monotonic() < end and self.driver.poll() is None, self.driver.communicate()
+            time.sleep(0.05)
+
+    def end(self) -> tuple[int, str | None, str | None]:
+        """Exit status and notice as the driver saw them, and what the worker had saved by then; none is left."""
+        code, _, notice, _, handler = result(self.driver)
+        assert handler, "the handlers are those from before"
+        assert not [process for process in (self.launcher, self.worker) if runs(process)]
+        saved = self.folder / "saved"
+        return code, notice, saved.read_text() if saved.exists() else None
+
+
+def drive(folder: Path, command: list[str]) -> subprocess.Popen:
+    (folder / "driver.py").write_text(DRIVER)
+    words = [sys.executable, "driver.py", json.dumps(command)]
+    return subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def result(driver: subprocess.Popen) -> list:
+    out, err = driver.communicate(timeout=60)
+    assert driver.returncode == 0, err
+    return json.loads(out)
+
+
+def runs(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
+def test_a_notice_to_the_pipeline_alone_lets_the_stage_save(tmp_path, number):
+    stage = Stage(tmp_path)
+    stage.driver.send_signal(number)
+    assert stage.end() == (75, number.name, "SIGUSR1")
+
+
+def test_a_notice_to_every_process_lets_the_stage_save(tmp_path):
+    """The launcher ends by it at once, and the training process is waited for all the same."""
+    stage = Stage(tmp_path)
+    for process in (stage.driver, stage.launcher, stage.worker):
+        process.send_signal(signal.SIGTERM)
+    code, notice, saved = stage.end()
+    assert (code, notice) == (-signal.SIGTERM, "SIGTERM") and saved in ("SIGTERM", "SIGUSR1")
+
+
+def test_a_notice_is_repeated_until_the_stage_listens(tmp_path):
+    stage = Stage(tmp_path, deaf=1.5)
+    stage.driver.send_signal(signal.SIGTERM)
+    assert stage.end() == (75, "SIGTERM", "SIGUSR1")
+
+
+def test_a_second_notice_kills_what_does_not_listen(tmp_path):
+    stage = Stage(tmp_path, deaf=100)
+    stage.driver.send_signal(signal.SIGTERM)
+    time.sleep(1.2)
+    stage.driver.send_signal(signal.SIGTERM)
+    assert stage.end() == (-signal.SIGKILL, "SIGTERM", None)
+
+
+def test_an_interrupt_reaches_the_stage_as_from_a_terminal(tmp_path):
+    stage = Stage(tmp_path)
+    stage.driver.send_signal(signal.SIGINT)
+    code, notice, saved = stage.end()
+    assert code != 0 and (notice, saved) == ("SIGINT", "SIGINT")
+
+
+def test_who_keeps_the_error_output_open_is_not_waited_for(tmp_path):
+    """The command ends with 3; what it started in the background writes on, as a tracker's service may."""
+    command = "echo 'error: too few pairs' >&2; (sleep 15; echo late >&2) & exit 3"
+    driver = drive(tmp_path, ["/bin/sh", "-c", command])
+    # What it prints, that is, not the end of its error output, which the one in the background holds open as well.
+    code, said, notice, took, _ = json.loads(driver.stdout.readline())
+    assert (code, said, notice) == (3, "error: too few pairs\n", None) and took < 5
+    driver.wait(timeout=10)
+    driver.stdout.close()
+    driver.stderr.close()
