@@ -75,12 +75,16 @@ class BestOfNArguments(SampledArguments):
             "from a threshold (--keep_threshold) up."
         },
     )
-    keep_count: int = field(default=1, metadata={"help": "Responses to a prompt, for --keep top_k."})
+    keep_count: int | None = field(
+        default=None, metadata={"help": "Responses to a prompt, for --keep top_k. Default: 1."}
+    )
     keep_threshold: float | None = field(default=None, metadata={"help": "Lowest reward, for --keep threshold."})
 
     def __post_init__(self):
         super().__post_init__()
-        self.n = [1, 2, 4, 8, 16] if self.n is None else sorted(set(self.n))
+        self.n = [1, 2, 4, 8, 16] if self.n is None else sorted(self.n)
+        if len({*self.n}) < len(self.n):
+            raise ValueError(f"n: a number stands twice among {', '.join(map(str, self.n))}")
         if not self.n or self.n[0] < 1:
             raise ValueError(f"n must be at least 1, got {self.n[0] if self.n else 'none'}")
         self.num_samples = self.n[-1] if self.num_samples is None else self.num_samples
@@ -88,14 +92,30 @@ class BestOfNArguments(SampledArguments):
             raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
         if self.num_samples > 1 and self.temperature == 0:
             raise ValueError("best-of-n at temperature 0 would pick from equal responses: sample at --temperature 1")
+        if self.num_samples > 1 and self.top_k == 1:
+            raise ValueError("best-of-n at top_k 1 would pick from equal responses: sample with --top_k 0, from all")
         for name, choices in (("empty", EMPTY_CHOICES), ("keep", (None, *KEEP_CHOICES))):
             if getattr(self, name) not in choices:
                 known = ", ".join(filter(None, choices))
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-        # Before an hour of sampling, and not behind it.
-        demonstrations(BestOfN([]), [], keep=self.keep or "best", count=self.keep_count, threshold=self.keep_threshold)
+        self._check_keep()
         if self.output_dir is None:
             self.output_dir = f"runs/best-of-n-{Path(self.dataset_name).absolute().stem}"
+
+    def _check_keep(self) -> None:
+        """Before an hour of sampling, and not behind it."""
+        for name, choice in (("keep_count", "top_k"), ("keep_threshold", "threshold")):
+            if getattr(self, name) is not None and self.keep != choice:
+                kept = "nothing is kept" if self.keep is None else f"--keep is {self.keep}"
+                raise ValueError(f"{name} is for --keep {choice}, and {kept}: leave it out, or give --keep {choice}")
+        demonstrations(BestOfN([]), [], **self.kept())
+        if self.keep_count is not None and self.keep_count > self.num_samples:
+            raise ValueError(f"keep_count {self.keep_count} is more than the {self.num_samples} responses to a prompt")
+
+    def kept(self) -> dict[str, Any]:
+        """What `demonstrations` is asked for."""
+        count = 1 if self.keep_count is None else self.keep_count
+        return {"keep": self.keep or "best", "count": count, "threshold": self.keep_threshold}
 
     def settings(self) -> SamplingSettings:
         return SamplingSettings(
@@ -157,8 +177,10 @@ def _run() -> None:
         if accelerator.is_main_process:
             if arguments.has_ground_truth:
                 _add_scores(result)
-            found = _figures(arguments, result, prompts, base, judge, folder)
-            results = _results(arguments, found, result, prompts, base, tokenizer, folder)
+                # Whole, as it was while it grew: nothing but the score is new.
+                write_json_lines(folder / SAMPLES, result.rows)
+            found, outcomes = _figures(arguments, result, prompts, base, judge, folder)
+            results = _results(arguments, found, outcomes, result, prompts, base, tokenizer, folder)
             results["run"] = _describe(arguments, model, settings, reward, resolved, accelerator, started)
             if arguments.keep:
                 results["sft"] = _write_sft(arguments, model, result, prompts, reward, folder)
@@ -174,8 +196,14 @@ def _add_scores(result: BestOfN) -> None:
         row["score"] = toy.score(row["prompt_text"], row["response_text"], finished=row["finished"])
 
 
-def _figures(arguments, result: BestOfN, prompts, base: list[Generation], judge, folder: Path) -> dict[str, Any]:
-    """The curve over n; in each of its rows the picks' win rate against the base, too, where there is a judge."""
+def _figures(
+    arguments, result: BestOfN, prompts, base: list[Generation], judge, folder: Path
+) -> tuple[dict[str, Any], list[str | None]]:
+    """The curve over n; in each of its rows the picks' win rate against the base, too, where there is a judge.
+
+    Beside it the outcomes of the picks of the largest n; none without a judge.
+    """
+    outcomes: list[str | None] = []
     found = best_of_n_curve(result.samples, arguments.n)
     for row in found["curve"]:
         picks = result.picks(row["n"])
@@ -184,13 +212,14 @@ def _figures(arguments, result: BestOfN, prompts, base: list[Generation], judge,
         row["mean_tokens"] = sum(pick["generated_num_tokens"] for pick in own) / len(own)
         row["win_rate"] = None
         if judge is not None:
-            compared = judge_against(judge, [prompts[i] for i in kept], own, [base[i] for i in kept], folder)
+            asked = [prompts[index] for index in kept]
+            compared, outcomes = judge_against(judge, asked, own, [base[index] for index in kept], folder)
             row["win_rate"] = compared.to_dict()
-    return {**found, "unscorable": result.unscorable}
+    return {**found, "unscorable": result.unscorable}, outcomes
 
 
 def _results(
-    arguments, found: dict[str, Any], result: BestOfN, prompts, base: list[Generation], tokenizer, folder: Path
+    arguments, found: dict[str, Any], outcomes, result: BestOfN, prompts, base: list[Generation], tokenizer, folder
 ) -> dict[str, Any]:
     """The picks of the largest n beside the base, as other recipes report a policy; writes generations.jsonl."""
     largest = arguments.n[-1]
@@ -206,6 +235,8 @@ def _results(
     )
     for row, pick in zip(comparison.rows, own, strict=True):
         row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")} | {"best_of": largest}
+    for row, outcome in zip(comparison.rows, outcomes, strict=bool(outcomes)):
+        row["outcome"] = outcome
     write_json_lines(folder / "generations.jsonl", comparison.rows)
     return {
         "run": None,
@@ -244,14 +275,7 @@ def _write_sft(arguments, model, result: BestOfN, prompts, reward, folder: Path)
         "temperature": arguments.temperature,
         "keep": arguments.keep,
     }
-    rows = demonstrations(
-        result,
-        prompts,
-        keep=arguments.keep,
-        count=arguments.keep_count,
-        threshold=arguments.keep_threshold,
-        provenance=provenance,
-    )
+    rows = demonstrations(result, prompts, provenance=provenance, **arguments.kept())
     write_json_lines(folder / "sft.jsonl", rows)
     told = {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
     if not rows:

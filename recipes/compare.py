@@ -20,6 +20,8 @@ With --sweep, settings are chosen on the validation split first, by runs on seed
     grid: {learning_rate: [1.0e-4, 3.0e-4]}             # of every method
     methods: {dpo: {beta: [0.05, 0.1]}}                 # and of one
 
+A prompt without a value in one of a method's runs is left out for all its settings.
+
 Finished runs are skipped and interrupted ones taken up. compare.json, compare.md and compare.png go into --output_dir.
 """
 
@@ -154,13 +156,14 @@ def run_stage(plan: Plan, stage: str, index: int | None = None) -> list[str]:
 
 
 def choose_settings(plan: Plan) -> dict[str, dict[str, Any]]:
-    """By method: how many settings were `tried`, the `chosen` one, and its `value` on the validation split.
+    """By method: how many settings were `tried`, the `chosen` one, its `value` on validation prompts, and `left_out`.
 
-    The highest mean over the prompts and seeds wins, the earlier of equals. A setting with a run that did not finish
-    counts as tried, and is not chosen.
+    The highest mean over the prompts and seeds wins, the earlier of equals. A prompt that lacks a value in any of the
+    method's runs is left out for all its settings, lest one win by failing where prompts are hard; `left_out` is how
+    many. A setting with a run that did not finish counts as tried, and is not chosen.
 
     Raises:
-        ValueError: no setting of a method has all its runs.
+        ValueError: no setting of a method has all its runs, or no prompt has a value in each.
     """
     if plan.tuning is None:
         return {}
@@ -170,13 +173,14 @@ def choose_settings(plan: Plan) -> dict[str, dict[str, Any]]:
     chosen = {}
     for name, settings in plan.tuning.settings.items():
         if len(settings) < 2:
-            chosen[name] = {"tried": 1, "chosen": settings[0], "value": None}
+            chosen[name] = {"tried": 1, "chosen": settings[0], "value": None, "left_out": 0}
             continue
-        values = {index: _mean(own, metric) for index, own in runs[name].items()}
-        if not values:
+        if not runs[name]:
             raise ValueError(f"no setting of {name} was tried to its end in {plan.folder / 'sweep'}: see its runs")
-        best = max(values, key=values.__getitem__)
-        chosen[name] = {"tried": len(settings), "chosen": settings[best], "value": values[best]}
+        means, left_out = _means(name, runs[name], metric)
+        best = max(means, key=means.__getitem__)
+        found = {"chosen": settings[best], "value": means[best], "left_out": left_out}
+        chosen[name] = {"tried": len(settings), **found}
     return chosen
 
 
@@ -187,13 +191,18 @@ def _tried(plan: Plan, method: Method) -> dict[int, list[MethodRun]]:
         _, index, seed = run.name.rsplit("-", 2)
         folder = plan.folder / "sweep" / run.name
         if (folder / "results.json").is_file():
-            tried.setdefault(int(index), []).append(read_method_run(folder, method.name, int(seed)))
+            tried.setdefault(int(index), []).append(read_method_run(folder, index, int(seed)))
     return {index: runs for index, runs in tried.items() if len(runs) == len(plan.tuning.seeds)}
 
 
-def _mean(runs: Sequence[MethodRun], metric: str) -> float:
-    values, _ = metric_values(runs, metric)
-    return float(sum(one.mean() for one in values.values()) / len(values))
+def _means(name: str, tried: dict[int, list[MethodRun]], metric: str) -> tuple[dict[int, float], int]:
+    """The mean of each setting over the prompts that all have values for, and how many prompts were left out."""
+    try:
+        values, left_out = metric_values([run for own in tried.values() for run in own], metric)
+    except ValueError as error:
+        raise ValueError(f"the settings of {name} cannot be compared: {error}") from None
+    means = {index: [values[run.method, run.seed].mean() for run in own] for index, own in tried.items()}
+    return {index: float(sum(own) / len(own)) for index, own in means.items()}, left_out
 
 
 # ---- The report ----
@@ -229,14 +238,21 @@ def report(plan: Plan, effect: float | None, folder: Path, *, required: bool = F
 
 
 def _check_tuning(plan: Plan, tuning: dict[str, dict[str, Any]], runs: Sequence[MethodRun]) -> list[str]:
-    """Refuse settings that were chosen on the comparison's prompts; a sentence where some were chosen from more."""
+    """Refuse settings that were chosen on the comparison's prompts; sentences on what else was not as it should be."""
     tried = [run for method in plan.methods for own in _tried(plan, method).values() for run in own]
     if any(run.rows.keys() & one.rows.keys() for run in runs[:1] for one in tried):
         raise ValueError(f"the settings in {plan.folder / 'sweep'} were tried on prompts of the comparison itself")
+    notes = [
+        f"{one['left_out']} prompts of the validation split lack a value in some setting of {name}: its settings were "
+        "compared without them."
+        for name, one in tuning.items()
+        if one["left_out"]
+    ]
     counts = {name: one["tried"] for name, one in tuning.items()}
-    if len(set(counts.values())) < 2:
-        return []
-    return [f"Unequal tuning, settings tried: {', '.join(f'{count} ({name})' for name, count in counts.items())}."]
+    if len(set(counts.values())) > 1:
+        tried = ", ".join(f"{count} ({name})" for name, count in counts.items())
+        notes.append(f"Unequal tuning, settings tried: {tried}.")
+    return notes
 
 
 def _stages(plan: Plan) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from common import one_line_errors
 from results import print_results, write_results
 from run_folder import begin_run
-from training import can_be_resumed, held_out_generations, load_pairs
+from training import can_be_resumed, check_pairs, held_out_generations, load_pairs
 
 from trl_ext import PreferenceConfig, PreferenceTrainer
 from trl_ext.rollouts import end_processes
@@ -109,6 +109,8 @@ def _load_splits(arguments: RecipeArguments):
     ):
         if name in benchmark:
             splits[role] = benchmark[name]
+            if role == "eval":
+                check_pairs(benchmark[name], name, "eval_split")
         else:
             warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {what} will not be evaluated")
     return splits

@@ -79,19 +79,25 @@ def end_with_plan(
         files: that a run may write into its folder, beside checkpoints.
 
     Raises:
-        OSError, ValueError: as `plan_run`.
+        ValueError: as `plan_run`, and where the model cannot be read.
     """
     if launch.print_plan is None:
         return
-    plan = plan_run(
-        training,
-        resolve_model_path(model.model_name_or_path),
-        datasets=datasets,
-        revision=model.model_revision,
-        dtype="float32" if training.use_cpu and not training.bf16 else model.dtype,
-        quantized_bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else None,
-        peft_config=get_peft_config(model),
-    )
+    try:
+        plan = plan_run(
+            training,
+            resolve_model_path(model.model_name_or_path),
+            datasets=datasets,
+            revision=model.model_revision,
+            dtype="float32" if training.use_cpu and not training.bf16 else model.dtype,
+            quantized_bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else None,
+            peft_config=get_peft_config(model),
+        )
+    except OSError as error:
+        raise ValueError(
+            f"the model {model.model_name_or_path!r} could not be read for its plan; without a network, give a copy's "
+            f"folder with --model_name_or_path. ({error})"
+        ) from error
     plan["model"] = model.model_name_or_path
     plan["files"] = {"folder": training.output_dir, "names": list(files), "trackers": list(training.report_to)}
     plan["left_out"] = LEFT_OUT

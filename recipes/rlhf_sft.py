@@ -9,6 +9,7 @@ import os
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from common import one_line_errors
 from datasets import Dataset
@@ -19,6 +20,7 @@ from training import can_be_resumed, load_rows
 
 from trl_ext import SFTConfig, SFTTrainer
 from trl_ext.data.formats import convert_file
+from trl_ext.data.rows import read_jsonl
 from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.rollouts import end_processes
 from trl_ext.trainers.callbacks import GenerationTableCallback
@@ -77,6 +79,7 @@ def main() -> None:
         )
         arguments = run.arguments
         skipping = {"skip_bad_rows": arguments.skip_bad_rows}
+        _refuse_completions(arguments)
         splits = load_rows(arguments.dataset_name, arguments.train_split, **skipping)
         source, rows = arguments.train_split, splits[arguments.train_split]
         if arguments.demonstrations is not None:
@@ -110,6 +113,23 @@ def main() -> None:
         results = write_results(trainer, comparison, None, described, panels=PANELS)
         print_results(results, [] if comparison is None else comparison.rows, run.training.output_dir)
     end_processes(trainer.accelerator)
+
+
+def _refuse_completions(arguments: DemonstrationArguments) -> None:
+    """A file of prompts with completions is no benchmark: its completions would be dropped.
+
+    Raises:
+        ValueError: names the flag that takes such a file.
+    """
+    path = Path(arguments.dataset_name)
+    if not path.is_file():
+        return
+    first = next((row for _, row in read_jsonl(path).rows), {})
+    if "completion" in first and "label" not in first:
+        raise ValueError(
+            f"{path} holds prompts and completions: give it as --demonstrations {path}, and as --dataset_name what to "
+            "evaluate on"
+        )
 
 
 def demonstrations(rows, split: str, count: int | None = None) -> Dataset:

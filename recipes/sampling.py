@@ -77,10 +77,14 @@ class SampledArguments(RewardSources):
 def load_prompts(arguments: SampledArguments) -> list[dict[str, Any]]:
     """The prompts to respond to.
 
+    One file has one split, which need not be named: `prompt_split` is set to it.
+
     Raises:
         FileNotFoundError, ValueError: no such data or split, or fewer prompts than are asked for.
     """
     benchmark = load_benchmark(arguments.dataset_name, skip_bad_rows=arguments.skip_bad_rows)
+    if Path(arguments.dataset_name).is_file() and arguments.prompt_split == SampledArguments.prompt_split:
+        (arguments.prompt_split,) = benchmark
     if arguments.prompt_split not in benchmark:
         raise ValueError(
             f"{arguments.dataset_name} has no split {arguments.prompt_split!r}: it has {', '.join(benchmark)}; name "
@@ -111,8 +115,11 @@ def judge_against(
     own: Sequence[dict[str, Any]],
     base: Sequence[Generation],
     folder: Path,
-) -> WinRate:
-    """The win rate of sampled rows against the base's responses; a judge's verdicts are kept in the folder."""
+) -> tuple[WinRate, list[str | None]]:
+    """The win rate of sampled rows against the base's responses; a judge's verdicts are kept in the folder.
+
+    Beside it the outcome of each row: `candidate`, `base` or `tie`, None where the judge failed.
+    """
     result = judge_pairs(
         judge,
         prompts,
@@ -122,7 +129,8 @@ def judge_against(
         base_finished=[generation.finished for generation in base],
         cache=folder / JUDGE_CACHE,
     )
-    return win_rate(result.outcomes)
+    outcomes = [None if one.error else one.first if one.first == one.second else "tie" for one in result.outcomes]
+    return win_rate(result.outcomes), outcomes
 
 
 def response_ids(row: dict[str, Any], tokenizer) -> list[int]:
@@ -153,27 +161,40 @@ def open_folder(
     if overwrite:
         for path in [*(folder / name for name in files), *folder.glob(responses)]:
             path.unlink(missing_ok=True)
-    if (folder / "results.json").exists() or (folder / "metrics.jsonl").exists():
-        raise FileExistsError(f"{folder} holds a finished evaluation or a training run: {way_out}")
+    if (folder / "metrics.jsonl").exists():
+        raise FileExistsError(f"{folder} holds a training run: {way_out}")
+    config = folder / "config.yaml"
+    if (folder / "results.json").exists():
+        settings = _change(config, resolved) or "with the same settings" if config.exists() else "with no config.yaml"
+        raise FileExistsError(f"{folder} holds a finished evaluation {settings}: {way_out}")
     begun = [path for path in folder.glob(responses) if path.stat().st_size]
     if begun:
-        config = folder / "config.yaml"
         if not config.exists():
             raise FileExistsError(f"{folder} holds responses and no config.yaml that says of what: {way_out}")
-        earlier = read_yaml(config)
-        if not isinstance(earlier, dict):
-            raise ValueError(f"{config} does not hold the settings of an evaluation: {way_out}")
-        now = yaml.safe_load(resolved)
-        names = [name for name in sorted({*earlier, *now}) if name not in _MAY_DIFFER]
-        changed = [name for name in names if earlier.get(name) != now.get(name)]
+        changed = _change(config, resolved)
         if changed:
-            raise FileExistsError(
-                f"{folder} holds an unfinished evaluation with another {changed[0]} "
-                f"({earlier.get(changed[0])!r}, now {now.get(changed[0])!r}): {way_out}"
-            )
+            raise FileExistsError(f"{folder} holds an unfinished evaluation {changed}: {way_out}")
         count = sum(path.read_bytes().count(b"\n") for path in begun)
         print(f"going on in {folder}, which holds {count} responses")
     write_text(folder / "config.yaml", resolved)
+
+
+def _change(config: Path, resolved: str) -> str | None:
+    """The first setting that differs from those of an earlier run, in words; None where all are alike.
+
+    Raises:
+        ValueError: its config.yaml is damaged.
+    """
+    earlier, now = read_yaml(config), yaml.safe_load(resolved)
+    if not isinstance(earlier, dict):
+        raise ValueError(
+            f"{config} does not hold the settings of an evaluation: choose another --output_dir, or give "
+            "--overwrite_output_dir"
+        )
+    for name in sorted({*earlier, *now} - {*_MAY_DIFFER}):
+        if earlier.get(name) != now.get(name):
+            return f"whose {name} was {earlier.get(name)!r}, now {now.get(name)!r}"
+    return None
 
 
 def load_engine(arguments, model: ModelArguments, settings: SamplingSettings, accelerator):

@@ -238,7 +238,7 @@ def _sample(arguments, setting, number: int, prompts, builder, engine, reward, f
 
 def _figures(result: BestOfN, prompts, base, judge, tokenizer, folder: Path) -> dict[str, Any]:
     first = [group[0] for group in result.samples]
-    compared = None if judge is None else judge_against(judge, prompts, first, base, folder).to_dict()
+    compared = None if judge is None else judge_against(judge, prompts, first, base, folder)[0].to_dict()
     ids = [response_ids(row, tokenizer) for row in result.rows]
     return summarize_setting(result.samples, ids, win_rate=compared)
 

@@ -62,12 +62,24 @@ def load_pairs(name: str, split: str, *, skip_bad_rows: bool):
     """A benchmark whose split `split` is there to train on and holds pairs.
 
     Raises:
-        ValueError: it has no such split, or the split holds prompts only.
+        ValueError: it has no such split, or the split holds no pairs.
     """
     benchmark = load_rows(name, split, skip_bad_rows=skip_bad_rows)
-    if "chosen" not in benchmark[split].column_names:
-        raise ValueError(f"the split {split!r} holds prompts and no pairs: name another --train_split")
+    check_pairs(benchmark[split], split, "train_split")
     return benchmark
+
+
+def check_pairs(rows, split: str, flag: str) -> None:
+    """Refuse a split without pairs.
+
+    Raises:
+        ValueError: names the split, and the flag that names another.
+    """
+    columns = rows.column_names
+    if "label" in columns and "completion" in columns:
+        raise ValueError(f"the split {split!r} holds labelled responses and no pairs: they are for recipes/kto.py")
+    if "chosen" not in columns:
+        raise ValueError(f"the split {split!r} holds prompts and no pairs: name another --{flag}")
 
 
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):

@@ -312,6 +312,7 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     ]
     for row in samples:
         assert row["reward"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        assert row["score"] == row["reward"]
     curve = results["best_of_n"]["curve"]
     assert [row["n"] for row in curve] == [1, 2, 4]
     assert all(row["regret"]["mean"] == 0 and row["gold"] == row["proxy"] for row in curve)
@@ -322,6 +323,9 @@ def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkey
     assert [row["response_text"] for row in read(folder, "generations.jsonl")] == [
         row["response_text"] for row in best
     ]
+    credits = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+    won = [credits[row["outcome"]] for row in read(folder, "generations.jsonl")]
+    assert sum(won) / 12 == pytest.approx(results["win_rate"]["half"]["rate"])
     printed = capsys.readouterr().out
     for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "12 responses to 12 prompts"):
         assert text in printed
@@ -368,12 +372,15 @@ def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_pat
     whole, results = (folder / "samples.jsonl").read_bytes(), read(folder, "results.json")
     with pytest.raises(SystemExit):
         recipes.run(monkeypatch, "best_of_n", *options)
-    assert "run holds a finished evaluation" in capsys.readouterr().err
+    assert "run holds a finished evaluation with the same settings: choose" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "best_of_n", *options, "--max_new_tokens", "9")
+    assert "run holds a finished evaluation whose max_new_tokens was 48, now 9" in capsys.readouterr().err
     (folder / "results.json").unlink()
     (folder / "samples.jsonl").write_bytes(whole[:-100])
     with pytest.raises(SystemExit):
         recipes.run(monkeypatch, "best_of_n", *options, "--seed", "7")
-    assert "unfinished evaluation with another seed (42, now 7)" in capsys.readouterr().err
+    assert "unfinished evaluation whose seed was 42, now 7" in capsys.readouterr().err
     recipes.run(monkeypatch, "best_of_n", *options)
     assert "going on in run, which holds 47 responses" in capsys.readouterr().out
     assert (folder / "samples.jsonl").read_bytes() == whole
@@ -391,7 +398,14 @@ def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_pat
         (["--n", "0"], "n must be at least 1, got 0"),
         (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
         (["--temperature", "0"], "best-of-n at temperature 0 would pick from equal responses"),
+        (["--top_k", "1"], "best-of-n at top_k 1 would pick from equal responses"),
+        (["--n", "2", "4", "2"], "n: a number stands twice among 2, 2, 4"),
         (["--keep", "threshold"], "keep threshold needs keep_threshold"),
+        (["--keep", "best", "--keep_count", "2"], "keep_count is for --keep top_k, and --keep is best"),
+        (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
+        (["--keep_threshold", "2"], "keep_threshold is for --keep threshold, and nothing is kept"),
+        (["--keep", "top_k", "--keep_count", "0"], "keep_count must be at least 1, got 0"),
+        (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
         (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
         (["--empty", "no"], "empty must be one of score, leave_out, refuse, got 'no'"),
         (["--judge", "oracle"], "judge must be one of ground_truth, openai, none, got 'oracle'"),
@@ -416,3 +430,28 @@ def test_what_the_recipe_refuses_in_one_line(options, message, known, tmp_path, 
     assert ended.value.code == 2
     assert len([line for line in lines if line.startswith("error: ")]) == 1 and message in lines[-1]
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.py").write_text(
+        "def long(completion_ids, **columns):\n    return list(map(len, completion_ids))\n"
+    )
+    rows = [{"row_id": f"p{i}", "prompt_text": f"Name fruit number {i}."} for i in range(3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
+    recipes.run(
+        monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", "--reward_function", "long.py:long"
+    )
+    samples = read(tmp_path / "run", "samples.jsonl")
+    assert [row["reward"] for row in samples] == [row["generated_num_tokens"] for row in samples]
+    assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
+
+
+def test_what_was_kept_is_no_benchmark(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "sft.jsonl"
+    path.write_text('{"row_id": "a", "prompt": "p", "completion": "c"}\n')
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "rlhf_sft", "--dataset_name", str(path), "--output_dir", str(tmp_path / "run"))
+    assert f"holds prompts and completions: give it as --demonstrations {path}" in capsys.readouterr().err

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 from trl.data_utils import is_conversational
 
-from trl_ext.data import PreferenceRow, PromptRow, load_benchmark, truncate_pair
+from trl_ext.data import PreferenceRow, PromptRow, UnpairedRow, load_benchmark, truncate_pair
 
 PAIR = {"prompt_text": "Name a fruit.", "chosen_text": "An apple.", "rejected_text": "A stone."}
 
@@ -68,6 +68,49 @@ class TestTruncatePair:
             assert result[0] == [prompt[i] for i in range(len(prompt)) if i >= len(prompt) - limits[0]]
             assert result[1] == [chosen[i] for i in range(len(chosen)) if i < limits[1]]
             assert result[2] == [rejected[i] for i in range(len(rejected)) if i < limits[1]]
+
+
+class TestUnpairedRow:
+    def test_chat_and_plain(self):
+        """Both strings by TRL's names stay strings; by any other name the prompt is a user's message."""
+        chat = UnpairedRow.model_validate({"prompt_text": "Q", "completion": "A", "label": False, "source": "us"})
+        assert (chat.prompt, chat.completion, chat.label) == ([user("Q")], [assistant("A")], False)
+        assert chat.model_dump()["source"] == "us"
+        plain = UnpairedRow.model_validate({"prompt": "Q", "completion": "A", "label": True})
+        assert (plain.prompt, plain.completion, plain.label) == ("Q", "A", True)
+        mixed = UnpairedRow.model_validate({"prompt": [user("Q")], "completion": [assistant("A")], "label": True})
+        assert (mixed.prompt, mixed.completion) == ([user("Q")], [assistant("A")])
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"label": 1}, "label: must be true or false, is 1"),
+            ({"label": None}, "label: missing"),
+            ({"completion": ""}, "completion: empty"),
+            ({"completion": [user("A")]}, "completion: must be one assistant message"),
+            ({"prompt": None}, "prompt_messages: missing"),
+        ],
+    )
+    def test_bad(self, changes, message):
+        with pytest.raises(ValidationError, match=message):
+            UnpairedRow.model_validate({"prompt": "Q", "completion": "A", "label": True, **changes})
+
+    def test_a_file_of_them_is_known_by_its_first_row(self, tmp_path):
+        rows = [{"prompt": f"Q{i}", "completion": f"A{i}", "label": i == 0, "score": i} for i in range(3)]
+        loaded = load_benchmark(write_rows(tmp_path / "rows.jsonl", *rows))
+        assert {name: split.column_names for name, split in loaded.items()} == {
+            "train_prefs": ["row_id", "prompt", "completion", "label", "score"]
+        }
+        assert loaded["train_prefs"]["label"] == [True, False, False]
+        write_rows(tmp_path / "train_prefs.jsonl", *rows)
+        write_rows(tmp_path / "test_prefs.jsonl", PAIR, {**PAIR, "prompt_text": "another"})
+        columns = {name: split.column_names for name, split in load_benchmark(tmp_path).items()}
+        assert "label" in columns["train_prefs"] and "chosen" in columns["test_prefs"]
+
+    def test_a_pair_among_them_is_a_bad_row(self, tmp_path):
+        path = write_rows(tmp_path / "rows.jsonl", {"prompt_text": "Q", "completion": "A", "label": True}, PAIR)
+        with pytest.raises(ValueError, match="line 2: completion: missing"):
+            load_benchmark(path)
 
 
 class TestPreferenceRow:

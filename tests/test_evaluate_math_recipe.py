@@ -153,10 +153,10 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 
 def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
     again = ["--output_dir", "straight"]
-    assert "holds a finished evaluation" in refused(monkeypatch, capsys, *SHORT, *again)
+    assert "holds a finished evaluation with the same settings" in refused(monkeypatch, capsys, *SHORT, *again)
     (straight / "results.json").unlink()
     message = refused(monkeypatch, capsys, *SHORT, *again, "--seed", "7")
-    assert "unfinished evaluation with another seed (42, now 7)" in message
+    assert "unfinished evaluation whose seed was 42, now 7" in message
     # Read as strictly as any other file of a user's, and never past an alias or an unknown tag.
     config = (straight / "config.yaml").read_text()
     for damaged, expected in (

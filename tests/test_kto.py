@@ -15,7 +15,7 @@ from trl_ext.losses import kto
 SETTINGS = {name: value for name, value in DEFAULTS.items() if name != "per_device_train_batch_size"}
 
 
-def build(path: str, folder, rows, **args) -> KTOTrainer:
+def build(path: str, folder, rows, eval_dataset=None, **args) -> KTOTrainer:
     torch.set_num_threads(1)
     load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # noqa: E731
     arguments = {"per_device_train_batch_size": 8, **SETTINGS, **args, "output_dir": str(folder)}
@@ -24,6 +24,7 @@ def build(path: str, folder, rows, **args) -> KTOTrainer:
         perturbed(load(), scale=0.02),
         args=KTOConfig(**arguments),
         train_dataset=rows if isinstance(rows, Dataset) else Dataset.from_list(rows),
+        eval_dataset=eval_dataset,
         processing_class=AutoTokenizer.from_pretrained(path),
     )
 
@@ -88,6 +89,40 @@ def test_weights_are_recommended(tiny_model_path, tmp_path, caplog):
     caplog.clear()
     build(tiny_model_path, tmp_path, rows, undesirable_weight=2.5)
     assert "weigh 1.2 to 1" in caplog.text and "as recommended" in caplog.text
+
+
+def test_a_last_row_that_is_alone_is_left_out(tiny_model_path, tmp_path, caplog):
+    """9 rows in batches of 4: the ninth would be paired with itself, (i, i), z being its own log-ratio.
+    10 rows leave two, which have each other; the paired response is that of the row before, or the batch's last."""
+    held_out = Dataset.from_list(labelled(*[False, True] * 4, False))
+    trainer = build(
+        tiny_model_path,
+        tmp_path,
+        labelled(*[True, False] * 4, True),
+        per_device_train_batch_size=4,
+        eval_dataset={"one": held_out, "two": Dataset.from_list(labelled(*[True, False] * 5))},
+    )
+    rotated = [3, 0, 1, 2, 7, 4, 5, 6]
+    of = {"train": trainer.train_dataset, **trainer.eval_dataset}
+    for name, expected in {"train": rotated, "one": rotated, "two": [*rotated, 9, 8]}.items():
+        own = of[name]["completion_ids"]
+        assert of[name]["KL_completion_ids"] == [own[index] for index in expected], name
+    assert "train_dataset: the last of 9 rows is left out, as batches of 4 leave it" in caplog.text
+    assert "one_dataset: the last of 9 rows" in caplog.text and caplog.text.count("is left out") == 2
+    assert "4 desirable and 4 undesirable responses weigh 1 to 1" in caplog.text, "labels of what is trained on"
+    caplog.clear()
+    # 5 rows: 4 with neighbours, with a loss that the fifth does not enter.
+    rows = [held_out.select(range(count)) for count in (4, 5)]
+    four, five = (trainer.evaluate(one)["eval_loss"] for one in rows)
+    assert four == five and caplog.text.count("eval_dataset: the last of 5 rows is left out") == 1
+    with pytest.raises(ValueError, match="eval_dataset has one row: KTO pairs each prompt with the response"):
+        trainer.evaluate(held_out.select(range(1)))
+
+
+def test_rows_without_a_divergence_need_no_neighbour(tiny_model_path, tmp_path):
+    rows = labelled(*[True, False] * 2, True)
+    given = {"per_device_train_batch_size": 4, "loss_type": "apo_zero_unpaired"}
+    assert len(build(tiny_model_path, tmp_path, rows, **given).train_dataset) == 5
 
 
 WRONG_ROWS = {

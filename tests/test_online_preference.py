@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from tests.reward_adapters import save_adapter
 from tests.rollout_once import build, prompts, save_policy, thirds, train, train_in_processes
 from tests.tiny import perturbed, response_log_prob
 from tests.train_once import largest_difference, parameters, relative_difference, result
 from trl_ext import OnlinePreferenceConfig
-from trl_ext.losses import PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.evaluation.judge import JudgeError
+from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers import online_preference
+from trl_ext.trainers.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference import REPLAY_FILE
+from trl_ext.trainers.pair_batches import SampledPairMetrics
+from trl_ext.trainers.reward_functions import reward_columns
+from trl_ext.trainers.reward_guard import RewardError, RewardGuard
 
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
 
@@ -89,14 +98,25 @@ def expected_scores(policy_path: str, model, pairs: list[tuple]) -> PreferenceSc
 
 
 @pytest.mark.parametrize(
-    ("loss", "pairs", "accumulation"),
-    [("dpo", "best_worst", 1), ("ipo", "best_worst", 4), ("dpo", "all", 2), ("simpo", "all", 1), ("aot", "all", 2)],
+    ("loss", "pairs", "accumulation", "temperature"),
+    [
+        ("dpo", "best_worst", 1, 1.0),
+        ("ipo", "best_worst", 4, 1.0),
+        ("dpo", "all", 2, 1.0),
+        ("simpo", "all", 1, 1.0),
+        ("aot", "all", 2, 1.0),
+        ("dpo", "best_worst", 1, 0.5),
+        ("simpo", "all", 1, 2.0),
+        ("aot", "all", 2, 0.7),
+    ],
 )
-def test_loss_and_gradient(loss, pairs, accumulation, policy_path, tmp_path):
-    """One step of SGD at learning rate 1 on a recorded rollout: the update is minus the gradient of the mean loss."""
+def test_loss_and_gradient(loss, pairs, accumulation, temperature, policy_path, tmp_path):
+    """One step of SGD at learning rate 1 on a recorded rollout: the update is minus the gradient of the mean loss, of
+    log-probabilities at temperature 1, whatever temperature responses are sampled at.
+    """
     recorder = Recorder()
     split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
-    spec = specification(policy_path, loss=loss, pairs=pairs, **split)
+    spec = specification(policy_path, loss=loss, pairs=pairs, temperature=temperature, **split)
     trainer = train(spec, str(tmp_path), reward_funcs=[recorder])
     run = result(trainer)
 
@@ -126,10 +146,11 @@ def test_loss_and_gradient(loss, pairs, accumulation, policy_path, tmp_path):
         assert log["kl"] == pytest.approx((sum(r.sum() for r in ratios) / tokens).item(), rel=1e-4)
 
 
-def test_reference_is_the_model_without_its_adapter(policy_path, tmp_path):
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_reference_is_the_model_without_its_adapter(temperature, policy_path, tmp_path):
     """With an adapter off its start the margin is to the base, which carries no adapter."""
     recorder = Recorder()
-    spec = {**specification(policy_path), "lora": True}
+    spec = {**specification(policy_path, temperature=temperature), "lora": True}
     del spec["perturb"]
     untrained = train({**spec, "args": {**spec["args"], "learning_rate": 0.0}}, str(tmp_path), reward_funcs=[recorder])
     model = copy.deepcopy(untrained.model).double()
@@ -140,17 +161,100 @@ def test_reference_is_the_model_without_its_adapter(policy_path, tmp_path):
     assert logged == pytest.approx(0.1 * scores.margin.mean().item(), rel=1e-3)
 
 
-def test_held_out_loss(policy_path, tmp_path):
-    """Two prompts of 4 responses: the mean loss of their two pairs, of the trained policy."""
+@pytest.mark.parametrize(("loss", "batch", "temperature"), [("dpo", 32, 1.0), ("aot", 4, 1.0), ("aot", 4, 0.5)])
+def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
+    """Eight prompts of 4 responses: the mean loss of their pairs, of the trained policy; a batch-coupled one is that
+    of the pairs of all batches.
+    """
     recorder = Recorder()
-    spec = specification(policy_path, per_device_eval_batch_size=8, learning_rate=0.1)
-    trainer = train(spec, str(tmp_path), reward_funcs=[recorder], eval_dataset=Dataset.from_list(prompts(2)))
+    spec = specification(
+        policy_path, loss=loss, per_device_eval_batch_size=batch, learning_rate=0.1, temperature=temperature
+    )
+    trainer = train(spec, str(tmp_path), reward_funcs=[recorder], eval_dataset=Dataset.from_list(prompts(8)))
     recorder.responses.clear()
     metrics = trainer.evaluate()
-    model = copy.deepcopy(trainer.model).double()
-    expected = dpo(expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))).mean()
-    assert metrics["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)
-    assert metrics["eval_pairs/count"] == 2
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+    model.load_state_dict(trainer.model.state_dict())
+    scores = expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))
+    assert metrics["eval_loss"] == pytest.approx(LOSSES[loss](scores).mean().item(), rel=1e-5)
+    assert metrics["eval_pairs/count"] == batch // 4
+
+
+def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
+    """AOT of the margin 5 + 40 alone at beta 0.1: log(1 + exp(-4.5)) = 0.011048. With a filler of 30 and 10 lower it
+    would be sorted with that. A process without any pair has a loss of 0.
+    """
+
+    class Base:
+        def _held_out_loss(self):
+            return None
+
+    class Trainer(SampledPairMetrics, Base):
+        objective = SimpleNamespace(preference=PreferenceObjective("aot", beta=0.1))
+        accelerator = SimpleNamespace(gather=lambda values: values)
+
+    zeros, lengths = torch.zeros(2), torch.full((2,), 5)
+    scores = PreferenceScores(
+        torch.tensor([5.0, -30.0]), torch.tensor([-40.0, 10.0]), zeros, zeros, lengths, lengths, {}
+    )
+    trainer = Trainer()
+    assert trainer._held_out_mean(scores, torch.tensor([1.0, 0.0])).item() == pytest.approx(0.0110478, rel=1e-5)
+    assert trainer._held_out_loss() == pytest.approx(0.0110478, rel=1e-5)
+    assert trainer._held_out_mean(scores, torch.tensor([0.0, 0.0])).item() == 0
+    assert trainer._held_out_loss() is None
+    # Of both: -30 with -40 and 5 with 10, log(1 + exp(-1)) and log(1 + exp(0.5)).
+    both = (math.log1p(math.exp(-1)) + math.log1p(math.exp(0.5))) / 2
+    trainer._held_out_mean(scores, torch.tensor([1.0, 0.0]))
+    trainer._held_out_mean(scores, torch.tensor([0.0, 1.0]))
+    assert trainer._held_out_loss() == pytest.approx(both, rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
+    accumulation, policy_path, tmp_path, monkeypatch
+):
+    """Responses are sampled at temperature 0.5: each pair's log-ratio is of the present policy at 0.5 to the one that
+    sampled it at 0.5, in float64 without padding.
+    """
+    seen, weights = [], []
+
+    def recording(log_ratio, *args, **kwargs):
+        seen.append(log_ratio)
+        return importance_weights(log_ratio, *args, **kwargs)
+
+    class Weights(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+    monkeypatch.setattr(online_preference, "importance_weights", recording)
+    settings = {"max_steps": 2, "learning_rate": 0.02, "temperature": 0.5, "replay_weights": "sequence", **REPLAY}
+    split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
+    spec = {**specification(policy_path, **settings, **split), "prompts": 16}
+    trainer = train(spec, str(tmp_path), callbacks=[Weights()])
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+
+    def log_prob(version: int, prompt: list[int], response: list[int]) -> float:
+        model.load_state_dict(weights[version])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return (logits / 0.5).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum().item()
+
+    pairs = {(tuple(pair.chosen_ids), tuple(pair.rejected_ids)): pair for pair in trainer.replay.pairs}
+    assert {pair.version for pair in pairs.values()} == {0, 1}
+    for pair in pairs.values():
+        assert pair.chosen_log_prob == pytest.approx(
+            log_prob(pair.version, pair.prompt_ids, pair.chosen_ids), rel=1e-4
+        )
+    found, ages = [], set()
+    for batch in trainer._buffered_inputs:
+        for ids, mask in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True):
+            chosen, rejected = (tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True))
+            pair = pairs[chosen, rejected]
+            ages.add(1 - pair.version)
+            own = (pair.prompt_ids, pair.chosen_ids), (pair.prompt_ids, pair.rejected_ids)
+            found.append(sum(log_prob(1, *side) - log_prob(pair.version, *side) for side in own))
+    assert ages == {0, 1} and max(map(abs, found)) > 0.05
+    assert seen[1].tolist() == pytest.approx(found, rel=1e-3, abs=1e-4)
 
 
 # ---- However the batch is divided ----
@@ -163,6 +267,7 @@ DIVIDED = {
     "batch-coupled": {"loss": "aot", "pairs": "all", "beta": 0.2},
     "replay": {"loss": "ipo", **REPLAY},
     "replay, weights": {**REPLAY, "replay_weights": "sequence", "pairs": "all"},
+    "replay, weights, temperature": {**REPLAY, "replay_weights": "sequence", "temperature": 0.5},
     "replay, length-normalized": {**REPLAY, "replay_weights": "length_normalized", "loss": "aot", "beta": 0.2},
 }
 
@@ -283,6 +388,85 @@ def test_a_judge_ranks_as_the_reward_that_it_stands_for(policy_path, tmp_path):
     assert judged.logs[0]["pairs/reward_margin"] > 0.5, "the best wins more than half of its comparisons"
 
 
+class Failing:
+    """Judges as `Shorter`, and raises `error` where the response "bad" is compared."""
+
+    sequential = True
+    identity = None
+    name = "failing"
+
+    def __init__(self, error: Exception):
+        self.error = error
+        self.calls = 0
+
+    def judge(self, prompt, response_a, response_b):
+        self.calls += 1
+        if "bad" in (response_a, response_b):
+            raise self.error
+        return Shorter.judge(self, prompt, response_a, response_b)
+
+
+def guarded(error: Exception, mode: str, completions: list[str], **settings):
+    """What a judge brings behind the trainer's guard: rewards, the guard, and the judge."""
+    args = {"per_device_train_batch_size": 6, "num_generations": 3, "use_cpu": True, **settings}
+    config = OnlinePreferenceConfig("unused", reward_errors=mode, **args)
+    judge, guard = Failing(error), RewardGuard(mode)
+    function = guard.wrap(JudgeRewards(judge, lambda: 3, config))
+    return function(prompts=["p"] * len(completions), completions=completions), guard, judge
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RuntimeError("HTTP 401"), "'failing' failed on the prompt 'p': RuntimeError: HTTP 401"),
+        (JudgeError("no verdict"), "'failing' failed on the prompt 'p': TooManyErrors: .* of 3 rows .*no verdict"),
+    ],
+)
+def test_a_judge_that_fails_stops_the_run_with_its_own_error(error, message):
+    with pytest.raises(RewardError, match=message):
+        guarded(error, "raise", ["c", "bad", "ab"])
+
+
+def test_a_judge_that_fails_where_errors_are_skipped(caplog):
+    """What is no verdict leaves out the response that cannot be compared; another error leaves out all of the call, as
+    one by itself cannot be compared. "c" is shorter than "ab", and wins.
+    """
+    rewards, guard, judge = guarded(JudgeError("no verdict"), "skip", ["c", "bad", "ab"])
+    assert (rewards, guard.failed) == ([1.0, None, 0.0], set())
+    rewards, guard, judge = guarded(RuntimeError("HTTP 401"), "skip", ["c", "ab", "e", "bad", "x", "yy"])
+    assert (rewards, guard.failed) == ([None] * 6, set(range(6)))
+    assert "'failing' failed on the prompt 'p': RuntimeError: HTTP 401" in caplog.text
+    assert "IndexError" not in caplog.text
+    assert judge.calls <= 12, "six pairs, in both orders, once"
+
+
+def test_groups_that_an_evaluation_would_divide_are_refused():
+    """Evaluation batches of 6 on two processes are 12 responses, three groups of 4, of which the second is divided."""
+    args = OnlinePreferenceConfig("unused", per_device_train_batch_size=4, use_cpu=True)
+    args.per_device_eval_batch_size = 6
+    JudgeRewards(Shorter(), lambda: 4, args)
+    message = (
+        "6 responses per process do not divide into groups of num_generations_eval 4: .*per_device_eval_batch_size"
+    )
+    with pytest.raises(ValueError, match=message):
+        JudgeRewards(Shorter(), lambda: 4, args)(["p"] * 6, list("abcdef"))
+    args.eval_strategy = "steps"
+    with pytest.raises(ValueError, match=message):
+        JudgeRewards(Shorter(), lambda: 4, args)
+    args.num_generations_eval = 3
+    JudgeRewards(Shorter(), lambda: 4, args)
+
+
+def test_what_a_judge_could_not_compare_has_no_reward_beside_a_function(policy_path, tmp_path):
+    """Another function's None stays TRL's, which leaves that function out of the sum."""
+    trainer = build(specification(policy_path), str(tmp_path), judge=Shorter())
+    missing = float("nan")
+    totals = trainer._weighted_sum(torch.tensor([[1.0, missing], [missing, 0.5], [2.0, 1.0], [missing, missing]]))
+    assert totals.tolist() == pytest.approx([missing, 0.5, 3.0, missing], nan_ok=True)
+    # Responses to different prompts are not compared.
+    assert list(reward_columns(trainer, prompts(2), ["a", "bc"], [True] * 2, [[5], [6, 7]])) == ["thirds"]
+
+
 # ---- Resumption ----
 
 
@@ -313,6 +497,23 @@ def test_pairs_that_other_rewards_labelled_are_left_out(policy_path, tmp_path, c
     resumed = train({**other, "args": {**spec["args"], "max_steps": 3}}, str(tmp_path))
     assert "8 of 8 replayed pairs were labelled by other rewards" in caplog.text
     assert {pair.reward_version for pair in resumed.replay.pairs} == {"1 evens, missing end 0"}
+
+
+def test_reward_models_are_told_apart_by_their_weights(policy_path, tmp_path):
+    """Of the same name in two folders, or trained again in one; the same weights elsewhere are the same."""
+
+    def version(folder: str) -> str:
+        spec = {**specification(policy_path, replay_capacity=8), "rewards": [folder]}
+        return build(spec, str(tmp_path / "run"))._reward_version
+
+    one, other = (save_adapter(policy_path, tmp_path / name / "rm", seed=seed) for name, seed in (("a", 0), ("b", 1)))
+    first, second = version(one), version(other)
+    assert first.startswith("1 rm (") and second.startswith("1 rm (") and first != second
+    save_adapter(policy_path, tmp_path / "b" / "rm", seed=0)
+    assert version(other) == first
+    # Without a replay nothing reads it, nor the files for it.
+    spec = {**specification(policy_path), "rewards": [one]}
+    assert build(spec, str(tmp_path / "run"))._reward_version == ""
 
 
 # ---- What is refused ----
@@ -373,8 +574,6 @@ def test_wrong_trainer_arguments(policy_path, tmp_path, monkeypatch):
         spec = specification(policy_path, per_device_train_batch_size=2, generation_batch_size=4)
         spec["args"]["steps_per_generation"] = None
         # As on two processes: half of a group of 4 on each.
-        from trl_ext.trainers.judge_rewards import JudgeRewards
-
         args = OnlinePreferenceConfig(str(tmp_path), per_device_train_batch_size=4, use_cpu=True)
         args.per_device_train_batch_size = 2
         JudgeRewards(Shorter(), lambda: 4, args)

@@ -506,6 +506,15 @@ def test_a_plan_says_that_the_run_would_be_refused(monkeypatch, tmp_path, caplog
     assert "the run itself would be refused: --output_dir taken is a file: name a folder" in caplog.text
 
 
+def test_a_plan_of_a_model_that_is_nowhere_is_one_line(monkeypatch, tmp_path, capsys):
+    given = ["--model_name_or_path", "nobody/nothing", "--output_dir", str(tmp_path / "run"), "--print_plan"]
+    with pytest.raises(SystemExit) as ended:
+        recipes.run(monkeypatch, "dpo", *given)
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    assert ended.value.code == 2
+    assert line.startswith("error: the model 'nobody/nothing' could not be read for its plan")
+
+
 def test_launch_flags_are_no_part_of_the_run(monkeypatch, tmp_path, capsys):
     """A run with them resumes without them: config.yaml must not hold them."""
     monkeypatch.chdir(tmp_path)

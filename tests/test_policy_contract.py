@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import trl
 from packaging.version import Version
-from transformers import TrainerCallback
-from trl.trainer import grpo_trainer
-from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl.trainer import grpo_trainer, kto_trainer
+from trl.trainer.utils import add_fused_lm_head, shuffle_sequence_dict, split_tensor_dict
 
 import trl_ext
 from tests.rollout_once import build, prompts, save_policy, thirds
@@ -32,6 +34,9 @@ LOSS = f"{TRAINER}._compute_loss"
 GREEDY = "trl_ext.trainers.greedy"
 STOP = "trl_ext.trainers.stop_strings.StopStrings"
 GUARD = "trl_ext.trainers.update_guard.UpdateGuard"
+REPLAY = "trl_ext.trainers.online_preference.OnlinePreferenceTrainer._save_optimizer_and_scheduler"
+OPTIMIZER = "trl_ext.trainers.ppo.PPOTrainer.create_optimizer"
+SCORING = "trl_ext.trainers.scoring_temperature.ScoringTemperature"
 
 
 @pytest.fixture(scope="module")
@@ -418,6 +423,100 @@ def test_an_optimizer_without_gradients_does_nothing():
         )
 
 
+# ---- What PPO, online preferences and KTO stand on beside the seams ----
+
+
+def test_checkpoints_are_given_the_optimizers_folder():
+    names = parameter_names(trl.GRPOTrainer._save_optimizer_and_scheduler)
+    assert names == ["self", "output_dir"], (
+        f"Trainer._save_optimizer_and_scheduler takes {names}: {REPLAY} overrides it"
+    )
+    source = inspect.getsource(transformers.Trainer._save_checkpoint)
+    assert "self._save_optimizer_and_scheduler(output_dir)" in source, (
+        f"Trainer._save_checkpoint no longer calls _save_optimizer_and_scheduler(output_dir): {REPLAY} saves the "
+        "replay there, beside the optimizer"
+    )
+
+
+def test_the_optimizer_is_made_once_and_its_groups_can_be_divided(policy_path, tmp_path):
+    trainer = build({"model": policy_path, "trainer": "trl.GRPOTrainer"}, str(tmp_path))
+    assert trainer.optimizer is None, (
+        f"Trainer has an optimizer before create_optimizer: {OPTIMIZER} would not divide it"
+    )
+    optimizer = trainer.create_optimizer()
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    assert optimizer is trainer.optimizer and held == {id(weight) for weight in trainer.model.parameters()}, (
+        f"Trainer.create_optimizer no longer returns the optimizer of all weights of self.model: {OPTIMIZER} moves "
+        "those of the value function to a group of their own"
+    )
+    assert trainer.create_optimizer() is optimizer, f"Trainer.create_optimizer makes another: {OPTIMIZER} divides one"
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_a_reference_is_the_policy_with_its_adapter_off_or_another_in_its_place(has_reference, policy_path, tmp_path):
+    """TRL scores with the reference of a policy with an adapter through the policy itself."""
+    states = []
+
+    class Recording(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+            layer = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
+            states.append((model is self.model, layer.disable_adapters, list(model.active_adapters)))
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    spec = {
+        "model": policy_path,
+        "trainer": "trl.GRPOTrainer",
+        "lora": True,
+        "args": {"beta": 0.1, "num_iterations": 2},
+    }
+    trainer = build(spec, str(tmp_path), trainer_class=Recording)
+    if has_reference:
+        trainer.model.add_adapter("ref", trainer.model.peft_config["default"])
+    elif "ref" in trainer.model.peft_config:
+        trainer.model.delete_adapter("ref")
+    trainer.model.train()
+    trainer._generate_and_score_completions(rows())
+    expected = (True, False, ["ref"]) if has_reference else (True, True, ["default"])
+    assert states == [(True, False, ["default"]), expected], (
+        f"GRPOTrainer scores with policy and reference in the states {states}, of (the policy, disable_adapters of "
+        "PEFT's layers, active_adapters of its model): trl_ext.PPOTrainer._is_reference_pass tells them apart by these"
+    )
+
+
+def test_the_head_can_be_put_on_again_at_another_temperature(policy_path):
+    """Logits over T are what a softmax at temperature T takes."""
+    names = parameter_names(add_fused_lm_head)
+    assert names == ["model", "temperature", "cast_lm_head_to_fp32", "outputs"], (
+        f"add_fused_lm_head takes {names}: trl_ext.trainers.scoring_temperature calls it"
+    )
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
+    ids = torch.arange(5, 13)[None]
+    with torch.no_grad():
+        logits = model(ids).logits[:, :-1]
+        for temperature in (0.5, 1.0):
+            add_fused_lm_head(model, temperature=temperature, outputs=("log_probs", "entropy"))
+            found = model(ids, labels=ids, fused_lm_head=True).log_probs
+            expected = (logits / temperature).log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+            torch.testing.assert_close(
+                found, expected, msg=f"a second fused head is not that in use: {SCORING} puts one over TRL's"
+            )
+
+
+def test_rollouts_say_how_many_tokens_they_have(rollout):
+    assert rollout["num_items_in_batch"] == rollout["completion_mask"].sum(), (
+        f"num_items_in_batch of GRPOTrainer's rollouts is not the number of tokens of all processes: {TRAINER} "
+        "divides by it, and trl_ext.PPOTrainer puts the number of those scored in its place"
+    )
+
+
+def test_rows_of_kto_are_paired_by_a_column_of_token_ids():
+    source = inspect.getsource(kto_trainer)
+    assert source.count('"KL_completion_ids"') > 2, (
+        "KTOTrainer's datasets have no column KL_completion_ids: trl_ext.KTOTrainer._prepare_dataset truncates it "
+        "beside completion_ids"
+    )
+
+
 # ---- Both seams at once ----
 
 
@@ -467,12 +566,25 @@ def test_the_trainer_repeats_no_two_lines_of_trl():
 
     def pairs_of_lines(text: str) -> set[tuple[str, str]]:
         lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-        # Two closing brackets in a row are no code of anyone's.
-        return {pair for pair in zip(lines, lines[1:], strict=False) if all(any(map(str.isalpha, l)) for l in pair)}
+        return {pair for pair in zip(lines, lines[1:], strict=False) if all(map(is_code, pair))}
+
+    def is_code(line: str) -> bool:
+        # Closing brackets, imports, and the signature of what is overridden are no code of anyone's.
+        return any(map(str.isalpha, line)) and not re.match(r"(import|from|def) |\w+,$", line)
 
     folder = Path(trl_ext.__file__).parent / "trainers"
-    files = ("policy", "policy_config", "greedy", "reward_guard", "reward_functions", "update_guard")
+    files = ["policy", "policy_config", "greedy", "reward_guard", "reward_functions", "update_guard", "kto", "ppo"]
+    files += [
+        "ppo_config",
+        "ppo_rollout",
+        "value_head",
+        "value_model",
+        "online_preference",
+        "online_preference_config",
+    ]
+    files += ["pair_batches", "judge_rewards", "reward_version", "scoring_temperature", "positions"]
     own = {pair for name in files for pair in pairs_of_lines((folder / f"{name}.py").read_text())}
-    assert len(own) > 500
-    copied = own & pairs_of_lines(inspect.getsource(grpo_trainer))
-    assert not copied, f"trl_ext.trainers repeats lines of TRL's grpo_trainer.py: {sorted(copied)[0]}"
+    assert len(own) > 1500
+    for module in (grpo_trainer, kto_trainer, transformers.trainer):
+        copied = own & pairs_of_lines(inspect.getsource(module))
+        assert not copied, f"trl_ext.trainers repeats lines of {module.__name__}: {sorted(copied)[0]}"

@@ -6,6 +6,7 @@ import pytest
 
 from tests import recipes
 from trl_ext import PPOConfig
+from trl_ext.trainers.ppo_rollout import adapted_coefficient
 
 BASE = {"output_dir": "unused", "use_cpu": True, "report_to": "none"}
 
@@ -31,6 +32,27 @@ def test_defaults():
     assert config.ddp_find_unused_parameters is False
 
 
+def test_the_shortest_horizon():
+    """The largest step down, 1 - 0.2 x 40 / 9, leaves a ninth of the coefficient."""
+    config = PPOConfig(**BASE, kl_target=6.0, kl_horizon=9, generation_batch_size=40)
+    after = adapted_coefficient(0.05, 0.0, target=6.0, horizon=config.kl_horizon, count=40)
+    assert after == pytest.approx(0.05 / 9)
+    # Nothing is adapted without a target.
+    PPOConfig(**BASE, kl_horizon=1, generation_batch_size=40)
+
+
+def test_a_kl_target_is_given_responses_enough_to_act(monkeypatch):
+    """At the largest error the coefficient of the GPT-2 recipe changes by a factor of 2 or more over its run."""
+    path = recipes.RECIPES / "configs" / "gpt2_hh" / "ppo.yaml"
+    _, _, training = recipes.parse(monkeypatch, "ppo", "--config", str(path), "--reward_model", "unused")
+    coefficient, count = training.beta, training.generation_batch_size
+    for _ in range(training.max_steps // training.updates_per_rollout):
+        coefficient = adapted_coefficient(
+            coefficient, 60.0, target=training.kl_target, horizon=training.kl_horizon, count=count
+        )
+    assert coefficient > 2 * training.beta
+
+
 def test_groups_are_allowed():
     assert PPOConfig(**BASE, num_generations=4).num_generations == 4
 
@@ -53,6 +75,12 @@ def test_groups_are_allowed():
         ({"value_learning_rate": float("nan")}, "value_learning_rate must be a number from 0 up, got nan"),
         ({"kl_target": 6.0, "beta": 0.0}, "kl_target 6.0 has no coefficient to adapt"),
         ({"kl_horizon": 0}, "kl_horizon must be at least 1, got 0"),
+        # 0.2 x 32 = 6.4, and 0.2 x 40 = 8: the coefficient would change sign, or become 0.
+        (
+            {"kl_target": 6.0, "kl_horizon": 1, "generation_batch_size": 32},
+            "kl_horizon 1 is too short for a rollout of generation_batch_size 32 .* set it to 7 at least",
+        ),
+        ({"kl_target": 6.0, "kl_horizon": 8, "generation_batch_size": 40}, "set it to 9 at least"),
         ({"use_vllm": True}, "use_vllm does not go with PPOConfig: the value head would be sent to vLLM"),
         ({"torch_compile": True}, "torch_compile does not go with PPOConfig"),
         ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold does not go with PPOConfig"),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from tests.rollout_once import build, save_policy, thirds, train, train_in_processes
 from tests.tiny import build_tokenizer
-from tests.train_once import largest_difference, parameters, relative_difference, result
+from tests.train_once import largest_difference, relative_difference, result
 
 LENGTH = 8
 
@@ -279,10 +279,15 @@ def test_micro_batches_and_packing_do_not_matter(kind, policy_path, tmp_path):
     runs = []
     for size, accumulation, packing in ((8, 1, "auto"), (2, 4, "auto"), (4, 2, "off")):
         args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "packing": packing}
-        spec = of_kind(kind, policy_path, {**args, "max_steps": 2}, fixed=True)
-        runs.append(parameters(train(spec, str(tmp_path / f"{size}-{packing}"))))
+        args |= {"max_steps": 2, "learning_rate": 0.05, "value_clip": 0.001}
+        spec = of_kind(kind, policy_path, args, fixed=True)
+        runs.append(result(train(spec, str(tmp_path / f"{size}-{packing}"), reward_funcs=[some])))
     for other in runs[1:]:
-        assert largest_difference(other, runs[0]) < 1e-5
+        assert largest_difference(other.parameters, runs[0].parameters) < 1e-5
+        for name in ("loss", "policy_loss", "value_loss", "value_clip_ratio", "approx_kl"):
+            found, expected = ([entry[name] for entry in run.logs] for run in (other, runs[0]))
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-6), name
+    assert runs[0].logs[1]["approx_kl"] > 0.001 and runs[0].logs[1]["value_clip_ratio"] > 0.1
 
 
 @pytest.mark.slow
@@ -297,12 +302,53 @@ def test_two_processes_are_one(policy_path, tmp_path):
             assert found == pytest.approx(wanted, rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, tmp_path):
+    """Five of eight responses have no reward. Where every ratio is 1 the policy's part is minus the mean of the
+    advantages of the other three's tokens (and 0.5 k3 to the reference), the value's half their mean square.
+    """
+    expected = []
+    for size, accumulation, updates in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        split |= {"generation_batch_size": 8, "max_steps": updates, "learning_rate": 1e-9}
+        settings = {"beta": 0.5, "kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else "k3"}
+        args = {**split, **settings, "whiten_advantages": False, "value_coefficient": 0.7}
+        spec = specification(policy_path, args=args, fixed=True)
+        trainer = move_value_head(build(spec, str(tmp_path / f"{size}-{accumulation}"), reward_funcs=[few]))
+        trainer.train()
+        batches = trainer._buffered_inputs
+        for update, entry in enumerate(result(trainer).logs[:updates]):
+            totals = torch.zeros(3, dtype=torch.float64)
+            for batch in batches[update * accumulation : (update + 1) * accumulation]:
+                counted = batch["value_mask"].double()
+                loss = -batch["advantages"].double()
+                if kl_in == "loss":
+                    gap = batch["ref_per_token_logps"].double() - batch["old_per_token_logps"].double()
+                    loss = loss + 0.5 * (gap.exp() - 1 - gap)
+                errors = (batch["old_values"].double() - batch["returns"].double()).square() / 2
+                totals += torch.stack([(loss * counted).sum(), (errors * counted).sum(), counted.sum()])
+            policy, value = (totals[:2] / totals[2]).tolist()
+            assert entry["policy_loss"] == pytest.approx(policy, rel=1e-4)
+            assert entry["value_loss"] == pytest.approx(value, rel=1e-4)
+            assert entry["loss"] == pytest.approx(policy + 0.7 * value, rel=1e-4)
+            expected.append(policy)
+        scored = sum(batch["value_mask"].sum().item() for batch in batches)
+        assert 0 < 2 * scored < sum(batch["completion_mask"].sum().item() for batch in batches)
+    assert min(map(abs, expected)) > 0.01
+
+
+def some(completion_ids, row_id, **_):
+    return [None if row == "row2" else r for row, r in zip(row_id, thirds(completion_ids), strict=True)]
+
+
+def few(completion_ids, row_id, **_):
+    return [
+        r if row in ("row0", "row3", "row4") else None for row, r in zip(row_id, thirds(completion_ids), strict=True)
+    ]
+
+
 def test_what_could_not_be_scored_is_left_out(policy_path, tmp_path):
     """The responses to one prompt have no reward: they change neither statistics nor the value loss."""
-
-    def some(completion_ids, row_id, **_):
-        return [None if row == "row2" else r for row, r in zip(row_id, thirds(completion_ids), strict=True)]
-
     spec = specification(policy_path, args={"beta": 0.0, "max_steps": 1}, fixed=True)
     trainer = build(spec, str(tmp_path), reward_funcs=[some])
     trainer.train()

@@ -243,11 +243,14 @@ def _noticed_with_a_worker() -> None:
     assert preemption._asked == signal.SIGUSR1
     # One that is not told ends when its parent does.
     rows = iter(loader)
+    # Only one that has begun to load has the handlers that it keeps.
+    next(rows)
     worker = rows._workers[0]
     preemption._set_training(False)
     worker.terminate()
     try:
-        worker.join(5)
+        # It looks at what it was sent every 5 seconds, while it waits for rows to load.
+        worker.join(20)
     except RuntimeError as error:
         # torch's handler of SIGCHLD may be first to see it.
         assert f"exit code {128 + signal.SIGTERM}" in str(error)

@@ -72,7 +72,7 @@ def group_normalized(rewards: Tensor, group_size: int, std_ddof: int = 0, eps: f
     """GRPO: `(r - mean) / (std + eps)` within the group. [N].
 
     Args:
-        rewards: [N]; see the module for those that are not finite.
+        rewards: [N]; those that are not finite have no part in the statistics and advantages 0.
         group_size: responses per prompt.
         std_ddof: 0 for the population's standard deviation, 1 for the sample's. The paper does not say; TRL and verl
             take the sample's. Their ratio is `sqrt((G - 1) / G)`.

@@ -6,7 +6,7 @@ import importlib
 
 from trl_ext.data.benchmark import load_benchmark
 from trl_ext.data.conversation import encode_turn
-from trl_ext.data.schemas import PreferenceRow, PromptRow
+from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow
 from trl_ext.data.truncation import truncate_pair
 
 # Loaded when they are first used: packing imports torch.
@@ -16,7 +16,15 @@ _MODULE_OF_NAME = {
     "load_prompt_template": "trl_ext.data.templates",
 }
 
-__all__ = ["PreferenceRow", "PromptRow", "encode_turn", "load_benchmark", "truncate_pair", *_MODULE_OF_NAME]
+__all__ = [
+    "PreferenceRow",
+    "PromptRow",
+    "UnpairedRow",
+    "encode_turn",
+    "load_benchmark",
+    "truncate_pair",
+    *_MODULE_OF_NAME,
+]
 
 
 def __getattr__(name: str):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_ext.data.rows import RawSplit, build_split, read_jsonl
-from trl_ext.data.schemas import has_response_field
+from trl_ext.data.schemas import has_label_fields, has_response_field
 from trl_ext.files import local_path
 
 if TYPE_CHECKING:
@@ -32,12 +32,14 @@ def load_benchmark(
     - `"toy"`, the benchmark that comes with the library;
     - a folder of `{split}.jsonl` files, of which the known splits are loaded: `train_prefs`, `validation_prefs`,
       `test_prefs`, `train_gen`, `validation_gen`, `test_gen`;
-    - one JSONL file, which becomes `train_prefs` if its first row is a pair and `train_gen` if it is a prompt;
+    - one JSONL file, which becomes `train_prefs` if its first row is a pair or a labelled response, and `train_gen` if
+      it is a prompt;
     - a data set of the Hugging Face hub. Its splits `train`, `validation` and `test` become `*_prefs` or `*_gen` by
       their content; the known splits keep their names.
 
-    Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`; prompt splits `row_id` and `prompt`:
-    messages, or strings where the source is in TRL's plain format (`PreferenceRow`, `PromptRow`). Further columns of
+    Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`, or where their first row has a `label`
+    `row_id`, `prompt`, `completion`, `label`; prompt splits `row_id` and `prompt`: messages, or strings where the
+    source is in TRL's plain format (`PreferenceRow`, `UnpairedRow`, `PromptRow`). Further columns of
     strings, numbers or booleans are kept if every row has them, otherwise dropped with a warning. The data sets lie in
     memory.
 
@@ -77,14 +79,17 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
     if path.is_file():
         return _read_file(path, wanted)
     if _looks_like_path(name_or_path):
-        raise FileNotFoundError(f"no such benchmark file or folder: {path}; {_nearby(path)}")
+        raise FileNotFoundError(
+            f"no such benchmark file or folder: {path}; put files such as train_prefs.jsonl and test_gen.jsonl into a "
+            f"folder, and name it; {_nearby(path)}"
+        )
     return _read_hub(str(name_or_path), wanted)
 
 
 def _is_preference_split(name: str, split: RawSplit) -> bool:
     if name in KNOWN_SPLITS:
         return name.endswith("_prefs")
-    return split.holds_pairs
+    return split.holds_pairs or split.holds_labels
 
 
 def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
@@ -104,7 +109,7 @@ def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
 
 def _read_file(path: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
     split = read_jsonl(path)
-    name = "train_prefs" if split.holds_pairs else "train_gen"
+    name = "train_prefs" if _is_preference_split("", split) else "train_gen"
     if wanted not in (None, [name]):
         raise ValueError(f"{path} is one file and loads as the split {name!r}; it has no split {wanted[0]!r}")
     return {name: split}
@@ -134,7 +139,7 @@ def _hub_split_name(split_name: str, source: datasets.DatasetDict) -> str:
     if split_name not in GENERIC_SPLITS:
         return split_name
     columns = source[split_name].column_names
-    renamed = split_name + ("_prefs" if has_response_field(columns) else "_gen")
+    renamed = split_name + ("_prefs" if has_response_field(columns) or has_label_fields(columns) else "_gen")
     return split_name if renamed in source else renamed
 
 

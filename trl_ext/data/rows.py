@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from trl_ext.data.schemas import PreferenceRow, PromptRow, has_response_field
+from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow, has_label_fields, has_response_field
 from trl_ext.files import MAX_LINE_BYTES, brief, numbered_lines, parse_json, refuse_other_formats
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ SHOWN_CHARACTERS = 320
 SHOWN_COLUMNS = 20
 PROMPT_COLUMNS = ("row_id", "prompt")
 PREFERENCE_COLUMNS = ("row_id", "prompt", "chosen", "rejected")
+UNPAIRED_COLUMNS = ("row_id", "prompt", "completion", "label")
 # TRL tells the format of a data set by any one of these columns, so a left-over one could misname it.
 TRL_FORMAT_COLUMNS = {"prompt", "chosen", "rejected", "completion", "messages"}
 INT64_LIMIT = 2**63
@@ -54,6 +55,11 @@ class RawSplit:
     def holds_pairs(self) -> bool:
         """True if the first row is a preference pair; False as well where there is no row."""
         return bool(self.rows) and has_response_field(self.rows[0][1])
+
+    @property
+    def holds_labels(self) -> bool:
+        """True if the first row is a single response with a label."""
+        return bool(self.rows) and has_label_fields(self.rows[0][1])
 
 
 def read_jsonl(path: Path) -> RawSplit:
@@ -104,13 +110,21 @@ def first_few(problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
 def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> datasets.Dataset:
     """Check every row and build the data set.
 
+    Args:
+        split: the raw rows.
+        pairs: whether they are to be preference pairs, or labelled responses where the first row is one; else prompts.
+        skip_bad_rows: drop bad rows instead of raising.
+
     Raises:
         ValueError: the split is empty, a row is bad and `skip_bad_rows` is False, or no good row remains.
     """
     total = len(split.rows) + len(split.problems)
     if total == 0:
         raise ValueError(f"{split.source}: empty; expected at least one row")
-    rows, problems = _validate(split, PreferenceRow if pairs else PromptRow)
+    model, columns = (PreferenceRow, PREFERENCE_COLUMNS) if pairs else (PromptRow, PROMPT_COLUMNS)
+    if pairs and split.holds_labels:
+        model, columns = UnpairedRow, UNPAIRED_COLUMNS
+    rows, problems = _validate(split, model)
     problems = sorted([*split.problems, *problems], key=lambda problem: problem.position)
     if problems and not skip_bad_rows:
         raise ValueError(_describe(split, problems))
@@ -123,10 +137,12 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
         logger.warning("%s: dropped %d of %d rows (%s): %s", split.source, len(problems), total, counts, places)
         for problem in problems:
             logger.info("%s: dropped %s", split.source, _in_words(split, problem))
-    return _to_dataset(split.source, rows, PREFERENCE_COLUMNS if pairs else PROMPT_COLUMNS)
+    return _to_dataset(split.source, rows, columns)
 
 
-def _validate(split: RawSplit, model: type[PreferenceRow] | type[PromptRow]) -> tuple[list[dict], list[Problem]]:
+def _validate(
+    split: RawSplit, model: type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]
+) -> tuple[list[dict], list[Problem]]:
     rows, problems = [], []
     position_of_row_id: dict[str, int] = {}
     conversational = None

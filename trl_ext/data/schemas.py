@@ -1,7 +1,8 @@
-"""Row schemas: preference pairs and prompts, given in the benchmark's field names or in TRL's.
+"""Row schemas: preference pairs, labelled responses and prompts, in the benchmark's field names or in TRL's.
 
-Both models normalise a row to TRL's columns. `PreferenceRow` holds `prompt`, `chosen` and `rejected`: lists of
-messages, or strings throughout when the source is TRL's plain (non-chat) format. `PromptRow` holds `prompt`.
+They normalise a row to TRL's columns. `PreferenceRow` holds `prompt`, `chosen` and `rejected`: lists of messages, or
+strings throughout when the source is TRL's plain (non-chat) format. `UnpairedRow` holds `prompt`, `completion` and
+`label`, and `PromptRow` holds `prompt`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing_extensions import TypedDict
 PROMPT_FIELDS = ("prompt_messages", "prompt", "prompt_text")
 CHOSEN_FIELDS = ("chosen_text", "chosen")
 REJECTED_FIELDS = ("rejected_text", "rejected")
+LABEL_FIELDS = ("completion", "label")
 
 
 class Message(TypedDict):
@@ -132,6 +134,46 @@ class PreferenceRow(_Row):
         return self.rejected[-1]["content"] if self.conversational else self.rejected
 
 
+class UnpairedRow(_Row):
+    """A prompt with one response, and whether it is desirable: what KTO trains on.
+
+    The prompt is given as in `PromptRow`, the response as `completion`, a string or one assistant message. `prompt`
+    and `completion` that are both strings stay strings. Extra fields are kept.
+    """
+
+    completion: list[Message] | str
+    label: bool
+
+    @model_validator(mode="before")
+    @classmethod
+    def _normalize(cls, row: Any) -> Any:
+        if not isinstance(row, Mapping):
+            return row
+        fields = _present_fields(row)
+        name, prompt = _take(fields, PROMPT_FIELDS)
+        if name is None:
+            raise _missing(PROMPT_FIELDS)
+        for field in LABEL_FIELDS:
+            if field not in fields:
+                raise _missing((field,))
+        completion = fields["completion"]
+        if name == "prompt" and isinstance(prompt, str) and isinstance(completion, str):
+            _check_text("empty prompt", name, prompt)
+            text = completion
+        else:
+            prompt, completion = _prompt_messages(name, prompt), _response_messages("completion", completion)
+            text = _response_text("completion", completion)
+        _check_text("empty response", "completion", text)
+        if not isinstance(fields["label"], bool):
+            raise _problem("invalid label", "label", f"must be true or false, is {fields['label']!r}")
+        return {**fields, "prompt": prompt, "completion": completion}
+
+
+def has_label_fields(names: Iterable[str]) -> bool:
+    """True if the field names are those of a labelled response, and of no pair."""
+    return {*LABEL_FIELDS} <= {*names} and not has_response_field(names)
+
+
 def has_response_field(names: Iterable[str]) -> bool:
     """True if one of the field names is a response's, which makes the row a pair rather than a prompt."""
     return not {*CHOSEN_FIELDS, *REJECTED_FIELDS}.isdisjoint(names)
@@ -143,8 +185,8 @@ def _problem(reason: str, field: str, message: str) -> PydanticCustomError:
 
 
 def _missing(names: tuple[str, ...]) -> PydanticCustomError:
-    others = " or ".join(names[1:])
-    return _problem("missing field", names[0], f"missing (or {others})")
+    others = f" (or {' or '.join(names[1:])})" if names[1:] else ""
+    return _problem("missing field", names[0], f"missing{others}")
 
 
 def _present_fields(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,14 +121,19 @@ def error_of_mean(prompt, seed, rest, prompts: int, seeds: int):
     """Standard error and degrees of freedom of a mean over P prompts and S seeds, from the three mean squares.
 
     The variance is (MS_prompt + MS_seed - MS_rest) / (P S), and no less than MS_prompt / (P S) or MS_seed / (P S),
-    which it would be without the other's effect. It is a sum of mean squares, to which Satterthwaite (1946) gives the
-    degrees of freedom (MS_prompt + MS_seed - MS_rest)^2 / (MS_prompt^2 / (P - 1) + MS_seed^2 / (S - 1) + MS_rest^2 /
-    ((P - 1)(S - 1))), here no fewer than the lesser of P - 1 and S - 1. The same variance and a similar approximation
-    serve studies of readers and cases (Obuchowski and Rockette 1995, Hillis 2007).
+    which it would be without the other's effect, nor than MS_rest / (P S), which it would be without either's. Without
+    the last bound, which costs no coverage to speak of, values that differ could have a variance of 0, and with it a
+    difference that is certain. It is a sum of mean squares, to which Satterthwaite (1946) gives the degrees of freedom
+    (MS_prompt + MS_seed - MS_rest)^2 / (MS_prompt^2 / (P - 1) + MS_seed^2 / (S - 1) + MS_rest^2 / ((P - 1)(S - 1))),
+    here no fewer than the lesser of P - 1 and S - 1. The same variance and a similar approximation serve studies of
+    readers and cases (Obuchowski and Rockette 1995, Hillis 2007).
 
-    The interval is approximate. Simulated with normal effects, it covers the truth in 92 to 99% of cases with 3 seeds
-    and in 94 to 98% with 5. It is widest for its purpose where seeds do not matter, which few seeds cannot show, and
-    covers least where they matter more than prompts. Arrays of mean squares give arrays.
+    The interval is approximate. Simulated with normal effects and 40 or more prompts, it covers the truth in 92 to 99%
+    of cases with 3 seeds and in 94 to 99% with 5; with 2 seeds in 97 to 99% where seeds do not matter, and in 87 to
+    94% where they do. It is widest for its purpose where seeds do not matter, which few seeds cannot show, and covers
+    least where they matter more than prompts. Stricter levels suffer more: where a test at 0.05 rejects a true null in
+    7.6% of cases (3 seeds whose part of the variance is ten times that of 100 prompts), one at 0.05 / 11 does in 2.5%
+    and not in 0.45%. Arrays of mean squares give arrays.
     """
     total = numpy.maximum(numpy.maximum(prompt, seed), numpy.maximum(rest, prompt + seed - rest))
     squares = prompt**2 / (prompts - 1) + seed**2 / (seeds - 1) + rest**2 / ((prompts - 1) * (seeds - 1))
@@ -201,7 +206,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Adjusted p-values of k tests, in their order (Holm 1979): the i-th smallest times k - i + 1, never decreasing.
 
     Calling a difference where the adjusted p-value is at most alpha is wrong about any of them with a chance of at
-    most alpha, however the tests depend on each other.
+    most alpha, however the tests depend on each other, if each keeps its own level: see `error_of_mean` of few seeds.
     """
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
@@ -240,10 +245,11 @@ def crossed_bootstrap(values, *, draws: int = DRAWS, seed: int = 0) -> tuple[flo
 def power(effect: float, variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
     """The chance that a true difference `effect` is found with P prompts and S seeds, at a two-sided level alpha.
 
-    The test's own standard error and degrees of freedom vary from study to study, as few seeds tell little of how seeds
-    differ. So this is the mean of P(|mean| > t SE) over equally likely pairs of MS_prompt and MS_seed, which with
-    normal effects are chi-squared with P - 1 and S - 1 degrees of freedom and independent of the mean; MS_rest, which
-    has the most, is left at its expectation. It takes the variances for known.
+    The test's own standard error and degrees of freedom vary from study to study, as few seeds tell little of how
+    seeds differ. So this is the mean of P(|mean| > t SE) over equally likely pairs of MS_prompt and MS_seed, which
+    with normal effects are chi-squared with P - 1 and S - 1 degrees of freedom and independent of the mean; MS_rest,
+    which has the most, is left at its expectation. Simulated studies find the difference in 78 to 82% of cases where
+    this says 80%. It takes the variances for known, which few seeds tell roughly.
 
     Raises:
         ValueError: fewer than two prompts or seeds, or no variance at all.
@@ -283,7 +289,11 @@ def seeds_needed(effect: float, variances: Variances, prompts: int, alpha: float
 
 
 def _fewest(power_of: Callable[[int], float]) -> int | None:
-    """The least count from 2 on whose power is enough; power rises with the count."""
+    """The least count from 2 on whose power is enough.
+
+    Power rises with the count. With two or three seeds it falls slightly again beyond many prompts, where the test
+    holds its level better: searched is the way up.
+    """
     low, high = 1, 2
     while power_of(high) < POWER:
         low, high = high, 2 * high

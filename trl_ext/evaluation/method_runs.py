@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,14 +132,14 @@ def metric_values(runs: Sequence[MethodRun], metric: str) -> tuple[dict[tuple[st
 def budget(run: MethodRun) -> dict[str, Any]:
     """What a run cost: `samples` of the kind `unit`, `optimizer_steps`, `training_seconds`, and `reward_seconds`.
 
-    Samples are pairs times passes, or sampled responses. `reward_seconds` is the time of its reward models' runs, 0
-    without reward models. What a run does not tell is None.
+    Samples are the rows of all optimizer steps, or sampled responses. `reward_seconds` is the time of its reward
+    models' runs, 0 without reward models. What a run does not tell is None.
     """
     found = {name: number(run.results, "run", name) for name in _SAMPLES}
     name = next((name for name, value in found.items() if value is not None), None)
     samples = None if name is None else found[name]
     if samples is not None and name != "sampled_responses":
-        samples = None if run.epochs is None else round(samples * run.epochs)
+        samples = _rows_seen(run, int(samples))
     rewards = [_reward_seconds(run.folder, path) for path in pick(run.results, "run", "reward_models") or []]
     return {
         "samples": samples,
@@ -147,6 +148,23 @@ def budget(run: MethodRun) -> dict[str, Any]:
         "training_seconds": number(run.results, "run", "training_seconds"),
         "reward_seconds": None if None in rewards else float(sum(rewards)),
     }
+
+
+def _rows_seen(run: MethodRun, rows: int) -> int | None:
+    """How many rows a run over `rows` rows learned from, each as often as it came.
+
+    By its optimizer steps, of which the last of an epoch is smaller; where its settings are not known, by its epochs,
+    of which a part is a part of the steps and not of the rows.
+    """
+    steps = number(run.results, "run", "optimizer_steps")
+    sizes = [number(run.settings, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    sizes.append(number(run.results, "run", "processes"))
+    if steps is None or None in sizes:
+        return None if run.epochs is None else round(rows * run.epochs)
+    batch = int(math.prod(sizes))
+    per_epoch = rows // batch if run.settings.get("dataloader_drop_last") else math.ceil(rows / batch)
+    epochs, rest = divmod(int(steps), max(per_epoch, 1))
+    return epochs * min(rows, per_epoch * batch) + rest * batch
 
 
 def mean_budget(budgets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -25,7 +25,12 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Mean of `values` where `mask` is 1; NaN where the mask selects nothing, as a mean of nothing is not a number.
 
-    Args and shapes are those of `masked_sum`. `aggregate` is the reduction that counts an empty row as 0.
+    `aggregate` is the reduction that counts an empty row as 0.
+
+    Args:
+        values: any shape.
+        mask: a shape that broadcasts with that of `values`.
+        dim: the dimension to reduce; None for all of them.
     """
     values, counts = torch.broadcast_tensors(values, mask != 0)
     count = counts.sum() if dim is None else counts.sum(dim)
@@ -35,7 +40,11 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 def masked_normalize(values: Tensor, mask: Tensor, constant: float, dim: int | None = None) -> Tensor:
     """Sum of `values` where `mask` is 1, divided by `constant` whatever the number of tokens.
 
-    Args and shapes are those of `masked_sum`.
+    Args:
+        values: any shape.
+        mask: a shape that broadcasts with that of `values`.
+        constant: what the sum is divided by.
+        dim: the dimension to reduce; None for all of them.
 
     Raises:
         ValueError: `constant` is not positive.

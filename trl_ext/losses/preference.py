@@ -17,7 +17,7 @@ from trl_ext.registry import preference_loss
 
 @dataclass
 class PreferenceScores:
-    """What a preference loss sees of a batch of B pairs; every tensor has shape
+    """What a preference loss sees of a batch of B pairs; every tensor has the shape [B].
 
     Attributes:
         chosen, rejected: sums of the policy's token log-probabilities over the response, in nats.
@@ -202,7 +202,7 @@ def aot(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """AOT: the chosen log-ratios should dominate the rejected ones as distributions, quantile by quantile.
 
     Chosen and rejected log-ratios are sorted over the batch, each chosen meets the rejected one of its own rank, and
-    the logistic loss is taken of their difference; entry i is the loss of chosen response i. Which response was
+    the loss is `l(beta d)` of their difference d; entry i is the loss of chosen response i. Which response was
     rejected for which prompt plays no part. Melnyk et al. 2024, arXiv 2406.05882, the unpaired form (TRL's
     `aot_unpaired`); the Berkeley course takes beta 0.2.
     """
@@ -214,8 +214,9 @@ def aot(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
 def aot_paired(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """AOT on paired data: the policy's margins should dominate the reference's, quantile by quantile.
 
-    The margins `chosen - rejected` of policy and reference are sorted over the batch and compared rank by rank; entry
-    i is the loss of pair i. Melnyk et al. 2024, arXiv 2406.05882, the paired form (TRL's `aot`).
+    The margins `chosen - rejected` of policy and reference are sorted over the batch, and the loss is `l(beta d)` of
+    their difference d rank by rank; entry i is the loss of pair i. Melnyk et al. 2024, arXiv 2406.05882, the paired
+    form (TRL's `aot`).
     """
     margin = scores.chosen - scores.rejected
     reference_margin = scores._reference(scores.ref_chosen) - scores._reference(scores.ref_rejected)

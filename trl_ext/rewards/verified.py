@@ -37,20 +37,30 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
 
 
 def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response whose answer is in its last `\\boxed{...}`; arguments are those of `r1_zero_reward`.
+    """The reward of a response whose answer is in its last `\\boxed{...}`.
 
     Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1; the reward is that of the answer. The form is
     right where that box is closed. `\\fbox{}` and `\\boxed 5` are no boxes.
+
+    Args:
+        response: what follows the prompt.
+        ground_truth: text, a number, `\\boxed{...}`, or a list of those of which any one will do.
+        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
     """
     answer = last_boxed(response)
     return _graded(answer is not None, answer, ground_truth, fast)
 
 
 def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response whose answer is its last number; arguments are those of `r1_zero_reward`.
+    """The reward of a response whose answer is its last number.
 
     Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1; to have a number is all of the form, and the
     reward is that of the answer. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
+
+    Args:
+        response: what follows the prompt.
+        ground_truth: text, a number, or a list of those of which any one will do.
+        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
     """
     answer = parse_gsm8k_response(response)
     return _graded(answer is not None, answer, ground_truth, fast)

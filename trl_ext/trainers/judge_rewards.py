@@ -22,16 +22,22 @@ class JudgeRewards:
         args: the trainer's configuration; its `reward_errors` says whether a judge that fails stops the run.
 
     Raises:
-        ValueError: the responses to a prompt would be divided among processes.
+        ValueError: the responses to a prompt would be divided among processes, in training or in evaluation.
     """
+
+    # A response by itself has nothing to be compared with.
+    scores_groups = True
 
     def __init__(self, judge: PairwiseJudge | Callable, group_size: Callable[[], int], args):
         local = args.per_device_train_batch_size * args.steps_per_generation
-        if local % args.num_generations:
-            raise ValueError(
-                f"a judge compares the responses to a prompt on one process, and {local} responses per process do not "
-                f"divide into groups of num_generations {args.num_generations}: change per_device_train_batch_size or "
-                "generation_batch_size"
+        change = "per_device_train_batch_size or generation_batch_size"
+        _check_whole_groups(local, args.num_generations, "num_generations", change)
+        if args.eval_strategy != "no":
+            _check_whole_groups(
+                args.per_device_eval_batch_size,
+                args.num_generations_eval or args.num_generations,
+                "num_generations_eval",
+                "per_device_eval_batch_size",
             )
         self.judge = judge
         self.group_size = group_size
@@ -42,6 +48,8 @@ class JudgeRewards:
         self, prompts: list, completions: list, finished: list[bool] | None = None, **_: Any
     ) -> list[float | None]:
         size = self.group_size()
+        # An evaluation by hand comes here without the check above.
+        _check_whole_groups(len(completions), size, "num_generations_eval", "per_device_eval_batch_size")
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         ended = [True] * len(texts) if finished is None else finished
         pairs = [
@@ -67,3 +75,11 @@ class JudgeRewards:
                 points[one].append(share)
                 points[other].append(1 - share)
         return [sum(won) / len(won) if won else None for won in points]
+
+
+def _check_whole_groups(count: int, size: int, name: str, change: str) -> None:
+    if count % size:
+        raise ValueError(
+            f"a judge compares the responses to a prompt on one process, and {count} responses per process do not "
+            f"divide into groups of {name} {size}: change {change}"
+        )

@@ -80,11 +80,12 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
     their beginning and responses their end, each at its own limit; and one line says how the two labels weigh.
 
     Training goes over the rows in their order, since a row's divergence is estimated with its neighbour's response:
-    shuffle data of your own, and let neighbours answer different prompts.
+    shuffle data of your own, and let neighbours answer different prompts. Neighbours are rows of one batch of
+    `per_device_train_batch_size`, held-out rows too; a last row that is alone in its batch is left out with a warning.
 
     Raises:
         TypeError: `args` is not a `KTOConfig`.
-        ValueError: a column is missing, a label is not true or false, or all labels are alike.
+        ValueError: a column is missing, a label is not true or false, all labels are alike, or there is only one row.
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "trl_ext", "kto"]
@@ -101,13 +102,16 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
             )
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(kwargs.get(name), Dataset):
-                kwargs[name] = _labelled(kwargs[name], name, args.seed)
+                kwargs[name] = _with_neighbours(kwargs[name], name, args)
         if isinstance(kwargs.get("train_dataset"), Dataset):
             _say_how_labels_weigh(_check_labels(kwargs["train_dataset"]), args)
         super().__init__(model, ref_model, args, **kwargs)
         self.packing = pack_trainer(self)
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        if isinstance(dataset, Dataset):
+            # Also of what `evaluate` is given, and of held-out sets by name.
+            dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         prompt, response = args.max_prompt_tokens, args.max_response_tokens
 
@@ -116,6 +120,28 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
             return {"prompt_ids": row["prompt_ids"] if prompt is None else row["prompt_ids"][-prompt:], **ends}
 
         return dataset if prompt is None and response is None else dataset.map(truncate)
+
+
+def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
+    """Labelled rows, each of which has another one in its batch to take a response from.
+
+    TRL pairs the prompts of a batch with the responses of the rows before them. It would pair a row that is alone with
+    itself. Its divergence would be its own log-ratio, and a desirable response would keep its loss of one half and its
+    gradient however likely it becomes.
+    """
+    dataset = _labelled(dataset, name, args.seed)
+    count, batch = len(dataset), args.per_device_train_batch_size
+    if args.loss_type != "kto" or count % batch != 1:
+        return dataset
+    if count == 1:
+        raise ValueError(
+            f"{name} has one row: KTO pairs each prompt with the response to another, so give two or more"
+        )
+    warn_once_per_run(
+        f"{name}: the last of {count} rows is left out, as batches of {batch} leave it without a neighbour whose "
+        "response KTO's divergence needs"
+    )
+    return dataset.select(range(count - 1))
 
 
 def _labelled(dataset: Dataset, name: str, seed: int) -> Dataset:

@@ -27,13 +27,14 @@ from trl_ext.rollouts.replay import (
     effective_sample_size,
     importance_weights,
     replayed_count,
-    weighted_mean,
 )
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference_config import OnlinePreferenceConfig
 from trl_ext.trainers.pair_batches import SampledPairMetrics, deal_pairs, encode_pairs, forward_rows, weighted_shares
 from trl_ext.trainers.policy import PolicyTrainer
+from trl_ext.trainers.reward_version import reward_version
+from trl_ext.trainers.scoring_temperature import ScoringTemperature
 from trl_ext.trainers.window import CoupledShare, Window, join_scores, map_scores
 
 REPLAY_FILE = "replay.safetensors"
@@ -49,6 +50,9 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     The gradient of an update is that of the mean over its pairs (with importance weights, the self-normalised mean),
     however they are divided into micro-batches and processes. A batch-coupled loss sees the whole optimizer batch; so
     do importance weights. With accumulated micro-batches either costs a second forward pass, without gradients.
+    Loss, reference and what is logged of pairs are of log-probabilities at temperature 1, as offline, whatever
+    temperature responses are sampled at; importance weights are of the distributions that are sampled from, which
+    costs one more pass where that is another.
 
     Logged beside TRL's metrics of the rollout: `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
     `rewards/accuracies`, `logps/chosen` and `logps/rejected` as in TRL's `DPOTrainer`; `kl`, the mean log-ratio to the
@@ -81,6 +85,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             args = self._config_class()
         functions = [] if reward_funcs is None else reward_funcs
         functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        self._has_judge = judge is not None
         if judge is not None:
             functions.append(JudgeRewards(judge, self._group_size, args))
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
@@ -88,7 +93,8 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
         self._pair_window: Window | None = None
         super().__init__(model, functions, args, **kwargs)
-        self._reward_version = _reward_version(self)
+        # What only a replay reads, at the price of reading the files of reward models.
+        self._reward_version = reward_version(self) if args.replay_capacity else ""
         self.replay = self._make_replay() if args.replay_capacity else None
 
     @property
@@ -99,6 +105,10 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     @beta.setter
     def beta(self, value: float) -> None:
         self._beta = value if self.objective.needs_reference else 0.0
+
+    def _fit_trl_to_objective(self) -> None:
+        super()._fit_trl_to_objective()
+        self.scoring = ScoringTemperature(self)
 
     def _group_size(self) -> int:
         return self.num_generations if self.model.training else self.num_generations_eval
@@ -160,6 +170,13 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         return pairs
 
     # ---- Seam one: from scored responses to pairs ----
+
+    def _weighted_sum(self, rewards: Tensor) -> Tensor:
+        total = super()._weighted_sum(rewards)
+        if not self._has_judge:
+            return total
+        # A response that the judge, the last function, could not compare has not lost its comparisons.
+        return total.masked_fill(rewards[:, -1].isnan(), float("nan"))
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -240,15 +257,16 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     @torch.no_grad()
     def _sampling_log_probs(self, output: dict) -> Tensor:
         """Log-probabilities of the responses under the policy that has just sampled them, [n, T]."""
-        if output.get("old_per_token_logps") is not None:
+        if output.get("old_per_token_logps") is not None and not self.scoring.differs:
             return output["old_per_token_logps"]
-        log_probs, _, _ = self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-            torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-            output["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-        )
+        with self.scoring.of_the_sampler():
+            log_probs, _, _ = self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+                output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
         return log_probs
 
     # ---- Seam two: from log-probabilities to the loss ----
@@ -285,7 +303,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         scores, auxiliary_loss = self._score(model, inputs, log=True)
         preference, counted = self.objective.preference, inputs["counted"]
         if not training:
-            loss = weighted_mean(preference(scores), counted)
+            loss = self._held_out_mean(scores, counted)
         elif self._looks_ahead:
             window = inputs["window"]
             if window.coupled is None:
@@ -326,20 +344,16 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         return scores, auxiliary_loss
 
     def _look_ahead(self, model, window: Window, scores: PreferenceScores) -> list[CoupledShare]:
-        """What each micro-batch of this update contributes: a pass without gradients over several, none over one.
-
-        The passes leave the random state as they found it, so that those that train draw the same dropout masks.
-        """
+        """What each micro-batch of this update contributes: a pass without gradients over several, none over one."""
         batches, window.pending = window.pending, None
-        parts = [scores]
-        if len(batches) > 1:
-            devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-            with torch.no_grad(), torch.random.fork_rng(devices=devices):
-                parts = [self._score(model, batch)[0] for batch in batches]
-        whole = join_scores([map_scores(Tensor.detach, part) for part in parts])
+        parts = self._score_ahead(model, batches) if len(batches) > 1 else [scores]
+        whole = present = join_scores([map_scores(Tensor.detach, part) for part in parts])
+        if self.scoring.differs and self.args.replay_weights != "none":
+            with self.scoring.of_the_sampler():
+                present = join_scores(self._score_ahead(model, batches))
         sampler = torch.cat([batch["sampler"] for batch in batches]).sum(dim=1)
         weights = importance_weights(
-            whole.chosen + whole.rejected - sampler,
+            present.chosen + present.rejected - sampler,
             self.args.replay_weights,
             lengths=whole.chosen_length + whole.rejected_length,
             cap=self.args.replay_weight_cap,
@@ -354,6 +368,12 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             metrics["replay/weight_max"].append(weights.max().item())
         return shares
 
+    def _score_ahead(self, model, batches: list[dict]) -> list[PreferenceScores]:
+        """Leaves the random state as it is, so that the passes that train draw the same dropout masks."""
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            return [self._score(model, batch)[0] for batch in batches]
+
 
 class _Response(NamedTuple):
     """A sampled response and its log-probabilities under the policy that sampled it and under the reference."""
@@ -362,10 +382,3 @@ class _Response(NamedTuple):
     response_ids: array
     log_prob: float
     ref_log_prob: float
-
-
-def _reward_version(trainer: PolicyTrainer) -> str:
-    """What labels responses, as text: rewards by name with their weights, and the penalty."""
-    weights = trainer.reward_weights.tolist()
-    parts = [f"{weight:g} {name}" for weight, name in zip(weights, trainer.reward_func_names, strict=True)]
-    return f"{', '.join(parts)}, missing end {trainer.args.missing_eos_penalty:g}"

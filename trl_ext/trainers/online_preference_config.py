@@ -118,7 +118,8 @@ class OnlinePreferenceConfig(PolicyConfig):
         metadata={
             "help": "Importance weights of pairs that an earlier policy sampled: none; sequence, the ratio of the "
             "pair's probabilities; length_normalized, its geometric mean over tokens. The loss is then sum(w l) / "
-            "sum(w) over the optimizer batch. With accumulated micro-batches that costs another forward pass."
+            "sum(w) over the optimizer batch. That costs another forward pass with accumulated micro-batches, and one "
+            "with a temperature other than 1, at which the weights are and the loss is not."
         },
     )
     replay_weight_cap: float = field(default=2.0, metadata={"help": "The largest importance weight."})

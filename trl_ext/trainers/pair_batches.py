@@ -54,8 +54,8 @@ def encode_pairs(
     groups: dict[bytes, int] = {}
     batch = {
         "prompt_ids": prompt_ids,
-        "prompt_mask": prompt_mask,
         "completion_ids": completion_ids.unflatten(0, (-1, 2)),
+        "prompt_mask": prompt_mask,
         "completion_mask": completion_mask.unflatten(0, (-1, 2)),
         "sampler": torch.tensor([[pair.chosen_log_prob, pair.rejected_log_prob] for pair in pairs]),
         "reference": torch.tensor([[pair.ref_chosen, pair.ref_rejected] for pair in pairs]),
@@ -155,7 +155,31 @@ def weighted_shares(
 
 
 class SampledPairMetrics:
-    """For a trainer on batches of pairs: what TRL logs of pairs, over those that count and over their tokens."""
+    """For a trainer on batches of pairs: what TRL logs of pairs, over those that count and over their tokens.
+
+    The held-out loss of a batch-coupled loss is that of all held-out pairs as one batch.
+    """
+
+    # Scores of the held-out pairs of an evaluation in progress, over all processes; none for other losses.
+    _held_out: list[PreferenceScores] | None = None
+
+    def _held_out_mean(self, scores: PreferenceScores, counted: Tensor) -> Tensor:
+        """The mean loss of the pairs of a held-out micro-batch that count; 0 where none does."""
+        preference, keep = self.objective.preference, counted.bool()
+        if preference.batch_coupled:
+            everywhere = self.accelerator.gather(counted).bool()
+            gathered = map_scores(lambda values: self.accelerator.gather(values.detach())[everywhere], scores)
+            self._held_out = [*(self._held_out or []), gathered]
+        if not keep.any():
+            return counted.new_zeros(())
+        return preference(map_scores(lambda values: values[keep], scores)).mean()
+
+    def _held_out_loss(self) -> float | None:
+        parts, self._held_out = self._held_out, None
+        loss = super()._held_out_loss()
+        if parts is None or not any(len(part.chosen) for part in parts):
+            return loss
+        return self.objective.preference(join_scores(parts)).mean().item()
 
     def _micro_batch_counts(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
         tokens = inputs["completion_mask"].sum(dim=(1, 2)) * inputs["counted"]

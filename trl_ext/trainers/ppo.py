@@ -27,7 +27,8 @@ class PPOTrainer(PolicyTrainer):
     Takes what `PolicyTrainer` takes, with a `PPOConfig`. A response's score is the reward of its last token, even
     where it was cut: there is no bootstrap at `max_completion_length`. With `kl_in="reward"`, beta times k1 of a token
     is taken off that token's reward. Values, returns and advantages are computed once per rollout, and returns before
-    advantages are whitened. A response that could not be scored takes no part in whitening and the value loss.
+    advantages are whitened. A response that could not be scored takes no part in whitening and in the loss, whose
+    means are over the tokens of the others.
 
     Logged beside what `PolicyTrainer` logs (whose `advantages/` are of each response's mean): `policy_loss`,
     `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the rollout's policy
@@ -140,6 +141,8 @@ class PPOTrainer(PolicyTrainer):
             advantages = clip_advantages(advantages, self.objective.advantage_clip)
         advantages = advantages.masked_fill(counted == 0, 0)
         output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
+        # What a step that spans several rollouts divides by.
+        output["num_items_in_batch"] = self._sum_up(counted.sum())
         self._log_rollout_values(mode, values, returns, counted, advantages, mask)
         return output
 
@@ -174,6 +177,24 @@ class PPOTrainer(PolicyTrainer):
         log_advantages(self, mode, gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)))
 
     # ---- Seam two: from log-probabilities and values to the loss ----
+
+    @staticmethod
+    def _token_mask(inputs: dict) -> Tensor:
+        """1 where the policy chose the token, and its response could be scored. [B, T]."""
+        return inputs["value_mask"] if "value_mask" in inputs else PolicyTrainer._token_mask(inputs)
+
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        # TRL's metrics are of all tokens.
+        tokens = PolicyTrainer._token_mask(inputs).sum()
+        counts = super()._micro_batch_counts(inputs)
+        return {**counts, "tokens": tokens, "scored": counts["tokens"]}
+
+    def _loss_weight(self) -> str:
+        return "scored" if super()._loss_weight() == "tokens" else "rows"
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        own = dict.fromkeys(("value_loss", "value_clip_ratio", "approx_kl"), "scored")
+        return {**super()._step_metrics(mode), **own}
 
     @property
     def _needs_token_count(self) -> bool:

@@ -13,6 +13,7 @@ from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
 from trl_ext.trainers.policy_config import _OBJECTIVE_FIELDS, PolicyConfig
+from trl_ext.trainers.ppo_rollout import LARGEST_ERROR
 
 VALUE_MODELS = ("shared", "adapter", "separate")
 
@@ -83,7 +84,11 @@ class PPOConfig(PolicyConfig):
         default=0.95, metadata={"help": "Of generalized advantage estimation: 1 for whole returns, 0 for one step."}
     )
     whiten_rewards: bool = field(
-        default=False, metadata={"help": "Divide the rewards of tokens by their standard deviation in the rollout."}
+        default=False,
+        metadata={
+            "help": "Whiten the rewards of tokens in the rollout and add their mean back: (r - m) / s + m, by which a "
+            "token without a reward has m (1 - 1 / s), a penalty on length where m > 0 and s < 1."
+        },
     )
     whiten_advantages: bool = field(
         default=True, metadata={"help": "Give the advantages of a rollout's tokens mean 0 and standard deviation 1."}
@@ -108,6 +113,13 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
+        if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
+            raise ValueError(
+                f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
+                f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
+                f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least, and to many times that for a "
+                "smooth course"
+            )
 
     def build_objective(self) -> PolicyObjective:
         """PPO's policy loss with its settings resolved.

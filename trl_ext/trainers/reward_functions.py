@@ -65,7 +65,8 @@ def reward_columns(
         completion_ids: the responses as token ids.
 
     Returns:
-        Name -> one finite reward per row, None where there is none. Modules, which TRL scores itself, are left out.
+        Name -> one finite reward per row, None where there is none. Modules, which TRL scores itself, and functions
+        that score groups are left out.
 
     Raises:
         RewardError: a function failed, and errors are not skipped.
@@ -89,6 +90,9 @@ def reward_columns(
     for name, given in trainer.plain_reward_functions.items():
         # As it is without shaping: statistics of a batch mean nothing here, and running ones are of training.
         function = innermost(given)
+        if getattr(function, "scores_groups", False):
+            # It compares the responses to a prompt, and these are one to each.
+            continue
         if function is not given and function_name(function) not in columns:
             name = function_name(function)
         rewards = guard.wrap(function)(**arguments)

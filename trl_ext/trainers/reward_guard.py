@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from trl_ext.trainers.faults import TrainingFault
@@ -31,8 +31,11 @@ class RewardGuard:
     reported with its row, passed on as None, and its row is remembered in `not_finite`. Rows that a function failed on
     are in `failed`. Neither has a reward, whatever other functions say.
 
+    A function that raises is called again with each row by itself, to find those at fault; one with a true attribute
+    `scores_groups`, whose rows mean nothing by themselves, has failed on all rows of the call.
+
     Args:
-        on_error: what to do when a function raises: "raise" a `RewardError` that names the row, or "skip" the rows
+        on_error: what to do when a function raises: "raise" a `RewardError` that names the rows, or "skip" the rows
             that it fails on, which then have no reward.
         limit: seconds that a call may take (`time_limit` says what can be interrupted); None or 0 for no limit. An
             asynchronous function is cancelled where it awaits. A call without an end fails on all of its rows.
@@ -60,6 +63,8 @@ class RewardGuard:
                 except Stalled:
                     return self._stalled(name, dict(enumerate(self._rows(arguments))))
                 except Exception as error:
+                    if getattr(function, "scores_groups", False):
+                        return self._failed_together(name, arguments, error)
                     rewards = [await self._one_async(function, i, row) for i, row in enumerate(self._rows(arguments))]
                     self._check_joint_failure(name, rewards, arguments, error)
                 return self._finite(name, rewards, arguments)
@@ -71,6 +76,8 @@ class RewardGuard:
                 except Stalled:
                     return self._stalled(name, dict(enumerate(self._rows(arguments))))
                 except Exception as error:
+                    if getattr(function, "scores_groups", False):
+                        return self._failed_together(name, arguments, error)
                     rewards = [self._one(function, i, row) for i, row in enumerate(self._rows(arguments))]
                     self._check_joint_failure(name, rewards, arguments, error)
                 return self._finite(name, rewards, arguments)
@@ -121,16 +128,23 @@ class RewardGuard:
 
     def _stalled(self, name: str, rows: dict[int, dict[str, Any]]) -> list[None]:
         """What a call without an end leaves: no reward for its rows, by their indices."""
-        named = list(dict.fromkeys(_describe(row) for row in rows.values()))
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
         message = (
             f"the reward function {name!r} did not come back within {self.limit:g} seconds (reward_timeout), given "
-            f"{', '.join(named[:_MOST_NAMED])}{more}"
+            f"{_list(rows.values())}"
         )
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)")
         logger.warning(message)
         self.failed.update(rows)
+        return [None] * len(rows)
+
+    def _failed_together(self, name: str, arguments: dict[str, Any], error: Exception) -> list[None]:
+        rows = list(self._rows(arguments))
+        message = f"the reward function {name!r} failed on {_list(rows)}: {type(error).__name__}: {error}"
+        if self.on_error == "raise":
+            raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
+        logger.warning(message)
+        self.failed.update(range(len(rows)))
         return [None] * len(rows)
 
     def _failed(self, name: str, index: int, row: dict[str, Any], error: Exception) -> None:
@@ -181,6 +195,13 @@ def function_name(function: Callable) -> str:
 
 def ignore(*arguments: Any) -> None:
     """Stands in for `log_extra` and `log_metric` where what a function reports is not wanted."""
+
+
+def _list(rows: Iterable[dict[str, Any]]) -> str:
+    """Rows as text, each once, and a number for what would be too many."""
+    named = list(dict.fromkeys(map(_describe, rows)))
+    more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
+    return f"{', '.join(named[:_MOST_NAMED])}{more}"
 
 
 def _describe(row: dict[str, Any]) -> str:
