@@ -66,7 +66,8 @@ def group_normalized(rewards, group_size, std_ddof=0, eps=1e-6):
         group = rewards[start : start + group_size]
         mean = sum(group) / group_size
         variance = sum((reward - mean) ** 2 for reward in group) / (group_size - std_ddof)
-        advantages[start : start + group_size] = (group - mean) / (variance.sqrt() + eps)
+        if (group != group[0]).any():
+            advantages[start : start + group_size] = (group - mean) / (variance.sqrt() + eps)
     return advantages
 
 
@@ -99,7 +100,7 @@ def kl_estimate(log_probs, ref_log_probs, kind):
 def aggregate(losses, mask, kind, *, constant=None, token_count=None):
     kept = torch.where(mask > 0, losses, 0.0)
     if kind == "token_mean":
-        return kept.sum() / mask.sum()
+        return kept.sum() / (mask.sum() if token_count is None else token_count)
     sums = kept.sum(dim=1)
     per_row = {"sequence_mean": sums / mask.sum(dim=1).clamp(min=1), "sum": sums}
     return (per_row[kind] if kind in per_row else sums / constant).mean()
@@ -219,6 +220,7 @@ def compute_group_normalized_rewards(
     advantages = groups - groups.mean(dim=-1, keepdim=True)
     if normalize_by_std:
         advantages = advantages / (groups.std(dim=-1, keepdim=True) + advantage_eps)
+    advantages[(groups == groups[:, :1]).all(dim=-1)] = 0
     return advantages.flatten(), rewards, {"mean": rewards.mean().item()}
 
 
@@ -229,8 +231,11 @@ def parse_gsm8k_response(model_output):
 
 def parse_mmlu_response(mmlu_example, model_output):
     stated = re.findall(r"answer is \(?([A-D])\b", model_output)
-    marked = re.findall(r"\(([A-D])\)", model_output)
-    return stated[-1] if stated else marked[0] if marked else None
+    marked = re.findall(r"^\(?([A-D])\)?\b|option ([A-D])", model_output)
+    if stated or marked:
+        return stated[-1] if stated else "".join(marked[0])
+    options = [option.lower() for option in mmlu_example["options"]]
+    return "ABCD"[options.index(model_output.lower())] if model_output.lower() in options else None
 
 
 def per_instance_dpo_loss(lm, lm_ref, tokenizer, beta, prompt, response_chosen, response_rejected):

@@ -137,7 +137,7 @@ def test_padding_that_is_nan_is_named():
     ordinary = build_cases(given, 1, 6, nan_padding=False)
     assert all(verdict(call(product, case, CLASSES), case) is None for case in ordinary)
     strict = build_cases(given, 1, 6, nan_padding=True)
-    found = [verdict(call(product, case, CLASSES), case) for case in strict if case.get("padding") == "nan"]
+    found = [verdict(call(product, case, CLASSES), case) for case in strict if case.get("special") == "nan"]
     assert found and all("0 times NaN is NaN" in each for each in found)
 
 
@@ -268,7 +268,7 @@ def with_function(**function) -> dict:
         (specification(package="My-Course"), "package: String should match"),
         (specification(docstring="none"), "docstring: Input should be 'full' or 'shapes', got 'none'"),
         (specification(tests={"visible": 0}), "tests.visible: Input should be greater than or equal to 1, got 0"),
-        (specification(tests={"visible_seed": 2}), "visible_seed and hidden_seed must differ"),
+        (specification(tests={"visible_seed": 2, "hidden_seed": 2}), "visible_seed and hidden_seed must differ"),
         (
             specification(recipes={"a": {"kind": "preference", "loss": "dop"}}),
             "recipes.a: no function 'dop'; did you mean 'dpo'",

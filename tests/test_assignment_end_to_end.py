@@ -171,7 +171,8 @@ HOSTILE = {
         "raises RecursionError",
     ),
     "aggregate": (
-        "from trl_ext.losses import aggregate\n",
+        "def aggregate(losses, mask, kind, **options):\n    from trl_ext.losses import aggregate as right\n"
+        "    return right(losses, mask, kind, **options)\n",
         "imports trl_ext.losses.aggregate: the library holds the answers",
     ),
 }
@@ -204,17 +205,7 @@ def test_the_grader_survives_whatever_is_submitted(tmp_path):
     assert "total" in table
     shutil.rmtree(out / spec.package)
     result, _ = grade(grader_folder(out), out)
-    assert result["score"] == 0 and "cannot be imported" in by_name(result)["dpo"]["output"]
-
-
-def test_an_import_in_a_file_beside_counts_too(tmp_path):
-    spec = load_spec("rlhf_project")
-    out = tmp_path / "submission"
-    write_assignment(spec, out, solution=True)
-    (out / spec.package / "helpers.py").write_text("import trl_ext.losses as losses\n")
-    result, _ = grade(grader_folder(out), out)
-    assert result["score"] == 0
-    assert "helpers.py, line 1, imports trl_ext.losses" in result["tests"][0]["output"]
+    assert result["score"] == 0 and "no folder my_rlhf in" in by_name(result)["dpo"]["output"]
 
 
 def test_thresholds_and_responses_are_graded(tmp_path):
@@ -232,21 +223,22 @@ def test_thresholds_and_responses_are_graded(tmp_path):
     }
     out = tmp_path / "submission"
     write_assignment(AssignmentSpec.model_validate(content), out, solution=True)
-    # Right for one of the two betas that cases have in turn, 5 of 9, and with an import that is reported.
+    # Right for one of the two betas that cases have in turn, 6 of 11, and with an import that is reported.
     with open(out / "my_course" / "losses.py", "a") as file:
         file.write("\nimport trl_ext.losses\nright = dpo\n\n\ndef dpo(scores, *, beta=0.1):\n")
         file.write("    return right(scores, beta=min(beta, 0.1))\n")
     for recipe, rate in (("dpo", 0.7), ("ipo", 0.5)):
         (out / "runs" / recipe).mkdir(parents=True)
-        (out / "runs" / recipe / "results.json").write_text(json.dumps({"win_rate": {"half": {"rate": rate}}}))
+        results = {"yours": ["dpo"], "win_rate": {"half": {"rate": rate}}}
+        (out / "runs" / recipe / "results.json").write_text(json.dumps(results))
     result, _ = grade(grader_folder(out), out)
     scores = {row["name"]: (row["score"], row["output"]) for row in result["tests"]}
     assert scores["dpo: win_rate.half.rate >= 0.6"] == (2, "reached 0.700")
     assert scores["ipo: win_rate.half.rate >= 0.6"] == (0, "reached 0.500")
     assert scores["dpo: responses"][0] == 0 and "submission" in scores["dpo: responses"][1]
-    assert scores["dpo"][0] == pytest.approx(5 * 5 / 9, abs=1e-3)
-    assert "imports trl_ext.losses" in scores["dpo"][1] and "4 of 9 cases fail" in scores["dpo"][1]
-    assert result["score"] == pytest.approx(2 + 25 / 9, abs=1e-3)
+    assert scores["dpo"][0] == pytest.approx(5 * 6 / 11, abs=1e-3)
+    assert "imports trl_ext.losses" in scores["dpo"][1] and "5 of 11 cases fail" in scores["dpo"][1]
+    assert result["score"] == pytest.approx(2 + 30 / 11, abs=1e-3)
 
 
 def test_commands(tmp_path):

@@ -163,3 +163,48 @@ def test_a_module_alone_can_be_the_implementation(tmp_path):
     ):
         done = run("train.py", *arguments, folder=folder)
         assert done.returncode == 2 and part in done.stderr, done.stderr[-500:]
+
+
+def test_runs_on_the_library_have_another_folder(tmp_path, monkeypatch):
+    """A threshold is on runs/NAME, where a run on the library's functions must not lie."""
+    import json
+
+    from trl_ext.assignment import training
+
+    write_assignment(load_spec("rlhf_project"), tmp_path / "course", solution=True)
+    monkeypatch.chdir(tmp_path / "course")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(
+        training, "_runner", lambda recipe: lambda *given: {"yours": sorted(given[1].own), "summary": ""}
+    )
+    training.main(["--recipe", "dpo", "--implementation", "library"])
+    assert [path.name for path in Path("runs").iterdir()] == ["dpo-library"]
+    training.main(["--recipe", "dpo"])
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["dpo", "dpo-library"]
+    assert "dpo" in json.loads(Path("runs/dpo/results.json").read_text())["yours"]
+    plan = json.loads((tmp_path / "course_grader" / "grading.json").read_text())
+    assert [each["uses"] for each in plan["thresholds"] if each["recipe"] == "grpo"] == [
+        ["grpo_loss", "group_normalized"]
+    ]
+
+
+def test_a_step_without_a_backward_pass_is_an_error(solved, capsys):
+    """Training would go on and change nothing."""
+    import importlib
+
+    solved("reasoning", "sft", "library", "--steps", "1", "--eval_prompts", "0")
+    module = importlib.import_module("my_reasoning.losses")
+    right = module.sft_microbatch_step
+
+    def sft_microbatch_step(policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0):
+        return -(policy_log_probs * response_mask).sum(), {}
+
+    sft_microbatch_step.__module__ = module.__name__
+    module.sft_microbatch_step = sft_microbatch_step
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            solved("reasoning", "sft", "my_reasoning", "--steps", "1", "--eval_prompts", "0")
+    finally:
+        module.sft_microbatch_step = right
+    assert stopped.value.code == 2
+    assert "no gradient has reached the model: does the micro-batch step call backward()" in capsys.readouterr().err

@@ -29,10 +29,12 @@ def main(arguments: list[str] | None = None) -> None:
             return
         if options.spec is None or options.out is None:
             raise ValueError("give --spec and --out, or --list")
+        from trl_ext.assignment.recipe_rules import check_settings
         from trl_ext.assignment.spec import load_spec
         from trl_ext.assignment.writing import grader_folder, write_assignment
 
         spec = load_spec(options.spec)
+        check_settings(spec.recipes)
         write_assignment(spec, options.out, solution=options.solution, replace=options.replace)
     what = "solved" if options.solution else "to implement"
     print(f"{options.out}: {len(spec.functions())} functions {what}, their tests, README.md")

@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,36 +14,60 @@ import torch
 
 from trl_ext.assignment.catalog import task
 from trl_ext.assignment.drawing import Draw, encode_arguments
+from trl_ext.assignment.facts import FACTS
 from trl_ext.assignment.mistakes import mistakes_of
 from trl_ext.assignment.runtime.checks import call
 from trl_ext.assignment.runtime.verdicts import differs
-from trl_ext.assignment.source import Place, Text, parsed, place_of
+from trl_ext.assignment.source import Place, Text, docstring_literal, parsed, place_of
 from trl_ext.assignment.spec import AssignmentSpec, FunctionSpec
 from trl_ext.assignment.task import Task
 
 # The module of the package that holds the classes which arguments are of, and where the library has them.
 CLASSES = "scores"
 CLASS_PLACE: Place = ("trl_ext.losses.preference", "PreferenceScores")
+ABOUT = {
+    "nan": "NaN at positions that do not count",
+    "empty row": "a row without a token that counts",
+    "equal": "a group of equal rewards in float32",
+    "far apart": "margins of about 800 in either direction",
+}
 _FORMULA = re.compile(r"`[^`]*[-+*/=(^][^`]*`")
 _PAPER = re.compile(r"\b(arXiv|equation \d|Williams|CS336)")
 
 
-def build_cases(given: Task, seed: int, count: int, *, nan_padding: bool) -> list[dict[str, Any]]:
-    """Cases of a function: `count` of ordinary ones, one in float32, and those of special padding.
+def build_cases(
+    given: Task, seed: int, count: int, *, nan_padding: bool, others: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Cases of a function: `count` of ordinary ones, one in float32, and the special ones.
+
+    All differ from each other in their arguments, and from `others`, which are known to those who are tested.
 
     Raises:
-        ValueError: the library's own function fails on a case.
+        ValueError: the library's own function fails on a case, or there are not so many cases.
     """
-    drawn = [("at random", Draw(seed, index)) for index in range(count)]
-    for padding in given.padding:
-        if padding != "nan" or nan_padding:
-            about = {"nan": "NaN at positions that do not count", "empty row": "a row without a token that counts"}
-            drawn += [(about[padding], Draw(seed, 100 + index, padding)) for index in range(min(given.variants, 3))]
-    cases = [_case(given, about, draw) for about, draw in drawn]
-    if given.in_float32:
-        case = _case(given, "float32", Draw(seed, 200))
-        cases.append({**case, "arguments": _in_float32(case["arguments"])})
-    return [_with_outcomes(given, case) for case in cases]
+    wanted = [("at random", index, "") for index in range(count)]
+    for special in given.special:
+        if special != "nan" or nan_padding:
+            wanted += [(ABOUT[special], 100 + index, special) for index in range(min(given.variants, 3))]
+    wanted += [("float32", 200, "")] if given.in_float32 else []
+    known = [case["arguments"] for case in others]
+    cases = []
+    for about, index, special in wanted:
+        case = _new_case(given, about, (seed, index, special), known)
+        known.append(case["arguments"])
+        cases.append(_with_outcomes(given, case))
+    return cases
+
+
+def _new_case(given: Task, about: str, drawn: tuple[int, int, str], known: list[dict[str, Any]]) -> dict[str, Any]:
+    """A case whose arguments are not known; the first draw of them, or a later one."""
+    for attempt in range(100):
+        case = _case(given, about, Draw(*drawn, attempt))
+        if about == "float32":
+            case["arguments"] = _in_float32(case["arguments"])
+        if case["arguments"] not in known:
+            return case
+    raise ValueError(f"{given.name}: no more than {len(known)} different cases; ask for fewer")
 
 
 def uncaught(given: Task, cases: list[dict[str, Any]]) -> list[str]:
@@ -53,17 +78,24 @@ def uncaught(given: Task, cases: list[dict[str, Any]]) -> list[str]:
 
 def _case(given: Task, about: str, draw: Draw) -> dict[str, Any]:
     arguments = given.build(draw)
-    plain = [f"{name}={value!r}" for name, value in arguments.items() if isinstance(value, (bool, int, float, str))]
-    about = ", ".join([about, *(text for text in plain if len(text) < 50)][:5])
-    case: dict[str, Any] = {"about": about, "arguments": encode_arguments(arguments)}
+    plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
+    texts = [name for name, value in plain.items() if isinstance(value, str) and (" " in value or len(value) > 30)]
+    options = [f"{name}={value!r}" for name, value in plain.items() if name not in texts]
+    case: dict[str, Any] = {"about": ", ".join([about, *options[:4]]), "arguments": encode_arguments(arguments)}
+    if texts:
+        # Apart, as a hidden case's texts are nobody's business.
+        case["texts"] = ", ".join(f"{name}={plain[name]!r}" for name in texts)
     if given.unordered:
         case["unordered"] = True
-    if draw.padding:
-        case["padding"] = draw.padding
+    if draw.special:
+        case["special"] = draw.special
     if given.own_backward:
         case["backward"] = "own"
     if given.compared is not None:
         case["compared"] = list(given.compared)
+    differentiated = given.compared if given.differentiated is None else given.differentiated
+    if differentiated is not None:
+        case["differentiated"] = list(differentiated)
     return case
 
 
@@ -104,7 +136,7 @@ def package_files(spec: AssignmentSpec, *, solution: bool) -> tuple[dict[str, st
     """Files of the student's package by name, blanked or solved, and what of the library they may import."""
     places = {place_of(task(each.function).function): (module, each.known_as) for module, each in spec.functions()}
     places[CLASS_PLACE] = (CLASSES, CLASS_PLACE[1])
-    files = {"__init__": f'"""{spec.title}."""\n'}
+    files = {"__init__": f"{docstring_literal(f'{spec.title}.')}\n"}
     given: set[str] = set()
     for module in spec.modules:
         solved = _module_text(spec, module, places, solution=True)
@@ -123,10 +155,13 @@ def _module_text(spec: AssignmentSpec, module: str, places: dict[Place, tuple[st
     definitions = []
     for each in spec.modules[module].functions:
         place = place_of(task(each.function).function)
-        if solution:
-            definitions.append(text.whole(place, each.known_as))
-        else:
-            definitions.append(f"{text.signature(place, each.known_as)}\n{_blank_body(spec, module, each)}")
+        try:
+            if solution:
+                definitions.append(text.whole(place, each.known_as))
+            else:
+                definitions.append(f"{text.signature(place, each.known_as)}\n{_blank_body(spec, module, each)}")
+        except ValueError as error:
+            raise ValueError(f"modules.{module}.functions: name: {error}") from None
     return text.file(spec.modules[module].description, definitions)
 
 
@@ -139,15 +174,10 @@ def _library_imports(text: str) -> set[str]:
 def _blank_body(spec: AssignmentSpec, module: str, each: FunctionSpec) -> str:
     given = task(each.function)
     lines = docstring_lines(given, spec.docstring, each.hint)
-    body = [f'"""{lines[0]}' + ('"""' if len(lines) == 1 else "")]
-    if len(lines) > 1:
-        body += [*lines[1:], '"""']
+    body = [docstring_literal("\n".join([*lines, ""]))]
     error = f"implement {each.known_as} in {spec.package}/{module}.py: {given.summary}"
     one_line = f'raise NotImplementedError("{error}")'
     body.append(one_line if len(one_line) < 115 else f'raise NotImplementedError(\n    "{error}"\n)')
-    # A docstring with backslashes must stay as it is read.
-    if any("\\" in line for line in lines):
-        body[0] = "r" + body[0]
     return "\n".join("    " + line if line else "" for part in body for line in part.split("\n"))
 
 
@@ -164,12 +194,16 @@ def docstring_lines(given: Task, style: str, hint: str) -> list[str]:
         lines = f"{given.summary[0].upper()}{given.summary[1:]}.".split("\n")
         for part in (_without_formulas(names), *map(_without_formulas, kept), *dict.fromkeys(papers)):
             lines += ["", *part.split("\n")] if part else []
+        if given.name in FACTS:
+            lines += ["", *textwrap.wrap(FACTS[given.name], 115)]
     lines += ["", f"Shapes: {given.shapes}."]
     if given.paper:
         lines += ["", f"Paper: {given.paper}"]
     if given.notes:
         lines += ["", *textwrap.wrap(given.notes, 115)]
-    if "nan" in given.padding:
+    if given.compared is not None:
+        lines += ["", "What the metadata hold is yours to choose: the tests do not read them."]
+    if "nan" in given.special:
         lines += ["", "What stands at positions that do not count, NaN among it, must not reach the result."]
     return lines + (["", f"Hint: {hint}"] if hint else [])
 

@@ -1,6 +1,6 @@
 """What each kind of function is tried on: builders from a `Draw` to arguments by name.
 
-A builder whose draw carries `padding == "nan"` puts NaN at the positions that do not count.
+A builder whose draw carries `special == "nan"` puts NaN at the positions that do not count.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trl_ext.assignment.drawing import GARBAGE, Draw, with_padding
 
@@ -25,14 +26,26 @@ def preference(
     def build(draw: Draw) -> Arguments:
         arguments = {"scores": draw.scores(draw.integer(4, 7), reference=reference, lengths=lengths)}
         chosen = {"beta": draw.turn(*betas), **{name: draw.turn(*values) for name, values in options.items()}}
+        if draw.special == "far apart":
+            fields = arguments["scores"]["fields"]
+            fields["chosen"] = _moved(fields["chosen"], *(800 / chosen["beta"] * sign for sign in (-1, 1)))
         return arguments | {name: value for name, value in chosen.items() if value is not None}
 
     return build
 
 
+def _moved(values: Tensor, *by: float) -> Tensor:
+    """The first values moved, beyond what an exponential holds, so that a sigmoid is 0 or 1."""
+    amounts = torch.zeros_like(values)
+    amounts[: len(by)] = torch.tensor(by)
+    return (values.detach() + amounts).requires_grad_()
+
+
 def bradley_terry(draw: Draw) -> Arguments:
     pairs = draw.integer(3, 6)
     arguments = {name: draw.tensor(pairs, grad=True) for name in ("chosen", "rejected")}
+    if draw.special == "far apart":
+        return arguments | {"chosen": _moved(arguments["chosen"], -800, 800)}
     settings = draw.turn(
         {}, {"margin": 0.5}, {"label_smoothing": 0.1}, {"centering": 0.01, "margin": draw.tensor(pairs)}
     )
@@ -46,7 +59,9 @@ def kto(draw: Draw) -> Arguments:
         "log_ratio": draw.tensor(rows, grad=True),
         "desirable": torch.arange(rows) % 3 != 1,
         # In turn a mean above 0 and one below, which is clamped.
-        "kl_log_ratio": draw.turn(draw.tensor(3, low=-0.2, high=1.5), draw.tensor(3, low=-1.5, high=0.2)),
+        "kl_log_ratio": draw.turn(
+            draw.tensor(3, low=-0.2, high=1.5, grad=True), draw.tensor(3, low=-1.5, high=0.2, grad=True)
+        ),
         **weights,
     }
 
@@ -55,6 +70,10 @@ def advantage(*, low: float = -2.0, **options: tuple) -> Builder:
     """Of an advantage: groups of different rewards, in every second case one of equal rewards as well."""
 
     def build(draw: Draw) -> Arguments:
+        if draw.special == "equal":
+            # The mean of seven of these in float32 is another number than each of them.
+            equal, rest = torch.full((7,), 0.7), draw.tensor(7, low=low).float()
+            return {"rewards": torch.cat([equal, rest]), "group_size": 7}
         group_size, groups = draw.turn(4, 3, 5), draw.turn(2, 3)
         rewards = draw.tensor(groups, group_size, low=low)
         if draw.index % 2:
@@ -106,7 +125,7 @@ def token_ratio(draw: Draw) -> Arguments:
 def sequence_ratio(draw: Draw) -> Arguments:
     mask = draw.mask(3, 5)
     arguments = token_ratio(draw)
-    filler = math.nan if draw.padding == "nan" else GARBAGE
+    filler = math.nan if draw.special == "nan" else GARBAGE
     return {name: with_padding(value, mask, filler) for name, value in arguments.items()} | {"mask": mask.long()}
 
 
@@ -129,7 +148,6 @@ def surrogate(**options: tuple) -> Builder:
 
 def cispo(draw: Draw) -> Arguments:
     arguments = surrogate(ratio_cap=(1.2, 1.0, 5.0))(draw)
-    arguments["log_ratio"] = arguments["log_ratio"].detach()
     return arguments | {"log_probs": draw.log_probs(len(arguments["advantages"]), 4, grad=True)}
 
 
@@ -140,13 +158,16 @@ def reinforce(draw: Draw) -> Arguments:
 def aggregate(draw: Draw) -> Arguments:
     rows, tokens = draw.integer(3, 4), 6
     mask = draw.mask(rows, tokens)
-    if draw.padding == "empty row":
+    if draw.special == "empty row":
         mask[-1] = False
-    filler = math.nan if draw.padding == "nan" else GARBAGE
+    filler = math.nan if draw.special == "nan" else GARBAGE
     kind = draw.turn("sequence_mean", "token_mean", "constant", "sum")
     losses = with_padding(draw.tensor(rows, tokens), mask, filler).requires_grad_()
-    constant = {"constant": 8.0} if kind == "constant" else {}
-    return {"losses": losses, "mask": mask.long(), "kind": kind, **constant}
+    options = {"constant": {"constant": 8.0}}.get(kind, {})
+    if kind == "token_mean" and draw.index % 8 == 1:
+        # What the rows of the whole batch hold, of which these are a part.
+        options = {"token_count": 20.0}
+    return {"losses": losses, "mask": mask.long(), "kind": kind, **options}
 
 
 def kl_estimate(draw: Draw) -> Arguments:
@@ -160,7 +181,7 @@ def masked(first: str = "values", **options: tuple) -> Builder:
 
     def build(draw: Draw) -> Arguments:
         mask = draw.mask(3, 5)
-        filler = math.nan if draw.padding == "nan" else GARBAGE
+        filler = math.nan if draw.special == "nan" else GARBAGE
         values = with_padding(draw.tensor(3, 5), mask, filler).requires_grad_()
         chosen = {name: draw.turn(*values) for name, values in options.items()}
         return {first: values, "mask": draw.turn(mask, mask.long()), "dim": draw.turn(1, None, -1), **chosen}

@@ -42,6 +42,7 @@ _SCORES = (
 )
 _ANY_ORDER = {
     "unordered": True,
+    "special": ("far apart",),
     "notes": _SCORES
     + " The tests take the losses in any order; a trainer that accumulates micro-batches needs entry i to be the loss "
     "of response i.",
@@ -53,7 +54,7 @@ _add(
     "preference loss",
     "every tensor of scores [B]; returns [B]",
     {
-        "dpo": ("the DPO loss of each pair", _pair()),
+        "dpo": ("the DPO loss of each pair", _pair(), {"special": ("far apart",)}),
         "cdpo": ("the conservative DPO loss of each pair", _pair(label_smoothing=(0.1, 0.3))),
         "robust_dpo": ("the robust DPO loss of each pair", _pair(label_smoothing=(0.1, 0.3))),
         "ipo": (
@@ -84,6 +85,7 @@ _add(
     "scores [B]; returns [B]",
     {"bradley_terry": ("the Bradley-Terry loss of each pair of scores", cases.bradley_terry, {"variants": 4})},
     in_float32=True,
+    special=("far apart",),
 )
 _add(
     "losses",
@@ -107,7 +109,7 @@ _add(
         "sequence_log_ratio": (
             "the length-normalised log-ratio of each response",
             cases.sequence_ratio,
-            {"shapes": "log-probabilities and mask [B, T]; returns [B, 1]", "padding": ("nan",)},
+            {"shapes": "log-probabilities and mask [B, T]; returns [B, 1]", "special": ("nan",)},
         ),
     },
     in_float32=True,
@@ -153,7 +155,7 @@ _add(
             cases.aggregate,
             {
                 "variants": 4,
-                "padding": ("nan", "empty row"),
+                "special": ("nan", "empty row"),
                 "paper": "GRPO: arXiv 2402.03300; DAPO: 2503.14476; Dr.GRPO: 2503.20783.",
             },
         )
@@ -167,6 +169,7 @@ _add(
     "log-probabilities of any one shape; returns that shape",
     {"kl_estimate": ("the k1, k2 and k3 estimates of the KL divergence", cases.kl_estimate, {"variants": 3})},
     in_float32=True,
+    notes="The tests stay below any bound of an exponent.",
 )
 _add(
     "losses",
@@ -179,7 +182,7 @@ _add(
         "masked_normalize": ("the sum where the mask is 1, over a constant", cases.masked(constant=(4.0, 7.0))),
     },
     variants=6,
-    padding=("nan",),
+    special=("nan",),
     in_float32=True,
     paper="Liu et al. 2025, arXiv 2503.20783, on what the sum is divided by.",
 )
@@ -204,7 +207,11 @@ _add(
     "advantage",
     "rewards [N], the responses to a prompt standing together; returns [N]",
     {
-        "group_normalized": ("GRPO's group-normalised rewards", cases.advantage(**_ddof), {"variants": 6}),
+        "group_normalized": (
+            "GRPO's group-normalised rewards",
+            cases.advantage(**_ddof),
+            {"variants": 6, "special": ("equal",)},
+        ),
         "group_centered": ("rewards less their group's mean", cases.advantage()),
         "leave_one_out": ("rewards less the mean of the group's others", cases.advantage()),
         "group_rank": ("centred ranks within the group", cases.group_rank),
@@ -230,12 +237,20 @@ _add(
 _add(
     "assignment",
     "trl_ext.assignment.references",
-    "whole step",
+    "whole loss",
     "log-probabilities and mask [B, T], advantages [B]; returns a scalar",
     {
         "grpo_loss": ("the whole loss of GRPO", cases.whole_loss(kl_coef=(0.0, 0.05))),
         "dr_grpo_loss": ("the whole loss of Dr.GRPO", cases.whole_loss(kl_coef=(0.0, 0.05), max_new_tokens=(8, 12))),
         "gspo_loss": ("the whole loss of GSPO", cases.whole_loss(kl_coef=(0.0, 0.05))),
+    },
+)
+_add(
+    "assignment",
+    "trl_ext.assignment.references",
+    "log-probability helper",
+    "",
+    {
         "sequence_log_probs": (
             "the summed log-probability of each response",
             cases.sequence_log_probs,

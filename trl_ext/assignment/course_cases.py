@@ -40,6 +40,8 @@ def log_probs(draw: Draw) -> Arguments:
 
 
 def group_rewards(draw: Draw) -> Arguments:
+    if draw.special == "equal":
+        return _equal_rewards(draw)
     group_size, groups = draw.turn(4, 3), 3
     truths = [truth for _ in range(groups) for truth in [WORDS[draw.integer(0, 11)]] * group_size]
     # The first of a group is right, the second nearly, the others as they come.
@@ -54,6 +56,19 @@ def group_rewards(draw: Draw) -> Arguments:
         "group_size": group_size,
         "advantage_eps": draw.turn(1e-6, 0.1),
         "normalize_by_std": draw.turn(True, True, False),
+    }
+
+
+def _equal_rewards(draw: Draw) -> Arguments:
+    """A group in which all responses earn the same, whose float32 mean is not exactly that."""
+    truth, others = WORDS[draw.integer(0, 5)], WORDS[6 + draw.integer(0, 5)]
+    return {
+        "reward_fn": fake("reward", scale=0.7),
+        "rollout_responses": [f"it is {truth}"] * 7 + [truth, others] * 3 + [others],
+        "repeated_ground_truths": [truth] * 14,
+        "group_size": 7,
+        "advantage_eps": 1e-6,
+        "normalize_by_std": True,
     }
 
 
@@ -117,7 +132,7 @@ def masked_course(*, constant: bool) -> Builder:
 
     def build(draw: Draw) -> Arguments:
         mask = draw.mask(3, 5, start=draw.turn(0, 1))
-        filler = math.nan if draw.padding == "nan" else GARBAGE
+        filler = math.nan if draw.special == "nan" else GARBAGE
         tensor = with_padding(draw.tensor(3, 5), mask, filler).requires_grad_()
         given: dict[str, Any] = {"normalize_constant": draw.turn(4.0, 7.0)} if constant else {}
         return {"tensor": tensor, "mask": mask, "dim": draw.turn(1, None, 0), **given}
@@ -125,62 +140,83 @@ def masked_course(*, constant: bool) -> Builder:
     return build
 
 
-_GSM8K = (
-    "She has 3 + 4 = 7 apples.",
-    "It costs $1,234.50 in all, so the answer is 1,234.50.",
-    "I cannot say.",
-    "The loss is -12",
-    "First 10, then 20, so 30 of them.",
-    "The answer is 42",
-    "5 from 9 leaves 4.",
-    "about 0.75",
-)
-
-
 def gsm8k_text(draw: Draw) -> Arguments:
-    return {"model_output": draw.turn(*_GSM8K)}
-
-
-_MMLU = (
-    "The correct answer is B.",
-    "The answer is C",
-    "I do not know.",
-    "The correct answer is D. A is wrong.",
-    "(A) is what I choose",
-    "The answer is A, no, the answer is B.",
-)
+    one, two = draw.integer(3, 60), draw.integer(3, 60)
+    price = f"{draw.integer(1, 9)},{draw.integer(100, 999)}.{draw.integer(10, 99)}"
+    texts = (
+        f"She has {one} + {two} = {one + two} apples.",
+        f"It costs ${price} in all, so the answer is {price}.",
+        f"I cannot say: {_text(draw, 1, 3)}.",
+        f"The loss is -{one}",
+        f"First {one}, then {two}, so {one + 2 * two} of them.",
+        f"The answer is {one}",
+        f"{one} from {one + two} leaves {two}.",
+        f"about 0.{two}",
+    )
+    return {"model_output": draw.turn(*texts)}
 
 
 def mmlu_text(draw: Draw) -> Arguments:
-    example = {"question": "Which one?", "options": ["red", "green", "blue", "grey"], "subject": "colours"}
-    return {"mmlu_example": example, "model_output": draw.turn(*_MMLU)}
+    options = [WORDS[number] for number in draw.permutation(len(WORDS))[:4].tolist()]
+    # B is the letter that one of the texts begins with.
+    own, other = ("AC"[draw.integer(0, 1)], "BD"[draw.integer(0, 1)])
+    texts = (
+        f"The answer is {other}, no, the answer is {own}.",
+        f"({own}) is what I choose, and not the rest",
+        f"I would take option {own} of these",
+        options["ABCD".index(own)],
+        f"Because of it the answer is {own}.",
+        "I do not know.",
+        f"The correct answer is {own}. {other} is wrong.",
+        f"{own}.",
+    )
+    example = {"question": f"Which one, {_text(draw, 1, 2)}?", "options": options, "subject": "colours"}
+    return {"mmlu_example": example, "model_output": draw.turn(*texts)}
 
 
 def tagged(draw: Draw) -> Arguments:
+    right, wrong = draw.integer(10, 54), draw.integer(55, 99)
     responses = (
-        "so it is five </think> <answer> 5 </answer>",
-        "so it is six </think> <answer> 6 </answer>",
-        "</think><answer> 5 </answer>",
-        "it is 5",
-        "a </think> <answer> \\boxed{5} </answer>",
-        "first </think> <answer> 4 </answer> no <answer> 5 </answer>",
+        f"so it is {_text(draw, 1, 2)} </think> <answer> {right} </answer>",
+        f"so it is less </think> <answer> {wrong} </answer>",
+        f"</think><answer> {right} </answer>",
+        f"it is {right}",
+        f"{_text(draw, 1, 2)} </think> <answer> \\boxed{{{right}}} </answer>",
+        f"first </think> <answer> {wrong} </answer> no <answer> {right} </answer>",
     )
-    return {"response": draw.turn(*responses), "ground_truth": "5"}
+    return {"response": draw.turn(*responses), "ground_truth": str(right)}
 
 
 def boxed(draw: Draw) -> Arguments:
-    responses = ("so \\boxed{5}", "so \\boxed{6}", "it is 5", "\\boxed{4} or rather \\boxed{5}", "so \\boxed{5")
-    return {"response": draw.turn(*responses), "ground_truth": "5"}
+    right, wrong = draw.integer(10, 54), draw.integer(55, 99)
+    responses = (
+        f"so \\boxed{{{right}}}",
+        f"so \\boxed{{{wrong}}}",
+        f"it is {right}",
+        f"\\boxed{{{wrong}}} or rather \\boxed{{{right}}}",
+        f"so \\boxed{{{right}",
+    )
+    return {"response": draw.turn(*responses), "ground_truth": str(right)}
 
 
 def last_number(draw: Draw) -> Arguments:
-    return {"response": draw.turn("so 3 + 2 = 5", "5, or is it 6", "none", "it costs $1,000"), "ground_truth": "5"}
+    right, wrong, price = draw.integer(10, 54), draw.integer(55, 99), draw.integer(1000, 9999)
+    texts = (f"so {right - 2} + 2 = {right}", f"{right}, or is it {wrong}", _text(draw, 2, 4), f"it costs ${price:,}")
+    return {"response": draw.turn(*texts), "ground_truth": str(draw.turn(right, right, right, price))}
 
 
 def countdown(draw: Draw) -> Arguments:
-    formulas = ("2 * 3 + 4", "(2 + 3) * 4", "2 * 3 + 4 = 10", "4 + 3 * 3", "10")
+    one, two, three = draw.integer(2, 4), draw.integer(5, 7), draw.integer(8, 12)
+    target = one * two + three
+    formulas = (
+        f"{one} * {two} + {three}",
+        f"({one} + {two}) * {three}",
+        f"{three} + {one} * {two} = {target}",
+        f"{three} + {two} + {two} * ({one} - 1)",
+        f"{target}",
+    )
     return {
-        "response": f"I try </think> <answer> {draw.turn(*formulas)} </answer>",
-        "numbers": [2, 3, 4],
-        "target": 10,
+        "response": f"I try {_text(draw, 1, 2)} </think> <answer> {draw.turn(*formulas)} </answer>",
+        "numbers": [one, two, three],
+        "target": target,
     }

@@ -32,7 +32,8 @@ def add_course_tasks(add: Callable[..., None]) -> None:
                 "the log-probability of each label",
                 course_cases.log_probs,
                 {"shapes": "input_ids and labels [B, T]; returns a dict of tensors [B, T]"}
-                | {"paper": "Ziegler et al. 2019, arXiv 1909.08593."},
+                | {"paper": "Ziegler et al. 2019, arXiv 1909.08593.", "differentiated": ("log_probs",)}
+                | {"notes": "Gradient flows through log_probs; token_entropy may have one or none."},
             ),
             "completion_mask": (
                 "the mask of each completion up to its end-of-text token",
@@ -86,7 +87,7 @@ def add_course_tasks(add: Callable[..., None]) -> None:
             "parse_mmlu_response": (
                 "the letter that a response chooses",
                 course_cases.mmlu_text,
-                {"variants": 6, "paper": "Hendrycks et al. 2020, arXiv 2009.03300."},
+                {"variants": 8, "paper": "Hendrycks et al. 2020, arXiv 2009.03300."},
             ),
         },
     )
@@ -101,7 +102,7 @@ def add_course_tasks(add: Callable[..., None]) -> None:
                 course_cases.masked_course(constant=False),
                 {
                     "variants": 6,
-                    "padding": ("nan",),
+                    "special": ("nan",),
                     "shapes": "tensor and mask [B, T]; returns a scalar, or one dimension",
                     "paper": "Liu et al. 2025, arXiv 2503.20783, on what the sum is divided by.",
                 },
@@ -111,7 +112,7 @@ def add_course_tasks(add: Callable[..., None]) -> None:
                 course_cases.masked_course(constant=True),
                 {
                     "variants": 6,
-                    "padding": ("nan",),
+                    "special": ("nan",),
                     "shapes": "tensor and mask [B, T]; returns a scalar, or one dimension",
                     "paper": "Liu et al. 2025, arXiv 2503.20783.",
                 },
@@ -121,6 +122,7 @@ def add_course_tasks(add: Callable[..., None]) -> None:
                 course_cases.group_rewards,
                 {
                     "variants": 6,
+                    "special": ("equal",),
                     "compared": (0, 1),
                     "shapes": "N responses; returns advantages [N], rewards [N], metadata",
                     "paper": "Shao et al. 2024, arXiv 2402.03300, section 4.1.2.",

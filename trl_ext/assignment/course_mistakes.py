@@ -6,24 +6,42 @@ import re
 
 import torch
 
-from trl_ext.assignment.mistakes import mistake
+from trl_ext.assignment.mistakes import NOT_ZERO, mistake
 
 WHOLE = "assignment.grpo_loss assignment.dr_grpo_loss assignment.gspo_loss"
 
 
-def _whole_loss(right, log_probs, old, ref, mask, advantages, *, clip, kl_coef, max_new_tokens=None, minimum=True):
+def _whole_loss(
+    right,
+    log_probs,
+    old,
+    ref,
+    mask,
+    advantages,
+    *,
+    clip,
+    kl_coef,
+    max_new_tokens=None,
+    minimum=True,
+    summed=False,
+    kl_by_response=False,
+    token_mean=False,
+):
     """GRPO's loss, Dr.GRPO's or GSPO's, by the name of the right function, without a detach."""
     counts = mask != 0
     lengths = counts.sum(1).clamp(min=1)
     drift = (log_probs - old).masked_fill(~counts, 0)
     ratio = drift.exp()
     if "gspo" in right.__name__:
-        ratio = (drift.sum(1) / lengths).exp().unsqueeze(1).expand_as(drift)
+        ratio = (drift.sum(1) / (1 if summed else lengths)).exp().unsqueeze(1).expand_as(drift)
     weighted, clipped = ratio * advantages.unsqueeze(1), ratio.clamp(1 - clip, 1 + clip) * advantages.unsqueeze(1)
     losses = -(torch.minimum(weighted, clipped) if minimum else clipped)
     rows = losses.masked_fill(~counts, 0).sum(1) / (max_new_tokens or lengths)
+    surrogate = losses.masked_fill(~counts, 0).sum() / counts.sum() if token_mean else rows.mean()
     difference = (ref - log_probs).masked_fill(~counts, 0)
-    return rows.mean() + kl_coef * (difference.exp() - 1 - difference).sum() / counts.sum()
+    divergence = difference.exp() - 1 - difference
+    mean = (divergence.sum(1) / lengths).mean() if kl_by_response else divergence.sum() / counts.sum()
+    return surrogate + kl_coef * mean
 
 
 @mistake(WHOLE, "gradient flows through the old log-probabilities: detach them")
@@ -52,11 +70,27 @@ def no_mask_in_loss(right, log_probs, old_log_probs, ref_log_probs, mask, advant
     return right(log_probs, old_log_probs, ref_log_probs, torch.ones_like(mask), advantages, **options)
 
 
+@mistake(WHOLE, "the KL term is averaged over each response first: average it over all tokens")
+def divergence_by_response(right, log_probs, old_log_probs, ref_log_probs, mask, advantages, **options):
+    given = (log_probs, old_log_probs.detach(), ref_log_probs.detach(), mask, advantages)
+    return _whole_loss(right, *given, **options, kl_by_response=True)
+
+
+@mistake(WHOLE, "the KL term is taken off: it is added to the loss")
+def divergence_taken_off(right, *arguments, kl_coef, **options):
+    return right(*arguments, kl_coef=-kl_coef, **options)
+
+
+@mistake("assignment.grpo_loss", "all tokens count alike (that is DAPO): take each response's mean, then theirs")
+def averaged_over_tokens(right, log_probs, old_log_probs, ref_log_probs, mask, advantages, **options):
+    given = (log_probs, old_log_probs.detach(), ref_log_probs.detach(), mask, advantages)
+    return _whole_loss(right, *given, **options, token_mean=True)
+
+
 @mistake("assignment.gspo_loss", "the log-ratios are summed: GSPO takes their mean over the response's tokens")
 def summed_ratio(right, log_probs, old_log_probs, ref_log_probs, mask, advantages, **options):
-    lengths = mask.sum(1, keepdim=True)
-    old = log_probs.detach() - (log_probs.detach() - old_log_probs.detach()) * lengths
-    return right(log_probs, old, ref_log_probs, mask, advantages, **options)
+    given = (log_probs, old_log_probs.detach(), ref_log_probs.detach(), mask, advantages)
+    return _whole_loss(right, *given, **options, summed=True)
 
 
 @mistake("assignment.dr_grpo_loss", "the sums are divided by the responses' lengths (that is GRPO)")
@@ -202,6 +236,17 @@ def population_std(right, *arguments, **keywords):
     advantages = groups - groups.mean(1, keepdim=True)
     if keywords["normalize_by_std"]:
         advantages = advantages / (groups.std(1, correction=0, keepdim=True) + eps)
+    return advantages.reshape(-1), rewards, metadata
+
+
+@mistake("course.compute_group_normalized_rewards", NOT_ZERO)
+def course_rounding_divided(right, *arguments, **keywords):
+    group_size, eps = keywords["group_size"], keywords["advantage_eps"]
+    _, rewards, metadata = right(*arguments, **keywords)
+    groups = rewards.reshape(-1, group_size)
+    advantages = groups - groups.mean(1, keepdim=True)
+    if keywords["normalize_by_std"]:
+        advantages = advantages / (groups.std(1, keepdim=True) + eps)
     return advantages.reshape(-1), rewards, metadata
 
 

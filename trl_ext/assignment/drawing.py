@@ -14,16 +14,16 @@ GARBAGE = 37.0
 
 
 class Draw:
-    """A source of random arguments that gives the same ones for the same seed.
+    """A source of random arguments that gives the same ones for the same seed, and others at another `attempt`.
 
     Attributes:
         index: the number of the case, by which functions of several settings go through them in turn.
-        padding: what stands at positions that do not count: `nan`, or the ordinary filler for an empty text.
+        special: what is unusual about the case, such as `nan` at positions that do not count; empty for nothing.
     """
 
-    def __init__(self, seed: int, index: int, padding: str = ""):
-        self.index, self.padding = index, padding
-        self._generator = torch.Generator().manual_seed(1000 * seed + index)
+    def __init__(self, seed: int, index: int, special: str = "", attempt: int = 0):
+        self.index, self.special = index, special
+        self._generator = torch.Generator().manual_seed(1000 * seed + index + 500 * attempt)
 
     def turn(self, *choices: Any) -> Any:
         """One of the choices, each in its turn."""

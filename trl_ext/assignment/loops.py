@@ -165,6 +165,10 @@ class Loop:
         total = 0.0
         for part in _parts(batch, self.settings.gradient_accumulation_steps):
             total += float(loss_of(part, self._log_probs(part)))
+        if all(parameter.grad is None for parameter in self.model.parameters()):
+            raise ValueError(
+                "no gradient has reached the model: does the micro-batch step call backward() on its loss?"
+            )
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -12,6 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import logsigmoid
 
+from trl_ext.assignment.runtime.verdicts import LOG_OF_SIGMOID
+
+NOT_ZERO = "the rounding of a mean is divided by eps: the advantages of a group of equal rewards are exactly 0"
+
 
 @dataclass(frozen=True)
 class Mistake:
@@ -96,6 +100,39 @@ def exchanged(right, scores, **keywords):
     return right(scores, **keywords)
 
 
+@mistake("losses.dpo", LOG_OF_SIGMOID)
+def log_of_sigmoid(right, scores, *, beta):
+    return -torch.log(torch.sigmoid(beta * scores.margin))
+
+
+@mistake("losses.aot", LOG_OF_SIGMOID)
+def log_of_sigmoid_of_ranks(right, scores, *, beta):
+    chosen, rejected = scores.chosen_log_ratio.sort().values, scores.rejected_log_ratio.sort().values
+    return -torch.log(torch.sigmoid(beta * (chosen - rejected)))
+
+
+@mistake("losses.bradley_terry", LOG_OF_SIGMOID)
+def log_of_sigmoid_of_scores(right, chosen, rejected, *, margin=None, label_smoothing=0.0, centering=0.0):
+    logits = chosen - rejected - (0.0 if margin is None else margin)
+    losses = -(1 - label_smoothing) * torch.log(torch.sigmoid(logits))
+    if label_smoothing:
+        losses = losses - label_smoothing * torch.log(torch.sigmoid(-logits))
+    return losses + centering * (chosen + rejected) ** 2
+
+
+@mistake("losses.kto", "gradient flows through the estimate of the divergence: detach kl_log_ratio")
+def gradient_through_divergence(right, log_ratio, desirable, kl_log_ratio, **options):
+    beta = options.get("beta", 0.1)
+    gain = beta * (log_ratio - kl_log_ratio.mean().clamp(min=0))
+    weights = torch.where(desirable, options.get("desirable_weight", 1.0), options.get("undesirable_weight", 1.0))
+    return weights.to(gain.dtype) * torch.sigmoid(torch.where(desirable, -gain, gain))
+
+
+@mistake("losses.cispo", "gradient flows through the capped ratio: detach it")
+def gradient_through_ratio(right, log_ratio, log_probs, advantages, *, ratio_cap):
+    return -log_ratio.exp().clamp(max=ratio_cap) * advantages.unsqueeze(1) * log_probs
+
+
 @mistake("losses.dpo", "the sigmoid's logarithm is left out: -sigmoid(beta margin)")
 def no_logarithm(right, scores, *, beta):
     return -torch.sigmoid(beta * scores.margin)
@@ -167,6 +204,18 @@ def sample_std(right, rewards, group_size, std_ddof=0, eps=1e-6):
 @mistake("advantages.group_normalized", "the population's standard deviation is taken although std_ddof is 1")
 def population_std(right, rewards, group_size, std_ddof=0, eps=1e-6):
     return right(rewards, group_size, std_ddof=0, eps=eps)
+
+
+@mistake("advantages.group_normalized", NOT_ZERO)
+def rounding_divided(right, rewards, group_size, std_ddof=0, eps=1e-6):
+    groups = rewards.reshape(-1, group_size)
+    scale = groups.std(dim=1, correction=std_ddof, keepdim=True) + eps
+    return ((groups - groups.mean(dim=1, keepdim=True)) / scale).reshape(-1)
+
+
+@mistake("losses.aggregate", "token_count is not read: token_mean divides by it where it is given")
+def no_token_count(right, losses, mask, kind, *, token_count=None, **options):
+    return right(losses, mask, kind, **options)
 
 
 @mistake("advantages.group_normalized", "eps is left out")

@@ -94,8 +94,17 @@ def dr_grpo_loss(
 ) -> Tensor:
     """Dr.GRPO: GRPO's loss, summed over all tokens and divided by `B max_new_tokens`, whatever the responses' lengths.
 
-    The KL term and the arguments are those of `grpo_loss`; `max_new_tokens` is the longest response that generation
-    permits, in tokens. Gradient flows to `log_probs` only. Liu et al. 2025, arXiv 2503.20783.
+    To it comes `kl_coef` times the k3 estimate of the KL divergence, averaged over all tokens. Gradient flows to
+    `log_probs` only. Liu et al. 2025, arXiv 2503.20783.
+
+    Args:
+        log_probs, old_log_probs, ref_log_probs: token log-probabilities under the policy, the policy that sampled and
+            the reference, in nats, [B, T].
+        mask: 1 where a token counts, [B, T].
+        advantages: [B].
+        max_new_tokens: the longest response that generation permits, in tokens.
+        clip: how far the ratio may move from 1.
+        kl_coef: coefficient of the KL term.
 
     Returns:
         The scalar to minimise.
@@ -119,8 +128,16 @@ def gspo_loss(
 ) -> Tensor:
     """GSPO: one ratio per response, exp of the mean of its tokens' log-ratios, clipped once; averaged over responses.
 
-    The KL term and the arguments are those of `grpo_loss`. Gradient flows to `log_probs` only. Zheng et al. 2025,
-    arXiv 2507.18071, equation 5.
+    To it comes `kl_coef` times the k3 estimate of the KL divergence, averaged over all tokens. Gradient flows to
+    `log_probs` only. Zheng et al. 2025, arXiv 2507.18071, equation 5.
+
+    Args:
+        log_probs, old_log_probs, ref_log_probs: token log-probabilities under the policy, the policy that sampled and
+            the reference, in nats, [B, T].
+        mask: 1 where a token counts, [B, T].
+        advantages: [B].
+        clip: how far the ratio may move from 1.
+        kl_coef: coefficient of the KL term.
 
     Returns:
         The scalar to minimise.

@@ -106,7 +106,7 @@ class Text:
 
     def file(self, docstring: str, definitions: list[str]) -> str:
         """The whole file."""
-        head = [f'"""{docstring}"""', "", "from __future__ import annotations", ""]
+        head = [docstring_literal(docstring), "", "from __future__ import annotations", ""]
         helpers = sorted(self.helpers.items(), key=lambda item: _order(item[0]))
         constants = [text for place, text in helpers if not _is_definition(place)]
         others = [text for place, text in helpers if _is_definition(place)]
@@ -116,6 +116,14 @@ class Text:
 
     def _edits(self, module: Module, node: ast.AST) -> set[Edit]:
         local, edits = _locals(node), set()
+
+        def note(each: ast.expr, name: str) -> None:
+            if name in local:
+                raise ValueError(
+                    f"{name!r} is another thing inside {getattr(node, 'name', name)}; choose another name"
+                )
+            edits.add((each.lineno, each.col_offset, each.end_col_offset, name))
+
         skipped = set()
         if isinstance(node, ast.FunctionDef):
             skipped = {id(each) for decorator in node.decorator_list for each in ast.walk(decorator)}
@@ -126,21 +134,23 @@ class Text:
                 place = _member(module, each) if each.value.id not in local else None
                 if place is not None:
                     skipped.add(id(each.value))
-                    edits.add((each.lineno, each.col_offset, each.end_col_offset, self._name(place, each.attr)))
+                    note(each, self._name(place, each.attr))
             elif isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load) and each.id not in local:
                 name = self._resolve(module, each.id)
                 if name != each.id:
-                    edits.add((each.lineno, each.col_offset, each.end_col_offset, name))
+                    note(each, name)
         return edits
 
     def _resolve(self, module: Module, name: str) -> str:
         """What a name of the module is called here."""
         if name in module.definitions:
             return self._name((module.name, name), name)
-        if name not in module.imports:
-            return name
-        source, member = module.imports[name]
+        source, member = module.imports.get(name, ("", None))
         if source.partition(".")[0] != "trl_ext" or member is None:
+            if name in self.own.values() or name in {known_as for _, known_as in self.elsewhere.values()}:
+                raise ValueError(f"{name!r} is the name of what the text uses; choose another name")
+            if not source:
+                return name
             line = f"from {source} import {member}" if member else f"import {source}"
             self.imports.add(line + (f" as {name}" if name not in (member, source.partition(".")[0]) else ""))
             return name
@@ -169,6 +179,14 @@ class Text:
         wanted = own if own.startswith("_") or own[0].isupper() else f"_{own}"
         taken = {*self._names.values(), *self.own.values()}
         return f"{wanted}_of_{place[0].rpartition('.')[2]}" if wanted in taken else wanted
+
+
+def docstring_literal(text: str) -> str:
+    """A literal between three quotes, which reads as that text whatever it holds."""
+    if '"""' not in text and not text.endswith(('"', "\\")):
+        return f'r"""{text}"""' if "\\" in text else f'"""{text}"""'
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"""{escaped}"""'
 
 
 def place_of(function: Callable) -> Place:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import builtins
 import keyword
+import sys
+import sysconfig
+from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from trl_ext.assignment.catalog import task
+from trl_ext.assignment.recipe_rules import check_measure, check_recipe
 from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
 
@@ -17,7 +32,16 @@ SHIPPED = ("rlhf_project", "reasoning")
 # Other files of the package and its folder have these names.
 RESERVED = ("scores", "tests", "train")
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+
+def _no_name_of_python(value: str) -> str:
+    if keyword.iskeyword(value) or value in dir(builtins):
+        raise ValueError(f"{value!r} is a word of Python's; choose another")
+    return value
+
+
+Name = Annotated[
+    str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), AfterValidator(_no_name_of_python)
+]
 
 
 class _Strict(BaseModel):
@@ -51,12 +75,15 @@ class ModuleSpec(_Strict):
 
 
 class TestsSpec(_Strict):
-    """How many cases there are for each function, beside those of special padding, and from which seeds."""
+    """How many cases there are for each function, beside special ones, and from which seeds.
+
+    Without a `hidden_seed` every assignment that is written has hidden cases of its own.
+    """
 
     visible: int = Field(4, ge=1, le=50)
     hidden: int = Field(8, ge=1, le=50)
     visible_seed: int = Field(1, ge=0, lt=2**31)
-    hidden_seed: int = Field(2, ge=0, lt=2**31)
+    hidden_seed: int | None = Field(None, ge=0, lt=2**31)
     nan_padding: bool = True
     seconds: float = Field(30, gt=0, le=600)
     partial_credit: bool = False
@@ -110,10 +137,17 @@ class AssignmentSpec(_Strict):
     submission: dict[str, float] = {}
     submission_points: float = Field(5, gt=0, allow_inf_nan=False)
 
+    @field_validator("package")
+    @classmethod
+    def _imported_by_no_other(cls, value: str) -> str:
+        installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+        taken = ("trl_ext", "checking", "conftest", *RESERVED)
+        if value in taken or value in sys.stdlib_module_names or PathFinder.find_spec(value, installed):
+            raise ValueError(f"{value!r} is the name of something else, which would be imported; choose another")
+        return value
+
     @model_validator(mode="after")
     def _consistent(self):
-        if self.package in ("trl_ext", "torch", "checking", *RESERVED) or keyword.iskeyword(self.package):
-            raise ValueError(f"package: {self.package!r} is the name of something else; choose another")
         seen: dict[str, str] = {}
         for module, content in self.modules.items():
             if module in RESERVED:
@@ -125,21 +159,39 @@ class AssignmentSpec(_Strict):
                         "another name"
                     )
                 seen[each.known_as] = module
+        library = {each.known_as: each.function for _, each in self.functions()}
         for name, recipe in self.recipes.items():
-            if recipe.kind != "sft_loop" and not recipe.loss:
-                raise ValueError(f"recipes.{name}: a recipe of the kind {recipe.kind!r} needs a loss")
-            for wanted in (recipe.loss, recipe.advantage) if not recipe.kind.endswith("loop") else ():
-                if wanted is not None and wanted not in seen:
-                    raise ValueError(f"recipes.{name}: no function {wanted!r}{nearest(wanted, list(seen))}")
+            _placed(f"recipes.{name}: ", check_recipe, recipe, library)
         for index, threshold in enumerate(self.thresholds):
             if threshold.recipe not in self.recipes:
                 near = nearest(threshold.recipe, list(self.recipes))
                 raise ValueError(f"thresholds[{index}]: no recipe {threshold.recipe!r}{near}")
+            kind = self.recipes[threshold.recipe].kind
+            _placed(f"thresholds[{index}].", check_measure, threshold.measure, kind)
+        if self.submission:
+            _placed("submission: ", _check_submission, self.submission, list(self.recipes))
         return self
 
     def functions(self) -> list[tuple[str, FunctionSpec]]:
         """Module and function, in order."""
         return [(module, each) for module, content in self.modules.items() for each in content.functions]
+
+
+def _placed(place: str, check: Callable[..., None], *arguments: Any) -> None:
+    try:
+        check(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{place}{error}") from None
+
+
+def _check_submission(thresholds: dict[str, float], recipes: list[str]) -> None:
+    from trl_ext.evaluation.submissions.assets import load_thresholds
+    from trl_ext.evaluation.submissions.submission import METHODS, PART_TWO, REWARD_MODEL
+
+    known = list(dict.fromkeys([*METHODS, *PART_TWO, REWARD_MODEL, *recipes]))
+    for name in load_thresholds(thresholds):
+        if name not in known:
+            raise ValueError(f"no method {name!r}{nearest(name, known)} Known: {', '.join(known)}")
 
 
 def load_spec(name: str | Path) -> AssignmentSpec:
@@ -164,7 +216,8 @@ def load_spec(name: str | Path) -> AssignmentSpec:
 
 
 def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
+    # An unknown key explains the one that is missing in its place.
+    first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":

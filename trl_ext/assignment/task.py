@@ -23,8 +23,9 @@ class Task:
         variants: how many cases in a row go through all its settings.
         paper: where its docstring does not say.
         compared: of a tuple that it returns, the parts that count; None for all.
+        differentiated: of a tuple or dict, the parts whose gradient counts; None for those that are compared.
         own_backward: whether it calls `backward` itself.
-        padding: kinds of padding that it is tried on besides the ordinary one.
+        special: kinds of cases that it is tried on besides the ordinary ones.
         in_float32: whether it is tried on float32 as well.
         notes: what its docstring does not say, for those who have to write it.
         unordered: whether the losses that it returns may stand in any order.
@@ -39,8 +40,9 @@ class Task:
     variants: int = 2
     paper: str = ""
     compared: tuple[int, ...] | None = None
+    differentiated: tuple[int | str, ...] | None = None
     own_backward: bool = False
-    padding: tuple[str, ...] = ()
+    special: tuple[str, ...] = ()
     in_float32: bool = False
     notes: str = ""
     unordered: bool = False

@@ -164,7 +164,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--implementation", help="default: the assignment's package; library for the library's functions"
     )
-    parser.add_argument("--output_dir", type=Path, help="default: runs/RECIPE")
+    parser.add_argument(
+        "--output_dir", type=Path, help="default: runs/RECIPE, and runs/RECIPE-library for the library's"
+    )
     parser.add_argument(
         "--reward_model", help="a folder to reward responses with; default: the benchmark's known score"
     )
@@ -180,7 +182,8 @@ def main(arguments: list[str] | None = None) -> None:
         sys.path.insert(0, str(options.assignment.resolve().parent))
         recipe = RecipeSpec.model_validate(recipes[options.recipe])
         functions = load_functions(assignment, options.implementation or assignment["package"])
-        options.output_dir = options.output_dir or Path("runs") / options.recipe
+        name = options.recipe if functions.own else f"{options.recipe}-{LIBRARY}"
+        options.output_dir = options.output_dir or Path("runs") / name
         try:
             results = _runner(recipe)(recipe, functions, options, rest)
         except NotImplementedError as error:

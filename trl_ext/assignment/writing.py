@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import secrets
 import shutil
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +17,16 @@ from trl_ext.assignment import runtime
 from trl_ext.assignment.building import CLASSES, build_cases, package_files, uncaught
 from trl_ext.assignment.catalog import task
 from trl_ext.assignment.readme import grader_readme, starter_readme
-from trl_ext.assignment.spec import AssignmentSpec
-from trl_ext.files import write_json, write_text
+from trl_ext.assignment.recipe_rules import used_functions
+from trl_ext.assignment.runtime.running import Runner
+from trl_ext.assignment.runtime.verdicts import verdict
+from trl_ext.assignment.spec import AssignmentSpec, ThresholdSpec
+from trl_ext.files import write_text
 
 RUNTIME = Path(runtime.__file__).parent
 # Of the runtime, what both folders hold, and what the grader alone does.
 SHARED = ("checks", "fakes", "verdicts")
-GRADING = ("running", "worker")
+GRADING = ("guard", "imports", "running", "worker")
 TRAIN = '''\
 """Train on your own functions: `python train.py --recipe NAME`. See README.md."""
 
@@ -38,22 +45,33 @@ def grader_folder(out: Path) -> Path:
 def write_assignment(spec: AssignmentSpec, out: str | Path, *, solution: bool = False, replace: bool = False) -> None:
     """Write the starter, or with `solution` the solved version, into `out`, and the grader beside it.
 
+    Both are made whole before anything that is there is touched.
+
     Raises:
-        ValueError: a folder exists and is not to be replaced or is none of these, or the hidden cases are too few to
-            tell a known mistake from the right answer.
+        ValueError: a folder exists and is not to be replaced or is none of these, the hidden cases are too few to
+            tell a known mistake from the right answer, a name does not fit the text that it stands in, or the solution
+            does not pass.
     """
-    out = Path(out)
-    folders = [out.resolve(), grader_folder(out)]
-    for folder in folders:
-        _check_folder(folder, replace)
-    cases = {each.known_as: _cases(spec, each) for _, each in spec.functions()}
-    for folder in folders:
-        if folder.exists():
-            shutil.rmtree(folder)
+    folder = Path(out).resolve()
+    if not folder.name:
+        raise ValueError(f"--out {out} is no folder that can be written: name a new one")
+    grader = grader_folder(folder)
+    for each in (folder, grader):
+        _check_folder(each, replace)
     files, allowed = package_files(spec, solution=solution)
-    _write_starter(spec, folders[0], files, allowed, {name: visible for name, (visible, _) in cases.items()})
-    hidden = {name: own for name, (_, own) in cases.items()}
-    _write_grader(spec, folders[1], allowed, files[CLASSES], hidden, folders[0].name)
+    cases = {each.known_as: _cases(spec, each) for _, each in spec.functions()}
+    visible, hidden = ({name: both[part] for name, both in cases.items()} for part in (0, 1))
+    starter_texts = _starter_texts(spec, files, allowed, visible)
+    grader_texts = _grader_texts(spec, allowed, files[CLASSES], hidden, folder.name)
+    for path, text in (*starter_texts.items(), *grader_texts.items()):
+        if path.endswith(".py"):
+            _check_text(path, text)
+
+    def full_points(new: dict[Path, Path]) -> None:
+        if solution:
+            _check_solution(spec, new[folder], new[grader], allowed, hidden)
+
+    _write_folders({folder: starter_texts, grader: grader_texts}, full_points)
 
 
 def _check_folder(folder: Path, replace: bool) -> None:
@@ -61,15 +79,81 @@ def _check_folder(folder: Path, replace: bool) -> None:
         return
     if not replace:
         raise ValueError(f"{folder} is there already: give another --out, or --replace to write it anew")
-    if not (folder / "tests" / "plan.json").is_file() and not (folder / "grading.json").is_file():
+    if not _is_assignment(folder):
         raise ValueError(f"{folder} holds something else than an assignment: it is not replaced; give another --out")
+
+
+def _is_assignment(folder: Path) -> bool:
+    """Whether a starter or a grader is in a folder, as its plan shows."""
+    for plan in (folder / "tests" / "plan.json", folder / "grading.json"):
+        try:
+            content = json.loads(plan.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(content, dict) and {"classes", "functions"} <= content.keys():
+            return True
+    return False
+
+
+def _check_text(path: str, text: str) -> None:
+    try:
+        compile(text, path, "exec")
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None) or "?"
+        raise ValueError(
+            f"{path}, line {line}, would be no Python ({error.args[0]}): look at the specification's names, "
+            "descriptions and hints for characters that cannot be printed"
+        ) from None
+
+
+def _check_solution(
+    spec: AssignmentSpec, folder: Path, grader: Path, allowed: list[str], cases: dict[str, list]
+) -> None:
+    """Run the solution through its hidden cases, as the grader does."""
+    runner = Runner(folder, grader / "checking", spec.tests.seconds, allowed if spec.tests.imports == "zero" else None)
+    with contextlib.closing(runner):
+        for module, each in spec.functions():
+            for case in cases[each.known_as]:
+                outcome = runner.run(f"{spec.package}.{module}", each.known_as, case, f"checking.{CLASSES}")
+                problem = verdict(outcome, case)
+                if problem is not None:
+                    raise ValueError(f"modules.{module}: the solution of {each.known_as} would not pass: {problem}")
+
+
+def _write_folders(folders: dict[Path, dict[str, str]], check: Callable[[dict[Path, Path]], None]) -> None:
+    """Write each folder beside its place, check them, then put all in their places; what was there goes last."""
+    mark = uuid.uuid4().hex[:8]
+    new = {folder: folder.with_name(f".{folder.name}-{mark}-new") for folder in folders}
+    old = {folder: folder.with_name(f".{folder.name}-{mark}-old") for folder in folders}
+    try:
+        for folder, texts in folders.items():
+            for path, text in texts.items():
+                write_text(new[folder] / path, text)
+        check(new)
+        for folder in folders:
+            if folder.exists():
+                folder.rename(old[folder])
+            new[folder].rename(folder)
+    except BaseException:
+        for folder in folders:
+            if old[folder].exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                old[folder].rename(folder)
+            shutil.rmtree(new[folder], ignore_errors=True)
+        raise
+    for folder in old.values():
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cases(spec: AssignmentSpec, each) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     tests, given = spec.tests, task(each.function)
     visible = build_cases(given, tests.visible_seed, tests.visible, nan_padding=tests.nan_padding)
-    hidden = build_cases(given, tests.hidden_seed, tests.hidden, nan_padding=tests.nan_padding)
-    missed = uncaught(given, hidden)
+    seeds = (tests.hidden_seed,) if tests.hidden_seed is not None else _seeds_but(tests.visible_seed)
+    for seed in seeds:
+        hidden = build_cases(given, seed, tests.hidden, nan_padding=tests.nan_padding, others=visible)
+        missed = uncaught(given, hidden)
+        if not missed:
+            break
     if missed:
         raise ValueError(
             f"tests.hidden: {tests.hidden} cases of {each.function} do not show the mistake {missed[0]!r}; its "
@@ -78,36 +162,35 @@ def _cases(spec: AssignmentSpec, each) -> tuple[list[dict[str, Any]], list[dict[
     return visible, hidden
 
 
-def _write_starter(
-    spec: AssignmentSpec, folder: Path, files: dict[str, str], allowed: list[str], cases: dict[str, list]
-) -> None:
-    for name, text in files.items():
-        write_text(folder / spec.package / f"{name}.py", text)
-    write_text(folder / "train.py", TRAIN)
-    write_text(folder / "README.md", starter_readme(spec, allowed))
+def _seeds_but(other: int) -> list[int]:
+    """Seeds that nobody knows; a few, since by chance a case may not tell a mistake from the right answer."""
+    return [seed for seed in (secrets.randbelow(2**31) for _ in range(5)) if seed != other]
+
+
+def _starter_texts(
+    spec: AssignmentSpec, files: dict[str, str], allowed: list[str], cases: dict[str, list]
+) -> dict[str, str]:
+    """The starter's files by their path in it."""
     recipes = {name: recipe.model_dump(exclude_none=True) for name, recipe in spec.recipes.items()}
-    write_text(
-        folder / "assignment.yaml",
-        yaml.safe_dump({"package": spec.package, "functions": _names(spec), "recipes": recipes}, sort_keys=False),
-    )
-    write_json(folder / "thresholds.json", [each.model_dump() for each in spec.thresholds])
-    tests = folder / "tests"
-    _copy(SHARED, tests / "checking")
-    write_text(tests / "test_functions.py", (RUNTIME / "visible.py").read_text(encoding="utf-8"))
-    write_text(folder / "conftest.py", '"""Its place tells pytest where the package is."""\n')
-    _write_cases(tests, cases)
-    write_json(tests / "plan.json", {"classes": f"{spec.package}.{CLASSES}", "functions": _items(spec)})
+    known = {"package": spec.package, "functions": _names(spec), "recipes": recipes}
+    return {
+        **{f"{spec.package}/{name}.py": text for name, text in files.items()},
+        "train.py": TRAIN,
+        "README.md": starter_readme(spec, allowed),
+        "assignment.yaml": yaml.safe_dump(known, sort_keys=False),
+        "thresholds.json": _json([each.model_dump() for each in spec.thresholds]),
+        "conftest.py": '"""Its place tells pytest where the package is."""\n',
+        **_runtime_texts(SHARED, "tests/checking"),
+        "tests/test_functions.py": _runtime_text("visible"),
+        **_case_texts("tests/cases", cases),
+        "tests/plan.json": _json({"classes": f"{spec.package}.{CLASSES}", "functions": _items(spec)}),
+    }
 
 
-def _write_grader(
-    spec: AssignmentSpec, folder: Path, allowed: list[str], scores: str, cases: dict[str, list], name: str
-) -> None:
-    _copy((*SHARED, *GRADING), folder / "checking")
-    # The grader's own, whatever the student has made of the other.
-    write_text(folder / "checking" / f"{CLASSES}.py", scores)
-    write_text(folder / "grade.py", (RUNTIME / "grade.py").read_text(encoding="utf-8"))
-    write_text(folder / "README.md", grader_readme(spec, name))
-    _write_cases(folder, cases)
+def _grader_texts(
+    spec: AssignmentSpec, allowed: list[str], scores: str, cases: dict[str, list], name: str
+) -> dict[str, str]:
+    """The grader's files by their path in it."""
     plan = {
         "title": spec.title,
         "package": spec.package,
@@ -118,11 +201,25 @@ def _write_grader(
         "allowed_imports": allowed,
         "files": {f"{spec.package}.{module}": f"{spec.package}/{module}.py" for module in spec.modules},
         "functions": _items(spec),
-        "thresholds": [each.model_dump() for each in spec.thresholds],
+        "thresholds": [_threshold(spec, each) for each in spec.thresholds],
         "submission": spec.submission,
         "submission_points": spec.submission_points,
     }
-    write_json(folder / "grading.json", plan)
+    return {
+        **_runtime_texts((*SHARED, *GRADING), "checking"),
+        # The grader's own, whatever the student has made of the other.
+        f"checking/{CLASSES}.py": scores,
+        "grade.py": _runtime_text("grade"),
+        "README.md": grader_readme(spec, name, allowed),
+        **_case_texts("cases", cases),
+        "grading.json": _json(plan),
+    }
+
+
+def _threshold(spec: AssignmentSpec, threshold: ThresholdSpec) -> dict[str, Any]:
+    """A threshold, with the functions that must be the student's own in the run that reaches it."""
+    library = {each.known_as: each.function for _, each in spec.functions()}
+    return {**threshold.model_dump(), "uses": used_functions(spec.recipes[threshold.recipe], library)}
 
 
 def _names(spec: AssignmentSpec) -> dict[str, dict[str, str]]:
@@ -141,14 +238,20 @@ def _items(spec: AssignmentSpec) -> list[dict[str, Any]]:
     ]
 
 
-def _write_cases(folder: Path, cases: dict[str, list]) -> None:
-    for name, own in cases.items():
-        # One case to a line: a diff shows which has changed.
-        lines = ",\n".join(json.dumps(case, allow_nan=False) for case in own)
-        write_text(folder / "cases" / f"{name}.json", f"[\n{lines}\n]\n")
+def _case_texts(folder: str, cases: dict[str, list]) -> dict[str, str]:
+    # One case to a line: a diff shows which has changed.
+    lines = {name: ",\n".join(json.dumps(case, allow_nan=False) for case in own) for name, own in cases.items()}
+    return {f"{folder}/{name}.json": f"[\n{text}\n]\n" for name, text in lines.items()}
 
 
-def _copy(names: tuple[str, ...], folder: Path) -> None:
-    write_text(folder / "__init__.py", '"""How functions are tried and judged."""\n')
-    for name in names:
-        write_text(folder / f"{name}.py", (RUNTIME / f"{name}.py").read_text(encoding="utf-8"))
+def _runtime_texts(names: tuple[str, ...], folder: str) -> dict[str, str]:
+    first = {f"{folder}/__init__.py": '"""How functions are tried and judged."""\n'}
+    return first | {f"{folder}/{name}.py": _runtime_text(name) for name in names}
+
+
+def _runtime_text(name: str) -> str:
+    return (RUNTIME / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

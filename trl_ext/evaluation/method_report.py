@@ -25,12 +25,12 @@ from trl_ext.evaluation.reporting.values import text
 from trl_ext.files import replacing, write_json, write_text
 
 _WHAT_IT_SAYS = (
-    "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles by "
-    "Satterthwaite's degrees of freedom). Differences are taken prompt by prompt and seed by seed; their intervals "
+    "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles mixed "
+    "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
     "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). The "
     "bootstrap resamples prompts and seeds, and is too narrow for few seeds: it is there to look at. With two or "
-    "three seeds that differ much, intervals cover less than 95%, and a verdict on many methods is less certain than "
-    "it says. What could be found, and what it would take, is for a power of 0.8 at the level that Holm's hardest "
+    "three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little less "
+    "certain than it says. What could be found, and what it would take, is for a power of 0.8 at the level that Holm's hardest "
     "step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
 )
 

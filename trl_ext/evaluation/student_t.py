@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 
 import numpy
 
@@ -11,8 +11,6 @@ import numpy
 STEPS = 400
 # Beyond this the distribution is the normal one to six digits.
 MOST_DEGREES = 1e6
-# Of the table that many critical values are read from: it gives them to one part in a thousand.
-TABLE_STEPS = 50
 
 _tail = numpy.frompyfunc(lambda x: math.erfc(x / math.sqrt(2)) / 2, 1, 1)
 
@@ -36,6 +34,7 @@ def exceedance(t: float, degrees: float) -> float:
     return min(1.0, 2 * float((weights * normal_tail(t * numpy.exp(log_u))).sum()))
 
 
+@lru_cache(maxsize=10_000)
 def critical_value(degrees: float, alpha: float = 0.05) -> float:
     """The t that |T| exceeds with probability alpha: 4.303 for 2 degrees of freedom and an alpha of 0.05.
 
@@ -51,12 +50,6 @@ def critical_value(degrees: float, alpha: float = 0.05) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if exceedance(middle, degrees) > alpha else (low, middle)
     return high
-
-
-def critical_values(degrees: numpy.ndarray, alpha: float = 0.05) -> numpy.ndarray:
-    """`critical_value` of many degrees of freedom, none below 1, to one part in a thousand."""
-    inverses, logs = _critical_table(alpha)
-    return numpy.exp(numpy.interp(1 / degrees, inverses, logs))
 
 
 def mean_square_quantiles(degrees: float, count: int) -> numpy.ndarray:
@@ -82,10 +75,3 @@ def _log_u(degrees: float) -> tuple[numpy.ndarray, numpy.ndarray]:
     log_density = degrees * log_u - half * numpy.exp(2 * log_u)
     density = 2 * numpy.exp(log_density + half * math.log(half) - math.lgamma(half))
     return log_u, density * (log_u[1] - log_u[0])
-
-
-@cache
-def _critical_table(alpha: float) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """1 / degrees, and the logarithms of the critical values, which are nearly straight in it."""
-    inverses = numpy.linspace(1 / MOST_DEGREES, 1, TABLE_STEPS)
-    return inverses, numpy.log([critical_value(1 / inverse, alpha) for inverse in inverses])

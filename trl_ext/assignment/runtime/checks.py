@@ -86,6 +86,7 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
         output = function(**given.arguments)
         if hasattr(output, "__next__"):
             output = list(output)
+        output = _differentiable(output, case.get("differentiated"))
         changed = given.changed()
         if case.get("backward") == "own":
             gradients = _own_gradients(given)
@@ -98,6 +99,23 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
     except BaseException as error:
         message = " ".join(str(error).split())[:400]
         return {"error": {"kind": type(error).__name__, "message": message}}
+
+
+def _differentiable(output: Any, named: list | None) -> Any:
+    """A tuple or dict with gradient in the parts that are named, and in no other; None for all."""
+    if named is None or not isinstance(output, (dict, list, tuple)):
+        return output
+    if isinstance(output, dict):
+        return {name: part if name in named else _detached(part) for name, part in output.items()}
+    return [part if index in named else _detached(part) for index, part in enumerate(output)]
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, dict):
+        return {name: _detached(item) for name, item in value.items()}
+    return [_detached(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _gradients(output: Any, given: Given, *, even: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -58,14 +59,15 @@ class Model(torch.nn.Module):
         return SimpleNamespace(logits=torch.tanh(embedded + seen) @ self.head)
 
 
-def word_reward(response: str, truth: str) -> dict[str, float]:
-    """1 if the truth is the response's last word; a fraction for how often it is there."""
+def word_reward(response: str, truth: str, scale: float = 1.0) -> dict[str, float]:
+    """`scale` if the truth is the response's last word; a fraction for how often it is there."""
     words = response.split()
-    answer = float(bool(words) and words[-1] == truth)
-    return {"reward": answer + words.count(truth) / 8, "format_reward": float(bool(words)), "answer_reward": answer}
+    answer = scale * float(bool(words) and words[-1] == truth)
+    reward = answer + words.count(truth) / 8
+    return {"reward": reward, "format_reward": float(bool(words)), "answer_reward": answer}
 
 
 def make(kind: str, **settings):
     """The stand-in of a kind."""
-    makers = {"tokenizer": Tokenizer, "model": Model, "reward": lambda: word_reward}
+    makers = {"tokenizer": Tokenizer, "model": Model, "reward": lambda **scale: partial(word_reward, **scale)}
     return makers[kind](**settings)

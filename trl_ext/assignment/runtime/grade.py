@@ -3,61 +3,89 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
+import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from checking.running import Runner
+from checking.imports import imports_by_module
+from checking.running import Runner, WorkerProblem
 from checking.verdicts import OF_THE_RUN, verdict
 
 HERE = Path(__file__).resolve().parent
+VISIBILITIES = ("visible", "hidden", "after_due_date", "after_published")
+UNUSED = "no points lost, as no function's file imports it"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the arguments, grade, print and write; 0 whatever the grades."""
+    """Read the arguments, grade, print and write; 0 whatever the grades, 2 if nothing can be graded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("submission", type=Path, help="the student's folder, which holds the package")
     parser.add_argument("--out", type=Path, default=Path("results.json"), help="where Gradescope's JSON goes")
-    parser.add_argument("--visibility", default="visible", help="of the tests: visible, hidden, after_published")
+    parser.add_argument("--visibility", choices=VISIBILITIES, default="visible", help="of the tests")
+    parser.add_argument("--show_values", action="store_true", help="say what hidden cases expect; default: only why")
+    parser.add_argument("--user", help="run the student's code as this user, which takes root; default: as you")
     options = parser.parse_args(arguments)
     plan = json.loads((HERE / "grading.json").read_text(encoding="utf-8"))
-    if not options.submission.is_dir():
-        print(f"error: no folder {options.submission}", file=sys.stderr)
+    try:
+        rows, beside = _graded(options, plan)
+    except (WorkerProblem, FileNotFoundError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    rows = grade_functions(options.submission.resolve(), plan)
-    rows += [grade_threshold(options.submission, each) for each in plan["thresholds"]]
-    if plan["submission"]:
-        rows += grade_responses(options.submission, plan)
-    write_gradescope(options.out, rows, options.visibility)
-    print_table(plan["title"], rows)
+    write_gradescope(options.out, rows, options.visibility, beside)
+    print_table(plan["title"], rows, beside)
     return 0
 
 
-def grade_functions(submission: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each function."""
-    runner = Runner(submission, HERE, plan["seconds"])
-    problems = imports_by_module(submission, plan)
+def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """All rows, and what files import that no function's file does."""
+    if not options.submission.is_dir():
+        raise FileNotFoundError(f"no folder {options.submission}")
+    if options.user and HERE.stat().st_mode & 0o007:
+        raise PermissionError(f"{HERE} can be read by all users: chmod 700 it, so that {options.user} cannot")
+    # Before the cases are run, which takes its time.
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out.is_dir():
+        raise FileNotFoundError(f"{options.out} is a folder: name a file for --out")
+    submission, package = options.submission.resolve(), plan["package"]
+    notes, beside = imports_by_module(submission, plan)
+    if (submission / package).is_dir():
+        rows = grade_functions(submission, plan, notes, options)
+    else:
+        note = f"no folder {package} in {submission}: hand in the folder that holds it"
+        rows = [_row(item, 0.0, [note]) for item in plan["functions"]]
+    rows += [grade_threshold(options.submission, each) for each in plan["thresholds"]]
+    if plan["submission"]:
+        rows += grade_responses(options.submission, plan)
+    return rows, beside if plan["imports"] != "ignore" else []
+
+
+def grade_functions(
+    submission: Path, plan: dict[str, Any], problems: dict[str, str | None], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One row for each function; `problems` is what each module imports that it should not."""
+    allowed = plan["allowed_imports"] if plan["imports"] == "zero" else None
+    runner = Runner(submission, HERE / "checking", plan["seconds"], allowed, options.user)
     rows = []
     try:
         for item in plan["functions"]:
-            rows.append(_grade_function(runner, plan, item, problems[item["module"]]))
+            rows.append(_grade_function(runner, plan, item, problems[item["module"]], options.show_values))
     finally:
         runner.close()
     return rows
 
 
 def _grade_function(
-    runner: Runner, plan: dict[str, Any], item: dict[str, Any], imported: str | None
+    runner: Runner, plan: dict[str, Any], item: dict[str, Any], imported: str | None, values: bool
 ) -> dict[str, Any]:
     cases = json.loads((HERE / item["cases"]).read_text(encoding="utf-8"))
     failures = []
     for number, case in enumerate(cases):
         outcome = runner.run(item["module"], item["name"], case, plan["classes"])
         try:
-            problem = verdict(outcome, case)
+            problem = verdict(outcome, case, values=values)
         # An answer of another form than a worker gives.
         except Exception as error:
             problem = f"its outcome cannot be read ({type(error).__name__})"
@@ -74,40 +102,12 @@ def _grade_function(
     if imported is not None and plan["imports"] != "ignore":
         notes = [imported, *notes]
         score = 0.0 if plan["imports"] == "zero" else score
+    return _row(item, round(score, 4), notes)
+
+
+def _row(item: dict[str, Any], score: float, notes: list[str]) -> dict[str, Any]:
     name = item.get("label", item["name"])
-    return {"name": name, "score": round(score, 4), "max_score": item["points"], "notes": notes}
-
-
-def imports_by_module(submission: Path, plan: dict[str, Any]) -> dict[str, str | None]:
-    """What each module imports of the answers; a file beside those that were asked for speaks for all modules."""
-    allowed, files = plan["allowed_imports"], plan["files"]
-    asked = {(submission / path).resolve() for path in files.values()}
-    others = [path for path in sorted((submission / plan["package"]).rglob("*.py")) if path.resolve() not in asked]
-    beside = next((found for path in others if (found := reference_imports(path, allowed))), None)
-    return {module: reference_imports(submission / path, allowed) or beside for module, path in files.items()}
-
-
-def reference_imports(path: Path, allowed: list[str]) -> str | None:
-    """What a file imports of the library that the assignment does not give; None for nothing."""
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return None
-    for node in ast.walk(tree):
-        found: list[str] = []
-        if isinstance(node, ast.Import):
-            found = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            found = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
-            "import_module",
-            "__import__",
-        ):
-            found = [str(part.value) for part in node.args if isinstance(part, ast.Constant)]
-        for name in found:
-            if name.partition(".")[0] == "trl_ext" and name not in allowed:
-                return f"{path.name}, line {node.lineno}, imports {name}: the library holds the answers"
-    return None
+    return {"name": name, "score": score, "max_score": item["points"], "notes": notes}
 
 
 def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, Any]:
@@ -116,15 +116,20 @@ def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, An
     path = submission / "runs" / threshold["recipe"] / "results.json"
     row = {"name": name, "score": 0.0, "max_score": threshold["points"]}
     try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        results = value = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in threshold["uses"] if name not in results.get("yours", [])]
+        if missing:
+            return {**row, "notes": [f"the run was not on the student's own {', '.join(missing)}"]}
         for key in threshold["measure"].split("."):
             value = value[key]
-        reached = float(value) >= threshold["at_least"]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"{threshold['measure']} is no finite number")
     except FileNotFoundError:
         return {**row, "notes": [f"no file runs/{threshold['recipe']}/results.json"]}
-    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         return {**row, "notes": [f"runs/{threshold['recipe']}/results.json: {type(error).__name__}: {error}"]}
-    return {**row, "score": threshold["points"] if reached else 0.0, "notes": [f"reached {float(value):.3f}"]}
+    score = threshold["points"] if value >= threshold["at_least"] else 0.0
+    return {**row, "score": score, "notes": [f"reached {value:.3f}"]}
 
 
 def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -144,7 +149,7 @@ def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, An
     return rows
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+def print_table(title: str, rows: list[dict[str, Any]], beside: list[str]) -> None:
     """The table of points with, below, what is wrong."""
     width = max(len(row["name"]) for row in rows)
     print(f"{title}\n\n{'function':{width}}  points")
@@ -154,12 +159,17 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     total, most = (sum(row[key] for row in rows) for key in ("score", "max_score"))
     print("-" * (width + 16))
     print(f"{'total':{width}}  {total:5g} of {most:g}")
+    said: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         if row["score"] < row["max_score"]:
-            print(f"\n{row['name']}: " + "\n  ".join(row["notes"]))
+            said.setdefault(tuple(row["notes"]), []).append(row["name"])
+    for notes, names in said.items():
+        print(f"\n{', '.join(names)}: " + "\n  ".join(notes))
+    for note in beside:
+        print(f"\n{UNUSED}: {note}")
 
 
-def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str) -> None:
+def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str, beside: list[str]) -> None:
     """Gradescope's results.json."""
     tests = [
         {
@@ -173,9 +183,10 @@ def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str) ->
         for row in rows
     ]
     total = round(sum(row["score"] for row in rows), 4)
+    lines = [f"{total:g} of {sum(row['max_score'] for row in rows):g} points"]
     result = {
         "score": total,
-        "output": f"{total:g} of {sum(row['max_score'] for row in rows):g} points",
+        "output": "\n".join([*lines, *(f"{UNUSED}: {note}" for note in beside)]),
         "stdout_visibility": "hidden",
         "tests": tests,
     }

@@ -6,16 +6,26 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
+import site
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # For starting Python and importing torch, on a busy machine.
 START_SECONDS = 300
 MAX_ANSWER_BYTES = 2**24
+# What the worker is given of the grader, and of its environment: no expected value, and no key to anything.
+FILES = ("__init__", "checks", "fakes", "guard", "scores", "worker")
+VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
+
+
+class WorkerProblem(RuntimeError):
+    """The worker does not start, which is the grader's matter and not the student's."""
 
 
 class Runner:
@@ -23,23 +33,33 @@ class Runner:
 
     Args:
         submission: the folder that holds the student's package.
-        here: the folder that holds the package of this file.
+        checking: the folder of this file.
         seconds: that one case may take.
+        allowed: names of the library that the student may import; None for all.
+        user: whom the student's code runs as; None for the grader's own user.
+
+    Raises:
+        WorkerProblem: by `run`, if the worker does not start.
     """
 
-    def __init__(self, submission: Path, here: Path, seconds: float):
-        self._submission, self._here, self._seconds = submission, here, seconds
+    def __init__(
+        self, submission: Path, checking: Path, seconds: float, allowed: list[str] | None, user: str | None = None
+    ):
+        self._submission, self._checking, self._seconds = submission, checking, seconds
+        self._allowed, self._user = json.dumps(allowed), user
         self._process: subprocess.Popen | None = None
+        self._home: Path | None = None
         self._answers = -1
         self._rest = b""
 
     def run(self, module: str, function: str, case: dict[str, Any], classes: str) -> dict[str, Any]:
         """The outcome of a case; a hang, the process's end and an answer that is none are errors like any other."""
-        given = {name: case[name] for name in ("arguments", "backward", "unordered") if name in case}
+        names = ("arguments", "backward", "unordered", "differentiated")
+        given = {name: case[name] for name in names if name in case}
         request = {"module": module, "function": function, "case": given, "classes": classes}
+        if self._process is None:
+            self._start()
         try:
-            if self._process is None:
-                self._start()
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             answer = json.loads(self._line(self._seconds))
@@ -50,45 +70,86 @@ class Runner:
             self.close()
             message = f"it took more than {self._seconds:g} s: is there a loop without end?"
             return {"error": {"kind": "TimeLimit", "message": message}}
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             self.close()
             return {"error": {"kind": "Ended", "message": "it ended the process in which it ran"}}
 
     def close(self) -> None:
-        """End the worker, and what it has started."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process.stdin.close()
-        os.close(self._answers)
-        self._process, self._rest = None, b""
+        """End the worker and what it has started, and remove what it was given."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            os.close(self._answers)
+        if self._home is not None:
+            shutil.rmtree(self._home, ignore_errors=True)
+        self._process, self._home, self._rest = None, None, b""
 
     def _start(self) -> None:
+        with tempfile.TemporaryFile() as errors:
+            try:
+                self._home = self._new_home()
+                self._open(errors)
+                self._line(START_SECONDS)
+            except (OSError, LookupError, ValueError, subprocess.SubprocessError) as error:
+                self.close()
+                errors.seek(0)
+                said = errors.read().decode(errors="replace").strip().splitlines()
+                reason = said[-1] if said else f"{type(error).__name__}: {error}"
+                raise WorkerProblem(
+                    f"the process for the student's code does not start: {reason}. Nothing is graded: mend "
+                    f"{sys.executable}, which must be able to import torch"
+                ) from None
+
+    def _new_home(self) -> Path:
+        """A folder with what the worker needs of the grader."""
+        home = Path(tempfile.mkdtemp(prefix="grading-"))
+        (home / "checking").mkdir()
+        for name in FILES:
+            shutil.copy(self._checking / f"{name}.py", home / "checking")
+        if self._user is not None:
+            for path in (home, *home.rglob("*")):
+                shutil.chown(path, self._user)
+        return home
+
+    def _open(self, errors: BinaryIO) -> None:
+        # A process group of the user's own, without the grader's.
+        other = {} if self._user is None else {"user": self._user, "group": _group(self._user), "extra_groups": []}
         self._answers, theirs = os.pipe()
-        # The submission's folder comes last: no file in it stands in for another module.
-        paths = [str(self._here), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        package = __package__ or Path(__file__).parent.name
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", f"{package}.worker", str(theirs), str(self._submission)],
+                # The submission's folder comes last: no file in it stands in for another module.
+                [sys.executable, "-P", "-m", "checking.worker", str(theirs), str(self._submission), self._allowed],
                 cwd=self._submission,
-                env=environment,
+                env=self._environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=errors,
                 pass_fds=[theirs],
                 start_new_session=True,
+                **other,
             )
+        except BaseException:
+            os.close(self._answers)
+            raise
         finally:
             os.close(theirs)
-        self._line(START_SECONDS)
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("PYTHON")}
+        paths = [str(self._home), os.environ.get("PYTHONPATH", "")]
+        return {
+            **kept,
+            "HOME": str(self._home),
+            "TMPDIR": str(self._home),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            # Packages that were installed for the user alone lie in the other home.
+            "PYTHONUSERBASE": site.getuserbase(),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
 
     def _line(self, seconds: float) -> bytes:
         """The next line of the answers."""
@@ -96,10 +157,16 @@ class Runner:
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError
+                raise TimeoutError(f"no answer in {seconds:g} s")
             part = os.read(self._answers, 2**16)
             if not part or len(self._rest) > MAX_ANSWER_BYTES:
-                raise OSError("the worker has ended")
+                raise OSError("it has ended without an answer")
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\n")
         return line
+
+
+def _group(user: str) -> int:
+    import pwd
+
+    return pwd.getpwnam(user).pw_gid

@@ -29,4 +29,5 @@ def test_case(item, case):
     outcome = call(function, case, PLAN["classes"])
     problem = verdict(outcome, case)
     if problem is not None:
-        pytest.fail(f"{item['name']}, {case['about']}: {problem}", pytrace=False)
+        about = ", ".join([case["about"], *([case["texts"]] if "texts" in case else [])])
+        pytest.fail(f"{item['name']}, {about}: {problem}", pytrace=False)
