@@ -279,7 +279,9 @@ def _write_sft(arguments, model, result: BestOfN, prompts, reward, folder: Path)
     write_json_lines(folder / "sft.jsonl", rows)
     told = {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
     if not rows:
-        print("sft.jsonl is empty: no response that ended has a reward to keep it for")
+        rewards = [row["reward"] for row in result.rows if row["finished"] and row["reward"] is not None]
+        highest = f"; the highest reward of one that ended is {max(rewards):.3g}" if rewards else ""
+        print(f"warning: sft.jsonl is empty: no response that ended has a reward to keep it for{highest}")
     return told
 
 

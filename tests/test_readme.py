@@ -328,11 +328,11 @@ def test_every_loss_and_trainer_is_in_the_table():
         for name in preference_losses
         if preference_losses[name].function.__module__ == "trl_ext.losses.preference"
     ]
-    assert len(own) == 16
+    assert len(own) == 16, "this count, and the word sixteen in README.md and docs/preference.md"
     for name in own:
-        assert f"`{name}`" in table
-        assert f"| `{name}` | $" in TEXTS["docs/preference.md"]
-        assert f"`{name}`" in TEXTS["docs/papers.md"]
+        assert f"`{name}`" in table, "the table in README.md lacks it"
+        assert f"| `{name}` | $" in TEXTS["docs/preference.md"], "the equations in docs/preference.md lack it"
+        assert f"`{name}`" in TEXTS["docs/papers.md"], "docs/papers.md lacks it"
     for name in trl_ext.trainers.__all__:
         if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PreferenceTrainer):
             assert f"`{name}`" in table or name == "PreferenceTrainer"

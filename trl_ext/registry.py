@@ -231,7 +231,9 @@ def _load_module(source: str) -> ModuleType:
     path = Path(source if source.endswith(".py") else f"{source}.py")
     if not path.is_file():
         if source.endswith(".py"):
-            raise ValueError(f"no file {source!r} to take a function from")
+            # Of a run's config.yaml it may be as seen from another folder.
+            seen = "" if path.is_absolute() else f" in {Path.cwd().name or '/'}, the folder that this runs in"
+            raise ValueError(f"no file {source!r} to take a function from{seen}")
         try:
             return importlib.import_module(source)
         except ModuleNotFoundError as error:

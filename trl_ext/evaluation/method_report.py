@@ -29,9 +29,9 @@ _WHAT_IT_SAYS = (
     "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
     "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). The "
     "bootstrap resamples prompts and seeds, and is too narrow for few seeds: it is there to look at. With two or "
-    "three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little less "
-    "certain than it says. What could be found, and what it would take, is for a power of 0.8 at the level that Holm's hardest "
-    "step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
+    "three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little less certain "
+    "than it says. What could be found, and what it would take, is for a power of 0.8 at the level that Holm's "
+    "hardest step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
 )
 
 _UNTUNED = "No settings were searched: a verdict is on the methods with the settings that they were given."

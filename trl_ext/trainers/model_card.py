@@ -198,7 +198,11 @@ def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
     if not recipe or not (folder / "config.yaml").is_file():
         return ""
     command = f"trl-ext train {recipe} --config config.yaml --output_dir again"
-    return f"## Training it again\n\n`config.yaml` in this folder holds every argument:\n\n```bash\n{command}\n```"
+    return (
+        "## Training it again\n\n`config.yaml` in this folder holds every argument. Files that it names, of data, "
+        "reward models or functions, are where they were when this was trained, as seen from the folder that it was "
+        f"started in: start it there.\n\n```bash\n{command}\n```"
+    )
 
 
 def _versions(run: dict[str, Any]) -> str:

@@ -196,7 +196,7 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
-                "use PolicyConfig to choose an algorithm by name"
+                "use PolicyConfig, or recipes/policy.py --algorithm, to choose an algorithm by name"
             )
 
     def _check_values(self) -> None:

@@ -156,7 +156,7 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
         if self._method is not None and self.loss != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the loss {self._method!r} and cannot be {self.loss!r}: "
-                "use PreferenceConfig to choose a loss by name"
+                "use PreferenceConfig, or recipes/preference.py --loss, to choose a loss by name"
             )
         if self.aot_scope not in ("global", "device"):
             raise ValueError(f"aot_scope must be 'global' or 'device', got {self.aot_scope!r}")
