@@ -337,7 +337,7 @@ def test_ties_and_replay_are_counted(whole):
     assert weighted[2]["replay/ess"] < 0.999
 
 
-def test_nothing_is_learned_from_ties(policy_path, tmp_path):
+def test_nothing_is_learned_from_ties(policy_path, tmp_path, caplog):
     def alike(completions, **_):
         return [1.0] * len(completions)
 
@@ -345,6 +345,7 @@ def test_nothing_is_learned_from_ties(policy_path, tmp_path):
     run = result(trainer)
     assert run.losses == [0.0, 0.0]
     assert [entry["pairs/ties_dropped"] for entry in run.logs] == [4, 4]
+    assert "nothing was learned from rewards: no pair was made" in caplog.text
     start = {name: p.detach() for name, p in initial_model(policy_path).named_parameters()}
     assert largest_difference(run.parameters, start) == 0
 
@@ -537,6 +538,7 @@ WRONG = {
     "replay_weight_cap 3.0 is of a replay: set replay_capacity": {"replay_weight_cap": 3.0},
     "replay_fraction 0.3 is of a replay: set replay_capacity": {"replay_fraction": 0.3},
     "replay_max_age 9 is of a replay: set replay_capacity": {"replay_max_age": 9},
+    "replay_weight_cap 3.0 caps nothing with replay_weights none": {"replay_capacity": 8, "replay_weight_cap": 3.0},
     "replay_weight_cap must be a number from 1": {"replay_capacity": 8, "replay_weight_cap": 0.5},
     "replay_capacity must be at least 0": {"replay_capacity": -1},
     "replay does not go with sync_ref_model": {"replay_capacity": 8, "sync_ref_model": True},

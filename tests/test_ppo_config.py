@@ -37,8 +37,6 @@ def test_the_shortest_horizon():
     config = PPOConfig(**BASE, kl_target=6.0, kl_horizon=9, generation_batch_size=40)
     after = adapted_coefficient(0.05, 0.0, target=6.0, horizon=config.kl_horizon, count=40)
     assert after == pytest.approx(0.05 / 9)
-    # Nothing is adapted without a target.
-    PPOConfig(**BASE, kl_horizon=1, generation_batch_size=40)
 
 
 def test_a_kl_target_is_given_responses_enough_to_act(monkeypatch):
@@ -80,6 +78,7 @@ def test_groups_are_allowed():
             {"kl_target": 6.0, "kl_horizon": 1, "generation_batch_size": 32},
             "kl_horizon 1 is too short for a rollout of generation_batch_size 32 .* set it to 7 at least",
         ),
+        ({"kl_horizon": 20}, "kl_horizon 20 is of kl_target, which is not set"),
         ({"kl_target": 6.0, "kl_horizon": 8, "generation_batch_size": 40}, "set it to 9 at least"),
         ({"use_vllm": True}, "use_vllm does not go with PPOConfig: the value head would be sent to vLLM"),
         ({"torch_compile": True}, "torch_compile does not go with PPOConfig"),

@@ -77,6 +77,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         "id": "2402.04792",
     }
     _config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
+    _without_signal = "no pair was made, as where all responses to a prompt are within tie_tolerance or not rewarded"
 
     def __init__(
         self, model, reward_funcs=None, args: OnlinePreferenceConfig | None = None, *, judge=None, **kwargs: Any
@@ -179,6 +180,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         return total.masked_fill(rewards[:, -1].isnan(), float("nan"))
 
     def _generate_and_score_completions(self, inputs):
+        seen_signal = self._seen_signal
         output = super()._generate_and_score_completions(inputs)
         if "pixel_values" in output:
             raise ValueError("online preference optimisation is for text: these prompts have images")
@@ -192,6 +194,8 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         filler = pairs[0] if pairs else self._pair(rows[0], rows[0], 0.0, 0.0)
         if mode == "train" and self.replay is not None:
             pairs = self._with_replayed(pairs)
+        if mode == "train":
+            self._seen_signal = seen_signal or bool(pairs)
         parts = self.args.steps_per_generation if mode == "train" else 1
         share, counted = deal_pairs(
             pairs, filler, parts, self.accelerator.process_index, self.accelerator.num_processes

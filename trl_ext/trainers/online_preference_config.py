@@ -192,6 +192,11 @@ class OnlinePreferenceConfig(PolicyConfig):
                 f"replay_weight_cap must be a number from 1, the weight of a new pair, up, got "
                 f"{self.replay_weight_cap}"
             )
+        if self.replay_weights == "none" and self.replay_weight_cap != type(self).replay_weight_cap:
+            raise ValueError(
+                f"replay_weight_cap {self.replay_weight_cap} caps nothing with replay_weights none: choose weights, "
+                "or leave it out"
+            )
         if self.replay_max_age < self.updates_per_rollout:
             raise ValueError(
                 f"replay_max_age {self.replay_max_age} leaves nothing to replay: at the next rollout, pairs are "

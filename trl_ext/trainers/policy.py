@@ -62,6 +62,7 @@ class PolicyTrainer(
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
     carried_over = (*Resumable.carried_over, "_seen_signal", "rollouts", "shaping_state")
 
     def __init__(self, model, reward_funcs, args: PolicyConfig | None = None, **kwargs: Any):
@@ -389,8 +390,5 @@ class PolicyTrainer(
     def train(self, *args: Any, **kwargs: Any):
         result = super().train(*args, **kwargs)
         if self._step and not self._seen_signal:
-            warn_once_per_run(
-                "nothing was learned from rewards: every advantage was 0, as where all responses to a prompt are "
-                "rewarded alike or not at all"
-            )
+            warn_once_per_run(f"nothing was learned from rewards: {self._without_signal}")
         return result

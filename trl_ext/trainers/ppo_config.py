@@ -113,6 +113,10 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
+        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
+            raise ValueError(
+                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
+            )
         if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
             raise ValueError(
                 f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
