@@ -1,4 +1,4 @@
-"""A command in a session of its own, to which the notices that would end this program are passed on."""
+"""A launcher of training processes, to which the notices that would end this program are passed on."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
@@ -19,8 +22,8 @@ NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 # Whoever stops a job may tell every process of it, and a launcher its own: one and the same notice.
 SAME_NOTICE_SECONDS = 1.0
 POLL_SECONDS = 0.5
-# The launcher hears no USR1, and neither does what it starts until that listens: the training processes.
-DEAF_TO_USR1 = ("/bin/sh", "-c", "trap '' USR1; exec \"$@\"", "sh")
+# In the environment of all that a command starts, whoever its parent is by then.
+MARK = "TRL_EXT_STAGE"
 
 
 @dataclass(frozen=True)
@@ -32,29 +35,26 @@ class Ended:
     notice: signal.Signals | None
 
 
-def run_in_session(command: Sequence[str], *, notice_every: float = 5.0) -> Ended:
+def run_in_session(command: Sequence[str]) -> Ended:
     """Run a launcher of training processes, whose error output is shown as it comes, until all of them have ended.
 
-    TERM, USR1 and HUP go on to the launcher's children as USR1, on which they save and end, again and again, as they
-    hear none before they train: a launcher that got a TERM itself would end before them, or kill them before they have
-    saved. INT goes to all, as from a terminal. A second notice kills them all. What the training processes have
-    started and left behind, a tracker's service for one, is not waited for.
+    TERM, USR1 and HUP go on to the training processes, not to the launcher, which would end before them, or kill them
+    before they have saved. One that listens to USR1 saves and ends on it; one that does not, as it has nothing to
+    save, gets a TERM. INT goes to all, as from a terminal. A second notice kills them all. What they have started and
+    left behind, a tracker's service for one, is not waited for.
 
     Args:
-        command: the launcher and its arguments.
-        notice_every: seconds between two notices.
+        command: the launcher and its arguments, among them the script (`.py`) by which a training process is known.
     """
+    stage = _Stage(command)
     with _Notices() as notices:
-        process = subprocess.Popen([*DEAF_TO_USR1, *command], stderr=subprocess.PIPE, start_new_session=True)
-        output = _ErrorOutput(process.stderr.fileno())
-        told = _Told(process, notice_every)
-        while (code := _exit_status(process)) is None:
-            told.pass_on(notices)
+        while (code := stage.exit_status()) is None:
+            stage.pass_on(notices)
         # Where the launcher ended first, the training processes may be about to save.
-        while told.workers_run():
-            told.pass_on(notices)
+        while stage.workers():
+            stage.pass_on(notices)
             time.sleep(POLL_SECONDS)
-        return Ended(code, output.finish(), notices.first)
+    return Ended(code, stage.output.finish(), notices.first)
 
 
 def run_or_stop(command: Sequence[str], place: str) -> Ended:
@@ -71,11 +71,9 @@ def run_or_stop(command: Sequence[str], place: str) -> Ended:
     if ended.notice == signal.SIGINT:
         raise KeyboardInterrupt
     if ended.notice is not None:
-        # Only here, as it loads torch, which who starts commands does without.
-        from trl_ext.trainers.preemption import REQUEUE
-
-        print(f"\nreceived {ended.notice.name}; the same command goes on from {place} (exit code {REQUEUE})")
-        raise SystemExit(REQUEUE)
+        code = os.EX_TEMPFAIL
+        print(f"\nreceived {ended.notice.name}; the same command goes on from {place} (exit code {code})")
+        raise SystemExit(code)
     return ended
 
 
@@ -104,44 +102,72 @@ class _Notices:
             self.again = True
 
 
-class _Told:
-    """What was passed on to a launcher and to its children, the training processes."""
+class _Stage:
+    """A launcher and the training processes below it, each of which is told once."""
 
-    def __init__(self, process: subprocess.Popen, every: float):
-        self.launcher = psutil.Process(process.pid)
-        self.every = every
-        self.workers: set[psutil.Process] = set()
-        self.told_at: float | None = None
+    def __init__(self, command: Sequence[str]):
+        self.scripts = [Path(word).name for word in command if word.endswith(".py")][-1:]
+        self.mark = uuid.uuid4().hex
+        environment = {**os.environ, MARK: self.mark}
+        self.launcher = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, start_new_session=True)
+        self.output = _ErrorOutput(self.launcher.stderr)
+        self.told: set[psutil.Process] = set()
+
+    def exit_status(self) -> int | None:
+        """The launcher's, waited for a little while."""
+        try:
+            return self.launcher.wait(POLL_SECONDS)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def workers(self) -> list[psutil.Process]:
+        """The training processes that run, also those whose launcher has ended."""
+        return [one for one in self._processes() if one.pid != self.launcher.pid and self._runs_the_script(one)]
 
     def pass_on(self, notices: _Notices) -> None:
-        now = time.monotonic()
         if notices.again:
-            self._kill()
-        elif notices.first is not None and (self.told_at is None or now - self.told_at >= self.every):
-            self.workers |= set(_children(self.launcher))
-            if notices.first != signal.SIGINT:
-                for worker in self.workers:
-                    _send(worker, signal.SIGUSR1)
-            elif self.told_at is None:
-                os.killpg(self.launcher.pid, signal.SIGINT)
-            self.told_at = now
-
-    def workers_run(self) -> bool:
-        return any(_runs(worker) for worker in self.workers)
-
-    def _kill(self) -> None:
-        # Not the group: torchrun gives each worker a session of its own.
-        for parent in (self.launcher, *self.workers):
-            for one in (*_children(parent, recursive=True), parent):
+            for one in self._processes():
                 _send(one, signal.SIGKILL)
+        elif notices.first == signal.SIGINT:
+            if not self.told:
+                self.told.add(psutil.Process())
+                _send_to_group(self.launcher.pid, signal.SIGINT)
+        elif notices.first is not None:
+            workers = self.workers()
+            if not workers and not self.told and self.launcher.poll() is None:
+                # It has started none yet.
+                self.launcher.terminate()
+            for one in workers:
+                if one not in self.told:
+                    self.told.add(one)
+                    _send(one, signal.SIGUSR1 if _listens(one, signal.SIGUSR1) else signal.SIGTERM)
+
+    def _processes(self) -> list[psutil.Process]:
+        """All that run and bear the mark. Not the group's: torchrun gives each worker a session of its own."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                # Another user's, or it has just ended.
+                continue
+        return found
+
+    def _runs_the_script(self, process: psutil.Process) -> bool:
+        try:
+            return any(Path(word).name in self.scripts for word in process.cmdline())
+        except psutil.Error:
+            return False
 
 
 class _ErrorOutput:
     """Shows what comes out of a pipe, in a thread, and keeps the end of it."""
 
-    def __init__(self, pipe: int):
-        self.pipe, self.kept = pipe, b""
-        self.thread = threading.Thread(target=self._read, daemon=True)
+    def __init__(self, pipe: BinaryIO):
+        self.kept = b""
+        # It holds the pipe, which another one's number would else be given to.
+        self.thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
         self.thread.start()
 
     def finish(self) -> str:
@@ -149,26 +175,16 @@ class _ErrorOutput:
         self.thread.join(timeout=1.0)
         return self.kept.decode("utf-8", errors="replace")
 
-    def _read(self) -> None:
-        while chunk := os.read(self.pipe, 4096):
-            self.kept = (self.kept + chunk)[-KEPT_BYTES:]
-            sys.stderr.buffer.write(chunk)
-            sys.stderr.buffer.flush()
-
-
-def _exit_status(process: subprocess.Popen) -> int | None:
-    """Its exit status, waited for a little while."""
-    try:
-        return process.wait(POLL_SECONDS)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
-    try:
-        return process.children(recursive=recursive)
-    except psutil.Error:
-        return []
+    def _read(self, pipe: BinaryIO) -> None:
+        with pipe:
+            while chunk := os.read(pipe.fileno(), 4096):
+                self.kept = (self.kept + chunk)[-KEPT_BYTES:]
+                try:
+                    sys.stderr.buffer.write(chunk)
+                    sys.stderr.buffer.flush()
+                except (OSError, ValueError):
+                    # The terminal is gone. Unless it is read on, the command would stand still.
+                    continue
 
 
 def _send(process: psutil.Process, number: int) -> None:
@@ -179,8 +195,18 @@ def _send(process: psutil.Process, number: int) -> None:
         return
 
 
-def _runs(process: psutil.Process) -> bool:
+def _send_to_group(group: int, number: int) -> None:
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+
+
+def _listens(process: psutil.Process, number: int) -> bool:
+    """Whether a process has a handler for a signal, where the system tells."""
+    try:
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    except OSError:
         return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)

@@ -91,6 +91,14 @@ def test_weights_are_recommended(tiny_model_path, tmp_path, caplog):
     assert "weigh 1.2 to 1" in caplog.text and "as recommended" in caplog.text
 
 
+def test_several_processes_pair_the_same_rows(tiny_model_path, tmp_path):
+    """Ten rows in batches of 4, tokenized by two processes, 5 rows each: batches are of all rows all the same."""
+    rows = labelled(*[True, False] * 5)
+    dataset = build(tiny_model_path, tmp_path, rows, per_device_train_batch_size=4, dataset_num_proc=2).train_dataset
+    own = dataset["completion_ids"]
+    assert dataset["KL_completion_ids"] == [own[index] for index in (3, 0, 1, 2, 7, 4, 5, 6, 9, 8)]
+
+
 def test_a_last_row_that_is_alone_is_left_out(tiny_model_path, tmp_path, caplog):
     """9 rows in batches of 4: the ninth would be paired with itself, (i, i), z being its own log-ratio.
     10 rows leave two, which have each other; the paired response is that of the row before, or the batch's last."""

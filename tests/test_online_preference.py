@@ -9,8 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl.trainer.utils import add_fused_lm_head
 
 from tests.reward_adapters import save_adapter
 from tests.rollout_once import build, prompts, save_policy, thirds, train, train_in_processes
@@ -26,6 +29,7 @@ from trl_ext.trainers.online_preference import REPLAY_FILE
 from trl_ext.trainers.pair_batches import SampledPairMetrics
 from trl_ext.trainers.reward_functions import reward_columns
 from trl_ext.trainers.reward_guard import RewardError, RewardGuard
+from trl_ext.trainers.scoring_temperature import ScoringTemperature
 
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
 
@@ -207,6 +211,32 @@ def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
     trainer._held_out_mean(scores, torch.tensor([1.0, 0.0]))
     trainer._held_out_mean(scores, torch.tensor([0.0, 1.0]))
     assert trainer._held_out_loss() == pytest.approx(both, rel=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
+    """Models of equal weights score alike in bfloat16, the reference prepared before, as TRL does, the policy after."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        policy, reference = (AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
+        for model in (policy, reference):
+            add_fused_lm_head(model, temperature=temperature, outputs=("log_probs",))
+        args = SimpleNamespace(cast_lm_head_to_fp32=False)
+        trainer = SimpleNamespace(temperature=temperature, model=policy, accelerator=accelerator, args=args)
+        trainer.ref_model = accelerator.prepare_model(reference, evaluation_mode=True)
+        ScoringTemperature(trainer)
+        ids = torch.arange(3, 27).view(2, 12)
+        models = (accelerator.prepare_model(policy).eval(), trainer.ref_model.eval())
+        with torch.no_grad():
+            own, other = (model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for model in models)
+            full = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
+            exact = full(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert own.dtype == other.dtype == torch.float32
+    assert torch.equal(own, other)
+    assert 0 < (own[..., -exact.size(1) :] - exact).abs().max() < 0.1, "bfloat16, at temperature 1"
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

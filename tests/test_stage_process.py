@@ -22,7 +22,7 @@ from stage_process import run_in_session
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 begun = time.monotonic()
-ended = run_in_session(json.loads(sys.argv[1]), notice_every=0.3)
+ended = run_in_session(json.loads(sys.argv[1]))
 took = time.monotonic() - begun
 handler = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 print(json.dumps([ended.code, ended.error_output, ended.notice and ended.notice.name, took, handler]))
@@ -32,12 +32,15 @@ LAUNCHER = """
 import subprocess, sys
 sys.exit(subprocess.Popen([sys.executable, *sys.argv[1:]]).wait())
 """
-# `deaf` seconds pass before it listens, and a second for saving; what it was told goes into `saved`.
+# It listens, loads for a while, or is deaf; a second passes for saving; what it was told goes into `saved`.
 WORKER = """
 import pathlib, signal, sys, time
-pathlib.Path("started").touch()
-time.sleep(float(sys.argv[1]))
 asked = []
+if sys.argv[1] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if sys.argv[1] != "listening":
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(100)
 for number in (signal.SIGUSR1, signal.SIGTERM):
     signal.signal(number, lambda number, frame: asked.append(signal.Signals(number).name))
 pathlib.Path("listening").touch()
@@ -57,12 +60,12 @@ sys.exit(75)
 class Stage:
     """The driver, a launcher and a training process, each a process of its own."""
 
-    def __init__(self, folder: Path, *, deaf: float = 0.0):
+    def __init__(self, folder: Path, worker: str = "listening"):
         for name, code in (("launcher", LAUNCHER), ("worker", WORKER)):
             (folder / f"{name}.py").write_text(code)
         self.folder = folder
-        self.driver = drive(folder, [sys.executable, "launcher.py", "worker.py", str(deaf)])
-        self.wait_for("started" if deaf else "listening")
+        self.driver = drive(folder, [sys.executable, "launcher.py", "worker.py", worker])
+        self.wait_for(worker)
         self.launcher, self.worker = psutil.Process(self.driver.pid).children(recursive=True)
 
     def wait_for(self, name: str) -> None:
@@ -112,14 +115,15 @@ def test_a_notice_to_every_process_lets_the_stage_save(tmp_path):
     assert (code, notice) == (-signal.SIGTERM, "SIGTERM") and saved in ("SIGTERM", "SIGUSR1")
 
 
-def test_a_notice_is_repeated_until_the_stage_listens(tmp_path):
-    stage = Stage(tmp_path, deaf=1.5)
+def test_a_stage_that_does_not_train_yet_ends_at_once(tmp_path):
+    """It has nothing to save, and no handler: a TERM ends it, as the launcher's exit status says."""
+    stage = Stage(tmp_path, "loading")
     stage.driver.send_signal(signal.SIGTERM)
-    assert stage.end() == (75, "SIGTERM", "SIGUSR1")
+    assert stage.end() == (256 - signal.SIGTERM, "SIGTERM", None)
 
 
 def test_a_second_notice_kills_what_does_not_listen(tmp_path):
-    stage = Stage(tmp_path, deaf=100)
+    stage = Stage(tmp_path, "deaf")
     stage.driver.send_signal(signal.SIGTERM)
     time.sleep(1.2)
     stage.driver.send_signal(signal.SIGTERM)
@@ -143,3 +147,36 @@ def test_who_keeps_the_error_output_open_is_not_waited_for(tmp_path):
     driver.wait(timeout=10)
     driver.stdout.close()
     driver.stderr.close()
+
+
+def test_two_in_turn_do_not_hear_each_other(tmp_path):
+    """Who keeps the first one's error output open writes on while the second one runs: each has its own."""
+    first = "echo first >&2; (sleep 3; echo late >&2; sleep 1; echo later >&2) & exit 1"
+    second = "sleep 5; echo 'error: the reason' >&2; exit 2"
+    script = f"""
+import sys
+sys.path.insert(0, {str(recipes.RECIPES)!r})
+from stage_process import run_in_session
+for command in ({first!r}, {second!r}):
+    ended = run_in_session(["/bin/sh", "-c", command])
+    print(ended.code, repr(ended.error_output))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["1 'first\\n'", "2 'error: the reason\\n'"]
+    assert set(done.stderr.splitlines()) == {"first", "late", "later", "error: the reason"}
+
+
+def test_a_terminal_that_is_gone_does_not_hold_the_command_up(tmp_path):
+    """A megabyte of error output, far above what a pipe holds, into one that is closed at its other end."""
+    script = f"""
+import os, sys
+sys.path.insert(0, {str(recipes.RECIPES)!r})
+from stage_process import run_in_session
+read, write = os.pipe()
+os.dup2(write, 2)
+os.close(read)
+code = "import sys; sys.stderr.write('x' * 2**20); sys.stderr.flush(); sys.exit(5)"
+print(run_in_session([sys.executable, "-c", code]).code)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "5\n"

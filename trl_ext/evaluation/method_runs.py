@@ -161,10 +161,11 @@ def _rows_seen(run: MethodRun, rows: int) -> int | None:
     sizes.append(number(run.results, "run", "processes"))
     if steps is None or None in sizes:
         return None if run.epochs is None else round(rows * run.epochs)
-    batch = int(math.prod(sizes))
-    per_epoch = rows // batch if run.settings.get("dataloader_drop_last") else math.ceil(rows / batch)
-    epochs, rest = divmod(int(steps), max(per_epoch, 1))
-    return epochs * min(rows, per_epoch * batch) + rest * batch
+    batch, micro_batch = int(math.prod(sizes)), int(sizes[0] * sizes[2])
+    if run.settings.get("dataloader_drop_last"):
+        rows = rows // micro_batch * micro_batch
+    epochs, rest = divmod(int(steps), max(math.ceil(rows / batch), 1))
+    return epochs * rows + rest * batch
 
 
 def mean_budget(budgets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -113,6 +113,9 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
             # Also of what `evaluate` is given, and of held-out sets by name.
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
+        if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
+            # Each of TRL's processes has batches of its own part, with other neighbours than in training.
+            dataset = dataset.map(_with_mismatched, batched=True, batch_size=args.per_device_train_batch_size)
         prompt, response = args.max_prompt_tokens, args.max_response_tokens
 
         def truncate(row):
@@ -142,6 +145,12 @@ def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
         "response KTO's divergence needs"
     )
     return dataset.select(range(count - 1))
+
+
+def _with_mismatched(rows: dict[str, list]) -> dict[str, list]:
+    """To each prompt of a batch the response to the prompt before it."""
+    responses = rows["completion_ids"]
+    return {"KL_completion_ids": [*responses[-1:], *responses[:-1]]}
 
 
 def _labelled(dataset: Dataset, name: str, seed: int) -> Dataset:

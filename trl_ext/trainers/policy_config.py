@@ -218,10 +218,10 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
                 f"top_k must be 0, for all tokens, or at least 2, got {self.top_k}: sampled from one token, responses "
                 "are all alike"
             )
-        for name in ("min_p", "repetition_penalty"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}; 1 is none")
         if self.reward_errors not in ("raise", "skip"):
             raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))

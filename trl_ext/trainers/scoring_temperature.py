@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from accelerate.utils import is_peft_model
+from accelerate import Accelerator
+from accelerate.utils import convert_to_fp32, is_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
 
@@ -41,12 +42,24 @@ class ScoringTemperature:
         finally:
             self._samples = False
 
+    @staticmethod
+    def _as_prepared(accelerator: Accelerator, forward: Callable) -> Callable:
+        """With the precision that accelerate gives to models that it prepares; TRL has had the reference prepared."""
+        if not accelerator.native_amp:
+            return forward
+
+        def mixed(*args, **kwargs):
+            with accelerator.autocast():
+                return convert_to_fp32(forward(*args, **kwargs))
+
+        return functools.wraps(forward)(mixed)
+
     def _add_head(self, trainer, model: nn.Module, outputs: tuple[str, ...]) -> None:
         model = trainer.accelerator.unwrap_model(model)
         model = model.get_base_model() if is_peft_model(model) else model
         sampling = model.forward.__func__
         add_fused_lm_head(model, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32, outputs=outputs)
-        scoring = model.forward.__func__
+        scoring = self._as_prepared(trainer.accelerator, model.forward.__func__)
 
         # Generation checks its arguments against the signature; by function, so that a copy of the model calls itself.
         @functools.wraps(scoring)
