@@ -6,8 +6,9 @@
 
 Each stage is one of the recipes, run in a folder of its own. Stages that are done are skipped by the next call, an
 interrupted one is taken up from its checkpoint, and one whose settings changed is refused. On SIGTERM the stage under
-way saves, and the pipeline ends with code 75, for its job to be requeued. Policies start from the SFT model; base, SFT
-and every policy are compared on held-out and on adversarial prompts.
+way saves, and the pipeline ends with code 75, for its job to be requeued; the evaluation, which comes last, begins
+anew. Policies start from the SFT model; base, SFT and every policy are compared on held-out and on adversarial
+prompts.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
-    """Models of equal weights score alike in bfloat16, the reference prepared before, as TRL does, the policy after."""
+    """Models of equal weights score alike in bfloat16, the reference prepared earlier, as by TRL, the policy later."""
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
