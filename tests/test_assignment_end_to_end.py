@@ -160,7 +160,20 @@ def test_every_mutant_loses_its_points_with_its_message(assignment, tmp_path):
 
 HOSTILE = {
     "dpo": ("def dpo(scores, *, beta=0.1):\n    while True:\n        pass\n", "it took more than 4 s"),
-    "ipo": ("def ipo(scores, **options):\n    raise SystemExit(0)\n", "ends the program"),
+    "ipo": (
+        "def ipo(scores, **options):\n    raise SystemExit(0)\n\n\ndef never():\n    import importlib\n"
+        f"    importlib.import_module('lib/helper')\n    __import__('{'y' * 300}')\n",
+        "ends the program",
+    ),
+    "split_minibatches": (
+        "def split_minibatches(*arguments, **options):\n    import os, sys\n"
+        '    os.write(int(sys.argv[1]), b\'{"error": {"kind": "Missing", "message": null}}\\n\')\n',
+        "it ended the process in which it ran",
+    ),
+    "token_log_ratio": (
+        "def token_log_ratio(**arguments):\n    raise ValueError('\\ud800')\n",
+        "it raises ValueError",
+    ),
     "aot": ("def aot(scores, **options):\n    import os\n    os._exit(0)\n", "it ended the process in which it ran"),
     "bradley_terry": ("def bradley_terry(:\n", "reward.py cannot be imported (line"),
     "group_normalized": ("del group_normalized\n", "advantages.py has no function group_normalized"),
@@ -199,7 +212,7 @@ def test_the_grader_survives_whatever_is_submitted(tmp_path):
     rows = by_name(result)
     for name, (_, part) in HOSTILE.items():
         assert rows[name]["score"] == 0 and part in rows[name]["output"], (name, rows[name]["output"][:400])
-    for name in ("sequence_log_probs", "completion_mask", "split_minibatches"):
+    for name in ("sequence_log_probs", "completion_mask"):
         assert rows[name]["score"] == rows[name]["max_score"], rows[name]["output"]
     assert rows["clipped_surrogate"]["score"] == 0, "its file imports the answers"
     assert "total" in table

@@ -134,6 +134,59 @@ def test_a_function_of_the_library_is_known_by_its_code(submission):
     assert score == 0 and "group_centered in group.py is the library's own" in output
 
 
+ODD = f"""
+import importlib, sys
+
+def never():
+    importlib.import_module("lib/helper")
+    __import__({"y" * 300!r})
+
+dpo.__wrapped__ = dpo
+
+class Other:
+    dpo = staticmethod(dpo)
+
+sys.modules[__name__] = Other()
+"""
+
+
+def test_odd_texts_neither_cost_points_nor_end_the_grader(submission):
+    """A module without a file, a function that wraps itself, names that are no module's; a text that no file holds."""
+    append(submission / "my_course" / "pair.py", ODD)
+    code = "\ndef group_centered(rewards, group_size):\n    raise ValueError('a\\ud800b')\n"
+    append(submission / "my_course" / "group.py", code)
+    rows = grade(submission)
+    assert rows["dpo"] == (5, "all cases pass")
+    assert rows["group_centered"][0] == 0 and "it raises ValueError: a\ud800b" in rows["group_centered"][1]
+    assert "it raises ValueError: a\\ud800b" in rows["table"][1]
+
+
+FORGED = """
+def {name}(*arguments, **options):
+    import os, sys
+    os.write(int(sys.argv[1]), b'{answer}\\n')
+"""
+
+
+def test_answers_that_the_student_s_code_writes_are_none(submission):
+    """An error without a message is no right answer, and one that is no object does not end the grader."""
+    nothing = '{"error": {"kind": "Missing", "message": null}}'
+    append(submission / "my_course" / "pair.py", FORGED.format(name="dpo", answer=nothing))
+    append(submission / "my_course" / "group.py", FORGED.format(name="group_centered", answer='{"error": "x"}'))
+    rows = grade(submission)
+    for name in ("dpo", "group_centered"):
+        assert rows[name][0] == 0 and "it ended the process in which it ran" in rows[name][1]
+
+
+def test_a_path_with_an_empty_entry_does_not_lead_to_the_submission(submission, tmp_path):
+    append(submission / "json.py", "raise SystemExit('not json')\n")
+    command = [sys.executable, "course_grader/grade.py", "course", "--out", "results.json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "results.json").read_text())["score"] == 8
+
+
 def test_without_torch_nothing_is_graded(submission, tmp_path):
     """Status 2, one line that names the import, and no file of zeros."""
     (tmp_path / "broken" / "torch").mkdir(parents=True)
@@ -185,6 +238,18 @@ def test_flags_are_checked_first(submission):
     (submission.parent / "out" / "results.json").mkdir(parents=True)
     done = run(submission)
     assert done.returncode == 2 and "is a folder: name a file for --out" in done.stderr
+    (submission.parent / "file").write_text("x")
+    done = run(submission, "--out", "../file/deep/results.json")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: --out ../file/deep/results.json: the folder ../file/deep cannot be made (")
+
+
+def test_a_user_that_is_not_there_is_named(submission):
+    """And not torch, which has nothing to do with it."""
+    (submission.parent / "course_grader").chmod(0o700)
+    done = run(submission, "--user", "nobody-of-this-name")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "torch" not in done.stderr
+    assert "cannot be run as the user nobody-of-this-name" in done.stderr and "no such user" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")

@@ -351,8 +351,20 @@ def test_what_is_there_stays_until_all_is_written(tmp_path, monkeypatch):
         write_assignment(spec, out, replace=True)
     assert {path: path.read_bytes() for path in sorted(tmp_path.rglob("*")) if path.is_file()} == before
     monkeypatch.undo()
-    write_assignment(spec, out, replace=True)
-    assert not (out / "notes.txt").exists() and {p.name for p in tmp_path.iterdir()} == {"course", "course_grader"}
+    kept = write_assignment(spec, out, replace=True)
+    assert not (out / "notes.txt").exists()
+    # What was there is beside it, byte for byte, and once more the next time.
+    moved = {
+        Path(str(path).replace(str(each), f"{each}.old-1")): path
+        for each in (out, grader_folder(out))
+        for path in before
+        if path.is_relative_to(each)
+    }
+    assert len(moved) == len(before) and all(path.read_bytes() == before[was] for path, was in moved.items())
+    assert kept == [Path(f"{out}.old-1"), Path(f"{out}_grader.old-1")]
+    assert write_assignment(spec, out, replace=True) == [Path(f"{out}.old-2"), Path(f"{out}_grader.old-2")]
+    names = {f"course{part}{old}" for part in ("", "_grader") for old in ("", ".old-1", ".old-2")}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_a_grading_json_of_another_is_no_assignment(tmp_path):

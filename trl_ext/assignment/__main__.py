@@ -18,7 +18,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--spec", help="a YAML file, rlhf_project or reasoning")
     parser.add_argument("--out", type=Path, help="the starter's folder")
     parser.add_argument("--solution", action="store_true", help="write the functions solved")
-    parser.add_argument("--replace", action="store_true", help="write over an assignment that is there")
+    parser.add_argument(
+        "--replace", action="store_true", help="write anew an assignment that is there, which is kept: NAME.old-1"
+    )
     parser.add_argument("--list", action="store_true", help="list the functions that a specification can name")
     with one_line_errors():
         options = parser.parse_args(arguments)
@@ -35,10 +37,12 @@ def main(arguments: list[str] | None = None) -> None:
 
         spec = load_spec(options.spec)
         check_settings(spec.recipes)
-        write_assignment(spec, options.out, solution=options.solution, replace=options.replace)
+        kept = write_assignment(spec, options.out, solution=options.solution, replace=options.replace)
     what = "solved" if options.solution else "to implement"
     print(f"{options.out}: {len(spec.functions())} functions {what}, their tests, README.md")
     print(f"{grader_folder(options.out)}: hidden tests and grade.py")
+    for folder in kept:
+        print(f"{folder}: what was there before")
 
 
 if __name__ == "__main__":

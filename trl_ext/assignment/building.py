@@ -31,6 +31,8 @@ ABOUT = {
     "equal": "a group of equal rewards in float32",
     "far apart": "margins of about 800 in either direction",
 }
+# Arguments of a function that choose among what it can do; all other texts are what it works on.
+OPTIONS = ("kind", "loss_type")
 _FORMULA = re.compile(r"`[^`]*[-+*/=(^][^`]*`")
 _PAPER = re.compile(r"\b(arXiv|equation \d|Williams|CS336)")
 
@@ -79,7 +81,7 @@ def uncaught(given: Task, cases: list[dict[str, Any]]) -> list[str]:
 def _case(given: Task, about: str, draw: Draw) -> dict[str, Any]:
     arguments = given.build(draw)
     plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
-    texts = [name for name, value in plain.items() if isinstance(value, str) and (" " in value or len(value) > 30)]
+    texts = [name for name, value in plain.items() if isinstance(value, str) and name not in OPTIONS]
     options = [f"{name}={value!r}" for name, value in plain.items() if name not in texts]
     case: dict[str, Any] = {"about": ", ".join([about, *options[:4]]), "arguments": encode_arguments(arguments)}
     if texts:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import secrets
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,16 @@ def grader_folder(out: Path) -> Path:
     return out.resolve().with_name(f"{out.resolve().name}_grader")
 
 
-def write_assignment(spec: AssignmentSpec, out: str | Path, *, solution: bool = False, replace: bool = False) -> None:
+def write_assignment(
+    spec: AssignmentSpec, out: str | Path, *, solution: bool = False, replace: bool = False
+) -> list[Path]:
     """Write the starter, or with `solution` the solved version, into `out`, and the grader beside it.
 
-    Both are made whole before anything that is there is touched.
+    Both are made whole before anything that is there is touched. What `replace` finds there is kept beside it, under
+    the names `NAME.old-1` and so on: it may hold somebody's work, a repository, or hidden cases that are in use.
+
+    Returns:
+        The folders that are kept, under their new names.
 
     Raises:
         ValueError: a folder exists and is not to be replaced or is none of these, the hidden cases are too few to
@@ -71,14 +79,16 @@ def write_assignment(spec: AssignmentSpec, out: str | Path, *, solution: bool = 
         if solution:
             _check_solution(spec, new[folder], new[grader], allowed, hidden)
 
-    _write_folders({folder: starter_texts, grader: grader_texts}, full_points)
+    return _write_folders({folder: starter_texts, grader: grader_texts}, full_points)
 
 
 def _check_folder(folder: Path, replace: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not replace:
-        raise ValueError(f"{folder} is there already: give another --out, or --replace to write it anew")
+        raise ValueError(
+            f"{folder} is there already: give another --out, or --replace to write it anew and keep this one beside it"
+        )
     if not _is_assignment(folder):
         raise ValueError(f"{folder} holds something else than an assignment: it is not replaced; give another --out")
 
@@ -120,29 +130,41 @@ def _check_solution(
                     raise ValueError(f"modules.{module}: the solution of {each.known_as} would not pass: {problem}")
 
 
-def _write_folders(folders: dict[Path, dict[str, str]], check: Callable[[dict[Path, Path]], None]) -> None:
-    """Write each folder beside its place, check them, then put all in their places; what was there goes last."""
+def _write_folders(folders: dict[Path, dict[str, str]], check: Callable[[dict[Path, Path]], None]) -> list[Path]:
+    """Write each folder beside its place, check them, then put all in their places; returns where the old ones are."""
     mark = uuid.uuid4().hex[:8]
     new = {folder: folder.with_name(f".{folder.name}-{mark}-new") for folder in folders}
-    old = {folder: folder.with_name(f".{folder.name}-{mark}-old") for folder in folders}
+    old = _old_names(folders)
+    moves: list[tuple[Path, Path]] = []
     try:
         for folder, texts in folders.items():
             for path, text in texts.items():
                 write_text(new[folder] / path, text)
         check(new)
         for folder in folders:
-            if folder.exists():
-                folder.rename(old[folder])
-            new[folder].rename(folder)
+            for source, target in ((folder, old[folder]), (new[folder], folder)):
+                if source.exists():
+                    moves.append((source, target))
+                    source.rename(target)
     except BaseException:
-        for folder in folders:
-            if old[folder].exists():
-                shutil.rmtree(folder, ignore_errors=True)
-                old[folder].rename(folder)
-            shutil.rmtree(new[folder], ignore_errors=True)
+        for source, target in reversed(moves):
+            # The last may have failed.
+            if target.exists() and not source.exists():
+                target.rename(source)
+        for folder in new.values():
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     for folder in old.values():
-        shutil.rmtree(folder, ignore_errors=True)
+        # One that was empty.
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+    return [folder for folder in old.values() if folder.exists()]
+
+
+def _old_names(folders: Collection[Path]) -> dict[Path, Path]:
+    """Names beside the folders with one number for all, which none of them has been kept under."""
+    numbered = ({each: each.with_name(f"{each.name}.old-{n}") for each in folders} for n in itertools.count(1))
+    return next(names for names in numbered if not any(map(os.path.lexists, names.values())))
 
 
 def _cases(spec: AssignmentSpec, each) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

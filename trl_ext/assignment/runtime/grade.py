@@ -28,13 +28,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--show_values", action="store_true", help="say what hidden cases expect; default: only why")
     parser.add_argument("--user", help="run the student's code as this user, which takes root; default: as you")
     options = parser.parse_args(arguments)
+    # A student's text may hold what the terminal's encoding does not.
+    sys.stdout.reconfigure(errors="backslashreplace")
     plan = json.loads((HERE / "grading.json").read_text(encoding="utf-8"))
     try:
         rows, beside = _graded(options, plan)
-    except (WorkerProblem, FileNotFoundError, PermissionError) as error:
+        write_gradescope(options.out, rows, options.visibility, beside)
+    except (WorkerProblem, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    write_gradescope(options.out, rows, options.visibility, beside)
     print_table(plan["title"], rows, beside)
     return 0
 
@@ -46,9 +48,7 @@ def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> tuple[list[dic
     if options.user and HERE.stat().st_mode & 0o007:
         raise PermissionError(f"{HERE} can be read by all users: chmod 700 it, so that {options.user} cannot")
     # Before the cases are run, which takes its time.
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    if options.out.is_dir():
-        raise FileNotFoundError(f"{options.out} is a folder: name a file for --out")
+    _check_out(options.out)
     submission, package = options.submission.resolve(), plan["package"]
     notes, beside = imports_by_module(submission, plan)
     if (submission / package).is_dir():
@@ -60,6 +60,17 @@ def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> tuple[list[dic
     if plan["submission"]:
         rows += grade_responses(options.submission, plan)
     return rows, beside if plan["imports"] != "ignore" else []
+
+
+def _check_out(out: Path) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"--out {out}: the folder {out.parent} cannot be made ({error.strerror})") from None
+    if out.is_dir():
+        raise IsADirectoryError(f"{out} is a folder: name a file for --out")
+    if not os.access(out.parent, os.W_OK):
+        raise PermissionError(f"--out {out}: you may not write into {out.parent}")
 
 
 def grade_functions(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -41,7 +41,19 @@ class Guard:
 
     def is_library_s(self, function) -> bool:
         """Whether a function's code lies in the library, whatever it is wrapped in."""
-        while isinstance(function, functools.partial):
-            function = function.func
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        return bool(code and self._root) and Path(code.co_filename).resolve().is_relative_to(self._root)
+        # All that it has been: what a function says that it wraps may be itself.
+        seen = []
+        while not any(function is each for each in seen):
+            seen.append(function)
+            if self._is_of_library(getattr(function, "__code__", None)):
+                return True
+            inner = function.func if isinstance(function, functools.partial) else None
+            function = getattr(function, "__wrapped__", function) if inner is None else inner
+        return False
+
+    def _is_of_library(self, code) -> bool:
+        try:
+            return self._root is not None and Path(os.path.realpath(code.co_filename)).is_relative_to(self._root)
+        # No code, or one whose file is no path: any text can be its name.
+        except (AttributeError, TypeError, ValueError):
+            return False

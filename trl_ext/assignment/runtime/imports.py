@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,11 @@ def imports_by_module(submission: Path, plan: dict[str, Any]) -> tuple[dict[str,
     notes: dict[str, str | None] = {}
     for module, path in plan["files"].items():
         files = _reachable(submission, submission / path)
-        reached |= {file.resolve() for file in files}
+        reached |= {os.path.realpath(file) for file in files}
         notes[module] = next((note for file in files if (note := _note(submission, file, allowed))), None)
-    others = [path for path in sorted((submission / plan["package"]).rglob("*.py")) if path.resolve() not in reached]
+    package = sorted((submission / plan["package"]).rglob("*.py"))
+    # Unlike Path.resolve, realpath stands a link to itself.
+    others = [path for path in package if os.path.realpath(path) not in reached]
     return notes, [note for path in others if (note := _note(submission, path, allowed))]
 
 
@@ -47,11 +50,19 @@ def _reachable(submission: Path, first: Path) -> list[Path]:
 
 
 def _files(submission: Path, name: str) -> list[Path]:
-    """Files of the submission that an import of `a.b.c` runs; its last part may be a name in `a.b`."""
+    """Files of the submission that an import of `a.b.c` runs; its last part may be a name in `a.b`.
+
+    Names come from the submission's text: any string can be one, and what no file can be called ends the search.
+    """
     folder, files = submission, []
     for part in name.split("."):
+        if not part or part != os.path.basename(part):
+            break
+        # isfile, and not Path.is_file, which raises for a name that is too long.
+        files += [path for path in (folder / part / "__init__.py", folder / f"{part}.py") if os.path.isfile(path)]
         folder = folder / part
-        files += [path for path in (folder / "__init__.py", folder.with_name(f"{part}.py")) if path.is_file()]
+        if not os.path.isdir(folder):
+            break
     return files
 
 
@@ -61,6 +72,9 @@ def _dotted(submission: Path, path: Path) -> str:
 
 def _imports(submission: Path, path: Path) -> Iterator[tuple[int, str]]:
     """Line and full name of each import; none of a file that cannot be read."""
+    # A pipe or a device may have no end.
+    if not os.path.isfile(path):
+        return
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -77,4 +91,5 @@ def _imports(submission: Path, path: Path) -> Iterator[tuple[int, str]]:
             "import_module",
             "__import__",
         ):
-            yield from ((node.lineno, str(part.value)) for part in node.args if isinstance(part, ast.Constant))
+            constants = [part.value for part in node.args if isinstance(part, ast.Constant)]
+            yield from ((node.lineno, value) for value in constants if isinstance(value, str))

@@ -63,7 +63,7 @@ class Runner:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
             answer = json.loads(self._line(self._seconds))
-            if not isinstance(answer, dict) or not {"error", "output"} & set(answer):
+            if not _is_outcome(answer):
                 raise ValueError("no answer")
             return answer
         except TimeoutError:
@@ -90,10 +90,18 @@ class Runner:
     def _start(self) -> None:
         with tempfile.TemporaryFile() as errors:
             try:
-                self._home = self._new_home()
+                self._make_home()
                 self._open(errors)
-                self._line(START_SECONDS)
             except (OSError, LookupError, ValueError, subprocess.SubprocessError) as error:
+                self.close()
+                whose = "" if self._user is None else f" as the user {self._user}"
+                raise WorkerProblem(
+                    f"{sys.executable} cannot be run{whose} for the student's code in {self._submission}: {error}. "
+                    "Nothing is graded"
+                ) from None
+            try:
+                self._line(START_SECONDS)
+            except OSError as error:
                 self.close()
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().splitlines()
@@ -103,16 +111,15 @@ class Runner:
                     f"{sys.executable}, which must be able to import torch"
                 ) from None
 
-    def _new_home(self) -> Path:
+    def _make_home(self) -> None:
         """A folder with what the worker needs of the grader."""
-        home = Path(tempfile.mkdtemp(prefix="grading-"))
+        home = self._home = Path(tempfile.mkdtemp(prefix="grading-"))
         (home / "checking").mkdir()
         for name in FILES:
             shutil.copy(self._checking / f"{name}.py", home / "checking")
         if self._user is not None:
             for path in (home, *home.rglob("*")):
                 shutil.chown(path, self._user)
-        return home
 
     def _open(self, errors: BinaryIO) -> None:
         # A process group of the user's own, without the grader's.
@@ -139,13 +146,14 @@ class Runner:
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("PYTHON")}
-        paths = [str(self._home), os.environ.get("PYTHONPATH", "")]
+        # An empty or relative entry would be the submission, ahead of Python's own modules.
+        others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
         return {
             **kept,
             "HOME": str(self._home),
             "TMPDIR": str(self._home),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "PYTHONPATH": os.pathsep.join([str(self._home), *others]),
             # Packages that were installed for the user alone lie in the other home.
             "PYTHONUSERBASE": site.getuserbase(),
             "PYTHONDONTWRITEBYTECODE": "1",
@@ -164,6 +172,16 @@ class Runner:
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\n")
         return line
+
+
+def _is_outcome(answer: Any) -> bool:
+    """Whether an answer has the form of an outcome: the student's code can write what it likes."""
+    if not isinstance(answer, dict):
+        return False
+    if "error" not in answer:
+        return "output" in answer
+    error = answer["error"]
+    return isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("kind", "message"))
 
 
 def _group(user: str) -> int:

@@ -43,8 +43,11 @@ def main() -> None:
 
 def _function(module: str, name: str, guard):
     """The function, or what is wrong with the file that should hold it."""
+    where = f"{module.rpartition('.')[2]}.py"
     try:
-        loaded = importlib.import_module(module)
+        # What an import leaves in its place may be anything, and asking it for a name may run the student's code.
+        function = getattr(importlib.import_module(module), name, None)
+        of_library = callable(function) and guard is not None and guard.is_library_s(function)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -54,11 +57,9 @@ def _function(module: str, name: str, guard):
         message = " ".join(str(error).split())[:300]
         place = f"{module.replace('.', '/')}.py cannot be imported (line {line})"
         return {"kind": "ImportProblem", "message": f"{place}: {type(error).__name__}: {message}"}
-    function = getattr(loaded, name, None)
-    where = Path(str(loaded.__file__)).name
     if not callable(function):
         return {"kind": "Missing", "message": f"{where} has no function {name}"}
-    if guard is not None and guard.is_library_s(function):
+    if of_library:
         return {"kind": "Missing", "message": f"{name} in {where} is the library's own: write it yourself"}
     return function
 
