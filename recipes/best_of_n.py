@@ -23,6 +23,7 @@ from sampling import (
     JUDGE_CACHE,
     SampledArguments,
     judge_against,
+    kept_when_interrupted,
     load_engine,
     load_judge,
     load_prompts,
@@ -131,11 +132,8 @@ class BestOfNArguments(SampledArguments):
 
 def main() -> None:
     """Read the arguments, sample, score and compare, and write the run folder; go on where an earlier call stopped."""
-    try:
+    with kept_when_interrupted():
         _run()
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was saved is kept, and the same command goes on from there")
-        raise SystemExit(130) from None
 
 
 def _run() -> None:

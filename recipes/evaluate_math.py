@@ -27,7 +27,7 @@ from reasoning import (
     sampling_settings,
 )
 from run_folder import config_text, settings_digest
-from sampling import load_engine, open_folder
+from sampling import kept_when_interrupted, load_engine, open_folder
 from training import ModelArguments
 
 from trl_ext.data.math import math_prompt
@@ -78,11 +78,8 @@ class EvaluationArguments(ProblemArguments):
 
 def main() -> None:
     """Read the arguments, sample and grade, and write the run folder; go on where an earlier call was interrupted."""
-    try:
+    with kept_when_interrupted():
         _run()
-    except KeyboardInterrupt:
-        print("\ninterrupted: what was saved is kept, and the same command goes on from there")
-        raise SystemExit(130) from None
 
 
 def _run() -> None:

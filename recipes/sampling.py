@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,16 @@ _MAY_DIFFER = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
 
 JUDGE_CACHE = "judge_cache.jsonl"
 JUDGES = ("ground_truth", "openai", "none")
+
+
+@contextmanager
+def kept_when_interrupted() -> Iterator[None]:
+    """End the program with one line on Ctrl-C, around what saves as it goes."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("\ninterrupted: what was saved is kept, and the same command goes on from there")
+        raise SystemExit(130) from None
 
 
 @dataclass

@@ -254,10 +254,10 @@ def test_holm_is_the_closed_test_of_bonferroni():
         assert holm(p) == pytest.approx(brute)
 
 
-@pytest.mark.parametrize(("seeds", "most"), [(2, 0.13), (3, 0.08), (5, 0.06)])
+@pytest.mark.parametrize(("seeds", "most"), [(2, 0.09), (3, 0.065), (5, 0.05)])
 def test_how_often_one_of_eleven_methods_is_called_where_all_are_alike(seeds, most):
     """1,500 studies at Holm's first step, 0.05 / 11, where seeds bring ten times the variance that 100 prompts bring:
-    as docs/comparing.md says, + three standard errors. With Satterthwaite's degrees of freedom 3 seeds gave 22%."""
+    about what docs/comparing.md says, + three standard errors; Satterthwaite's degrees of freedom fail this."""
     variances = Variances(0.5, 10 * 0.5 / 100 * seeds, 0.5)
     rng = numpy.random.default_rng(seeds)
 

@@ -1,0 +1,86 @@
+"""What intervals and tests of `recipes/compare.py` hold in simulated studies, by the number of seeds.
+
+`python -m benchmarks.comparison_levels` prints a Markdown table, `--json` the figures: the coverage of 95% intervals,
+the share of true nulls that one test at 0.05 / 11 rejects, and of studies of eleven methods, all alike, in which some
+difference is called at Holm's first step. Effects are normal; the rest has a variance of 1, prompts one of 0.3 and 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from typing import Any
+
+import numpy
+
+from tests.test_method_comparison import rejects, studies
+from trl_ext.evaluation.method_comparison import Variances
+
+METHODS = 11
+SEEDS = (2, 3, 5)
+PROMPTS = (40, 100, 200)
+# The seeds' part of a mean's variance over the prompts' part.
+RATIOS = (1, 3, 10)
+
+
+def single_tests(seeds: int, count: int) -> dict[str, list[float]]:
+    """Lowest and highest coverage without and with an effect of seeds, and highest level of a test at 0.05 / 11."""
+    covered: dict[str, list[float]] = {"without": [], "with": []}
+    levels = []
+    for prompts in PROMPTS:
+        for prompt in (0.3, 1.0):
+            for ratio in (0, *RATIOS):
+                values = studies(Variances(prompt, ratio * prompt / prompts * seeds, 1), prompts, seeds, count)
+                covered["with" if ratio else "without"].append(1 - rejects(values).mean())
+                levels.append(rejects(values, 0.05 / METHODS).mean())
+    ends = {f"coverage_{name}_seed_effects": [min(found), max(found)] for name, found in covered.items()}
+    return {**ends, "highest_level": [max(levels)]}
+
+
+def some_difference(seeds: int, ratio: float, count: int) -> float:
+    """In which share of the studies one of eleven methods at least is called different from an equal baseline."""
+    variances = Variances(0.5, ratio * 0.5 / 100 * seeds, 0.5)
+    rng = numpy.random.default_rng(seeds)
+
+    def values() -> numpy.ndarray:
+        parts = {(100, 1): variances.prompt, (1, seeds): variances.seed, (100, seeds): variances.rest}
+        return sum(math.sqrt(part) * rng.standard_normal((count, *shape)) for shape, part in parts.items())
+
+    baseline, called = values(), numpy.zeros(count, dtype=bool)
+    for _ in range(METHODS):
+        called |= rejects(values() - baseline, 0.05 / METHODS)
+    return float(called.mean())
+
+
+def measure(count: int) -> dict[int, dict[str, Any]]:
+    """All figures by the number of seeds, from so many studies of each kind."""
+    return {
+        seeds: {
+            **single_tests(seeds, count),
+            "some_difference": {ratio: some_difference(seeds, ratio, count) for ratio in RATIOS},
+        }
+        for seeds in SEEDS
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--studies", type=int, default=6000, help="of each kind")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    given = parser.parse_args()
+    found = measure(given.studies)
+    if given.json:
+        print(json.dumps(found, default=float))
+        return
+    print("| seeds | coverage, no effect of seeds | with one | level of 0.05 / 11 | called, ratios 1, 3, 10 |")
+    print("|---|---|---|---|---|")
+    for seeds, row in found.items():
+        without, with_seeds = (row[f"coverage_{name}_seed_effects"] for name in ("without", "with"))
+        cells = [f"{low:.3f} to {high:.3f}" for low, high in (without, with_seeds)]
+        called = ", ".join(f"{share:.3f}" for share in row["some_difference"].values())
+        print(f"| {seeds} | {' | '.join(cells)} | {row['highest_level'][0]:.4f} | {called} |")
+
+
+if __name__ == "__main__":
+    main()
