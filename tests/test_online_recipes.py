@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
 
 from tests import recipes
 from tests.rollout_once import build, save_policy, thirds
@@ -35,8 +36,6 @@ SHORT = [
 
 def save_reward_adapter(folder: Path, seed: int) -> Path:
     """An untrained reward adapter of the embedded model with weights that are not zero."""
-    import torch
-
     torch.manual_seed(seed)
     base = AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, num_labels=1, dtype=torch.float32)
     config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -454,6 +453,34 @@ def test_the_course_runs_online(monkeypatch):
         assert (training.min_new_tokens, training.max_completion_length) == (32, 256)
         assert training.generation_kwargs == {"min_new_tokens": 32}
         assert (training.temperature, training.top_p, training.learning_rate) == (0.8, 0.95, 1e-5)
-        assert (training.warmup_steps, training.max_grad_norm) == (20, 0.5)
+        assert (training.max_grad_norm, training.adam_beta1, training.adam_beta2) == (0.5, 0.9, 0.95)
+        # Both every 25 rollouts, on 32 prompts.
+        assert (arguments.generation_eval_every, training.save_steps) == (200, 200)
+        assert (arguments.num_generation_prompts, arguments.generation_temperature) == (32, 0)
+        _is_the_courses_warm_up(training)
         named = f"berkeley_{method}"
         assert {**objective.to_dict(), "algorithm": named} == type(objective)(named).to_dict()
+
+
+def _is_the_courses_warm_up(training) -> None:
+    """The course sets the rate before each rollout r of 1 to 25, to lr * min(1, r / 20), and keeps it for 8 updates.
+
+    The first 20 rollouts: 8 * 1e-5 * (1 + ... + 20) / 20 = 8.4e-4; the other 5: 8 * 5e-5 = 4e-4; in sum 1.24e-3.
+    transformers rises with every update, from 0: u / 160 of lr at the u-th of 0 to 199, in sum
+    1e-5 * (159 / 2 + 40) = 1.195e-3. It is behind by 1 / 20 of lr where a rollout begins, and by 1 / 160 at its end.
+    """
+    course = [1e-5 * min(1, (update // 8 + 1) / 20) for update in range(200)]
+    assert course[40] == pytest.approx(3e-6) and sum(course) == pytest.approx(1.24e-3)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+    steps = {"num_warmup_steps": training.get_warmup_steps(200), "num_training_steps": 200}
+    schedule, rates = get_scheduler(training.lr_scheduler_type, optimizer, **steps), []
+    for _ in range(200):
+        rates += schedule.get_last_lr()
+        optimizer.step()
+        schedule.step()
+    expected = {0: 0.0, 1: 6.25e-8, 40: 2.5e-6, 159: 9.9375e-6, 160: 1e-5, 199: 1e-5}
+    assert {update: rates[update] for update in expected} == pytest.approx(expected)
+    assert sum(rates) == pytest.approx(1.195e-3)
+    behind = [one - other for one, other in zip(course, rates, strict=True)]
+    assert behind[:16] == pytest.approx([(8 - update % 8) * 1e-5 / 160 for update in range(16)])
+    assert (max(behind), min(behind)) == pytest.approx((5e-7, 0.0))

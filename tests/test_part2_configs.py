@@ -22,6 +22,9 @@ ON_POLICY = {
     "generation_batch_size": 16,
     "num_iterations": 1,
     "max_steps": 100,
+    "warmup_steps": 80,
+    "save_steps": 100,
+    "generation_eval_every": 100,
     "epsilon": GONE,
     "advantage_clip": GONE,
     "kl_estimator": "k1",
@@ -95,6 +98,9 @@ EXPECTED = {
             "num_iterations": GONE,
             "gradient_accumulation_steps": 4,
             "learning_rate": 2e-5,
+            "warmup_steps": 40,
+            "save_steps": 50,
+            "generation_eval_every": 50,
         },
     ),
     "online_preference_replay": (
@@ -141,6 +147,16 @@ def named_in(path: Path) -> tuple[str, str]:
 
 def test_every_file_is_here():
     assert {path.stem for path in (CONFIGS / "part2").glob("*.yaml")} - OF_SAMPLING == EXPECTED.keys()
+
+
+@pytest.mark.parametrize("name", [name for name, (recipe, *_) in EXPECTED.items() if recipe in recipes.ONLINE])
+def test_warm_up_and_evaluations_are_counted_in_responses(name, monkeypatch):
+    """The course's 20 and 25 rollouts of 64 responses, however many updates a rollout serves."""
+    parsed = recipes.parse(monkeypatch, EXPECTED[name][0], "--config", str(CONFIGS / "part2" / f"{name}.yaml"))
+    arguments, training = parsed[0], parsed[-1]
+    each = training.generation_batch_size / training.updates_per_rollout
+    counted = [training.warmup_steps, training.save_steps, arguments.generation_eval_every]
+    assert [steps * each for steps in counted] == [20 * 64, 25 * 64, 25 * 64]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
