@@ -75,6 +75,12 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--base_url", help="an OpenAI-compatible server of your own, such as vLLM's")
     group.add_argument("--api", choices=("responses", "chat"), default="responses", help="of that server" + DEFAULT)
     group.add_argument("--instructions", type=Path, help="a rubric in the place of the one that comes along")
+    group.add_argument("--reasoning_effort", help="of openai: none, low, ... (default: the model's own)")
+    group.add_argument(
+        "--max_output_tokens",
+        type=at_least_one,
+        help="of openai: most tokens of an answer, reasoning included; one that is cut is no verdict (default: 2048)",
+    )
     group.add_argument(
         "--prices", help="JSON of prices in dollars per million tokens, over the table that comes along"
     )
@@ -104,7 +110,8 @@ def check_judge_arguments(options: argparse.Namespace) -> None:
         raise ValueError(f"--judge {options.judge} needs --model, {needed[options.judge]}")
     if options.judge not in needed and options.model:
         raise ValueError("--model is for --judge openai or reward_model: give one of them")
-    of_openai = {"base_url": None, "api": "responses", "instructions": None, "prices": None}
+    of_openai = dict.fromkeys(("base_url", "instructions", "reasoning_effort", "max_output_tokens", "prices"))
+    of_openai["api"] = "responses"
     for name, default in of_openai.items():
         if options.judge != "openai" and getattr(options, name) != default:
             raise ValueError(f"--{name} is for --judge openai alone: give that, or leave it out")
@@ -129,13 +136,15 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
     """
     check_judge_arguments(options)
     if options.judge == "openai":
-        from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
+        from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
 
         return OpenAIJudge(
             options.model,
             base_url=options.base_url,
             api=options.api,
             instructions=options.instructions,
+            reasoning_effort=options.reasoning_effort,
+            max_output_tokens=options.max_output_tokens or MAX_OUTPUT_TOKENS,
             prices=options.prices,
         )
     if options.judge == "reward_model":
@@ -145,6 +154,15 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
     from trl_ext.evaluation.submissions.candidates import known_score_judge
 
     return known_score_judge(prompts)
+
+
+def judge_settings(options: argparse.Namespace, judge: Any) -> dict[str, Any]:
+    """What the results say of their judge: figures of different settings are not of one measure."""
+    settings = {"kind": options.judge, "model": options.model}
+    if options.judge == "openai":
+        settings["instructions"] = options.instructions and str(options.instructions)
+        settings |= {name: getattr(judge, name) for name in ("reasoning_effort", "max_output_tokens")}
+    return settings
 
 
 def judging_options(options: argparse.Namespace) -> dict[str, Any]:

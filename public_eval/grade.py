@@ -14,6 +14,7 @@ from public_eval._common import (
     check_judge_arguments,
     counter_of,
     interval_cell,
+    judge_settings,
     judging_options,
     make_judge,
     make_parser,
@@ -83,10 +84,11 @@ def main(arguments: list[str] | None = None) -> None:
             **assets,
             **judging_options(options),
         )
+        summary = {"judge": judge_settings(options, judge), **result.to_dict()}
         if options.out:
-            write_json(options.out, result.to_dict())
+            write_json(options.out, summary)
     if options.json:
-        print_json(result.to_dict())
+        print_json(summary)
     else:
         _print(result, options)
     if any(grade.problems for grade in result.grades):

@@ -8,6 +8,7 @@ from public_eval._common import (
     add_judge_arguments,
     add_prompt_arguments,
     interval_cell,
+    judge_settings,
     judging_options,
     load_systems,
     make_judge,
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
             for name, responses in systems.items()
         ]
         summary = {
-            "judge": {"kind": options.judge, "model": options.model},
+            "judge": judge_settings(options, judge),
             "rule": options.rule,
             "candidates": [result.to_dict() for result in results],
             "differences": compare_candidates(results, options.rule),

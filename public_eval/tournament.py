@@ -8,6 +8,7 @@ from public_eval._common import (
     DEFAULT,
     add_judge_arguments,
     add_prompt_arguments,
+    judge_settings,
     judging_options,
     load_systems,
     make_judge,
@@ -56,10 +57,11 @@ def main(arguments: list[str] | None = None) -> None:
             show_estimates(labels, estimate_cost(judge, prompts, responses, options.cache), options.json)
             return
         tournament = run_tournament(judge, prompts, systems, pairing=options.pairs, **judging_options(options))
-        write_json(options.out / "tournament.json", tournament.to_dict())
+        summary = {"judge": judge_settings(options, judge), **tournament.to_dict()}
+        write_json(options.out / "tournament.json", summary)
         pictured = _plot(tournament, options.out / "tournament.png")
     if options.json:
-        print_json(tournament.to_dict())
+        print_json(summary)
         return
     rows = [
         (
@@ -72,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
     print(format_table(("policy", "rating", "expected against the base"), rows))
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
-    print(usage_line(tournament.to_dict()["usage"], options.judge))
+    print(usage_line(summary["usage"], options.judge))
     print(f"in {options.out}: tournament.json{', tournament.png' if pictured else ''}")
 
 

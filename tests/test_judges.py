@@ -487,6 +487,8 @@ class TestCacheIdentity:
             assert calls(instructions="Judge better.") == (2, 0)
             assert calls(temperature=0.0) == (2, 0)
             assert calls(reasoning_effort="high") == (2, 0)
+            assert calls(max_output_tokens=220) == (2, 0)
+            assert calls(max_output_tokens=2048) == (0, 2)
             assert calls(candidate="cc ") == (2, 0)
             rows[0]["prompt"] = [{"role": "system", "content": "s"}, *rows[0]["prompt"]]
             assert calls() == (2, 0)

@@ -164,6 +164,40 @@ class TestJudge:
             assert grade["figure"] == pytest.approx(5 / 7)
         assert "sk-test" not in (tmp_path / "judge_cache.jsonl").read_text() + out + err
 
+    def test_settings_of_the_judge(self, run, course, tmp_path, monkeypatch):
+        """They are sent, written into every result, and part of what a verdict is kept under."""
+        from tests.loopback import LoopbackServer
+
+        monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+        rows = response_rows(plan(win=1, tie=9))
+        path = write_policy(tmp_path / "submission", "aot", rows)
+        (tmp_path / "rubric.md").write_text("Judge by rhyme.")
+        settings = ("--reasoning_effort", "none", "--max_output_tokens", "220", "--instructions", "rubric.md")
+        expected = {"kind": "openai", "model": "m", "instructions": None, "reasoning_effort": None}
+        with LoopbackServer() as server:
+            options = ("--judge", "openai", "--model", "m", "--base_url", server.url, "--json")
+            commands = {
+                "judge": ("--candidate", path, *course["judging"], "--out", "judge.json"),
+                "grade": ("submission", *course["all"], "--out", "grade.json"),
+                "tournament": (path, *course["judging"], "--out", "."),
+            }
+            # Under the defaults one row is asked about, in both orders, and then it is in the cache.
+            for command in commands:
+                code, out, err = run(command, *commands[command], *options)
+                assert (code, json.loads(out)["judge"]) == (0, {**expected, "max_output_tokens": 2048}), err
+            assert len(server.calls) == 2 and "reasoning" not in server.calls[0].body
+            told = {**expected, "reasoning_effort": "none", "max_output_tokens": 220, "instructions": "rubric.md"}
+            # Every setting that is added to those before it asks anew, and the three commands share its verdicts.
+            for count in (2, 4, 6):
+                for command in commands:
+                    assert run(command, *commands[command], *options, *settings[:count])[0] == 0
+                assert len(server.calls) == 2 + count
+            for command in commands:
+                assert json.loads((tmp_path / f"{command}.json").read_text())["judge"] == told
+            body = server.calls[-1].body
+            assert (body["reasoning"], body["max_output_tokens"]) == ({"effort": "none"}, 220)
+            assert body["instructions"] == "Judge by rhyme."
+
     def test_errors_above_the_limit_end_with_a_code(self, run, course, tmp_path, monkeypatch):
         from tests.loopback import Fault, LoopbackServer
 
@@ -206,6 +240,9 @@ class TestJudge:
             (["--judge", "openai"], "--judge openai needs --model, such as gpt-5.4"),
             (["--judge", "reward_model"], "--judge reward_model needs --model"),
             (["--model", "gpt-5.4"], "--model is for --judge openai or reward_model"),
+            (["--reasoning_effort", "low"], "--reasoning_effort is for --judge openai alone"),
+            (["--max_output_tokens", "220"], "--max_output_tokens is for --judge openai alone"),
+            (["--judge", "openai", "--model", "m", "--max_output_tokens", "0"], "must be at least 1, got 0"),
             (["--judge", "opnai"], "invalid choice: 'opnai'"),
             (["--max_concurency", "4"], "unknown flag --max_concurency, did you mean"),
             (["--max_new_tokens", "0"], "--max_new_tokens: must be at least 1, got 0"),

@@ -65,7 +65,7 @@ def estimate(
     count, how = _token_counter(judge.model)
     input_tokens = sum(judge.estimate_tokens(q.prompt, q.response_a, q.response_b, count) for q in missing)
     measured = [record["output_tokens"] for record in records.values() if record.get("output_tokens")]
-    each = sum(measured) / len(measured) if measured else TYPICAL_OUTPUT_TOKENS
+    each = sum(measured) / len(measured) if measured else min(TYPICAL_OUTPUT_TOKENS, judge.max_output_tokens)
     output_tokens = round(each * len(missing))
     source = f"the mean of {len(measured)} cached verdicts" if measured else "a typical answer without reasoning"
     notes = [

@@ -23,6 +23,7 @@ from trl_ext.evaluation.judging.prices import Usage, find_price, load_prices
 KEY_VARIABLE = "OPENAI_API_KEY"
 # Each costs as much as an answer that can be read.
 BAD_ANSWER_RETRIES = 2
+MAX_OUTPUT_TOKENS = 2048
 # Replies in a row, from the first, that are not of the API or the schema: as many as three questions get.
 UNREADABLE_AT_FIRST = 3 * (1 + BAD_ANSWER_RETRIES)
 # A server that asks for more has a limit per hour or per day.
@@ -59,7 +60,7 @@ class OpenAIJudge:
             It must ask for the fields of that one.
         timeout: seconds to wait for the next part of an answer; one that comes in pieces may take longer in all.
         max_retries: how often a request that failed is sent again.
-        max_output_tokens: the most that an answer may cost, reasoning included.
+        max_output_tokens: the most that an answer may cost, reasoning included. An answer that is cut is no verdict.
         temperature, reasoning_effort: None for the server's default; not every model takes them.
         prices: file or mapping of prices that add to the package's, as `load_prices` takes them.
 
@@ -78,7 +79,7 @@ class OpenAIJudge:
         instructions: str | Path | None = None,
         timeout: float = 60.0,
         max_retries: int = 6,
-        max_output_tokens: int = 2048,
+        max_output_tokens: int = MAX_OUTPUT_TOKENS,
         temperature: float | None = None,
         reasoning_effort: str | None = None,
         prices: str | Path | Mapping[str, Any] | None = None,
@@ -117,9 +118,12 @@ class OpenAIJudge:
         """What a verdict depends on beside the question.
 
         Whether a server of one's own gave it, though not its address, which moves: a trial against a stand-in must not
-        pass for the verdicts of the model that it names.
+        pass for the verdicts of the model that it names. A limit of tokens other than the default counts as well: it
+        decides which answers are whole, and so which rows have a verdict.
         """
-        settings = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
+        settings: dict[str, Any] = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
+        if self.max_output_tokens != MAX_OUTPUT_TOKENS:
+            settings["max_output_tokens"] = self.max_output_tokens
         if self.base_url or os.environ.get("OPENAI_BASE_URL"):
             settings["server"] = "own"
         return {
