@@ -678,6 +678,8 @@ class TestEstimate:
         result = estimate(OpenAIJudge("my-own"), prompt_rows(1), ["cc"], ["b"])
         assert result.dollars is None and result.input_tokens > 0
         assert any("no price for my-own" in note for note in result.notes)
+        # No answer is longer than the limit, typical or not.
+        assert estimate(OpenAIJudge(max_output_tokens=20), prompt_rows(1), ["cc"], ["b"]).output_tokens == 2 * 20
 
     def test_judges_that_cost_nothing_or_do_not_say(self):
         rows = prompt_rows(2)
