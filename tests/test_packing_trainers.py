@@ -18,6 +18,8 @@ from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig, share_prefixes
 from trl_ext.models import packing_of
 from trl_ext.trainers.packing import keeps_groups, regroup
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 STEPS = {"max_steps": 4, "learning_rate": 0.1}
 PREFERENCE = {
     "full": {},
@@ -57,7 +59,7 @@ def test_preference(setup, tiny_model_path, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_reward(adapter, tiny_model_path, tmp_path):
+def test_reward(adapter, tiny_model_path, tmp_path, in_float32):
     rows = rows_with(16, margin=lambda row: row["avg_confidence"])
     runs = []
     for packing in ("auto", "off"):
@@ -238,9 +240,9 @@ def test_the_reference_of_a_whole_model_in_memory_is_left_to_trl(tiny_model_path
     assert train_once.build({**spec, "reference_seed": 1}, str(tmp_path / "given")).precompute_ref_logps
 
 
-def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch):
+def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch, in_float32):
     monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "cache")
-    spec = {"model": tiny_model_path, "reference_seed": 1, "args": {"max_steps": 8}}
+    spec = {"model": tiny_model_path, "dtype": "float32", "reference_seed": 1, "args": {"max_steps": 8}}
     first = train_once.build(spec, str(tmp_path / "first"))
     (file,) = (tmp_path / "cache").iterdir()
 

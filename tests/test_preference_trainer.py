@@ -26,6 +26,8 @@ from tests.train_once import (
 from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
 REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
 SETUPS = {
@@ -56,7 +58,7 @@ def specification(model_path: str, trainer: str, setup: str) -> dict:
 @pytest.fixture(scope="module")
 def models(tiny_model_path):
     """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
-    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)  # noqa: E731
+    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)  # noqa: E731
     reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
     return AutoTokenizer.from_pretrained(tiny_model_path), load().double(), reference.double()
 
@@ -191,9 +193,9 @@ def test_columns_reach_the_loss(precompute, tiny_model_path, tmp_path):
     trainer.train()
     rows = pairs(8)
     expected = [row["avg_confidence"] for row in rows]
-    torch.testing.assert_close(SEEN[0].columns, {"avg_confidence": torch.tensor(expected[:2])})
+    torch.testing.assert_close(SEEN[0].columns, {"avg_confidence": torch.tensor(expected[:2], dtype=torch.float32)})
     seen = scores_seen(trainer, rows)
-    torch.testing.assert_close(seen.columns["avg_confidence"], torch.tensor(expected))
+    torch.testing.assert_close(seen.columns["avg_confidence"], torch.tensor(expected, dtype=torch.float32))
 
 
 def test_a_missing_column_is_named(tiny_model_path, tmp_path):
@@ -371,11 +373,11 @@ def test_saved_model_is_the_trained_one(lora, tiny_model_path, tmp_path):
     if lora:
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
         loaded = PeftModel.from_pretrained(base, tmp_path / "checkpoint-1")
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float32)
-    initial = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float64)
+    initial = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
     ids = torch.arange(40)[None]
     with torch.no_grad():
         logits, trained, before = (model.eval()(ids).logits for model in (loaded, trainer.model, initial))
@@ -410,9 +412,9 @@ def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
     assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-6
 
 
-def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch):
+def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch, in_float32):
     monkeypatch.setattr("trl_ext.trainers.defaults.has_native_bfloat16", lambda use_cpu: True)
-    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", **REFERENCE}
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "dtype": "float32", **REFERENCE}
     exact = result(train(spec, str(tmp_path)))
     trainer = train({**spec, "args": {"bf16": True}}, str(tmp_path))
     assert trainer.args.bf16 and trainer.accelerator.mixed_precision == "bf16"
