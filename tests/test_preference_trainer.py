@@ -138,8 +138,8 @@ def test_other_losses_are_trls(own, stock, tiny_model_path, tmp_path):
     expected = train({**spec, "trainer": "trl.DPOTrainer", "args": {**arguments, **stock}}, str(tmp_path / "stock"))
     trained = train({**spec, "args": {**arguments, **own}}, str(tmp_path / "own"))
     if own["loss"] != "sppo":
-        assert result(trained).losses == pytest.approx(result(expected).losses, rel=1e-5)
-    assert largest_difference(result(trained).parameters, result(expected).parameters) < 1e-6
+        assert result(trained).losses == pytest.approx(result(expected).losses, rel=1e-9)
+    assert largest_difference(result(trained).parameters, result(expected).parameters) < 1e-11
 
 
 # ---- What a loss is given ----
@@ -150,7 +150,7 @@ def test_scores_are_those_of_each_row_alone(models, tiny_model_path, tmp_path):
     rows = pairs(6, seed=3)
     seen, expected = scores_seen(trainer, rows), independent_scores(*models, rows)
     for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
-        torch.testing.assert_close(getattr(seen, name).double(), getattr(expected, name), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(getattr(seen, name).double(), getattr(expected, name), atol=1e-9, rtol=1e-9)
     assert seen.chosen_length.tolist() == expected.chosen_length.tolist()
     assert seen.rejected_length.tolist() == expected.rejected_length.tolist()
     assert seen.chosen_policy_weight is None
@@ -162,7 +162,7 @@ def test_a_long_pair_in_the_batch_leaves_the_others(tiny_model_path, tmp_path):
     long = {**rows[0], "chosen": [{"role": "assistant", "content": "old tree " * 40}]}
     alone, padded = scores_seen(trainer, rows), scores_seen(trainer, [*rows, long])
     for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
-        torch.testing.assert_close(getattr(padded, name)[:3], getattr(alone, name), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(getattr(padded, name)[:3], getattr(alone, name), atol=1e-10, rtol=1e-10)
     assert padded.chosen_length.tolist()[:3] == alone.chosen_length.tolist()
 
 
@@ -182,7 +182,7 @@ def test_wpo_weights_are_those_of_the_full_softmax(models, tiny_model_path, tmp_
                 log_probs = token_log_probs(policy, prompt, response)
             of_token = log_probs.gather(1, torch.tensor(response)[:, None])[:, 0]
             expected = (of_token - log_probs.exp().square().sum(dim=1).log()).mean().exp()
-            assert weight.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert weight.item() == pytest.approx(expected.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("precompute", [False, True])
@@ -279,7 +279,7 @@ def test_reference_free_training_runs_the_policy_once(models, tiny_model_path, t
     means = scores.chosen / scores.chosen_length, scores.rejected / scores.rejected_length
     expected = torch.log1p(torch.exp(-(2 * (means[0] - means[1]) - 1))).mean().item()
     trainer.args.per_device_eval_batch_size = 4
-    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,10 @@ def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     spec = {"model": tiny_model_path, **REFERENCE, "args": {"beta": 0.3, "per_device_eval_batch_size": 6}}
     metrics = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows)).evaluate()
     margin = 0.3 * independent_scores(*models, rows).margin
-    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margin).mean().item(), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margin).mean().item(), rel=1e-9)
     assert metrics["eval_rewards/accuracies"] == pytest.approx((margin > 0).double().mean().item())
     assert 0 < metrics["eval_rewards/accuracies"] < 1
-    assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-4)
+    assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
 
 
 def test_outputs_come_with_the_loss_when_asked_for(tiny_model_path, tmp_path):
@@ -363,7 +363,7 @@ def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_pat
     trained = result(train(spec if reference_free else {**spec, **REFERENCE}, str(tmp_path)))
     expected = loss(independent_scores(*models, pairs(4))).mean().item()
     assert math.isfinite(expected)
-    assert trained.losses == pytest.approx([expected], rel=1e-4)
+    assert trained.losses == pytest.approx([expected], rel=1e-9)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -409,7 +409,7 @@ def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
     plain = result(train(spec, str(tmp_path))).gradient(tiny_model_path)
     recomputed = train({**spec, "args": {"gradient_checkpointing": True}}, str(tmp_path))
     assert recomputed.model.is_gradient_checkpointing
-    assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-6
+    assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-11
 
 
 def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch, in_float32):
