@@ -46,15 +46,6 @@ def in_float64():
         yield
 
 
-@pytest.fixture
-def in_float32():
-    """For a test of such a module that is about float32 or mixed precision: `tests.float64.float32_again`."""
-    from tests.float64 import float32_again
-
-    with float32_again():
-        yield
-
-
 @pytest.fixture(scope="session")
 def wildchat() -> Path:
     """The folder of the course's WildChat pairs, from TRL_EXT_BENCHMARK_DATA; the test is skipped without it."""

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.float64 import float32_again
 from tests.reward_adapters import save_adapter
 from tests.rollout_once import build, prompts, save_policy, thirds, train, train_in_processes
 from tests.tiny import perturbed, response_log_prob
@@ -216,7 +217,8 @@ def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path, in_float32):
+@float32_again()
+def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
     """Models of equal weights score alike in bfloat16, the reference prepared earlier, as by TRL, the policy later."""
     AcceleratorState._reset_state(reset_partial_state=True)
     try:

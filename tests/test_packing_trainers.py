@@ -11,6 +11,7 @@ from datasets import Dataset
 
 import trl_ext.trainers.reference_cache as reference_cache
 from tests import rollout_once, test_reward_trainer, train_once
+from tests.float64 import float32_again
 from tests.test_reward_trainer import lora, rows_with
 from tests.tiny import pairs
 from tests.train_once import largest_difference, relative_difference, result
@@ -59,7 +60,8 @@ def test_preference(setup, tiny_model_path, tmp_path):
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_reward(adapter, tiny_model_path, tmp_path, in_float32):
+@float32_again()
+def test_reward(adapter, tiny_model_path, tmp_path):
     rows = rows_with(16, margin=lambda row: row["avg_confidence"])
     runs = []
     for packing in ("auto", "off"):
@@ -240,7 +242,8 @@ def test_the_reference_of_a_whole_model_in_memory_is_left_to_trl(tiny_model_path
     assert train_once.build({**spec, "reference_seed": 1}, str(tmp_path / "given")).precompute_ref_logps
 
 
-def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch, in_float32):
+@float32_again()
+def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "cache")
     spec = {"model": tiny_model_path, "dtype": "float32", "reference_seed": 1, "args": {"max_steps": 8}}
     first = train_once.build(spec, str(tmp_path / "first"))

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.losses
 import trl_ext.trainers
+from tests.float64 import float32_again
 from tests.tiny import independent_scores, pairs, perturbed, token_ids, token_log_probs
 from tests.train_once import (
     build,
@@ -412,7 +413,8 @@ def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
     assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-11
 
 
-def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch, in_float32):
+@float32_again()
+def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_ext.trainers.defaults.has_native_bfloat16", lambda use_cpu: True)
     spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "dtype": "float32", **REFERENCE}
     exact = result(train(spec, str(tmp_path)))
