@@ -23,8 +23,8 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m slow --ignore tests/test_zero.py $(ARGS)
 
-# The numerical tests as other processors compute them; more settings, or fewer, as PROCESSORS="...", parts joined by commas.
-PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2 OMP_NUM_THREADS=2
+# The numerical tests as other processors compute them. PROCESSORS="A=1,B=2 C=3" runs them under A and B, then under C.
+PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,OMP_NUM_THREADS=2
 NUMERICAL := advantages aot_scope comparison course gae generation kl kto log_probs masking objective online_preference \
 	packing_models packing_stock_trainers packing_trainers policy_contract policy_invariants policy_losses \
 	policy_positions policy_terms policy_trainer ppo_trainer preference_losses preference_loss_properties \
