@@ -7,7 +7,7 @@ ZERO_STAMP := .venv/installed-deepspeed
 DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
 
-.PHONY: demo test test-slow test-zero test-gpu audit lint docs clean
+.PHONY: demo test test-slow test-processors test-zero test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
@@ -22,6 +22,20 @@ test: $(STAMP)
 # Whole recipes, several processes, kills: what takes longer than a few seconds.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow --ignore tests/test_zero.py $(ARGS)
+
+# The numerical tests as other processors compute them. PROCESSORS="A=1,B=2 C=3" runs them under A and B, then under C.
+PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,OMP_NUM_THREADS=2
+NUMERICAL := advantages aot_scope comparison course gae generation kl kto log_probs masking objective online_preference \
+	packing_models packing_stock_trainers packing_trainers policy_contract policy_invariants policy_losses \
+	policy_positions policy_terms policy_trainer ppo_trainer preference_losses preference_loss_properties \
+	preference_trainer replay reward_ensemble reward_losses reward_trainer rewards shaping shared_backbone splits \
+	toy trainer_contract trl_contract unpaired weighting
+
+test-processors: $(STAMP)
+	@for settings in $(PROCESSORS); do \
+		echo "== $$settings"; \
+		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
+	done
 
 # Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so nothing else installs it.
 # Its kernels are compiled into .venv: a build that was killed elsewhere leaves a lock there that others wait on.

@@ -42,7 +42,7 @@ def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, 
     results: dict[str, dict] = {case: {} for case in cases}
     for optimizer in optimizers:
         jobs = [(case, optimizer, split) for case in cases for split in SPLITS]
-        outcomes = run_all(jobs, folder / optimizer, folder)
+        outcomes = run_all(jobs, folder / optimizer, folder, dtype="float32")
         for case in cases:
             results[case][optimizer] = compare({split: outcomes[case, optimizer, split] for split in SPLITS})
     return results

@@ -37,6 +37,15 @@ def tiny_model_path(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def in_float64():
+    """For a whole module: `tests.float64.float64_throughout`."""
+    from tests.float64 import float64_throughout
+
+    with float64_throughout():
+        yield
+
+
 @pytest.fixture(scope="session")
 def wildchat() -> Path:
     """The folder of the course's WildChat pairs, from TRL_EXT_BENCHMARK_DATA; the test is skipped without it."""

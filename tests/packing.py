@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
-
 import torch
 import transformers
 from torch import Tensor
@@ -135,25 +132,3 @@ def compare(model, batch: dict[str, Tensor] | None = None, **options) -> tuple[P
     got, got_gradient = values_and_gradient(model, batch, **options)
     apart = (got.log_probs - expected.log_probs).abs().max().item()
     return packing, apart, ((got_gradient - expected_gradient).norm() / expected_gradient.norm()).item()
-
-
-@contextmanager
-def float64_throughout():
-    """What models of transformers compute in float32 whatever their weights, in float64 for the while."""
-    to, softmax = Tensor.to, torch.nn.functional.softmax
-
-    def wide(dtype):
-        return torch.float64 if dtype is torch.float32 else dtype
-
-    def to_wide(tensor, *arguments, **keywords):
-        keywords = {name: wide(value) for name, value in keywords.items()}
-        return to(tensor, *map(wide, arguments), **keywords)
-
-    def softmax_wide(*arguments, dtype=None, **keywords):
-        return softmax(*arguments, dtype=wide(dtype), **keywords)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Tensor, "to", to_wide))
-        stack.enter_context(patch.object(Tensor, "float", Tensor.double))
-        stack.enter_context(patch.object(torch.nn.functional, "softmax", softmax_wide))
-        yield

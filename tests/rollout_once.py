@@ -12,9 +12,11 @@ import os
 import subprocess
 import sys
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from tests.float64 import float64_throughout
 from tests.train_once import Run, parameters, result
 
 DEFAULTS = {
@@ -115,7 +117,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
 
     Keys: `trainer` (a name in trl_ext, or "trl.GRPOTrainer"), `model` (path), `perturb` (move the policy off its
     reference by this seed), `rewards` (names of `REWARDS`, or folders), `prompts` (how many), `lora`, `fixed`
-    (`FixedRollouts`), `fault` (a name of `FAULTS`), and `args` for the configuration.
+    (`FixedRollouts`), `fault` (a name of `FAULTS`), `dtype` (of the weights, float64 unless given), and `args` for
+    the configuration.
     """
     import torch
     import trl
@@ -137,7 +140,7 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
         trainer_class = type(trainer_class.__name__, (FixedRollouts, trainer_class), {})
     if "fault" in spec:
         trainer_class = type(trainer_class.__name__, (FAULTS[spec["fault"]], trainer_class), {})
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec.get("dtype", "float64")))
     if "perturb" in spec:
         perturbed(model, seed=spec["perturb"], scale=0.02)
     lora = None
@@ -207,7 +210,8 @@ def main() -> None:
 
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for index, spec in enumerate(specs):
-        trainer = train(spec, str(folder / f"{index}-run"))
+        with float64_throughout() if spec.get("dtype", "float64") == "float64" else nullcontext():
+            trainer = train(spec, str(folder / f"{index}-run"))
         if trainer.accelerator.is_main_process:
             run = result(trainer)
             metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}

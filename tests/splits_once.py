@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests import rollout_once, train_once
+from tests.float64 import float64_throughout
 
 STEPS = 5
 BATCH = 8
@@ -97,7 +99,7 @@ class Outcome:
     evaluation: dict
 
 
-def build(name: str, folder: Path, rows: int, accumulation: int, optimizer: str, output_dir: str):
+def build(name: str, folder: Path, rows: int, accumulation: int, optimizer: str, output_dir: str, dtype: str):
     """The trainer of a case, not yet trained; `folder` holds the models that `save_models` wrote."""
     import torch
 
@@ -112,7 +114,7 @@ def build(name: str, folder: Path, rows: int, accumulation: int, optimizer: str,
         "per_device_eval_batch_size": rows,
         "max_steps": STEPS,
     }
-    spec = {**case, "model": str(folder / "model"), "args": args}
+    spec = {**case, "model": str(folder / "model"), "args": args, "dtype": dtype}
     if case["kind"] == "policy":
         # A group must fit into an evaluation batch.
         args["per_device_eval_batch_size"] = BATCH // processes
@@ -126,23 +128,30 @@ def build(name: str, folder: Path, rows: int, accumulation: int, optimizer: str,
 def _build_on_rows(spec: dict, output_dir: str):
     """A reward model's trainer, or one of demonstrations, whose completions differ fourfold in length."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     import trl_ext
     from tests.tiny import pairs
 
+    dtype, tokenizer = getattr(torch, spec["dtype"]), AutoTokenizer.from_pretrained(spec["model"])
     rows = pairs(STEPS * BATCH, seed=REFERENCE["data_seed"])
     arguments = {**train_once.DEFAULTS, **spec["args"], "output_dir": output_dir}
     if spec["kind"] == "reward":
-        config = trl_ext.RewardConfig(**arguments)
-        return trl_ext.RewardTrainer(spec["model"], config, train_dataset=_dataset(rows), eval_dataset=_held_out())
+        torch.manual_seed(0)  # The head of the scores is new.
+        return trl_ext.RewardTrainer(
+            AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=1, dtype=dtype),
+            trl_ext.RewardConfig(**arguments),
+            train_dataset=_dataset(rows),
+            eval_dataset=_held_out(),
+            processing_class=tokenizer,
+        )
     held_out = pairs(BATCH, seed=99)
     return trl_ext.SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype),
         trl_ext.SFTConfig(**arguments),
         train_dataset=_dataset([_demonstration(row) for row in rows]),
         eval_dataset=_dataset([_demonstration(row) for row in held_out]),
-        processing_class=AutoTokenizer.from_pretrained(spec["model"]),
+        processing_class=tokenizer,
     )
 
 
@@ -162,13 +171,18 @@ def _held_out():
     return _dataset(pairs(BATCH, seed=99))
 
 
-def run(name: str, folder: Path, rows: int, accumulation: int, optimizer: str, output_dir: str) -> Outcome:
-    """Train a case, and evaluate it."""
+def run(*case: Any, dtype: str) -> Outcome:
+    """Train a case, given as the arguments of `build`, and evaluate it, in float64 throughout or in float32."""
+    with float64_throughout() if dtype == "float64" else nullcontext():
+        return _run(*case, dtype=dtype)
+
+
+def _run(name: str, *case: Any, dtype: str) -> Outcome:
     import torch
 
     from trl_ext.trainers.policies import remember_base
 
-    trainer = build(name, folder, rows, accumulation, optimizer, output_dir)
+    trainer = build(name, *case, dtype)
     if CASES[name].get("win_rate"):
         remember_base(trainer)
     before = train_once.parameters(trainer)
@@ -211,7 +225,9 @@ def save_models(folder: Path) -> None:
     rollout_once.save_policy(str(folder / "model"), folder / "policy")
 
 
-def run_all(jobs: list[tuple[str, str, str]], folder: Path, models: Path) -> dict[tuple[str, str, str], Outcome]:
+def run_all(
+    jobs: list[tuple[str, str, str]], folder: Path, models: Path, dtype: str = "float64"
+) -> dict[tuple[str, str, str], Outcome]:
     """Outcomes of (case, optimizer, split): those of several processes in a launch of many, the others here."""
     from safetensors import safe_open
 
@@ -221,7 +237,7 @@ def run_all(jobs: list[tuple[str, str, str]], folder: Path, models: Path) -> dic
     # A launch ends after ten minutes, done or not.
     for start in range(0, len(spread), PER_LAUNCH):
         part = {index: job for index, job in spread.items() if start <= index < start + PER_LAUNCH}
-        (folder / "jobs.json").write_text(json.dumps({"models": str(models), "jobs": part}))
+        (folder / "jobs.json").write_text(json.dumps({"models": str(models), "jobs": part, "dtype": dtype}))
         command = ("-m", "tests.splits_once", str(folder / "jobs.json"), str(folder))
         train_once.in_processes(2, *command, cwd=Path(__file__).resolve().parent.parent)
     for index, job in spread.items():
@@ -232,7 +248,7 @@ def run_all(jobs: list[tuple[str, str, str]], folder: Path, models: Path) -> dic
     for index, (name, optimizer, split) in enumerate(job for job in jobs if job[2] in ALONE):
         _, rows, accumulation = SPLITS[split]
         outcomes[name, optimizer, split] = run(
-            name, models, rows, accumulation, optimizer, str(folder / f"alone-{index}")
+            name, models, rows, accumulation, optimizer, str(folder / f"alone-{index}"), dtype=dtype
         )
     return outcomes
 
@@ -273,7 +289,8 @@ def main() -> None:
     for index, (name, optimizer, split) in specification["jobs"].items():
         processes, rows, accumulation = SPLITS[split]
         assert processes == accelerator.num_processes
-        outcome = run(name, Path(specification["models"]), rows, accumulation, optimizer, str(folder / f"{index}-run"))
+        models, output_dir = Path(specification["models"]), str(folder / f"{index}-run")
+        outcome = run(name, models, rows, accumulation, optimizer, output_dir, dtype=specification["dtype"])
         if accelerator.is_main_process:
             rest = {"size": outcome.size, "logs": outcome.logs, "evaluation": outcome.evaluation}
             rest["processes"] = accelerator.num_processes

@@ -12,12 +12,14 @@ from tests.train_once import DEFAULTS, relative_difference, result
 from trl_ext import KTOConfig, KTOTrainer
 from trl_ext.losses import kto
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 SETTINGS = {name: value for name, value in DEFAULTS.items() if name != "per_device_train_batch_size"}
 
 
 def build(path: str, folder, rows, eval_dataset=None, **args) -> KTOTrainer:
     torch.set_num_threads(1)
-    load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)  # noqa: E731
+    load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)  # noqa: E731
     arguments = {"per_device_train_batch_size": 8, **SETTINGS, **args, "output_dir": str(folder)}
     return KTOTrainer(
         load(),
@@ -40,7 +42,7 @@ def test_loss_and_gradient(tiny_model_path, tmp_path):
     run = result(trainer)
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
-    reference = perturbed(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32), scale=0.02)
+    reference = perturbed(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64), scale=0.02)
     reference = reference.double()
 
     def log_ratios(completions: list[list[int]]):
@@ -58,9 +60,9 @@ def test_loss_and_gradient(tiny_model_path, tmp_path):
     loss.backward()
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     moved = torch.cat([(start[name] - run.parameters[name]).flatten() for name in start]).double()
-    assert run.losses == pytest.approx([loss.item()], rel=1e-5)
-    assert relative_difference(moved, gradient) < 1e-4
-    assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-4)
+    assert run.losses == pytest.approx([loss.item()], rel=1e-8)
+    assert relative_difference(moved, gradient) < 1e-9
+    assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-8)
 
 
 def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path):

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.float64 import float64_throughout
 from tests.packing import (
     ARCHITECTURES,
     OUTPUTS,
     compare,
-    float64_throughout,
     forward,
     gradient,
     padded,

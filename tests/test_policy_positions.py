@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.rollout_once import DEFAULTS, build
 from tests.tiny import build_tokenizer
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 
 def test_log_probabilities_are_those_of_the_rows_by_themselves(tmp_path):
@@ -32,4 +35,4 @@ def test_log_probabilities_are_those_of_the_rows_by_themselves(tmp_path):
             logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         alone = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
         for key in ("old_per_token_logps", "ref_per_token_logps"):
-            torch.testing.assert_close(batch[key][row, : len(response)].double(), alone, atol=1e-4, rtol=0)
+            torch.testing.assert_close(batch[key][row, : len(response)].double(), alone, atol=1e-9, rtol=0)

@@ -21,6 +21,8 @@ from tests.test_policy_trainer import (
 from tests.train_once import relative_difference
 from trl_ext import PolicyTrainer
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 # Of eight responses to two prompts: not of any group, so that the loss depends on each by itself.
 ADVANTAGES = [1.0, -0.5, 0.25, -1.5, 0.75, 2.0, -1.0, 0.5]
 CLIP = {"epsilon": 0.05, "epsilon_high": 0.05}
@@ -106,9 +108,9 @@ def test_what_a_tool_returned_is_no_part_of_the_loss(name, ready, policy_path):
             losses[-1] = losses[-1] + 0.2 * KINDS["k3"](new - of_reference)
     expected = reduce(losses)
     loss = trainer._compute_loss(trainer.model, inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
     gradient = gradient_of(policy, expected)
-    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-4
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
     del inputs["tool_mask"]
     assert (
         relative_difference(gradient_of(trainer.model, trainer._compute_loss(trainer.model, inputs)), gradient) > 0.1
@@ -128,7 +130,7 @@ def test_what_a_tool_returned_is_counted_nowhere(ready):
             0.1 * (log_probs(policy, *row) - log_probs(reference, *row))[positions].sum().item()
             for row, positions in zip(rows_of(output), own, strict=True)
         ]
-    assert trainer._kl_penalty(output).tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert trainer._kl_penalty(output).tolist() == pytest.approx(expected, rel=1e-8, abs=1e-9)
 
 
 @pytest.mark.parametrize("per_token", [True, False])
@@ -153,9 +155,9 @@ def test_the_importance_ratio_of_another_sampler_weighs_the_surrogate_alone(per_
     # Without an engine: the loss reads these two and the tensor, and nothing else of vLLM.
     trainer.use_vllm = trainer.vllm_importance_sampling_correction = True
     loss = trainer._compute_loss(trainer.model, inputs)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
     gradient = gradient_of(policy, expected)
-    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-4
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
     trainer.vllm_importance_sampling_correction = False
     uncorrected = gradient_of(trainer.model, trainer._compute_loss(trainer.model, inputs))
     assert relative_difference(uncorrected, gradient) > 0.1
@@ -185,12 +187,12 @@ def test_the_load_balancing_loss_of_a_mixture_of_experts(training, accumulation,
     trainer.aux_loss_enabled, trainer.router_aux_loss_coef = True, 0.3
     loss = trainer._compute_loss(trainer.model, inputs)
     share = 0.3 / accumulation if training else 0.3
-    assert loss.item() == pytest.approx(plain.item() + share * head.square().sum().item(), rel=1e-5)
+    assert loss.item() == pytest.approx(plain.item() + share * head.square().sum().item(), rel=1e-8)
     added = gradient_of(trainer.model, loss) - gradient
     expected = torch.cat(
         [(2 * share * p if p is head else torch.zeros_like(p)).flatten() for p in trainer.model.parameters()]
     )
-    assert relative_difference(added, expected.detach().double()) < 1e-5
+    assert relative_difference(added, expected.detach().double()) < 1e-9
 
 
 # name -> (settings, micro-batches to a rollout, reduction, updates that are means over their own tokens)
@@ -224,7 +226,7 @@ def test_the_last_update_of_an_epoch_is_the_mean_of_what_is_left(name, policy_pa
         sampler = model_in_float64(policy_path, steps.weights[0 if per_rollout == 3 else step])
         model = model_in_float64(policy_path, steps.weights[step])
         expected = sum(clipped_loss(model, sampler, batch, reduce) for batch in batches) / len(batches)
-        assert relative_difference(steps.gradients[step], gradient_of(model, expected)) < 1e-4
+        assert relative_difference(steps.gradients[step], gradient_of(model, expected)) < 1e-9
 
 
 def clipped_loss(model, sampler, batch: dict, reduce) -> torch.Tensor:

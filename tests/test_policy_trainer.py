@@ -17,6 +17,8 @@ from tests.rollout_once import DEFAULTS, build, prompts, save_policy, thirds, tr
 from tests.train_once import relative_difference, result
 from trl_ext.trainers import policy as policy_module
 
+pytestmark = pytest.mark.usefixtures("in_float64")
+
 
 @pytest.fixture(scope="module")
 def policy_path(tiny_model_path, tmp_path_factory) -> str:
@@ -134,8 +136,8 @@ def test_equals_stock(name, policy_path, tmp_path):
     expected = result(
         train({**spec, "trainer": "trl.GRPOTrainer", "args": {**both, **stock}}, str(tmp_path / "stock"))
     )
-    assert relative_difference(update(ours, policy_path), update(expected, policy_path)) < 1e-5
-    assert ours.losses == pytest.approx(expected.losses, rel=1e-4, abs=1e-6)
+    assert relative_difference(update(ours, policy_path), update(expected, policy_path)) < 1e-9
+    assert ours.losses == pytest.approx(expected.losses, rel=1e-8, abs=1e-9)
     corrected = own.get("kl_ratio_correction")
     averaged = set()
     if both.get("gradient_accumulation_steps", 1) > 1:
@@ -144,7 +146,7 @@ def test_equals_stock(name, policy_path, tmp_path):
     for own_entry, entry in zip(ours.logs, expected.logs, strict=True):
         for key in entry.keys() - {"step_time"} - ({"kl"} if corrected else set()) - averaged:
             # None where a mean has nothing to be of.
-            expected_value = None if entry[key] is None else pytest.approx(entry[key], rel=1e-4, abs=1e-5)
+            expected_value = None if entry[key] is None else pytest.approx(entry[key], rel=1e-8, abs=1e-9)
             assert own_entry[key] == expected_value, key
     clipped = "cispo_clip_ratio" if "cispo" in name else "clip_ratio/region_mean"
     assert max(entry[clipped] for entry in ours.logs) > 0.05, "no token was clipped: the comparison shows little"
@@ -169,7 +171,7 @@ def test_the_population_deviation_is_the_default_and_differs(policy_path, tmp_pa
     expected = result(train(stock, str(tmp_path / "stock"))).gradient(policy_path)
     assert (ours.norm() / expected.norm()).item() == pytest.approx(math.sqrt(4 / 3), rel=2e-3)
     own_deviation = {**spec, "args": {"beta": 0.0, **STOCK}}
-    assert relative_difference(result(train(own_deviation, str(tmp_path))).gradient(policy_path), expected) < 1e-6
+    assert relative_difference(result(train(own_deviation, str(tmp_path))).gradient(policy_path), expected) < 1e-9
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -188,7 +190,7 @@ def test_rloo_equals_the_stock_rloo_trainer(beta, policy_path, tmp_path):
     )
     trainer.train()
     expected = result(trainer)
-    assert relative_difference(update(ours, policy_path), update(expected, policy_path)) < 1e-5
+    assert relative_difference(update(ours, policy_path), update(expected, policy_path)) < 1e-9
     if beta:
         assert [entry["shaped_reward"] for entry in ours.logs] != [entry["reward"] for entry in ours.logs]
 
@@ -307,7 +309,7 @@ INDEPENDENT = {
 
 def greedy_reward(policy_path: str, weights: dict, prompt: list[int], limit: int) -> float:
     """Of the greedy response to one prompt, by itself, in float32."""
-    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
     model.load_state_dict(weights)
     output = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, top_k=None, top_p=None)
     return thirds([output[0, len(prompt) :].tolist()])[0]
@@ -336,7 +338,7 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
         advantages = [reward - baseline[tuple(prompt)] for reward, (prompt, _) in zip(rewards, rows, strict=True)]
     else:
         advantages = by_group(rows, rewards, group_function)
-    assert batch["advantages"].tolist() == pytest.approx(advantages, rel=1e-4, abs=1e-5)
+    assert batch["advantages"].tolist() == pytest.approx(advantages, rel=1e-6, abs=1e-7)
 
     for step in range(2):
         model = model_in_float64(policy_path, steps.weights[step])
@@ -360,8 +362,8 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
             total = total + beta * mean_over_tokens(divergences)
         total.backward()
         gradient = torch.cat([p.grad.flatten() for _, p in model.named_parameters()])
-        assert relative_difference(steps.gradients[step], gradient) < 1e-4
-        assert trainer.state.log_history[step]["loss"] == pytest.approx(total.item(), rel=1e-4, abs=1e-6)
+        assert relative_difference(steps.gradients[step], gradient) < 1e-6
+        assert trainer.state.log_history[step]["loss"] == pytest.approx(total.item(), rel=1e-6, abs=1e-7)
 
 
 @pytest.mark.parametrize("num_generations", [1, 4])
@@ -401,7 +403,7 @@ def test_the_policy_loss_metric_is_of_the_algorithm(policy_path, tmp_path):
     spec = {"model": policy_path}
     ours = result(train({**spec, "args": {**OFF_POLICY, **own}}, str(tmp_path)))
     expected = result(train({**spec, "trainer": "trl.GRPOTrainer", "args": {**OFF_POLICY, **stock}}, str(tmp_path)))
-    assert ours.losses == pytest.approx(expected.losses, rel=1e-4, abs=1e-6)
+    assert ours.losses == pytest.approx(expected.losses, rel=1e-8, abs=1e-9)
     assert [entry["policy_loss"] for entry in ours.logs] == pytest.approx(
-        [entry["policy_loss"] for entry in expected.logs], rel=1e-4, abs=1e-6
+        [entry["policy_loss"] for entry in expected.logs], rel=1e-8, abs=1e-9
     )

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trl_ext.losses
 import trl_ext.trainers
+from tests.float64 import float32_again
 from tests.tiny import independent_scores, pairs, perturbed, token_ids, token_log_probs
 from tests.train_once import (
     build,
@@ -25,6 +26,8 @@ from tests.train_once import (
 )
 from trl_ext import preference_loss
 from trl_ext.losses import PreferenceScores
+
+pytestmark = pytest.mark.usefixtures("in_float64")
 
 STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
 REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
@@ -56,7 +59,7 @@ def specification(model_path: str, trainer: str, setup: str) -> dict:
 @pytest.fixture(scope="module")
 def models(tiny_model_path):
     """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
-    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)  # noqa: E731
+    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)  # noqa: E731
     reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
     return AutoTokenizer.from_pretrained(tiny_model_path), load().double(), reference.double()
 
@@ -136,8 +139,8 @@ def test_other_losses_are_trls(own, stock, tiny_model_path, tmp_path):
     expected = train({**spec, "trainer": "trl.DPOTrainer", "args": {**arguments, **stock}}, str(tmp_path / "stock"))
     trained = train({**spec, "args": {**arguments, **own}}, str(tmp_path / "own"))
     if own["loss"] != "sppo":
-        assert result(trained).losses == pytest.approx(result(expected).losses, rel=1e-5)
-    assert largest_difference(result(trained).parameters, result(expected).parameters) < 1e-6
+        assert result(trained).losses == pytest.approx(result(expected).losses, rel=1e-9)
+    assert largest_difference(result(trained).parameters, result(expected).parameters) < 1e-11
 
 
 # ---- What a loss is given ----
@@ -148,7 +151,7 @@ def test_scores_are_those_of_each_row_alone(models, tiny_model_path, tmp_path):
     rows = pairs(6, seed=3)
     seen, expected = scores_seen(trainer, rows), independent_scores(*models, rows)
     for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
-        torch.testing.assert_close(getattr(seen, name).double(), getattr(expected, name), atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(getattr(seen, name).double(), getattr(expected, name), atol=1e-9, rtol=1e-9)
     assert seen.chosen_length.tolist() == expected.chosen_length.tolist()
     assert seen.rejected_length.tolist() == expected.rejected_length.tolist()
     assert seen.chosen_policy_weight is None
@@ -160,7 +163,7 @@ def test_a_long_pair_in_the_batch_leaves_the_others(tiny_model_path, tmp_path):
     long = {**rows[0], "chosen": [{"role": "assistant", "content": "old tree " * 40}]}
     alone, padded = scores_seen(trainer, rows), scores_seen(trainer, [*rows, long])
     for name in ("chosen", "rejected", "ref_chosen", "ref_rejected"):
-        torch.testing.assert_close(getattr(padded, name)[:3], getattr(alone, name), atol=1e-5, rtol=1e-6)
+        torch.testing.assert_close(getattr(padded, name)[:3], getattr(alone, name), atol=1e-10, rtol=1e-10)
     assert padded.chosen_length.tolist()[:3] == alone.chosen_length.tolist()
 
 
@@ -180,7 +183,7 @@ def test_wpo_weights_are_those_of_the_full_softmax(models, tiny_model_path, tmp_
                 log_probs = token_log_probs(policy, prompt, response)
             of_token = log_probs.gather(1, torch.tensor(response)[:, None])[:, 0]
             expected = (of_token - log_probs.exp().square().sum(dim=1).log()).mean().exp()
-            assert weight.item() == pytest.approx(expected.item(), rel=1e-5)
+            assert weight.item() == pytest.approx(expected.item(), rel=1e-9)
 
 
 @pytest.mark.parametrize("precompute", [False, True])
@@ -191,9 +194,9 @@ def test_columns_reach_the_loss(precompute, tiny_model_path, tmp_path):
     trainer.train()
     rows = pairs(8)
     expected = [row["avg_confidence"] for row in rows]
-    torch.testing.assert_close(SEEN[0].columns, {"avg_confidence": torch.tensor(expected[:2])})
+    torch.testing.assert_close(SEEN[0].columns, {"avg_confidence": torch.tensor(expected[:2], dtype=torch.float32)})
     seen = scores_seen(trainer, rows)
-    torch.testing.assert_close(seen.columns["avg_confidence"], torch.tensor(expected))
+    torch.testing.assert_close(seen.columns["avg_confidence"], torch.tensor(expected, dtype=torch.float32))
 
 
 def test_a_missing_column_is_named(tiny_model_path, tmp_path):
@@ -277,7 +280,7 @@ def test_reference_free_training_runs_the_policy_once(models, tiny_model_path, t
     means = scores.chosen / scores.chosen_length, scores.rejected / scores.rejected_length
     expected = torch.log1p(torch.exp(-(2 * (means[0] - means[1]) - 1))).mean().item()
     trainer.args.per_device_eval_batch_size = 4
-    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] == pytest.approx(expected, rel=1e-5)
+    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -311,10 +314,10 @@ def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     spec = {"model": tiny_model_path, **REFERENCE, "args": {"beta": 0.3, "per_device_eval_batch_size": 6}}
     metrics = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows)).evaluate()
     margin = 0.3 * independent_scores(*models, rows).margin
-    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margin).mean().item(), rel=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margin).mean().item(), rel=1e-9)
     assert metrics["eval_rewards/accuracies"] == pytest.approx((margin > 0).double().mean().item())
     assert 0 < metrics["eval_rewards/accuracies"] < 1
-    assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-4)
+    assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
 
 
 def test_outputs_come_with_the_loss_when_asked_for(tiny_model_path, tmp_path):
@@ -361,7 +364,7 @@ def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_pat
     trained = result(train(spec if reference_free else {**spec, **REFERENCE}, str(tmp_path)))
     expected = loss(independent_scores(*models, pairs(4))).mean().item()
     assert math.isfinite(expected)
-    assert trained.losses == pytest.approx([expected], rel=1e-4)
+    assert trained.losses == pytest.approx([expected], rel=1e-9)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
@@ -371,11 +374,11 @@ def test_saved_model_is_the_trained_one(lora, tiny_model_path, tmp_path):
     if lora:
         from peft import PeftModel
 
-        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
         loaded = PeftModel.from_pretrained(base, tmp_path / "checkpoint-1")
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float32)
-    initial = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float64)
+    initial = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
     ids = torch.arange(40)[None]
     with torch.no_grad():
         logits, trained, before = (model.eval()(ids).logits for model in (loaded, trainer.model, initial))
@@ -407,12 +410,13 @@ def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
     plain = result(train(spec, str(tmp_path))).gradient(tiny_model_path)
     recomputed = train({**spec, "args": {"gradient_checkpointing": True}}, str(tmp_path))
     assert recomputed.model.is_gradient_checkpointing
-    assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-6
+    assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-11
 
 
+@float32_again()
 def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.setattr("trl_ext.trainers.defaults.has_native_bfloat16", lambda use_cpu: True)
-    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", **REFERENCE}
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "dtype": "float32", **REFERENCE}
     exact = result(train(spec, str(tmp_path)))
     trainer = train({**spec, "args": {"bf16": True}}, str(tmp_path))
     assert trainer.args.bf16 and trainer.accelerator.mixed_precision == "bf16"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.float64 import float64_throughout
 from tests.reward_adapters import (
     COMPLETIONS,
     PROMPTS,
@@ -461,6 +462,7 @@ def copies(models: list[RewardModel], policy=None) -> int:
     return len({model.get_input_embeddings().weight.data_ptr() for model in held})
 
 
+@float64_throughout()
 def test_share_or_load(tiny_model_path, folders, tmp_path):
     biased = save_adapter(tiny_model_path, tmp_path / "biased", bias="lora_only", seed=4)
     paths = [folders["adapter"], folders["full"], folders["rank6"], biased]
@@ -468,9 +470,9 @@ def test_share_or_load(tiny_model_path, folders, tmp_path):
 
     def check(models) -> None:
         for model, expected in zip(models, alone, strict=True):
-            assert (model.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 1e-6
+            assert (model.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 1e-9
 
-    policy = load_policy(tiny_model_path)
+    policy = load_policy(tiny_model_path).double()
     models = [RewardModel(path) for path in paths]
     lines = share_or_load(models, policy)
     assert lines == [

@@ -2,7 +2,7 @@
 
 Five optimizer steps on one batch of eight pairs, responses or demonstrations, as 1 process x 8 rows, 1 x 2 x 4
 accumulated, 2 processes x 4 and 2 x 2 x 2. A difference of updates is the norm of the difference over the norm of the
-whole change of the parameters; in float32 that change is 0.2 % to 3 % of the parameters, whose rounding is 6e-8.
+whole change of the parameters. Everything is in float64, where only a mistake makes a difference of more than 1e-9.
 """
 
 from __future__ import annotations
@@ -51,30 +51,28 @@ def alone(models, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def spread(models, tmp_path_factory):
-    """All cases on two processes by name and split, in few launches."""
-    jobs = [(name, "sgd", split) for name in OWN for split in ("2 x 4", "2 x 2 x 2")]
-    outcomes = run_all(jobs, tmp_path_factory.mktemp("spread"), models)
-    return {(name, split): outcome for (name, _, split), outcome in outcomes.items()}
+    """All cases on two processes by name, in few launches."""
+    outcomes = run_all([(name, "sgd", "2 x 2 x 2") for name in OWN], tmp_path_factory.mktemp("spread"), models)
+    return {name: outcome for (name, *_), outcome in outcomes.items()}
 
 
-def check(outcome, whole) -> None:
-    assert 1e-3 < whole.update.norm() / whole.size < 0.1, "a change so small or large that rounding would decide"
-    assert update_difference(outcome, whole) < 1e-5
-    different = {name: value for name, value in metric_differences(outcome, whole).items() if value > 5e-5}
+def check(name, outcome, whole) -> None:
+    # A column of the dataset, such as the confidence, reaches the trainer in float32.
+    assert update_difference(outcome, whole) < (1e-6 if "confidence" in name else 1e-9)
+    different = {name: value for name, value in metric_differences(outcome, whole).items() if value > 1e-7}
     assert not different
     assert len(whole.logs) == 5 and len(whole.evaluation) > 4
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in OWN])
 def test_accumulation_changes_nothing(name, alone):
-    check(alone(name, "1 x 2 x 4"), alone(name, "1 x 8"))
+    check(name, alone(name, "1 x 2 x 4"), alone(name, "1 x 8"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", ["2 x 4", "2 x 2 x 2"])
 @pytest.mark.parametrize("name", OWN)
-def test_processes_change_nothing(name, split, alone, spread):
-    check(spread[name, split], alone(name, "1 x 8"))
+def test_processes_change_nothing(name, alone, spread):
+    check(name, spread[name], alone(name, "1 x 8"))
 
 
 def test_the_cases_can_tell(alone):
@@ -97,7 +95,7 @@ def test_the_measure_sees_a_dependence(name, alone):
 
 def test_what_trl_logs_depends_on_the_split(alone):
     whole, split = alone("trl: dpo", "1 x 8"), alone("trl: dpo", "1 x 2 x 4")
-    assert update_difference(split, whole) < 1e-5
+    assert update_difference(split, whole) < 1e-9
     different = metric_differences(split, whole)
     assert {name for name, value in different.items() if value > 1e-4 and not name.startswith("eval_")} == {
         "entropy",

@@ -65,7 +65,7 @@ def perturbed(model, *, seed: int = 1, scale: float = 0.05):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+            parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32) * scale)
     return model
 
 

@@ -10,9 +10,12 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.float64 import float64_throughout
 
 DEFAULTS = {
     "per_device_train_batch_size": 2,
@@ -71,7 +74,7 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `reference_seed` (perturb the reference
     by this seed; None for TRL's own), `reference_scale` (how far), `pairs`, `data_seed`, `rows` (indices of the pairs
     to take, in order), `lora` (True for a new adapter, "given" for a model that comes with one, its own reference),
-    `lora_dropout`, and `args` for the configuration.
+    `lora_dropout`, `dtype` (of the weights, float64 unless given), and `args` for the configuration.
     """
     import torch
     import trl
@@ -100,7 +103,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
         )
         lora.init_lora_weights = False  # B is zero otherwise, and the first gradients of A with it
         torch.manual_seed(0)
-    load = lambda: AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)  # noqa: E731
+    dtype = getattr(torch, spec.get("dtype", "float64"))
+    load = lambda: AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)  # noqa: E731
     model, reference = load(), None
     if spec.get("lora") == "given":
         model, lora = get_peft_model(model, lora), None
@@ -172,7 +176,8 @@ def main() -> None:
 
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for index, spec in enumerate(specs):
-        trainer = train(spec, str(folder / f"{index}-run"))
+        with float64_throughout() if spec.get("dtype", "float64") == "float64" else nullcontext():
+            trainer = train(spec, str(folder / f"{index}-run"))
         if trainer.accelerator.is_main_process:
             run = result(trainer)
             metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
