@@ -54,7 +54,7 @@ class PolicyTrainer(
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
-        ValueError: no reward function, a token budget that the model's context does not hold, or a reward model that
+        ValueError: no source of rewards, a token budget that the model's context does not hold, or a reward model that
             cannot be used as asked.
     """
 
@@ -71,8 +71,11 @@ class PolicyTrainer(
         check_configuration(type(self).__name__, args, self._config_class)
         self.objective = args.build_objective()
         functions = as_reward_functions(reward_funcs, args.packing)
-        if not functions:
-            raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
+        if not functions and not kwargs.get("environment_factory"):
+            raise ValueError(
+                "no reward function: name a reward model or give a function as reward_funcs, or an "
+                "environment_factory whose environments have get_reward"
+            )
         self._check_greedy(kwargs)
         self._check_prompts(kwargs.get("train_dataset"), args)
         self._reward_models = reward_models(functions)
@@ -86,6 +89,9 @@ class PolicyTrainer(
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         wait_for_server(args, model)
         super().__init__(model, guarded, args, **kwargs)
+        # TRL has put the rewards of environments behind the others.
+        own = self.reward_funcs[len(functions) :]
+        self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
         watch_server(self)
         self._check_context()
         self._fit_trl_to_objective()

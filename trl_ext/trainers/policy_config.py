@@ -26,6 +26,7 @@ from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refus
 
 # Settings of TRL's loss without an equivalent: field -> what to use.
 _NOT_CARRIED = {
+    "label_smoothing_factor": "it is of transformers' own loss",
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "train stock `trl.GRPOTrainer` for SAPO"),
     **dict.fromkeys(

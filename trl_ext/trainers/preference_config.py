@@ -28,6 +28,7 @@ _NOT_CARRIED = {
     "f_divergence_type": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
     "f_alpha_divergence_coef": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
     "discopop_tau": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for DiscoPOP",
+    "label_smoothing_factor": "use `label_smoothing` with cdpo or robust_dpo",
     "truncation_mode": "prompts keep their end and responses their start",
     "padding_free": "TRL has it switched off at present",
     "max_length": "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately",
