@@ -263,7 +263,7 @@ def test_long_pairs_are_cut_and_none_is_dropped(tiny_model_path, tmp_path, caplo
 
 def test_plain_text_streams_and_token_ids(tiny_model_path, tmp_path):
     """Plain prompts get an end token after the response; a stream and prepared ids train as the list does."""
-    plain = [{"prompt": "ab", "chosen": "cd", "rejected": "e"}]
+    plain = [{"prompt": "ab", "chosen": "cd", "rejected": "e<|im_end|>"}]
     trainer = build(tiny_model_path, tmp_path, plain)
     tokenizer = trainer.processing_class
     ids = {text: tokenizer(text)["input_ids"] for text in ("abcd", "abe")}

@@ -46,7 +46,7 @@ def encode_turn(
     if isinstance(prompt, str):
         prompt_ids = tokenizer(prompt, **warn_of_prompts)["input_ids"]
         response_ids = tokenizer(text, add_special_tokens=False, **warn_of_responses)["input_ids"]
-        if finished:
+        if finished and response_ids[-1:] != [tokenizer.eos_token_id]:
             response_ids = [*response_ids, tokenizer.eos_token_id]
     else:
         rendered, turn = _render(tokenizer, prompt, response, text, template_kwargs or {})
