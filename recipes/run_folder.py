@@ -326,7 +326,6 @@ def _forget_other_base(folder: Path, resolved: str) -> None:
 _NOT_OF_THE_RUN = (
     "resume_from_checkpoint",
     "overwrite_output_dir",
-    "loss_type",
     "use_cpu",
     "steps_per_generation",
     # Of the course's terms; gradient_accumulation_steps says it.

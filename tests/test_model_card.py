@@ -34,6 +34,16 @@ def head_of(card: str) -> dict:
     return yaml.safe_load(card.split("---\n")[1])
 
 
+@pytest.mark.parametrize("name", ["DPO", "GRPO", "RLOO", "KTO", "SFT", "Reward"])
+def test_trls_tags_stand_beside_ours(name):
+    import trl
+
+    import trl_ext
+
+    own, stock = (getattr(library, f"{name}Trainer")._tag_names for library in (trl_ext, trl))
+    assert {*stock, "trl_ext"} <= {*own}
+
+
 @pytest.mark.parametrize(
     ("trainer", "given", "paper"),
     [

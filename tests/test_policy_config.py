@@ -66,11 +66,21 @@ def configure(tmp_path):
         ({"epsilon": -0.1}, ["--epsilon must be a number from 0 up", "-0.1"]),
         ({"algorithm": "gspo", "epsilon": 0.2}, ["--algorithm gspo", "--epsilon 0.2", "give --epsilon_high as well"]),
         ({"algorithm": "dr_grpo", "std_ddof": 1}, ["--std_ddof 1", "group_centered", "--advantage group_normalized"]),
-        ({"loss_type": "grpo"}, ["loss_type", "PolicyConfig", "`aggregation`"]),
-        ({"scale_rewards": "none"}, ["scale_rewards", "`advantage`"]),
-        ({"importance_sampling_level": "sequence"}, ["importance_sampling_level", "`ratio`"]),
-        ({"use_bias_correction_kl": False}, ["use_bias_correction_kl", "`kl_ratio_correction`"]),
-        ({"delta": 4.0}, ["delta", "`dual_clip`"]),
+        ({"loss_type": "sapo"}, ["loss_type 'sapo' has no equivalent in PolicyConfig", "grpo, dapo, dr_grpo, luspo"]),
+        ({"loss_type": "dapo", "aggregation": "sum"}, ["loss_type 'dapo' is aggregation token_mean", "sum: leave"]),
+        (
+            {"algorithm": "dr_grpo", "scale_rewards": "group"},
+            ["contradict", "does not divide", "(scale_rewards 'group' is --advantage group_normalized --std_ddof 1"],
+        ),
+        (
+            {"algorithm": "gspo", "importance_sampling_level": "token"},
+            ["contradict", "whole sequence", "(importance_sampling_level 'token' is --ratio token)"],
+        ),
+        ({"algorithm": "rloo", "loss_type": "grpo"}, ["--ratio none and --surrogate clip contradict", "(loss_type"]),
+        ({"algorithm": "rloo", "use_bias_correction_kl": True}, ["contradict", "(use_bias_correction_kl True is"]),
+        ({"delta": 1.1}, ["delta must be at least 1 + epsilon_high, 1.2", "1.1"]),
+        ({"algorithm": "cispo", "delta": 4.0}, ["--dual_clip 4.0 and --surrogate cispo", "(delta 4.0 is --dual_clip"]),
+        ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "trl.GRPOTrainer"]),
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["multi_objective_aggregation", "RewardEnsemble"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
         ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
@@ -110,6 +120,22 @@ def test_refused(settings, parts, configure):
         assert part in message, message
 
 
+def test_a_configuration_in_trls_words(configure):
+    """Each says what our setting says; what a named algorithm is anyway may be said again."""
+
+    def settings(name: str, **given) -> dict:
+        return configure(name, num_generations=4, **given).build_objective().to_dict()
+
+    assert settings("GRPOConfig", loss_type="grpo") == settings("GRPOConfig")
+    said = settings("DrGRPOConfig", loss_type="dr_grpo", scale_rewards=False, importance_sampling_level="token")
+    assert said == settings("DrGRPOConfig")
+    assert settings("GSPOConfig", importance_sampling_level="sequence") == settings("GSPOConfig")
+    assert settings("GRPOConfig", loss_type="dapo") == {**settings("GRPOConfig"), "aggregation": "token_mean"}
+    said = settings("GRPOConfig", scale_rewards=True, use_bias_correction_kl=True, delta=3.0)
+    own = {"std_ddof": 1, "advantage_eps": 1e-4, "kl_ratio_correction": True, "dual_clip": 3.0}
+    assert said == {**settings("GRPOConfig"), **own}
+
+
 @pytest.mark.parametrize("name, method", NAMED.items())
 def test_a_named_configuration_is_its_algorithm(name, method, configure):
     assert configure(name, num_generations=4).algorithm == method
@@ -131,7 +157,7 @@ def test_the_budgets_must_fit_the_context(policy_path, tmp_path):
 
 def test_a_configuration_of_another_trainer_is_refused(policy_path, tmp_path):
     trainer = build({"model": policy_path}, str(tmp_path))
-    with pytest.raises(TypeError, match="GSPOTrainer takes a GSPOConfig, got PolicyConfig"):
+    with pytest.raises(TypeError, match="GSPOTrainer takes a GSPOConfig, got PolicyConfig of trl_ext"):
         trl_ext.GSPOTrainer(trainer.model, len, args=trainer.args)
 
 

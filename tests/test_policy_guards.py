@@ -244,6 +244,35 @@ def test_no_reward_function_is_refused(policy_path, tmp_path):
         build({"model": policy_path}, str(tmp_path), reward_funcs=[])
 
 
+class Countdown:
+    """An environment that scores its responses from a common count, until one of them is `broken`."""
+
+    count, broken = 0, False
+
+    def reset(self, **row) -> None:
+        pass
+
+    def get_reward(self) -> float:
+        Countdown.count += 1
+        if self.broken:
+            raise ZeroDivisionError("no score")
+        return float(Countdown.count % 4)
+
+
+def test_an_environment_can_be_the_only_reward(policy_path, tmp_path, monkeypatch):
+    """As in TRL: `reward_funcs` may be left out. In groups of four, the rewards 1, 2, 3 and 0 have the mean 1.5."""
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    calls = "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", f"{calls}<|im_end|>")
+    given = {"reward_funcs": None, "environment_factory": Countdown, "processing_class": tokenizer}
+    trainer = train({"model": policy_path}, str(tmp_path), **given)
+    assert entries(trainer)[0]["rewards/Countdown/mean"] == entries(trainer)[0]["reward"] == 1.5
+    assert entries(trainer)[0]["advantages/std"] > 0.5
+    monkeypatch.setattr(Countdown, "broken", True)
+    with pytest.raises(RewardError, match="'get_reward' failed on row_id 'row0': ZeroDivisionError: no score"):
+        train({"model": policy_path}, str(tmp_path), **given)
+
+
 def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
     """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
     args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}

@@ -65,12 +65,40 @@ EQUAL = {
         {},
     ),
     "dapo": ({**ALIGNED, "epsilon_high": 2e-3}, {"algorithm": "dapo", **STOCK}, {"beta": 0.0}, {}),
-    "dapo, kl": ({**ALIGNED, "epsilon_high": 2e-3}, {"algorithm": "dapo", **STOCK, **KL}, {"beta": 0.05}, {}),
+    # Said to both in TRL's words.
+    "dapo, kl, by TRL's names": (
+        {
+            **ALIGNED,
+            "epsilon_high": 2e-3,
+            "delta": 1.003,
+            "loss_type": "dapo",
+            "scale_rewards": "batch",
+            "use_bias_correction_kl": True,
+            "beta": 0.05,
+        },
+        {},
+        {},
+        {},
+    ),
+    "luspo": (
+        {
+            **OFF_POLICY,
+            "epsilon": 1e-4,
+            "loss_type": "luspo",
+            "importance_sampling_level": "sequence",
+            "scale_rewards": "none",
+            "beta": 0.0,
+        },
+        {},
+        {},
+        {},
+    ),
     "cispo": (
-        {name: value for name, value in ALIGNED.items() if name != "epsilon"},
+        {name: value for name, value in ALIGNED.items() if name != "epsilon"}
+        | {"loss_type": "cispo", "epsilon_high": 1.0, "scale_rewards": "group", "beta": 0.0},
         # Padded: of ratios that are 1 up to rounding, a cap at 1 counts those that rounding puts above.
-        {"algorithm": "cispo", "ratio_cap": 1.0, "packing": "off", **STOCK},
-        {"loss_type": "cispo", "epsilon_high": 1.0, "beta": 0.0},
+        {"packing": "off"},
+        {},
         {},
     ),
     "grpo, adapter": (OFF_POLICY, {**STOCK, **KL}, {"loss_type": "grpo", "beta": 0.05}, {"lora": True}),
@@ -138,7 +166,7 @@ def test_equals_stock(name, policy_path, tmp_path):
     )
     assert relative_difference(update(ours, policy_path), update(expected, policy_path)) < 1e-9
     assert ours.losses == pytest.approx(expected.losses, rel=1e-8, abs=1e-9)
-    corrected = own.get("kl_ratio_correction")
+    corrected = own.get("kl_ratio_correction") or both.get("use_bias_correction_kl")
     averaged = set()
     if both.get("gradient_accumulation_steps", 1) > 1:
         # Over a step's tokens here, and means of its micro-batches' means with TRL.

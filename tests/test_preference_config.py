@@ -45,7 +45,14 @@ def device(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"loss_type": ["ipo"]}, r"loss_type is not used by PreferenceConfig: name the loss with `loss`"),
+        (
+            {"loss_type": "ipo", "loss": "dpo"},
+            r"loss_type 'ipo' is loss ipo here, and contradicts loss dpo: leave",
+        ),
+        (
+            {"loss_type": ["sigmoid", "sft"]},
+            r"\('sigmoid', 'sft'\) has no equivalent in PreferenceConfig, where .*",
+        ),
         ({"loss_weights": [1.0]}, r"loss_weights is not used .*`loss=file\.py:function`"),
         ({"ld_alpha": 0.5}, r"ld_alpha is not used .*stock `trl\.DPOTrainer` for LD-DPO"),
         ({"use_weighting": True}, r"use_weighting is not used .*`weighting=\['wpo'\]`"),
@@ -85,6 +92,22 @@ def test_a_named_configuration_keeps_its_loss(configure):
         configure(AOTConfig, loss="dpo")
     for config_class in NAMED:
         assert configure(config_class).loss == config_class._method
+
+
+def test_a_loss_by_its_name_in_trl(configure):
+    """TRL's IPO averages over tokens, its `aot` is the paired form, and sigmoid is DPO."""
+    by_name = {"sigmoid": "dpo", "aot": "aot_paired", "aot_unpaired": "aot", "robust": "robust_dpo"}
+    for name, loss in by_name.items():
+        assert configure(loss_type=name).loss == configure(loss_type=[name], loss=loss).loss == loss
+    assert configure(IPOConfig, loss_type="ipo").build_objective().loss_options == {"length_normalized": True}
+    assert configure(AOTConfig, loss_type=["aot_unpaired"]).loss == "aot"
+    for config_class, settings, said in (
+        (IPOConfig, {"loss_type": "sigmoid"}, "loss_type 'sigmoid' is loss dpo here, and contradicts loss ipo"),
+        (IPOConfig, {"loss_type": "ipo", "length_normalized": False}, "'ipo' is length_normalized True here, and con"),
+        (AOTConfig, {"loss_type": ["aot"]}, "loss_type 'aot' is loss aot_paired here, and contradicts loss aot"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            configure(config_class, **settings)
 
 
 def test_an_option_given_twice(configure):

@@ -371,6 +371,17 @@ def test_no_limit_is_written_as_such(monkeypatch, tmp_path):
     assert (again.max_prompt_tokens, again.max_response_tokens) == (None, 9)
 
 
+@pytest.mark.parametrize(("recipe", "name"), [("ipo", "ipo"), ("kto", "apo_zero_unpaired")])
+def test_a_loss_by_its_name_in_trl_is_written(recipe, name, monkeypatch, tmp_path):
+    *_, training = recipes.parse(monkeypatch, recipe, f"--loss_type={name}")
+    import run_folder
+
+    (tmp_path / "one.yaml").write_text(run_folder.config_text(training))
+    *_, again = recipes.parse(monkeypatch, recipe, "--config", str(tmp_path / "one.yaml"))
+    assert name in again.loss_type
+    assert again.loss_type == training.loss_type
+
+
 @pytest.mark.parametrize("place", [".", "checkpoint-7"])
 def test_the_model_to_train_is_not_overwritten(place, tmp_path, monkeypatch, capsys):
     """Training on from an earlier run into its own folder would delete what is trained."""

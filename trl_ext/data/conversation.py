@@ -18,6 +18,7 @@ def encode_turn(
     finished: bool = True,
     max_prompt_tokens: int | None = None,
     max_response_tokens: int | None = None,
+    template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt and of the response to it, the two tokenized apart, as in generation.
 
@@ -28,6 +29,7 @@ def encode_turn(
         finished: False for a response that was cut at a length limit: it then has no end-of-turn token.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         max_response_tokens: longer responses lose their end, the end-of-turn token included; None for no limit.
+        template_kwargs: what the chat template is given beside the messages, such as `tools`.
 
     Returns:
         Prompt ids and response ids; joined, they are what a reward model reads.
@@ -44,10 +46,10 @@ def encode_turn(
     if isinstance(prompt, str):
         prompt_ids = tokenizer(prompt, **warn_of_prompts)["input_ids"]
         response_ids = tokenizer(text, add_special_tokens=False, **warn_of_responses)["input_ids"]
-        if finished:
+        if finished and response_ids[-1:] != [tokenizer.eos_token_id]:
             response_ids = [*response_ids, tokenizer.eos_token_id]
     else:
-        rendered, turn = _render(tokenizer, prompt, response, text)
+        rendered, turn = _render(tokenizer, prompt, response, text, template_kwargs or {})
         if not finished:
             if not turn.startswith(text):
                 raise ValueError("the chat template changes a response's text, so one that was cut cannot be rendered")
@@ -65,11 +67,11 @@ def _text(response: Sequence[dict[str, Any]]) -> str:
     return response[0]["content"]
 
 
-def _render(tokenizer, prompt: Messages, response: Messages | str, text: str) -> tuple[str, str]:
+def _render(tokenizer, prompt: Messages, response: Messages | str, text: str, options: dict) -> tuple[str, str]:
     """The prompt as rendered for generation, and what a full conversation adds to it."""
     message = {"role": "assistant", "content": text} if isinstance(response, str) else response[0]
-    rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    conversation = tokenizer.apply_chat_template([*prompt, message], tokenize=False)
+    rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
+    conversation = tokenizer.apply_chat_template([*prompt, message], tokenize=False, **options)
     if not conversation.startswith(rendered):
         raise ValueError(
             "the chat template renders a conversation differently from its prompt followed by the response: "

@@ -116,6 +116,19 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
 
 
+def check_configuration(trainer: str, args: object, config_class: type) -> None:
+    """Refuse a configuration of another class, also TRL's of the same name.
+
+    Raises:
+        TypeError: names both classes with their modules, and the import that is needed.
+    """
+    if not isinstance(args, config_class):
+        name, given = config_class.__name__, type(args)
+        raise TypeError(
+            f"{trainer} takes a {name}, got {given.__name__} of {given.__module__}: from trl_ext import {name}"
+        )
+
+
 def check_reference_place(trainer: str, ref_model: object) -> None:
     """Refuse a configuration where the reference model belongs.
 

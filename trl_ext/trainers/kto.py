@@ -20,6 +20,7 @@ from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_at_least,
     check_choice,
+    check_configuration,
     check_reference_place,
     check_training_length,
     resolve_device_defaults,
@@ -95,11 +96,7 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
         check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
-        if not isinstance(args, self._config_class):
-            raise TypeError(
-                f"{type(self).__name__} takes a {self._config_class.__name__}, got {type(args).__name__}: "
-                f"from trl_ext import {self._config_class.__name__}"
-            )
+        check_configuration(type(self).__name__, args, self._config_class)
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(kwargs.get(name), Dataset):
                 kwargs[name] = _with_neighbours(kwargs[name], name, args)

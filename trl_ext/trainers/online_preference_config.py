@@ -12,35 +12,41 @@ from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
 from trl_ext.trainers.defaults import check_choice, parse_json_option
 from trl_ext.trainers.policy_config import PolicyConfig
+from trl_ext.trainers.trl_settings import refuse_given
 
 _ABOUT_ADVANTAGES = "a preference loss has no advantages"
 _ABOUT_RATIOS = "a preference loss has no importance ratio of tokens"
 _ABOUT_KL = "the preference loss holds the policy to the reference with beta"
 _ABOUT_ENTROPY = "train an algorithm of PolicyConfig for it"
-# Settings of policy gradients, which a preference loss does not read: setting -> (neutral value, why).
+# Settings of policy gradients, which a preference loss does not read: setting -> why.
 _NOT_READ = {
-    "algorithm_kwargs": (None, "options of the loss go into loss_kwargs"),
-    "advantage": (None, _ABOUT_ADVANTAGES),
-    "std_ddof": (None, _ABOUT_ADVANTAGES),
-    "advantage_eps": (None, _ABOUT_ADVANTAGES),
-    "advantage_clip": (None, _ABOUT_ADVANTAGES),
-    "ratio": (None, _ABOUT_RATIOS),
-    "surrogate": (None, "name the loss with `loss`"),
-    "epsilon": (None, _ABOUT_RATIOS),
-    "epsilon_high": (None, _ABOUT_RATIOS),
-    "ratio_cap": (None, _ABOUT_RATIOS),
-    "dual_clip": (None, _ABOUT_RATIOS),
-    "aggregation": (None, "a preference loss is a mean over pairs"),
-    "loss_constant": (None, "a preference loss is a mean over pairs"),
-    "kl_estimator": (None, _ABOUT_KL),
-    "kl_in": (None, _ABOUT_KL),
-    "kl_ratio_correction": (None, _ABOUT_KL),
-    "kl_aggregation": (None, _ABOUT_KL),
-    "off_policy_mask_threshold": (None, "limit staleness with replay_max_age"),
-    "entropy_coef": (0.0, _ABOUT_ENTROPY),
-    "use_adaptive_entropy": (False, _ABOUT_ENTROPY),
-    "top_entropy_quantile": (1.0, _ABOUT_ENTROPY),
-    "mask_truncated_completions": (False, "use missing_eos_penalty, which lets finished responses win"),
+    "algorithm_kwargs": "options of the loss go into loss_kwargs",
+    "advantage": _ABOUT_ADVANTAGES,
+    "std_ddof": _ABOUT_ADVANTAGES,
+    "advantage_eps": _ABOUT_ADVANTAGES,
+    "advantage_clip": _ABOUT_ADVANTAGES,
+    "ratio": _ABOUT_RATIOS,
+    "surrogate": "name the loss with `loss`",
+    "epsilon": _ABOUT_RATIOS,
+    "epsilon_high": _ABOUT_RATIOS,
+    "ratio_cap": _ABOUT_RATIOS,
+    "dual_clip": _ABOUT_RATIOS,
+    "aggregation": "a preference loss is a mean over pairs",
+    "loss_constant": "a preference loss is a mean over pairs",
+    "kl_estimator": _ABOUT_KL,
+    "kl_in": _ABOUT_KL,
+    "kl_ratio_correction": _ABOUT_KL,
+    "kl_aggregation": _ABOUT_KL,
+    "loss_type": "name the loss with `loss`",
+    "importance_sampling_level": _ABOUT_RATIOS,
+    "scale_rewards": _ABOUT_ADVANTAGES,
+    "use_bias_correction_kl": _ABOUT_KL,
+    "delta": _ABOUT_RATIOS,
+    "off_policy_mask_threshold": "limit staleness with replay_max_age",
+    "entropy_coef": _ABOUT_ENTROPY,
+    "use_adaptive_entropy": _ABOUT_ENTROPY,
+    "top_entropy_quantile": _ABOUT_ENTROPY,
+    "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
 
 
@@ -153,9 +159,7 @@ class OnlinePreferenceConfig(PolicyConfig):
         return OnlinePreferenceObjective(preference, settings)
 
     def _refuse_policy_gradients(self) -> None:
-        for name, (neutral, why) in _NOT_READ.items():
-            if getattr(self, name) != neutral:
-                raise ValueError(f"{name} is not used by {type(self).__name__}: {why}")
+        refuse_given(self, _NOT_READ)
         preference_losses.find(self.loss)
 
     def _check_pairs(self) -> None:

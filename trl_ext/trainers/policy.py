@@ -18,7 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
-from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.defaults import check_configuration, warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
 from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
@@ -54,29 +54,28 @@ class PolicyTrainer(
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
-        ValueError: no reward function, a token budget that the model's context does not hold, or a reward model that
+        ValueError: no source of rewards, a token budget that the model's context does not hold, or a reward model that
             cannot be used as asked.
     """
 
-    _tag_names = ["trl", "trl_ext", "policy-optimization"]
+    _tag_names = [*TRLGRPOTrainer._tag_names, "trl_ext", "policy-optimization"]
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
     carried_over = (*Resumable.carried_over, "_seen_signal", "rollouts", "shaping_state")
 
-    def __init__(self, model, reward_funcs, args: PolicyConfig | None = None, **kwargs: Any):
+    def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         if args is None:
             args = self._config_class()
-        if not isinstance(args, self._config_class):
-            raise TypeError(
-                f"{type(self).__name__} takes a {self._config_class.__name__}, got {type(args).__name__}: "
-                f"from trl_ext import {self._config_class.__name__}"
-            )
+        check_configuration(type(self).__name__, args, self._config_class)
         self.objective = args.build_objective()
         functions = as_reward_functions(reward_funcs, args.packing)
-        if not functions:
-            raise ValueError("no reward function: name a reward model or give a function as reward_funcs")
+        if not functions and not kwargs.get("environment_factory"):
+            raise ValueError(
+                "no reward function: name a reward model or give a function as reward_funcs, or an "
+                "environment_factory whose environments have get_reward"
+            )
         self._check_greedy(kwargs)
         self._check_prompts(kwargs.get("train_dataset"), args)
         self._reward_models = reward_models(functions)
@@ -90,6 +89,9 @@ class PolicyTrainer(
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         wait_for_server(args, model)
         super().__init__(model, guarded, args, **kwargs)
+        # TRL has put the rewards of environments behind the others.
+        own = self.reward_funcs[len(functions) :]
+        self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
         watch_server(self)
         self._check_context()
         self._fit_trl_to_objective()
@@ -104,6 +106,7 @@ class PolicyTrainer(
         """Settings by which TRL's metrics describe this algorithm; its loss is discarded."""
         objective = self.objective
         self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
+        self.scale_rewards = "group"
         self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
         clips = objective.surrogate == "clip"
         self.epsilon_low = objective.epsilon if clips else float("inf")

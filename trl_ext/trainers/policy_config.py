@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig as TRLGRPOConfig
 
 from trl_ext.algorithms import PolicyObjective
+from trl_ext.registry import Algorithm
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.defaults import (
     PACKING_CHOICES,
@@ -21,15 +22,17 @@ from trl_ext.trainers.defaults import (
     warn_once_per_run,
     world_size,
 )
+from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
-# Options of GRPOConfig that act inside TRL's own advantage or loss: option -> (neutral value, what to use).
+# Settings of TRL's loss without an equivalent: field -> what to use.
 _NOT_CARRIED = {
-    "loss_type": ("dapo", "name the reduction with `aggregation`, or a whole algorithm with `algorithm`"),
-    "importance_sampling_level": ("token", "use `ratio`"),
-    "scale_rewards": ("group", "name the estimator with `advantage`"),
-    "multi_objective_aggregation": ("sum_then_normalize", "combine rewards with `trl_ext.rewards.RewardEnsemble`"),
-    "use_bias_correction_kl": (True, "use `kl_ratio_correction`"),
-    "delta": (None, "use `dual_clip`"),
+    "label_smoothing_factor": "it is of transformers' own loss",
+    "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "train stock `trl.GRPOTrainer` for SAPO"),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "train stock `trl.GRPOTrainer` for VESPO",
+    ),
 }
 # Fields that override one setting of the algorithm; None leaves it as the algorithm has it.
 _OBJECTIVE_FIELDS = (
@@ -71,6 +74,11 @@ _LEAST = {
 
 def _override(text: str) -> Any:
     return field(default=None, metadata={"help": f"{text} Default: the algorithm's own."})
+
+
+def _trl_setting(name: str, stands_for: str) -> Any:
+    values = ", ".join(map(str, POLICY_SETTINGS[name]))
+    return _override(f"TRL's name for {stands_for}: {values}.")
 
 
 @dataclass
@@ -115,6 +123,11 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
     kl_in: str | None = _override("Where the KL term goes: loss or reward.")
     kl_ratio_correction: bool | None = _override("Multiply the KL term in the loss by the ratio, as TRL does.")
     kl_aggregation: str | None = _override("token_mean to average the KL term apart from the surrogate.")
+    loss_type: str | None = _trl_setting("loss_type", "surrogate and aggregation")
+    importance_sampling_level: str | None = _trl_setting("importance_sampling_level", "ratio")
+    scale_rewards: str | None = _trl_setting("scale_rewards", "an advantage")
+    use_bias_correction_kl: bool | None = _trl_setting("use_bias_correction_kl", "kl_ratio_correction")
+    delta: float | None = _override("TRL's name for dual_clip, at least 1 + epsilon_high.")
     num_generations: int | None = _override("Group size: responses per prompt.")
     max_prompt_tokens: int | None = field(
         default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
@@ -180,8 +193,28 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
         Raises:
             ValueError: as the class says.
         """
-        overrides = {name: getattr(self, name) for name in _OBJECTIVE_FIELDS}
-        return PolicyObjective(self.algorithm, options=self.algorithm_kwargs, **overrides)
+        return self._objective_of(self.algorithm)
+
+    def _objective_of(self, algorithm: str | Algorithm) -> PolicyObjective:
+        given = {name: getattr(self, name) for name in _OBJECTIVE_FIELDS}
+        translated = translate(self, POLICY_SETTINGS)
+        if self.delta is not None:
+            translated[f"delta {self.delta}"] = {"dual_clip": self.delta}
+        if self.loss_type == "cispo" and self.epsilon_high is not None:
+            # What TRL calls its cap on the ratio.
+            translated[f"epsilon_high {self.epsilon_high}"] = {"ratio_cap": given.pop("epsilon_high")}
+        given = merge(given, translated)
+        try:
+            objective = PolicyObjective(algorithm, options=self.algorithm_kwargs, **given)
+        except ValueError as error:
+            error.args = (explain(error, translated),)
+            raise
+        if self.delta is not None and self.delta < 1 + objective.epsilon_high:
+            raise ValueError(
+                f"delta must be at least 1 + epsilon_high, {1 + objective.epsilon_high:g}, where the clip ends, got "
+                f"{self.delta}"
+            )
+        return objective
 
     @property
     def updates_per_rollout(self) -> int:
@@ -190,9 +223,8 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
         return math.lcm(micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
 
     def _refuse_what_is_not_carried(self) -> None:
-        for name, (neutral, instead) in _NOT_CARRIED.items():
-            if getattr(self, name) != neutral:
-                raise ValueError(f"{name} is not used by {type(self).__name__}: {instead}")
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        refuse_given(self, _NOT_CARRIED)
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "

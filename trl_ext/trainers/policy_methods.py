@@ -71,6 +71,7 @@ class RLOOTrainer(PolicyTrainer):
     """REINFORCE leave-one-out."""
 
     _config_class = RLOOConfig
+    _tag_names = ["trl", "rloo", "trl_ext", "policy-optimization"]
     _name = "RLOO"
     _paper = {
         "title": "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",

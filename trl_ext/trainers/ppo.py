@@ -43,13 +43,14 @@ class PPOTrainer(PolicyTrainer):
         ValueError: what a `PolicyTrainer` raises; a value function that the policy or the engine does not allow.
     """
 
+    _tag_names = ["trl", "ppo", "trl_ext", "policy-optimization"]
     _name = "PPO"
     _paper = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}
     _config_class = PPOConfig
     # An adaptive coefficient goes on from where it was.
     carried_over = (*PolicyTrainer.carried_over, "objective.beta")
 
-    def __init__(self, model, reward_funcs, args: PPOConfig | None = None, **kwargs: Any):
+    def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
         self.value_model = None
         # The latest forward pass of the policy: its log-probabilities, and the values of the same tokens.
         self._estimates: tuple[Tensor, Tensor] | None = None

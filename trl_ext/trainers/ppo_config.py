@@ -12,7 +12,7 @@ from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
-from trl_ext.trainers.policy_config import _OBJECTIVE_FIELDS, PolicyConfig
+from trl_ext.trainers.policy_config import PolicyConfig
 from trl_ext.trainers.ppo_rollout import LARGEST_ERROR
 
 VALUE_MODELS = ("shared", "adapter", "separate")
@@ -131,8 +131,7 @@ class PPOConfig(PolicyConfig):
         Raises:
             ValueError: as the class says.
         """
-        overrides = {name: getattr(self, name) for name in _OBJECTIVE_FIELDS}
-        return PolicyObjective(PPO, options=self.algorithm_kwargs, **overrides)
+        return self._objective_of(PPO)
 
     def _check_value_model(self) -> None:
         check_choice("value_model", self.value_model, VALUE_MODELS)
@@ -148,7 +147,7 @@ class PPOConfig(PolicyConfig):
             )
 
     def _refuse_what_has_no_place(self) -> None:
-        for name in ("advantage", "std_ddof", "advantage_eps"):
+        for name in ("advantage", "std_ddof", "advantage_eps", "scale_rewards"):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"{name} is not used by {type(self).__name__}: PPO's advantages are those of its value function; "

@@ -21,7 +21,7 @@ from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
-from trl_ext.trainers.defaults import check_reference_place, warn_once_per_run
+from trl_ext.trainers.defaults import check_configuration, check_reference_place, warn_once_per_run
 from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.preference_config import PreferenceConfig
@@ -63,7 +63,7 @@ class PreferenceTrainer(GuardedTraining, Resumable, PairMetrics, TRLDPOTrainer):
         ValueError: a dataset column that the loss needs is missing, or a reference is given to a reference-free loss.
     """
 
-    _tag_names = ["trl", "trl_ext", "preference-optimization"]
+    _tag_names = [*TRLDPOTrainer._tag_names, "trl_ext", "preference-optimization"]
     _name = "Preference optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PreferenceConfig]] = PreferenceConfig
@@ -72,11 +72,7 @@ class PreferenceTrainer(GuardedTraining, Resumable, PairMetrics, TRLDPOTrainer):
         check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
-        if not isinstance(args, self._config_class):
-            raise TypeError(
-                f"{type(self).__name__} takes a {self._config_class.__name__}, got {type(args).__name__}: "
-                f"from trl_ext import {self._config_class.__name__}"
-            )
+        check_configuration(type(self).__name__, args, self._config_class)
         self.objective = args.build_objective()
         self.columns = self.objective.columns
         self.packing = None
@@ -103,15 +99,17 @@ class PreferenceTrainer(GuardedTraining, Resumable, PairMetrics, TRLDPOTrainer):
     @contextmanager
     def _settings_for_setup(self, args: PreferenceConfig, precomputes: bool):
         """Settings by which TRL's constructor builds what this loss needs, and only that."""
-        saved = args.precompute_ref_log_probs, args.use_weighting
+        saved = args.precompute_ref_log_probs, args.use_weighting, args.loss_type
         # The one setting under which TRL keeps no reference model; `_precompute_ref_logps` then has nothing to do.
         args.precompute_ref_log_probs = precomputes or not self.objective.needs_reference
         # Makes the fused LM head return `log_sum_sq_probs`, which WPO's weights are computed from.
         args.use_weighting = self.objective.needs_policy_weights
+        # Any that its constructor takes: the list is empty whenever TRL's loss is computed.
+        args.loss_type = ["sigmoid"]
         try:
             yield
         finally:
-            args.precompute_ref_log_probs, args.use_weighting = saved
+            args.precompute_ref_log_probs, args.use_weighting, args.loss_type = saved
 
     def _check_reference(self, ref_model, args: PreferenceConfig) -> None:
         if self.objective.needs_reference:

@@ -18,19 +18,20 @@ from trl_ext.trainers.defaults import (
     parse_json_option,
     resolve_device_defaults,
 )
+from trl_ext.trainers.trl_settings import PREFERENCE_SETTINGS, merge, refuse_given, translate
 
-# Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> (neutral value, what to use).
+# Options of DPOConfig that act inside TRL's own loss, which `loss` replaces: option -> what to use.
 _NOT_CARRIED = {
-    "loss_type": (["sigmoid"], "name the loss with `loss`"),
-    "loss_weights": (None, "write the sum as a loss of your own and name it with `loss=file.py:function`"),
-    "ld_alpha": (None, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for LD-DPO"),
-    "use_weighting": (False, "use `weighting=['wpo']`, which composes with every loss"),
-    "f_divergence_type": ("reverse_kl", "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO"),
-    "f_alpha_divergence_coef": (0.5, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO"),
-    "discopop_tau": (0.05, "it acts inside TRL's loss; train stock `trl.DPOTrainer` for DiscoPOP"),
-    "truncation_mode": ("keep_start", "prompts keep their end and responses their start"),
-    "padding_free": (False, "TRL has it switched off at present"),
-    "max_length": (None, "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately"),
+    "loss_weights": "write the sum as a loss of your own and name it with `loss=file.py:function`",
+    "ld_alpha": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for LD-DPO",
+    "use_weighting": "use `weighting=['wpo']`, which composes with every loss",
+    "f_divergence_type": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
+    "f_alpha_divergence_coef": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
+    "discopop_tau": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for DiscoPOP",
+    "label_smoothing_factor": "use `label_smoothing` with cdpo or robust_dpo",
+    "truncation_mode": "prompts keep their end and responses their start",
+    "padding_free": "TRL has it switched off at present",
+    "max_length": "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately",
 }
 
 
@@ -59,9 +60,13 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
     # The loss that a named configuration stands for; None where `loss` is free.
     _method: ClassVar[str | None] = None
 
-    loss: str = field(
-        default="dpo",
-        metadata={"help": "Preference loss: a registered name, or your own as file.py:function."},
+    loss: str | None = field(
+        default=None,
+        metadata={"help": "Preference loss: a registered name, or your own as file.py:function. Default: dpo."},
+    )
+    loss_type: list[str] | None = field(
+        default=None,
+        metadata={"help": f"TRL's name for a loss: {', '.join(PREFERENCE_SETTINGS['loss_type'])}. Default: see loss."},
     )
     loss_kwargs: dict[str, Any] | str | None = field(
         default=None,
@@ -104,6 +109,7 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
     )
 
     def __post_init__(self):
+        self._name_the_loss()
         self._refuse_what_is_not_carried()
         self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
         self.weighting_kwargs = parse_json_option("weighting_kwargs", self.weighting_kwargs)
@@ -140,6 +146,8 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
             if name in options and options[name] != value:
                 raise ValueError(f"{name} is given twice, as {value} and in loss_kwargs as {options[name]}")
             options[name] = value
+        translated = translate(self, PREFERENCE_SETTINGS)
+        options = {name: value for name, value in merge(options, translated).items() if name != "loss"}
         if self.label_smoothing and "label_smoothing" not in known:
             raise ValueError(
                 f"the loss {self.loss!r} has no label smoothing, so label_smoothing {self.label_smoothing} would be "
@@ -147,12 +155,14 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
             )
         return options
 
+    def _name_the_loss(self) -> None:
+        # TRL takes one loss type as text, too.
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        translated = translate(self, PREFERENCE_SETTINGS)
+        self.loss = merge({"loss": self.loss}, translated)["loss"] or "dpo"
+
     def _refuse_what_is_not_carried(self) -> None:
-        for name, (neutral, instead) in _NOT_CARRIED.items():
-            given = getattr(self, name)
-            # TRL takes one loss type as text, too.
-            if given != neutral and [given] != neutral:
-                raise ValueError(f"{name} is not used by {type(self).__name__}: {instead}")
+        refuse_given(self, _NOT_CARRIED)
         if self._method is not None and self.loss != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the loss {self._method!r} and cannot be {self.loss!r}: "

@@ -7,7 +7,9 @@ TRL's `compute_loss` runs the model and logs its metrics; the loss is then compu
 from __future__ import annotations
 
 import copy
+import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.rollouts import map_over_ranks
-from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.trainers.defaults import check_configuration, warn_once_per_run
 from trl_ext.trainers.guarded import GuardedTraining
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import is_zero3, trained_policy
@@ -37,8 +39,8 @@ from trl_ext.trainers.window import Window
 
 # Entries of a batch that the loss reads and the model must not see.
 _OWN_KEYS = ("margin", "window")
-# Columns by which TRL's tokenization varies and this one does not.
-_UNUSED_COLUMNS = ("tools", "chat_template_kwargs")
+# Columns of pairs that are token ids already; the second are TRL's earlier names, which it takes as well.
+_TOKENIZED = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
 _CUT_COLUMNS = {"cut_prompts": "max_prompt_tokens", "cut_responses": "max_response_tokens"}
 
 
@@ -63,11 +65,7 @@ class RewardTrainer(GuardedTraining, Resumable, RewardMetrics, TRLRewardTrainer)
 
     def __init__(self, model, args: RewardConfig | None = None, **kwargs: Any):
         args = RewardConfig() if args is None else args
-        if not isinstance(args, RewardConfig):
-            raise TypeError(
-                f"RewardTrainer takes a RewardConfig, got {type(args).__name__} of {type(args).__module__}: "
-                "from trl_ext import RewardConfig"
-            )
+        check_configuration(type(self).__name__, args, RewardConfig)
         if isinstance(model, str):
             model = _model_path(model, args)
         else:
@@ -99,19 +97,20 @@ class RewardTrainer(GuardedTraining, Resumable, RewardMetrics, TRLRewardTrainer)
             raise ValueError(f"the {dataset_name} dataset has no pairs")
         columns = dataset.column_names or list(next(iter(dataset)))
         self._check_columns(columns, dataset_name, args)
-        described = {"desc": f"Tokenizing {dataset_name} dataset"} if isinstance(dataset, Dataset) else {}
+        has_length = isinstance(dataset, Dataset)
+        options = {"num_proc": args.dataset_num_proc} if has_length else {}
         margin_column = args.margin_column or ("margin" if "margin" in columns else None)
-        if "chosen_ids" not in columns:
+        if not _is_tokenized(columns):
             limits = {name: getattr(args, name) for name in _CUT_COLUMNS.values()}
-            dataset = dataset.map(
-                _encode_pair, fn_kwargs={"tokenizer": processing_class, "limits": limits}, **described
-            )
-            if isinstance(dataset, Dataset):
+            described = {"desc": f"Tokenizing {dataset_name} dataset"} if has_length else {}
+            arguments = {"tokenizer": processing_class, "limits": limits}
+            dataset = dataset.map(_encode_pair, fn_kwargs=arguments, **described, **options)
+            if has_length:
                 _say_what_is_cut(dataset, dataset_name, limits)
             dataset = dataset.remove_columns(list(_CUT_COLUMNS))
         if margin_column is not None:
-            described = {"desc": f"Reading margins of {dataset_name} dataset"} if described else {}
-            dataset = dataset.map(_read_margin, fn_kwargs={"column": margin_column}, **described)
+            described = {"desc": f"Reading margins of {dataset_name} dataset"} if has_length else {}
+            dataset = dataset.map(_read_margin, fn_kwargs={"column": margin_column}, **described, **options)
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     @staticmethod
@@ -121,17 +120,9 @@ class RewardTrainer(GuardedTraining, Resumable, RewardMetrics, TRLRewardTrainer)
             raise ValueError(f"margin_column {args.margin_column!r} is not in {has}")
         if args.margin_scale != 1 and args.margin_column is None and "margin" not in columns:
             raise ValueError(f"margin_scale {args.margin_scale} needs margins: name a margin_column of {has}")
-        if "chosen_ids" in columns:
-            return
         missing = [column for column in ("chosen", "rejected") if column not in columns]
-        if missing:
+        if missing and not _is_tokenized(columns):
             raise ValueError(f"no column {missing[0]!r} of a preference pair in {has}")
-        unused = [column for column in _UNUSED_COLUMNS if column in columns]
-        if unused:
-            raise ValueError(
-                f"the column {unused[0]!r} of the {dataset_name} dataset would not be used: remove it, or give the "
-                "pairs as token ids in chosen_ids and rejected_ids"
-            )
 
     # ---- Seam one: a whole accumulation window, before it is trained on ----
 
@@ -207,12 +198,14 @@ class RewardTrainer(GuardedTraining, Resumable, RewardMetrics, TRLRewardTrainer)
         return chosen, rejected
 
 
+def _is_tokenized(columns: Sequence[str]) -> bool:
+    return any(set(names) <= set(columns) for names in _TOKENIZED)
+
+
 def _encode_pair(row: dict, tokenizer, limits: dict[str, int | None]) -> dict:
     """`chosen_ids` and `rejected_ids` of a row, and how many of its segments were cut."""
     try:
-        row = maybe_extract_prompt(row)
-        prompt_ids, chosen_ids = encode_turn(tokenizer, row["prompt"], row["chosen"])
-        _, rejected_ids = encode_turn(tokenizer, row["prompt"], row["rejected"])
+        prompt_ids, chosen_ids, rejected_ids = _token_ids(row, tokenizer)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{_name(row)} cannot be encoded: {error}") from error
     prompt, chosen, rejected = truncate_pair(prompt_ids, chosen_ids, rejected_ids, **limits)
@@ -223,6 +216,23 @@ def _encode_pair(row: dict, tokenizer, limits: dict[str, int | None]) -> dict:
         "cut_prompts": int(len(prompt) < len(prompt_ids)),
         "cut_responses": cut_responses,
     }
+
+
+def _token_ids(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:
+    """Token ids of a row's prompt and of its two responses."""
+    if "prompt" not in row and isinstance(row["chosen"], str):
+        # Whole, as TRL tokenizes them: the text that both have in common may end inside a token.
+        texts = (row[side].removesuffix(tokenizer.eos_token) + tokenizer.eos_token for side in ("chosen", "rejected"))
+        chosen, rejected = (tokenizer(text)["input_ids"] for text in texts)
+        shared = len(os.path.commonprefix([chosen, rejected]))
+        return chosen[:shared], chosen[shared:], rejected[shared:]
+    row = maybe_extract_prompt(row)
+    tools = row.get("tools")
+    template = {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+    template |= row.get("chat_template_kwargs") or {}
+    prompt, chosen = encode_turn(tokenizer, row["prompt"], row["chosen"], template_kwargs=template)
+    _, rejected = encode_turn(tokenizer, row["prompt"], row["rejected"], template_kwargs=template)
+    return prompt, chosen, rejected
 
 
 def _say_what_is_cut(dataset: Dataset, dataset_name: str, limits: dict[str, int | None]) -> None:

@@ -15,8 +15,8 @@ from trl_ext.trainers.reward_guard import RewardGuard, function_name, ignore
 
 
 def as_reward_functions(given: Any, packing: str = "auto") -> list:
-    """The reward functions as a list, a folder or hub name as the `RewardModel` that is saved there."""
-    functions = given if isinstance(given, (list, tuple)) else [given]
+    """The reward functions as a list, a folder or hub name as the `RewardModel` that is saved there; None for none."""
+    functions = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
     return [
         RewardModel(function, packing=packing) if isinstance(function, (str, os.PathLike)) else function
         for function in functions

@@ -1,0 +1,108 @@
+"""Settings of TRL's losses in the words of this library: what has an equivalent, and the refusal of what has none.
+
+A setting that is left out is None and stands for this library's default. One that is given means what TRL means by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Settings = dict[str, Any]
+
+_SAMPLE_STD = {"std_ddof": 1, "advantage_eps": 1e-4}
+# Field of TRL's configuration -> value -> our settings.
+PREFERENCE_SETTINGS: dict[str, dict[Any, Settings]] = {
+    "loss_type": {
+        "sigmoid": {"loss": "dpo"},
+        "hinge": {"loss": "hinge"},
+        "ipo": {"loss": "ipo", "length_normalized": True},
+        "nca_pair": {"loss": "nca"},
+        "robust": {"loss": "robust_dpo"},
+        # The one that is not TRL's loss itself: the paper's is half of it.
+        "sppo_hard": {"loss": "sppo"},
+        "aot": {"loss": "aot_paired"},
+        "aot_unpaired": {"loss": "aot"},
+        "apo_zero": {"loss": "apo_zero"},
+        "apo_down": {"loss": "apo_down"},
+    },
+}
+POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
+    "loss_type": {
+        "grpo": {"surrogate": "clip", "aggregation": "sequence_mean"},
+        "dapo": {"surrogate": "clip", "aggregation": "token_mean"},
+        "dr_grpo": {"surrogate": "clip", "aggregation": "constant"},
+        "luspo": {"surrogate": "clip", "aggregation": "sum"},
+        "cispo": {"surrogate": "cispo", "aggregation": "token_mean"},
+    },
+    "importance_sampling_level": {"token": {"ratio": "token"}, "sequence": {"ratio": "sequence"}},
+    "scale_rewards": {
+        "group": {"advantage": "group_normalized", **_SAMPLE_STD},
+        "batch": {"advantage": "batch_normalized", **_SAMPLE_STD},
+        "none": {"advantage": "group_centered"},
+    },
+    "use_bias_correction_kl": {True: {"kl_ratio_correction": True}, False: {"kl_ratio_correction": False}},
+}
+
+
+def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[str, Settings]:
+    """Our settings for those of TRL's that are given, by the text that says what was given, such as `loss_type 'ipo'`.
+
+    Raises:
+        ValueError: a value without an equivalent.
+    """
+    found = {}
+    for name, equivalents in table.items():
+        value = getattr(args, name)
+        if isinstance(value, list):
+            value = value[0] if len(value) == 1 else tuple(value)
+        if value is None:
+            continue
+        if value not in equivalents:
+            raise ValueError(
+                f"{name} {value!r} has no equivalent in {type(args).__name__}, where it may be "
+                f"{', '.join(map(str, equivalents))}: train TRL's own trainer for it"
+            )
+        found[f"{name} {value!r}"] = equivalents[value]
+    return found
+
+
+def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
+    """Settings as given in our words and in TRL's.
+
+    Raises:
+        ValueError: the two say different things.
+    """
+    merged = dict(given)
+    for source, settings in translated.items():
+        for name, value in settings.items():
+            if merged.get(name) not in (None, value):
+                raise ValueError(
+                    f"{source} is {name} {value} here, and contradicts {name} {merged[name]}: leave one of them out"
+                )
+            merged[name] = value
+    return merged
+
+
+def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
+    """What is wrong with our settings, and which of them TRL's words stood for."""
+    sources = []
+    for source, settings in translated.items():
+        if any(f"--{name} " in str(error) for name in settings):
+            sources.append(f"{source} is {' '.join(f'--{name} {value}' for name, value in settings.items())}")
+    return f"{error} ({'; '.join(sources)})" if sources else str(error)
+
+
+def refuse_given(args: Any, instead: Mapping[str, str]) -> None:
+    """Refuse fields that nothing would read.
+
+    Args:
+        args: a configuration.
+        instead: field -> what to use. Its default is what is done anyway, or changes nothing.
+
+    Raises:
+        ValueError: one of them is not at its default.
+    """
+    for name, use in instead.items():
+        if getattr(args, name) != getattr(type(args), name):
+            raise ValueError(f"{name} is not used by {type(args).__name__}: {use}")
