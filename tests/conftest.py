@@ -46,6 +46,22 @@ def in_float64():
         yield
 
 
+@pytest.fixture
+def bfloat16_on_the_cpu(monkeypatch):
+    """As on a machine with bfloat16 instructions: without them, mixed precision would be switched off."""
+    import torch
+
+    from trl_ext.trainers import defaults
+
+    states = torch.zeros(1, 1, 512, 32, dtype=torch.bfloat16)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(states, states, states)
+    except RuntimeError as error:
+        # A processor with AMX under ATEN_CPU_CAPABILITY=default, which no machine has.
+        pytest.skip(f"torch has no bfloat16 attention here: {error}")
+    monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: True)
+
+
 @pytest.fixture(scope="session")
 def wildchat() -> Path:
     """The folder of the course's WildChat pairs, from TRL_EXT_BENCHMARK_DATA; the test is skipped without it."""

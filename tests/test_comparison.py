@@ -173,7 +173,7 @@ class TestBasePolicy:
         trainer.train()
         ids = torch.arange(3, 40).unsqueeze(0)
         logits = lambda model: model.eval()(input_ids=ids).logits.detach()  # noqa: E731
-        original = logits(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32))
+        original = logits(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64))
         with trained_policy(trainer) as policy:
             trained = logits(policy)
         with base_policy(trainer) as base:

@@ -152,7 +152,7 @@ def test_same_parameters_and_metrics(name, tiny_model_path, tmp_path):
             assert entry[key] == pytest.approx(value, rel=2e-5, abs=2e-5), key
 
 
-def test_reference_of_a_trainer_in_mixed_precision(tiny_model_path, tmp_path):
+def test_reference_of_a_trainer_in_mixed_precision(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
     """TRL wraps the reference model for bfloat16 before the trainer is there to call `share_prefixes` on."""
     runs = []
     for packed in (False, True):

@@ -26,7 +26,8 @@ PREFERENCE = {
     "full": {},
     "lora": {"lora": True},
     "lora given": {"lora": "given"},
-    "precomputed": {"args": {"precompute_ref_log_probs": True}},
+    # Where the reference is the policy itself, rounding decides which pairs are in order.
+    "precomputed": {"reference_seed": 1, "args": {"precompute_ref_log_probs": True}},
     "aot over a window": {"args": {"loss": "aot", "gradient_accumulation_steps": 2}, "reference_seed": 1},
     "reference free": {"args": {"loss": "simpo"}},
     "checkpointing": {"lora": True, "args": {"gradient_checkpointing": True}},
@@ -56,7 +57,8 @@ def test_preference(setup, tiny_model_path, tmp_path):
             assert trainer.packing.active and trainer.packing.packed_tokens < 0.7 * trainer.packing.padded_tokens
         else:
             assert trainer.packing is None and packing_of(trainer.model) is None
-    assert_same_training(runs["auto"], runs["off"])
+    # Values of the reference are kept in float32.
+    assert_same_training(runs["auto"], runs["off"], bound=1e-6 if setup == "precomputed" else 1e-9)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])

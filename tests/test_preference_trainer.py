@@ -414,8 +414,7 @@ def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
 
 
 @float32_again()
-def test_mixed_precision_on_a_cpu(tiny_model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr("trl_ext.trainers.defaults.has_native_bfloat16", lambda use_cpu: True)
+def test_mixed_precision_on_a_cpu(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
     spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "dtype": "float32", **REFERENCE}
     exact = result(train(spec, str(tmp_path)))
     trainer = train({**spec, "args": {"bf16": True}}, str(tmp_path))

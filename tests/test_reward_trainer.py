@@ -425,14 +425,6 @@ def test_that_ends_do_not_show_in_scores_is_said(tiny_model_path, tmp_path, capl
 # ---- A bfloat16 base ----
 
 
-@pytest.fixture
-def bfloat16_on_the_cpu(monkeypatch):
-    """As on a machine with bfloat16 instructions: without them, mixed precision would be switched off."""
-    from trl_ext.trainers import defaults
-
-    monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: True)
-
-
 def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
     """An update of 1e-6 of a weight near 0.02 is less than a 256th of it, and would be lost in bfloat16.
 
