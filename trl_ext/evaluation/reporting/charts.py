@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from trl_ext.evaluation.reporting.curves import panels, untimed
+from trl_ext.evaluation.reporting.curves import is_timed, panels
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import Row, trade_offs
+from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
 from trl_ext.evaluation.reporting.tables import reliability_bins
 from trl_ext.evaluation.reporting.values import number
 
@@ -17,26 +17,38 @@ COLORS, DASHES = 10, 5
 MANY_RUNS = 12
 
 
-def chart_data(runs: Sequence[Run], summary: dict[str, list[Row]]) -> dict[str, Any]:
+def chart_data(tasks: Sequence[Task]) -> dict[str, Any]:
     """How each run is drawn, and the points of every chart, by the runs' labels.
 
     Returns:
-        `runs`, each with its `color` by method and its `dash` within the method; `panels` of curves; `untimed`, the
-        runs whose curves have no seconds; `dots`, charts of one figure per run; `trade_offs`, reward against KL; and
-        `reliability`, calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
+        `tasks`, the titles by the ends of the names of their places; `runs`, each with its `task`, its `color` by
+        method, its `dash` within the method and whether it is `timed`; and charts, each with the `place` where it
+        stands: `panels` of curves; `dots`, of one figure per run; `trade_offs`, reward against KL; and `reliability`,
+        calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
     """
-    policies = [run for run in runs if not run.trains_reward_model]
-    return {
-        "runs": _appearance(runs),
-        "panels": [dataclasses.asdict(panel) for panel in panels(runs)],
-        "untimed": untimed(runs),
-        "dots": _dots(summary, policies),
-        "trade_offs": _trade_off_charts(summary["policies"]),
-        "reliability": _reliability([run for run in runs if run.trains_reward_model]),
-    }
+    places = [place_of(number, tasks) for number in range(len(tasks))]
+    data: dict[str, Any] = {"tasks": {place: task.title for place, task in zip(places, tasks, strict=True)}}
+    many = sum(len(task.runs) for task in tasks) > MANY_RUNS
+    for end, task in zip(places, tasks, strict=True):
+        charts = {
+            "runs": [{"task": end, **run} for run in _appearance(task.runs, many)],
+            "panels": [{"place": "panels", **dataclasses.asdict(panel)} for panel in panels(task.runs)],
+            "dots": _dots(task),
+            "trade_offs": [{"place": "trade-offs", **chart} for chart in _trade_off_charts(task.summary["policies"])],
+            "reliability": [{"place": "reliability", **chart} for chart in _reliability(task.reward_models)],
+        }
+        for name, found in charts.items():
+            placed = [{**one, "place": one["place"] + end} if "place" in one else one for one in found]
+            data.setdefault(name, []).extend(placed)
+    return data
 
 
-def _appearance(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def place_of(number: int, tasks: Sequence[Task]) -> str:
+    """What the names of a task's places on the page end in; nothing where it is the only one."""
+    return f"-{number + 1}" if len(tasks) > 1 else ""
+
+
+def _appearance(runs: Sequence[Run], many: bool) -> list[dict[str, Any]]:
     """Each run's colour, by its method, and its line, by its place among the runs of the method."""
     methods: dict[tuple[str, bool], list[Run]] = {}
     for run in runs:
@@ -48,15 +60,16 @@ def _appearance(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "color": list(methods).index((run.method, run.trains_reward_model)) % COLORS,
             "dash": methods[run.method, run.trains_reward_model].index(run) % DASHES,
             "first": methods[run.method, run.trains_reward_model][0] is run,
-            "shown": len(runs) <= MANY_RUNS or methods[run.method, run.trains_reward_model][0] is run,
+            "shown": not many or methods[run.method, run.trains_reward_model][0] is run,
+            "timed": is_timed(run),
         }
         for run in runs
     ]
 
 
-def _dots(summary: dict[str, list[Row]], policies: Sequence[Run]) -> list[dict[str, Any]]:
+def _dots(task: Task) -> list[dict[str, Any]]:
     """Charts of one figure per run with its interval, and the base's figure where it has one."""
-    rows, models = summary["policies"], summary["reward_models"]
+    rows, models, policies = task.summary["policies"], task.summary["reward_models"], task.policies
 
     def chart(place: str, title: str, points: list[tuple[str, Any]], reference: float | None = None) -> dict[str, Any]:
         rows = [{"run": label, **value} for label, value in points if value is not None]
@@ -82,7 +95,13 @@ def _dots(summary: dict[str, list[Row]], policies: Sequence[Run]) -> list[dict[s
             [(row["run"], row["win_rate"]["agreed"]) for row in rows],
             0.5,
         ),
-        chart("dots-result", "Gain in true score", [(row["run"], row["score_gain"]) for row in rows], 0.0),
+        chart("dots-result", "Accuracy, sampled", [(row["run"], row["accuracy"]["sampled"]) for row in rows]),
+        chart(
+            "dots-result",
+            f"Gain in {task.runs[0].score_name}",
+            [(row["run"], row["score_gain"]) for row in rows],
+            0.0,
+        ),
         chart("dots-length", "Response length (tokens), hollow: the base", beside_base("mean_tokens")),
         chart("dots-length", "Distinct-2, hollow: the base", beside_base("distinct_2")),
         chart("dots-length", "Repeated 4-grams, hollow: the base", beside_base("repetition")),

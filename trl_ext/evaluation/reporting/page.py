@@ -16,16 +16,17 @@ from importlib.resources import files
 from typing import Any
 
 from trl_ext.evaluation.reporting import tables
-from trl_ext.evaluation.reporting.charts import chart_data
+from trl_ext.evaluation.reporting.charts import chart_data, place_of
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import Row
+from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.evaluation.reporting.tables import Table
 
 FRONT_NOTE = (
     "Crosses are 95% intervals. Filled: may be on the front; hollow: is not. The line joins the front of the figures "
     f"of all runs, shown or not. {tables.FRONT_RULE}"
 )
+CHARTS = ("panels", "dots", "trade_offs", "reliability")
 # The intervals in a cell stand below their figures.
 INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -40,63 +41,101 @@ def render_page(
     pictures: Mapping[str, bytes] | None = None,
 ) -> str:
     """The HTML of the report; further tables, and PNG pictures by title, come first."""
+    tasks = by_task(runs, summary)
     policies = [run for run in runs if not run.trains_reward_model]
-    reward_models = [run for run in runs if run.trains_reward_model]
-    data = {**chart_data(runs, summary), "generations": generations(policies, max_prompts=max_prompts)}
-    sections = [
-        _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items())),
-        _section(
-            "summary",
-            "Summary",
-            _table(tables.policy_table(summary["policies"])),
-            _charts("dots-result") if policies else "",
-            _folded(tables.settings_table("policies", summary["policies"])),
-        ),
-        _section("over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)),
-        _section(
-            "curves",
-            "Curves",
-            _asset("curves.html") if data["panels"] else "",
-            _folded(tables.held_out_table(policies)),
-        ),
-        _section(
-            "pareto",
-            "Reward against KL",
-            f'<p class="note">{FRONT_NOTE}</p>{_charts("trade-offs")}' if data["trade_offs"] else "",
-            _folded(tables.trade_off_table(summary["policies"])),
-        ),
-        _section(
-            "length",
-            "Length and diversity",
-            _charts("dots-length") if policies else "",
-            _folded(tables.diversity_table(policies)),
-            _folded(tables.kind_table(policies)),
-        ),
-        _section(
-            "rewards",
-            "Reward models",
-            _table(tables.reward_model_table(summary["reward_models"]), heading=False),
-            _charts("dots-reward", "reliability") if reward_models else "",
-            _folded(tables.settings_table("reward-models", summary["reward_models"])),
-            _folded(tables.reliability_table(reward_models)),
-            _folded(tables.mistake_table(reward_models)),
-        ),
-        _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else ""),
-        _section("left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False)),
-        _section("problems", "Problems", _table(tables.problem_table(summary["problems"]), heading=False)),
-    ]
+    data = {**chart_data(tasks), "generations": generations(policies, max_prompts=max_prompts)}
+    of_tasks = [_of_task(task, data, place_of(number, tasks)) for number, task in enumerate(tasks)]
+    before = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
+    behind = "".join(
+        [
+            _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else ""),
+            _section("left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False)),
+            _section("problems", "Problems", _table(tables.problem_table(summary["problems"]), heading=False)),
+        ]
+    )
     return _fill(
         _asset("report.html"),
         title=f"Report of {_counted(len(runs), 'run')}",
-        body="".join(sections),
-        navigation=_navigation(sections),
+        body="".join([before, *of_tasks, behind]),
+        navigation="".join(
+            [_links(before), *(_index(task, part) for task, part in zip(tasks, of_tasks, strict=True)), _links(behind)]
+        )
+        if len(tasks) > 1
+        else _links("".join([before, *of_tasks, behind])),
         warning=_warning(summary["problems"]),
-        toggles=_toggles(data["runs"]),
+        toggles=_toggles(data),
         data=embed(data),
         style=_asset("report.css"),
         script=_asset("report.js"),
         policy=_policy(),
     )
+
+
+def _of_task(task: Task, data: Mapping[str, Any], end: str) -> str:
+    """A task's sections; where there are several tasks, below its title and with names that end in its number."""
+    policies, summary = task.policies, task.summary
+    filled = {
+        chart["place"].removesuffix(end) for name in CHARTS for chart in data[name] if chart["place"].endswith(end)
+    }
+
+    def charts(*names: str) -> str:
+        return "".join(f'<div class="charts" id="{name}"></div>' for name in names if name in filled)
+
+    compared, settings = (
+        tables.policy_table(summary["policies"]),
+        tables.settings_table("policies", summary["policies"]),
+    )
+    trade_offs = charts("trade-offs")
+    body = "".join(
+        [
+            _section(
+                "summary",
+                "Summary",
+                _table(compared) or f'<p class="note">{tables.NOT_EVALUATED}</p>{_table(settings)}'
+                if policies
+                else "",
+                charts("dots-result"),
+                _folded(settings) if compared.rows else "",
+            ),
+            _section(
+                "over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)
+            ),
+            _section(
+                "curves",
+                "Curves",
+                _asset("curves.html") if "panels" in filled else "",
+                _folded(tables.held_out_table(policies)),
+            ),
+            _section(
+                "pareto",
+                "Reward against KL",
+                f'<p class="note">{FRONT_NOTE}</p>{trade_offs}' if trade_offs else "",
+                _folded(tables.trade_off_table(summary["policies"])),
+            ),
+            _section(
+                "length",
+                "Length and diversity",
+                charts("dots-length"),
+                _folded(tables.diversity_table(policies)),
+                _folded(tables.kind_table(policies)),
+            ),
+            _section(
+                "rewards",
+                "Reward models",
+                _table(tables.reward_model_table(summary["reward_models"]), heading=False),
+                charts("dots-reward", "reliability"),
+                _folded(tables.settings_table("reward-models", summary["reward_models"])),
+                _folded(tables.reliability_table(task.reward_models)),
+                _folded(tables.mistake_table(task.reward_models)),
+            ),
+        ]
+    )
+    if not end:
+        return body
+    # Text of runs is escaped, so that neither a tag nor a quote of it can be meant here.
+    body = re.sub(r'( (?:id|aria-labelledby|name)="[\w-]+)"', rf'\1{end}"', body)
+    body = re.sub(r"(</?h)([23])", lambda found: f"{found[1]}{int(found[2]) + 1}", body)
+    return _section(f"task{end}", task.title, body).replace("<section", '<section class="task"', 1)
 
 
 def embed(value: Any) -> str:
@@ -134,9 +173,14 @@ def _section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{"".join(parts)}</section>\n'
 
 
-def _navigation(sections: Sequence[str]) -> str:
-    titles = re.findall(r'<h2 id="([\w-]+)-title">(.*?)</h2>', "".join(sections))
-    return "".join(f'<a href="#{name}">{title}</a>' for name, title in titles)
+def _links(body: str, level: int = 2) -> str:
+    titles = re.findall(rf'<h{level} id="([\w-]+?)-title(-\d+)?">(.*?)</h{level}>', body)
+    return "".join(f'<a href="#{name}{end}">{title}</a>' for name, end, title in titles)
+
+
+def _index(task: Task, body: str) -> str:
+    """A task's entry in the index: its title, its number of runs, and its sections."""
+    return f"<p>{_links(body)} ({_counted(len(task.runs), 'run')}): {_links(body, 3)}</p>"
 
 
 def _warning(problems: Sequence[Row]) -> str:
@@ -149,10 +193,6 @@ def _warning(problems: Sequence[Row]) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _charts(*names: str) -> str:
-    return "".join(f'<div class="charts" id="{name}"></div>' for name in names)
 
 
 def _table(table: Table, *, heading: bool = True) -> str:
@@ -188,13 +228,17 @@ def _cell(cell: tables.Cell, index: int) -> str:
 def _folded(table: Table) -> str:
     if not table.rows:
         return ""
-    return f"<details><summary>{escape(table.title)}: the figures</summary>{_table(table, heading=False)}</details>"
+    return f"<details><summary>{escape(table.title)}</summary>{_table(table, heading=False)}</details>"
 
 
-def _toggles(runs: Sequence[dict[str, Any]]) -> str:
-    return "".join(
-        f'<label class="run c{run["color"]} d{run["dash"]}"><input type="checkbox" value="{index}"'
-        f'{" checked" if run["shown"] else ""}><svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
-        f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
-        for index, run in enumerate(runs)
-    )
+def _toggles(data: Mapping[str, Any]) -> str:
+    """A box for each run, behind the title of its task where there are several."""
+    boxes: dict[str, str] = {}
+    for index, run in enumerate(data["runs"]):
+        boxes[run["task"]] = boxes.get(run["task"], "") + (
+            f'<label class="run c{run["color"]} d{run["dash"]}"><input type="checkbox" value="{index}"'
+            f'{" checked" if run["shown"] else ""}><svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
+            f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
+        )
+    titles = {task: f"<b>{escape(title)}</b>" if len(boxes) > 1 else "" for task, title in data["tasks"].items()}
+    return "".join(f'<div class="toggles">{titles[task]}{found}</div>' for task, found in boxes.items())

@@ -20,7 +20,8 @@ MAX_SHOWN = 40
 
 def find_problems(run: Run) -> list[Problem]:
     """The damage in a run's files: lines that cannot be read, then fields; what is missing as a whole is no damage."""
-    metrics = {*TRAINING_TITLES, *HELD_OUT_COLUMNS, *(f"eval_{name}" for name in HELD_OUT_COLUMNS), "seconds"}
+    names = (*TRAINING_TITLES, *HELD_OUT_COLUMNS)
+    metrics = {*names, *(f"eval_{name}" for name in names), "seconds"}
     return [
         *run.problems,
         *(Problem(RESULTS_NAME, field, fault) for field, fault in RESULTS(run.results, "")),
