@@ -225,17 +225,8 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
         for point in points:
             (x, x_error), (y, y_error) = (_with_error(point[key]) for key in ("kl", "reward"))
             fill = "full" if point["on_front"] else "none"
-            axis.errorbar(
-                x,
-                y,
-                xerr=x_error,
-                yerr=y_error,
-                fmt="o",
-                capsize=3,
-                fillstyle=fill,
-                color=colors[point["run"]],
-                label=point["run"],
-            )
+            style = {"fillstyle": fill, "color": colors[point["run"]], "label": point["run"]}
+            axis.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", capsize=3, **style)
         axis.grid(alpha=0.3)
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     drawing.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))

@@ -630,14 +630,13 @@ class TestTasks:
         for name in ("panels", "dots", "trade_offs"):
             for chart in page.data[name]:
                 runs = chart.get("curves") or [row["run"] for row in chart.get("rows") or chart["points"]]
-                own = {"-1": {"a-dpo", "c-grpo"}, "-2": {"b-sum", "d-sum"}}[chart["place"][-2:]]
-                assert set(runs) <= own, (name, chart["place"])
+                assert set(runs) <= {"-1": {"a-dpo", "c-grpo"}, "-2": {"b-sum", "d-sum"}}[chart["task"]], name
         names = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
         assert len(names) == len(set(names))
         links = [attributes["href"] for _, attributes in page.tags if attributes.get("href", "").startswith("#")]
         assert {"#task-1", "#summary-2", "#generations"} <= set(links)
         assert {link[1:] for link in links} <= set(names)
-        assert {chart["place"] for name in ("panels", "dots", "trade_offs") for chart in page.data[name]} <= set(names)
+        assert {chart["place"] + chart["task"] for chart in page.data["dots"]} <= set(names)
 
     def test_in_the_markdown_and_the_terminal(self, two_tasks, capsys):
         markdown = (two_tasks / "report.md").read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 
 from trl_ext.files import replacing
 
+STEPS = "optimizer step"
 # Draws one panel into the axis that it is given.
 Draw = Callable[[Any], None]
 # Panel title -> label of each curve -> metric name in the run's metrics.
@@ -83,7 +84,7 @@ def run_titles(run: Mapping[str, Any]) -> list[str]:
 
 
 def curve_panels(
-    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = "optimizer step"
+    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
 ) -> list[Draw]:
     """What draws each panel of which some metric was logged twice, so that there is a curve."""
     times = Counter(name for row in metrics for name, value in row.items() if value is not None)
@@ -109,12 +110,8 @@ def save_panels(drawn: Sequence[Draw], path: str | Path, *titles: str) -> None:
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
     letters = int(figure.get_figwidth() * LETTERS_PER_INCH)
-    figure.suptitle(
-        next(
-            (title for title in titles if len(title) <= letters),
-            textwrap.shorten(titles[-1], letters, placeholder="..."),
-        )
-    )
+    fitting = [title for title in titles if len(title) <= letters]
+    figure.suptitle(fitting[0] if fitting else textwrap.shorten(titles[-1], letters, placeholder="..."))
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=110)
 
@@ -142,7 +139,7 @@ def _is_held_out_reward(name: str) -> bool:
 def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
     """Held-out rewards on the left axis and the known score on the right one."""
     curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
-    draw_curves(axis, "Learned reward and true score, held out", curves, metrics)
+    draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
     axis.set_ylabel("reward")
     scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
     if scores:
@@ -152,27 +149,18 @@ def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[
 
 
 def draw_curves(
-    axis,
-    title: str,
-    curves: Mapping[str, str],
-    metrics: Sequence[Mapping[str, Any]],
-    x_label: str = "optimizer step",
+    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
 ) -> None:
-    """Draw metrics over steps into one panel, with the band from `_low` to `_high` where the rows have these.
-
-    A metric that was not logged is left out.
-    """
+    """Draw metrics over steps into one panel, with the band from `_low` to `_high` where these were logged."""
     axis.set_title(title)
     axis.set_xlabel(x_label)
     for label, name in curves.items():
-        rows = [row for row in metrics if row.get(name) is not None]
-        if rows:
-            steps = [row["step"] for row in rows]
-            marker = "." if len(rows) < 30 else None
-            axis.plot(steps, [row[name] for row in rows], marker=marker, label=label)
-            if all(f"{name}_{end}" in row for row in rows for end in ("low", "high")):
-                ends = ([row[f"{name}_{end}"] for row in rows] for end in ("low", "high"))
-                axis.fill_between(steps, *ends, color=axis.lines[-1].get_color(), alpha=0.15)
+        points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
+        band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
+        if band:
+            axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
     axis.locator_params(axis="x", nbins=6, integer=all(isinstance(row["step"], int) for row in metrics))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)

@@ -14,14 +14,13 @@ from trl_ext.evaluation.command_line import CommandParser, format_table, one_lin
 from trl_ext.evaluation.reporting.markdown import render_markdown
 from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
-from trl_ext.evaluation.reporting.summary import OF_A_TASK, summarize
+from trl_ext.evaluation.reporting.summary import by_task, summarize
 from trl_ext.evaluation.reporting.tables import (
     NOT_EVALUATED,
     Table,
-    incomplete_table,
+    faults,
     method_table,
     policy_table,
-    problem_table,
     reward_model_table,
 )
 from trl_ext.files import write_text
@@ -117,19 +116,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     """The columns that fit a terminal, task by task; the files have them all."""
-    tasks = dict.fromkeys(row["task"] for name in ("policies", "reward_models") for row in summary[name])
     found = []
-    for task in tasks:
-        rows = {name: [row for row in summary[name] if row["task"] == task] for name in OF_A_TASK}
-        of_task = (
-            policy_table(rows["policies"]),
-            method_table(rows["methods"]),
-            reward_model_table(rows["reward_models"]),
-        )
-        found += [(f"{table.title}: {task}" if len(tasks) > 1 else table.title, table) for table in of_task]
-    found += [
-        (table.title, table) for table in (incomplete_table(summary["incomplete"]), problem_table(summary["problems"]))
-    ]
+    for task in by_task(summary):
+        makers = {"policies": policy_table, "methods": method_table, "reward_models": reward_model_table}
+        of_task = [make(task.summary[name]) for name, make in makers.items()]
+        found += [(f"{table.title}: {task.title}" if task.end else table.title, table) for table in of_task]
+    found += [(table.title, table) for table in faults(summary)]
     if not any(table.rows for _, table in found):
         print(f"{NOT_EVALUATED}\n")
     for title, table in found:

@@ -34,7 +34,7 @@ class PPOTrainer(PolicyTrainer):
     `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the rollout's policy
     against the current one, per token), and of each rollout `value/mean`, `returns/mean`, `explained_variance`,
     and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). With `num_generations` 1 there
-    is no `frac_reward_zero_std`, and TRL's `reward_std` means nothing.
+    is no `frac_reward_zero_std`.
 
     A checkpoint holds the value function in `value_head.safetensors`, and the model's files beside it are the plain
     policy's.

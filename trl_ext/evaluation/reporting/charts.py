@@ -21,31 +21,25 @@ def chart_data(tasks: Sequence[Task]) -> dict[str, Any]:
     """How each run is drawn, and the points of every chart, by the runs' labels.
 
     Returns:
-        `tasks`, the titles by the ends of the names of their places; `runs`, each with its `task`, its `color` by
-        method, its `dash` within the method and whether it is `timed`; and charts, each with the `place` where it
-        stands: `panels` of curves; `dots`, of one figure per run; `trade_offs`, reward against KL; and `reliability`,
-        calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
+        `tasks`, the titles by the tasks' `end`; `runs`, each with its `color` by method, its `dash` within the method
+        and whether it is `timed`; `panels` of curves; `dots`, charts of one figure per run; `trade_offs`, reward
+        against KL; and `reliability`, calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
+        All but the first have the `task` that they are of.
     """
-    places = [place_of(number, tasks) for number in range(len(tasks))]
-    data: dict[str, Any] = {"tasks": {place: task.title for place, task in zip(places, tasks, strict=True)}}
-    many = sum(len(task.runs) for task in tasks) > MANY_RUNS
-    for end, task in zip(places, tasks, strict=True):
+    data: dict[str, Any] = {"tasks": {task.end: task.title for task in tasks}}
+    many = sum(len(task.policies + task.reward_models) for task in tasks) > MANY_RUNS
+    for task in tasks:
+        runs = task.policies + task.reward_models
         charts = {
-            "runs": [{"task": end, **run} for run in _appearance(task.runs, many)],
-            "panels": [{"place": "panels", **dataclasses.asdict(panel)} for panel in panels(task.runs)],
+            "runs": _appearance(runs, many),
+            "panels": [dataclasses.asdict(panel) for panel in panels(runs)],
             "dots": _dots(task),
-            "trade_offs": [{"place": "trade-offs", **chart} for chart in _trade_off_charts(task.summary["policies"])],
-            "reliability": [{"place": "reliability", **chart} for chart in _reliability(task.reward_models)],
+            "trade_offs": _trade_off_charts(task.summary["policies"]),
+            "reliability": _reliability(task.reward_models),
         }
         for name, found in charts.items():
-            placed = [{**one, "place": one["place"] + end} if "place" in one else one for one in found]
-            data.setdefault(name, []).extend(placed)
+            data.setdefault(name, []).extend({"task": task.end, **one} for one in found)
     return data
-
-
-def place_of(number: int, tasks: Sequence[Task]) -> str:
-    """What the names of a task's places on the page end in; nothing where it is the only one."""
-    return f"-{number + 1}" if len(tasks) > 1 else ""
 
 
 def _appearance(runs: Sequence[Run], many: bool) -> list[dict[str, Any]]:
@@ -96,11 +90,11 @@ def _dots(task: Task) -> list[dict[str, Any]]:
             0.5,
         ),
         chart("dots-result", "Accuracy, sampled", [(row["run"], row["accuracy"]["sampled"]) for row in rows]),
-        chart(
-            "dots-result",
-            f"Gain in {task.runs[0].score_name}",
-            [(row["run"], row["score_gain"]) for row in rows],
-            0.0,
+        *(
+            chart(
+                "dots-result", f"Gain in {row['score_name']}", [(row["run"], row["score_gain"]) for row in rows], 0.0
+            )
+            for row in rows[:1]
         ),
         chart("dots-length", "Response length (tokens), hollow: the base", beside_base("mean_tokens")),
         chart("dots-length", "Distinct-2, hollow: the base", beside_base("distinct_2")),

@@ -11,6 +11,7 @@ from trl_ext.evaluation.reporting.values import number
 
 Row = dict[str, Any]
 Point = tuple[float, float | None, float]
+Value = Callable[[Row], float | None]
 MAX_POINTS = 300
 MAX_HELD_OUT_ROWS = 12
 
@@ -63,21 +64,16 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     Losses have a panel for each method, since methods do not share a scale.
     """
     learned = sorted({name for run in runs for row in run.metrics for name in map(_learned_reward, row) if name})
-    titles = {key: titled(key, runs) for key in HELD_OUT_COLUMNS} | {
-        f"rewards/{name}/mean": f"reward, {name}" for name in learned
-    }
-    found = [_panel(title, "held-out prompts", runs, _held_out(key)) for key, title in titles.items()]
+    titles = {key: titled(key, runs) for key in HELD_OUT_COLUMNS}
+    titles |= {f"rewards/{name}/mean": f"reward, {name}" for name in learned}
+    found = [_panel(title, runs, _held_out(key)) for key, title in titles.items()]
     methods = list(dict.fromkeys(run.method for run in runs))
     for key, title in TRAINING_TITLES.items():
         alike = {title: runs}
         if key == "loss" and len(methods) > 1:
             alike = {f"{title}, {method}": [run for run in runs if run.method == method] for method in methods}
-        found += [_panel(name, "training", of, _training(key), f"eval_{key}") for name, of in alike.items()]
-    return [
-        panel
-        for panel in found
-        if any(len(points) > 1 for curves in (panel.curves, panel.held_out) for points in curves.values())
-    ]
+        found += [_panel(name, of, _training(key), f"eval_{key}") for name, of in alike.items()]
+    return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
 
 
 def titled(key: str, runs: Sequence[Run]) -> str:
@@ -85,19 +81,18 @@ def titled(key: str, runs: Sequence[Run]) -> str:
     return runs[0].score_name if key == "score" and runs else HELD_OUT_COLUMNS[key]
 
 
-def _panel(
-    title: str, group: str, runs: Sequence[Run], value: Callable[[Row], float | None], held_out: str | None = None
-) -> Panel:
+def _panel(title: str, runs: Sequence[Run], value: Value, held_out: str | None = None) -> Panel:
     curves, beside = (
         {run.label: points for run in runs if (points := thin(curve(run.metrics, of)))}
         for of in (value, lambda row: number(row, held_out) if held_out else None)
     )
     values = [point[2] for points in curves.values() for point in points]
     log = title == TRAINING_TITLES["grad_norm"] and bool(values) and 0 < min(values) * LOG_RATIO <= max(values)
+    group = "training" if held_out else "held-out prompts"
     return Panel(f"{title}, log scale" if log else title, group, curves, beside, log)
 
 
-def curve(metrics: Sequence[Row], value: Callable[[Row], float | None]) -> list[Point]:
+def curve(metrics: Sequence[Row], value: Value) -> list[Point]:
     """The points of the rows that have a value."""
     points = ((row["step"], number(row, "seconds"), value(row)) for row in metrics)
     return [(step, seconds, found) for step, seconds, found in points if found is not None]
@@ -133,7 +128,7 @@ def is_timed(run: Run) -> bool:
     return not run.metrics or any("seconds" in row for row in run.metrics)
 
 
-def _held_out(key: str) -> Callable[[Row], float | None]:
+def _held_out(key: str) -> Value:
     """The metric of held-out responses, under another name where the trainer logs its own of that name.
 
     Policy trainers have `eval_` before each name; KTO, whose own `kl` and `eval_kl` are estimates of its loss, has
@@ -151,7 +146,7 @@ def _held_out(key: str) -> Callable[[Row], float | None]:
     return value
 
 
-def _training(key: str) -> Callable[[Row], float | None]:
+def _training(key: str) -> Value:
     return lambda row: None if _is_of_held_out_prompts(row) else number(row, key)
 
 

@@ -19,8 +19,7 @@ BREAKS = re.compile("[\\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]], stages: Sequence[Table] = ()) -> str:
     """The Markdown of the report; further tables come first, then those of each task."""
     parts = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", *map(render_table, stages)]
-    tasks = by_task(runs, summary)
-    for task in tasks:
+    for task in by_task(summary, runs):
         found = [
             tables.policy_table(task.summary["policies"]),
             tables.settings_table("policies", task.summary["policies"]),
@@ -34,11 +33,9 @@ def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]], stages: 
             tables.reliability_table(task.reward_models),
             tables.mistake_table(task.reward_models),
         ]
-        several = len(tasks) > 1
-        parts += [f"## {escape(task.title)}"] * several + [render_table(table, 2 + several) for table in found]
-    parts += map(
-        render_table, (tables.incomplete_table(summary["incomplete"]), tables.problem_table(summary["problems"]))
-    )
+        parts += [f"## {escape(task.title)}"] * bool(task.end)
+        parts += [render_table(table, 3 if task.end else 2) for table in found]
+    parts += [render_table(table) for table in tables.faults(summary)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

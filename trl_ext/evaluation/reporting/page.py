@@ -10,13 +10,13 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
 from trl_ext.evaluation.reporting import tables
-from trl_ext.evaluation.reporting.charts import chart_data, place_of
+from trl_ext.evaluation.reporting.charts import chart_data
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
@@ -26,7 +26,6 @@ FRONT_NOTE = (
     "Crosses are 95% intervals. Filled: may be on the front; hollow: is not. The line joins the front of the figures "
     f"of all runs, shown or not. {tables.FRONT_RULE}"
 )
-CHARTS = ("panels", "dots", "trade_offs", "reliability")
 # The intervals in a cell stand below their figures.
 INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
@@ -41,27 +40,23 @@ def render_page(
     pictures: Mapping[str, bytes] | None = None,
 ) -> str:
     """The HTML of the report; further tables, and PNG pictures by title, come first."""
-    tasks = by_task(runs, summary)
+    tasks = by_task(summary, runs)
     policies = [run for run in runs if not run.trains_reward_model]
     data = {**chart_data(tasks), "generations": generations(policies, max_prompts=max_prompts)}
-    of_tasks = [_of_task(task, data, place_of(number, tasks)) for number, task in enumerate(tasks)]
-    before = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
-    behind = "".join(
-        [
-            _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else ""),
-            _section("left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False)),
-            _section("problems", "Problems", _table(tables.problem_table(summary["problems"]), heading=False)),
-        ]
-    )
+    of_tasks = [_of_task(task, {panel["task"] for panel in data["panels"]}) for task in tasks]
+    first = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
+    last = _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else "")
+    for name, title, table in zip(
+        ("left-out", "problems"), ("Left out", "Problems"), tables.faults(summary), strict=True
+    ):
+        last += _section(name, title, _table(table, heading=False))
     return _fill(
         _asset("report.html"),
         title=f"Report of {_counted(len(runs), 'run')}",
-        body="".join([before, *of_tasks, behind]),
+        body="".join([first, *of_tasks, last]),
         navigation="".join(
-            [_links(before), *(_index(task, part) for task, part in zip(tasks, of_tasks, strict=True)), _links(behind)]
-        )
-        if len(tasks) > 1
-        else _links("".join([before, *of_tasks, behind])),
+            [_links(first), *(_index(body) if len(tasks) > 1 else _links(body) for body in of_tasks), _links(last)]
+        ),
         warning=_warning(summary["problems"]),
         toggles=_toggles(data),
         data=embed(data),
@@ -71,71 +66,56 @@ def render_page(
     )
 
 
-def _of_task(task: Task, data: Mapping[str, Any], end: str) -> str:
+def _of_task(task: Task, with_curves: Collection[str]) -> str:
     """A task's sections; where there are several tasks, below its title and with names that end in its number."""
     policies, summary = task.policies, task.summary
-    filled = {
-        chart["place"].removesuffix(end) for name in CHARTS for chart in data[name] if chart["place"].endswith(end)
-    }
-
-    def charts(*names: str) -> str:
-        return "".join(f'<div class="charts" id="{name}"></div>' for name in names if name in filled)
-
-    compared, settings = (
-        tables.policy_table(summary["policies"]),
-        tables.settings_table("policies", summary["policies"]),
-    )
-    trade_offs = charts("trade-offs")
-    body = "".join(
-        [
-            _section(
-                "summary",
-                "Summary",
-                _table(compared) or f'<p class="note">{tables.NOT_EVALUATED}</p>{_table(settings)}'
-                if policies
-                else "",
-                charts("dots-result"),
-                _folded(settings) if compared.rows else "",
-            ),
-            _section(
-                "over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)
-            ),
-            _section(
-                "curves",
-                "Curves",
-                _asset("curves.html") if "panels" in filled else "",
-                _folded(tables.held_out_table(policies)),
-            ),
-            _section(
-                "pareto",
-                "Reward against KL",
-                f'<p class="note">{FRONT_NOTE}</p>{trade_offs}' if trade_offs else "",
-                _folded(tables.trade_off_table(summary["policies"])),
-            ),
-            _section(
-                "length",
-                "Length and diversity",
-                charts("dots-length"),
-                _folded(tables.diversity_table(policies)),
-                _folded(tables.kind_table(policies)),
-            ),
-            _section(
-                "rewards",
-                "Reward models",
-                _table(tables.reward_model_table(summary["reward_models"]), heading=False),
-                charts("dots-reward", "reliability"),
-                _folded(tables.settings_table("reward-models", summary["reward_models"])),
-                _folded(tables.reliability_table(task.reward_models)),
-                _folded(tables.mistake_table(task.reward_models)),
-            ),
-        ]
-    )
-    if not end:
+    compared, trade_offs = tables.policy_table(summary["policies"]), tables.trade_off_table(summary["policies"])
+    settings, diversity = tables.settings_table("policies", summary["policies"]), tables.diversity_table(policies)
+    sections = [
+        _section(
+            "summary",
+            "Summary",
+            _table(compared),
+            _charts("dots-result") + _folded(settings) if compared.rows else _table(settings),
+            f'<p class="note">{tables.NOT_EVALUATED}</p>' if settings.rows and not compared.rows else "",
+        ),
+        _section("over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)),
+        _section(
+            "curves",
+            "Curves",
+            _asset("curves.html") if task.end in with_curves else "",
+            _folded(tables.held_out_table(policies)),
+        ),
+        _section(
+            "pareto",
+            "Reward against KL",
+            f'<p class="note">{FRONT_NOTE}</p>{_charts("trade-offs")}' if trade_offs.rows else "",
+            _folded(trade_offs),
+        ),
+        _section(
+            "length",
+            "Length and diversity",
+            _charts("dots-length") if diversity.rows else "",
+            _folded(diversity),
+            _folded(tables.kind_table(policies)),
+        ),
+        _section(
+            "rewards",
+            "Reward models",
+            _table(tables.reward_model_table(summary["reward_models"]), heading=False),
+            _charts("dots-reward", "reliability") if task.reward_models else "",
+            _folded(tables.settings_table("reward-models", summary["reward_models"])),
+            _folded(tables.reliability_table(task.reward_models)),
+            _folded(tables.mistake_table(task.reward_models)),
+        ),
+    ]
+    body = "".join(sections)
+    if not task.end:
         return body
     # Text of runs is escaped, so that neither a tag nor a quote of it can be meant here.
-    body = re.sub(r'( (?:id|aria-labelledby|name)="[\w-]+)"', rf'\1{end}"', body)
+    body = re.sub(r'( (?:id|aria-labelledby|name)="[\w-]+)"', rf'\1{task.end}"', body)
     body = re.sub(r"(</?h)([23])", lambda found: f"{found[1]}{int(found[2]) + 1}", body)
-    return _section(f"task{end}", task.title, body).replace("<section", '<section class="task"', 1)
+    return f'<div class="task">{_section(f"task{task.end}", task.title, body)}</div>'
 
 
 def embed(value: Any) -> str:
@@ -178,9 +158,9 @@ def _links(body: str, level: int = 2) -> str:
     return "".join(f'<a href="#{name}{end}">{title}</a>' for name, end, title in titles)
 
 
-def _index(task: Task, body: str) -> str:
-    """A task's entry in the index: its title, its number of runs, and its sections."""
-    return f"<p>{_links(body)} ({_counted(len(task.runs), 'run')}): {_links(body, 3)}</p>"
+def _index(body: str) -> str:
+    """A task's entry in the index: its title and its sections."""
+    return f"<p>{_links(body)}{_links(body, 3)}</p>"
 
 
 def _warning(problems: Sequence[Row]) -> str:
@@ -193,6 +173,10 @@ def _warning(problems: Sequence[Row]) -> str:
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _charts(*names: str) -> str:
+    return "".join(f'<div class="charts" id="{name}"></div>' for name in names)
 
 
 def _table(table: Table, *, heading: bool = True) -> str:

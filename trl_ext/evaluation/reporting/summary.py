@@ -47,30 +47,26 @@ def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[
 
 @dataclass(frozen=True)
 class Task:
-    """The runs of one task and the summary of these alone."""
+    """The rows and runs of one task; names on the page end in its `end`, which is empty if there is no other."""
 
     title: str
-    runs: list[Run]
+    end: str
     summary: dict[str, list[Row]]
-
-    @property
-    def policies(self) -> list[Run]:
-        return [run for run in self.runs if not run.trains_reward_model]
-
-    @property
-    def reward_models(self) -> list[Run]:
-        return [run for run in self.runs if run.trains_reward_model]
+    policies: list[Run]
+    reward_models: list[Run]
 
 
-def by_task(runs: Sequence[Run], summary: dict[str, list[Row]]) -> list[Task]:
-    """The runs and the rows of their summary apart by task, in the order of the tasks' first runs."""
+def by_task(summary: dict[str, list[Row]], runs: Sequence[Run] = ()) -> list[Task]:
+    """The rows of a summary, and the runs, apart by task."""
+    titles = list(dict.fromkeys(row["task"] for name in OF_A_TASK for row in summary[name]))
     return [
         Task(
             title,
-            [run for run in runs if run.task == title],
+            f"-{number}" if len(titles) > 1 else "",
             {name: [row for row in summary[name] if row["task"] == title] for name in OF_A_TASK},
+            *([run for run in runs if (run.task, run.trains_reward_model) == (title, kind)] for kind in (False, True)),
         )
-        for title in dict.fromkeys(run.task for run in runs)
+        for number, title in enumerate(titles, start=1)
     ]
 
 

@@ -320,6 +320,11 @@ def problem_table(rows: Sequence[Row]) -> Table:
     return _table("problems", "Problems", note, columns, rows)
 
 
+def faults(summary: Mapping[str, Sequence[Row]]) -> list[Table]:
+    """What no task has figures of: the folders without results, and what is damaged."""
+    return [incomplete_table(summary["incomplete"]), problem_table(summary["problems"])]
+
+
 def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
     cells = [[column.cell(row) for row in rows] for column in columns]
     # A figure that no run has would be a column of dashes.

@@ -33,14 +33,10 @@
     return marks;
   }
 
-  // Of a logarithmic axis: the powers of ten with their double and fivefold, or as of any other where it is short.
   function logTicks(low, high) {
-    if (high < 10 * low) return ticks(low, high, 5);
-    const factors = high < 1e3 * low ? [1, 2, 5] : [1], marks = [];
-    for (let power = Math.floor(Math.log10(low)); 10 ** power <= high; power += 1) {
-      marks.push(...factors.map((factor) => factor * 10 ** power).filter((mark) => mark >= low && mark <= high));
-    }
-    return marks;
+    const powers = Array.from({ length: high - low + 2 }, (_, index) => 10 ** (Math.floor(low) + index));
+    const marks = powers.flatMap((power) => (high - low < 3 ? [1, 2, 5] : [1]).map((factor) => factor * power));
+    return marks.filter((mark) => mark >= 10 ** low && mark <= 10 ** high);
   }
 
   // The range of the values with a margin on both sides; a single value gets room around it.
@@ -74,7 +70,7 @@
     const box = { left: 46, right: width - 10, top: 8, bottom: height - 34 };
     const X = (x) => box.left + ((x - x0) / (x1 - x0)) * (box.right - box.left);
     const Y = (y) => box.bottom - ((scale(y) - y0) / (y1 - y0)) * (box.bottom - box.top);
-    for (const y of log ? logTicks(10 ** y0, 10 ** y1) : ticks(y0, y1, 5)) {
+    for (const y of log ? logTicks(y0, y1) : ticks(y0, y1, 5)) {
       svg.append(shape("line", { class: "grid", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }));
       svg.append(shape("text", { x: box.left - 5, y: Y(y) + 4, "text-anchor": "end" }, figure(y)));
     }
@@ -251,19 +247,19 @@
   const add = (place, draw) => charts.push([place.appendChild(element("figure")), draw]);
   const groups = new Map();
   for (const panel of data.panels) {
-    const group = panel.place + panel.group;
+    const group = panel.task + panel.group;
     if (!groups.has(group)) {
-      const grid = element("div", { class: "charts" }), place = $(panel.place);
-      place.append(element(place.closest(".task") ? "h4" : "h3", {}, panel.group), grid);
+      const grid = element("div", { class: "charts" });
+      $(`panels${panel.task}`).append(element(panel.task ? "h4" : "h3", {}, panel.group), grid);
       groups.set(group, grid);
     }
     add(groups.get(group), (host) => drawPanel(host, panel));
   }
   for (const chart of data.dots) {
-    add($(chart.place), (host) => dots(host, { ...chart, rows: chart.rows.filter((row) => isShown(row.run)) }));
+    add($(chart.place + chart.task), (host) => dots(host, { ...chart, rows: chart.rows.filter((row) => isShown(row.run)) }));
   }
-  for (const chart of data.trade_offs) add($(chart.place), (host) => drawTradeOff(host, chart));
-  for (const chart of data.reliability) add($(chart.place), (host) => drawReliability(host, chart));
+  for (const chart of data.trade_offs) add($(`trade-offs${chart.task}`), (host) => drawTradeOff(host, chart));
+  for (const chart of data.reliability) add($(`reliability${chart.task}`), (host) => drawReliability(host, chart));
 
   function draw() {
     for (const [host, drawOne] of charts) drawOne(host);
