@@ -161,7 +161,7 @@ def draw_curves(
         band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
         if band:
             axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
-    axis.locator_params(axis="x", nbins=6, integer=all(isinstance(row["step"], int) for row in metrics))
+    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
     axis.grid(alpha=0.3)
     axis.legend(frameon=False)
 
@@ -175,12 +175,15 @@ def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
         axis.errorbar(position, interval["rate"], yerr=[[max(below, 0)], [max(above, 0)]], fmt="o", capsize=6)
         axis.annotate(
             f"{interval['rate']:.3f} (n = {interval['n']})",
-            (position, interval["high"]),
-            xytext=(0, 6),
+            (position, interval["rate"]),
+            xytext=(10, 0),
             textcoords="offset points",
-            ha="center",
+            va="center",
+            # Above the dashed line, which it may cross, and below the frame.
+            bbox={"color": "white", "pad": 1},
+            zorder=2.2,
         )
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
-    axis.set_xlim(-0.5, len(rules) - 0.5)
-    axis.set_ylim(0, 1.05)
+    axis.set_xlim(-0.5, len(rules))
+    axis.set_ylim(0, 1)
