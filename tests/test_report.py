@@ -812,7 +812,7 @@ class TestFindingRuns:
         """Wherever a dictionary or a number should be, something else."""
         shapes = ["text", 3, None, [], {}, True, {"mean": "x", "rate": [], "low": float("nan")}, {"half": 1}, [[]]]
         for index, shape in enumerate(shapes):
-            keys = ("win_rate", "score", "rewards", "preferences", "kl", "generations", "true_order", "selection")
+            keys = ("win_rate", "score", "rewards", "preferences", "kl", "generations", "true_order", "reasoning")
             results = {"run": {"objective": shape, "model": shape, "seed": shape}, **dict.fromkeys(keys, shape)}
             for name, more in (("policy", {}), ("rm", {"pairs": shape}), ("rm2", {"pairs": {"calibration": shape}})):
                 folder = tmp_path / f"{index}-{name}"

@@ -67,7 +67,7 @@ class Run:
     @property
     def is_verified(self) -> bool:
         """Whether its responses are right or wrong, by a reward that verifies them."""
-        return "reasoning" in self.results
+        return isinstance(pick(self.results, "reasoning"), dict)
 
     @property
     def task(self) -> str:

@@ -79,11 +79,7 @@ def policy_row(run: Run) -> Row:
         "win_rate": {rule: _share(results, "win_rate", rule, value="rate") for rule in ("half", "agreed")},
         "judge_errors": number(results, "win_rate", "n_errors"),
         "score_name": run.score_name,
-        "accuracy": {
-            "sampled": _estimate(results, "reasoning", "after", "sampled", "accuracy")
-            or _estimate(results, "reasoning", "accuracy"),
-            "greedy": _estimate(results, "reasoning", "after", "greedy", "accuracy"),
-        },
+        "accuracy": _accuracy(results),
         "score": _means(results, "score"),
         "score_gain": _estimate(results, "score", "gain"),
         "rewards": {
@@ -234,6 +230,13 @@ def with_wilson_interval(share: dict[str, float | None]) -> dict[str, float | No
 
 def _means(results: Any, key: str) -> dict[str, float | None]:
     return {source: number(results, key, source) for source in ("base", "policy")}
+
+
+def _accuracy(results: Any) -> dict[str, dict[str, float | None] | None]:
+    """By decoding; a model that was not trained was evaluated with one alone."""
+    found = {name: _estimate(results, "reasoning", "after", name, "accuracy") for name in ("sampled", "greedy")}
+    alone = "greedy" if number(results, "run", "sampling", "temperature") == 0 else "sampled"
+    return {**found, alone: found[alone] or _estimate(results, "reasoning", "accuracy")}
 
 
 def _pair_accuracy(results: Any) -> dict[str, float | None] | None:

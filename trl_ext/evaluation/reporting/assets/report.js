@@ -23,6 +23,10 @@
   const figure = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5)
     ? String(Number(value.toPrecision(4))) : value.toExponential(2));
 
+  // Without its middle: runs often differ in their first words and their last.
+  const shortened = (name, letters) => (name.length <= letters ? name
+    : `${name.slice(0, letters / 2)}\u2026${name.slice(1 - letters / 2)}`);
+
   // ---- charts ----
 
   function ticks(low, high, most, least = 0) {
@@ -121,7 +125,7 @@
     const free = (a) => a.left >= box.left && a.right <= box.right && a.top >= box.top && a.bottom <= box.bottom
       && taken.every((b) => a.right < b.left || b.right < a.left || a.bottom < b.top || b.bottom < a.top);
     for (const { run, x, y } of marks) {
-      const width = run.length * 6.2 + 4;
+      const name = shortened(run, 18), width = name.length * 6.2 + 4;
       const places = [7, 14, 24, 36, 50].flatMap((away) => [[1, -1], [1, 1], [-1, -1], [-1, 1]].map(([right, down]) => {
         const left = right > 0 ? x + away : x - away - width, top = y + down * away - 6;
         return { left, right: left + width, top, bottom: top + 12, near: away < 20 };
@@ -133,7 +137,7 @@
         const [x2, y2] = [area.left > x ? area.left : area.right, (area.top + area.bottom) / 2];
         svg.append(shape("line", { class: "leader", x1: x, y1: y, x2, y2 }));
       }
-      svg.append(shape("text", { class: "name", x: area.left + 2, y: area.bottom - 2 }, run));
+      svg.append(shape("text", { class: "name", x: area.left + 2, y: area.bottom - 2 }, name));
     }
   }
 
@@ -181,8 +185,7 @@
     const letters = Math.floor(left / 6.2);
     const points = rows.map((row, index) => {
       const y = index * step + step / 2, g = svg.appendChild(shape("g", { class: `c${runOf.get(row.run).color}` }));
-      const name = row.run.length > letters ? `\u2026${row.run.slice(1 - letters)}` : row.run;
-      g.append(shape("text", { class: "name", x: left, y: y + 4, "text-anchor": "end" }, name));
+      g.append(shape("text", { class: "name", x: left, y: y + 4, "text-anchor": "end" }, shortened(row.run, letters)));
       if (Number.isFinite(row.low) && Number.isFinite(row.high)) {
         g.append(shape("line", { class: "whisker", x1: X(row.low), x2: X(row.high), y1: y, y2: y }));
       }
