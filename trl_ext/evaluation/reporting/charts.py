@@ -10,7 +10,7 @@ from trl_ext.evaluation.reporting.curves import is_timed, panels
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
 from trl_ext.evaluation.reporting.tables import reliability_bins
-from trl_ext.evaluation.reporting.values import number
+from trl_ext.evaluation.reporting.values import number, pick
 
 COLORS, DASHES = 10, 5
 # Beyond this many runs the page opens with one run of each method shown.
@@ -63,44 +63,33 @@ def _appearance(runs: Sequence[Run], many: bool) -> list[dict[str, Any]]:
 
 def _dots(task: Task) -> list[dict[str, Any]]:
     """Charts of one figure per run with its interval, and the base's figure where it has one."""
-    rows, models, policies = task.summary["policies"], task.summary["reward_models"], task.policies
+    rows, models = task.summary["policies"], task.summary["reward_models"]
 
     def chart(place: str, title: str, points: list[tuple[str, Any]], reference: float | None = None) -> dict[str, Any]:
         rows = [{"run": label, **value} for label, value in points if value is not None]
         return {"place": place, "title": title, "reference": reference, "rows": rows}
 
+    def of(rows: Sequence[Row], *keys: str) -> list[tuple[str, Any]]:
+        return [(row["run"], pick(row, *keys)) for row in rows]
+
     def beside_base(name: str) -> list[tuple[str, Any]]:
         figures = [
             (run.label, *(number(run.results, "generations", source, name) for source in ("policy", "base")))
-            for run in policies
+            for run in task.policies
         ]
         return [(label, None if own is None else {"value": own, "base": base}) for label, own, base in figures]
 
+    score = next((row["score_name"] for row in rows), "")
     charts = [
-        chart(
-            "dots-result",
-            "Win rate against the base, ties as half",
-            [(row["run"], row["win_rate"]["half"]) for row in rows],
-            0.5,
-        ),
-        chart(
-            "dots-result",
-            "Win rate against the base, ties dropped",
-            [(row["run"], row["win_rate"]["agreed"]) for row in rows],
-            0.5,
-        ),
-        chart("dots-result", "Accuracy, sampled", [(row["run"], row["accuracy"]["sampled"]) for row in rows]),
-        *(
-            chart(
-                "dots-result", f"Gain in {row['score_name']}", [(row["run"], row["score_gain"]) for row in rows], 0.0
-            )
-            for row in rows[:1]
-        ),
+        chart("dots-result", "Win rate against the base, ties as half", of(rows, "win_rate", "half"), 0.5),
+        chart("dots-result", "Win rate against the base, ties dropped", of(rows, "win_rate", "agreed"), 0.5),
+        chart("dots-result", "Accuracy, sampled", of(rows, "accuracy", "sampled")),
+        chart("dots-result", f"Gain in {score}", of(rows, "score_gain"), 0.0),
         chart("dots-length", "Response length (tokens), hollow: the base", beside_base("mean_tokens")),
         chart("dots-length", "Distinct-2, hollow: the base", beside_base("distinct_2")),
         chart("dots-length", "Repeated 4-grams, hollow: the base", beside_base("repetition")),
-        chart("dots-reward", "Accuracy on held-out pairs", [(row["run"], row["accuracy"]) for row in models], 0.5),
-        chart("dots-reward", "Accuracy, true order", [(row["run"], row["true_accuracy"]) for row in models], 0.5),
+        chart("dots-reward", "Accuracy on held-out pairs", of(models, "accuracy"), 0.5),
+        chart("dots-reward", "Accuracy, true order", of(models, "true_accuracy"), 0.5),
     ]
     return [chart for chart in charts if chart["rows"]]
 

@@ -332,17 +332,16 @@ def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Se
 
 
 def _identity(rows: Sequence[Row]) -> tuple[list[Column], str]:
-    """The columns that tell the runs apart, and a sentence on what they share instead of columns that repeat it."""
+    """The columns that tell the runs apart, and sentences on what they share instead of columns that repeat it."""
     names = ("model", "data")
-    shared = [name for name in names if len(rows) > 1 and rows[0][name] and len({row[name] for row in rows}) == 1]
+    shared = [name for name in names if rows and len({row[name] for row in rows}) == 1]
     columns = [
         Column("run", lambda row: Cell(row["run"])),
         Column("method", lambda row: Cell(row["method"])),
         *(Column(name, lambda row, name=name: Cell(row[name] or NOTHING)) for name in names if name not in shared),
         Column("seed", lambda row: count(row["seed"])),
     ]
-    values = " and ".join(f"{name} {rows[0][name]}" for name in shared)
-    return columns, f" All are of {values}." if shared else ""
+    return columns, "".join(f" The {name} is {rows[0][name]}." for name in shared if rows[0][name])
 
 
 def _score_name(rows: Sequence[Row]) -> str:
