@@ -13,9 +13,9 @@ from run_folder import TrainingRun
 
 from trl_ext.data.math import load_math
 from trl_ext.data.templates import load_prompt_template
-from trl_ext.evaluation.plots import draw_curves, new_figure
+from trl_ext.evaluation.plots import plot_run
 from trl_ext.evaluation.reasoning import CATEGORIES, accuracy_gain, grader, summarize_reasoning
-from trl_ext.files import replacing, write_json, write_json_lines
+from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.engines import ANSWER_END
 from trl_ext.trainers.callbacks import read_metrics
@@ -214,19 +214,10 @@ def write_comparison(
     write_json_lines(folder / "generations.jsonl", _beside_base(before, after))
     write_json(folder / "results.json", results)
     try:
-        _plot(run, read_metrics(folder / "metrics.jsonl"), folder / "report.png")
+        plot_run(read_metrics(folder / "metrics.jsonl"), results, folder / "report.png", PANELS)
     except ImportError as error:
         print(f"report.png was not drawn: {error}")
     return results
-
-
-def _plot(run: Mapping[str, Any], metrics: Sequence[dict[str, Any]], path: Path) -> None:
-    figure, axes = new_figure(2, 2)
-    for axis, (title, curves) in zip(axes, PANELS.items(), strict=True):
-        draw_curves(axis, title, curves, metrics)
-    figure.suptitle(textwrap.fill(f"{run['objective']}, model {run['model']}, data {run['dataset']}", 70))
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
 
 
 def _of_texts(summary: Mapping[str, Any]) -> dict[str, Any]:

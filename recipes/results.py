@@ -76,13 +76,14 @@ def print_results(results: dict[str, Any], generations: list[dict[str, Any]], ou
     rows = [
         row for section in (_win_rate, _score, _rewards, _preferences, _kl, _diagnostics) for row in section(results)
     ]
-    width = max((len(name) for name, _, _ in rows), default=0)
-    print(f"\n{'':{width}}  {'base':>10}  policy")
-    print("-" * (width + 45))
-    for name, base, policy in rows:
-        print(f"{name:{width}}  {base:>10}  {policy}")
-    if not rows:
-        print("no held-out rows to evaluate on; metrics.jsonl has what was logged in training")
+    if rows:
+        width = max(len(name) for name, _, _ in rows)
+        print(f"\n{'':{width}}  {'base':>10}  policy")
+        print("-" * (width + 45))
+        for name, base, policy in rows:
+            print(f"{name:{width}}  {base:>10}  {policy}")
+    else:
+        print("\nno held-out rows to evaluate on; metrics.jsonl has what was logged in training")
     _print_samples(_three(generations))
     if results["win_rate"] is None and generations:
         print("\nno win rate: only the embedded benchmark comes with a judge; generations.jsonl holds both responses")

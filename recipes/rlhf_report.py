@@ -216,18 +216,20 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
     drawing, axes = new_figure(1, max(len(panels), 2))
     for axis in axes[len(panels) :]:
         axis.set_axis_off()
+    colors = {row["name"]: f"C{index}" for index, row in enumerate(models)}
     for axis, (name, points) in zip(axes, panels.items(), strict=False):
         axis.set_title(name if name == TRUE_SCORE else f"reward, {name}")
         axis.set_xlabel("KL from the SFT model (nats per response)")
         front = [point for point in points if point["on_front"]]
         axis.plot(*_positions(front), color="grey", linestyle="--", linewidth=1, label="Pareto front")
-        for index, point in enumerate(points):
+        for point in points:
             (x, x_error), (y, y_error) = (_with_error(point[key]) for key in ("kl", "reward"))
             fill = "full" if point["on_front"] else "none"
-            axis.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", capsize=3, fillstyle=fill)
-            axis.annotate(point["run"], (x, y), xytext=(5, 5 - 16 * (index % 2)), textcoords="offset points")
+            style = {"fillstyle": fill, "color": colors[point["run"]], "label": point["run"]}
+            axis.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", capsize=3, **style)
         axis.grid(alpha=0.3)
-        axis.legend(frameon=False, loc="lower right")
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    drawing.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
     with replacing(path) as temporary:
         drawing.savefig(temporary, dpi=110)
 

@@ -9,16 +9,13 @@ from typing import Any
 
 from reasoning import ProblemArguments, Problems, load_problems
 
-from trl_ext.evaluation.plots import draw_curves, new_figure
-from trl_ext.files import replacing
+from trl_ext.evaluation.plots import curve_panels, run_titles, save_panels
 from trl_ext.trainers.callbacks import read_metrics
 
-# Title -> label of each curve -> metric, drawn over steps and over minutes.
+# Title -> label of each curve -> metric, drawn over steps and over time.
 TIME_PANELS = {
     "Accuracy on validation problems, 95% interval": {
         "sampled": "eval_score",
-        "low": "eval_score_low",
-        "high": "eval_score_high",
         "in the form": "eval_rewards/format",
     },
     "Reward of the rollouts": {"mean": "reward"},
@@ -69,20 +66,16 @@ def load_problem_sets(arguments: TrainingProblems) -> tuple[Problems, Problems, 
 
 
 def plot_over_time(folder: str | Path, results: Mapping[str, Any]) -> None:
-    """Draw the run's metrics into `report_time.png`: over optimizer steps above, over minutes of training below."""
+    """Draw the run's metrics into `report_time.png`: over optimizer steps above, over the time of training below."""
     metrics = read_metrics(Path(folder) / "metrics.jsonl")
+    timed = [row for row in metrics if "seconds" in row]
+    last = max((row["seconds"] for row in timed), default=0)
+    unit, scale = ("minutes", 60) if last >= 180 else ("seconds", 1)
     # Under the name that the curves are drawn over.
-    over_minutes = [{**row, "step": row["seconds"] / 60} for row in metrics if "seconds" in row]
+    over_time = [{**row, "step": row["seconds"] / scale} for row in timed]
+    drawn = curve_panels(TIME_PANELS, metrics)
+    drawn += curve_panels(TIME_PANELS, over_time, f"{unit} of training, evaluations included")
     try:
-        figure, axes = new_figure(2, len(TIME_PANELS))
+        save_panels(drawn, Path(folder) / "report_time.png", *run_titles(results["run"]))
     except ImportError as error:
         print(f"report_time.png was not drawn: {error}")
-        return
-    for number, (title, curves) in enumerate(TIME_PANELS.items()):
-        draw_curves(axes[number], title, curves, metrics)
-        draw_curves(axes[len(TIME_PANELS) + number], title, curves, over_minutes)
-        axes[len(TIME_PANELS) + number].set_xlabel("minutes of training, evaluations included")
-    run = results["run"]
-    figure.suptitle(f"{run['objective']}, model {run['model']}, data {run['dataset']}", wrap=True)
-    with replacing(Path(folder) / "report_time.png") as temporary:
-        figure.savefig(temporary, dpi=110)

@@ -157,7 +157,9 @@ def write_reward_model(folder: Path) -> None:
         "true_order": {"n": 7, "ties": 1, "accuracy": 0.714, "low": 0.36, "high": 0.92, "label_agreement": 0.857},
     }
     (folder / "results.json").write_text(json.dumps(results))
-    write_rows(folder / "metrics.jsonl", [{"step": 10, "seconds": 4.0, "loss": 0.66, "accuracy": 0.6}])
+    logged = [(10, 4.0, 0.66, 0.6), (20, 7.5, 0.62, 0.63)]
+    names = ("step", "seconds", "loss", "accuracy")
+    write_rows(folder / "metrics.jsonl", [dict(zip(names, row, strict=True)) for row in logged])
     mistake = {"prompt_text": HOSTILE, "chosen_text": HOSTILE, "rejected_text": "fine", "row_id": "r"}
     write_rows(
         folder / "reward_mistakes.jsonl",
@@ -316,30 +318,65 @@ class TestFigures:
         expected = {
             "win rate, ties as half": "win_rate",
             "KL to the base (nats per response)": "kl",
-            "loss": "loss",
+            "loss, dpo": "loss",
             "gradient norm": "grad_norm",
         }
         for title, key in expected.items():
             assert panels[title]["alpha"] == [[r["step"], r["seconds"], r[key]] for r in rows if key in r], title
-        assert [point[1] for point in panels["loss"]["gamma"]] == [None] * 4
-        assert page.data["untimed"] == ["gamma"]
-        assert panels["accuracy"] == {"rm": [[10, 4.0, 0.6]]}
+        assert [point[1] for point in panels["loss, grpo <b>"]["gamma"]] == [None] * 4
+        assert [run["label"] for run in page.data["runs"] if not run["timed"]] == ["gamma"]
+        assert panels["accuracy"] == {"rm": [[10, 4.0, 0.6], [20, 7.5, 0.63]]}
 
     def test_an_online_run_logs_both_its_rollouts_and_its_evaluations(self, tmp_path):
-        """`kl` of a training step is per token and of rollouts, and is no KL of held-out responses; `eval_kl` is."""
+        """`kl` of a training step is per token and of rollouts, and is no KL of held-out responses; `eval_kl` is.
+
+        What is left of the last rollouts is logged behind the last evaluation, in the row of the run's times and
+        without a `loss`: their response length of 10, for one, is no held-out one.
+        """
         write_policy(tmp_path / "run", objective="grpo", responses=["a", "b", "c", "d"], outcomes=["candidate"] * 4)
+        evaluated = {"eval_kl": 0.75, "eval_collapsed": 0.0, "eval_rewards/rm/mean": 2.5}
+        rollouts = {
+            "kl": 0.01,
+            "collapsed": 0.0,
+            "rewards/rm/mean": 9.0,
+            "reward": 9.0,
+            "completions/mean_length": 10.0,
+        }
         write_rows(
             tmp_path / "run" / "metrics.jsonl",
             [
-                {"step": 1, "eval_kl": 0.75, "eval_collapsed": 0.0, "eval_rewards/rm/mean": 2.5},
-                {"step": 1, "kl": 0.01, "loss": 0.5, "collapsed": 0.0, "rewards/rm/mean": 9.0, "reward": 9.0},
+                {"step": 0, **evaluated},
+                {"step": 1, "loss": 0.5, **rollouts},
+                {"step": 2, **evaluated},
+                {"step": 2, "train_runtime": 4.0, "train_loss": 0.5, **rollouts},
             ],
         )
         write_report(tmp_path, tmp_path / "report.html")
-        panels = {p["title"]: p["curves"]["run"] for p in Page((tmp_path / "report.html").read_text()).data["panels"]}
-        assert panels["KL to the base (nats per response)"] == [[1, None, 0.75]]
-        assert panels["reward, rm"] == [[1, None, 2.5]]
-        assert panels["reward of the rollouts"] == [[1, None, 9.0]]
+        page = Page((tmp_path / "report.html").read_text())
+        panels = {panel["title"]: panel["curves"]["run"] for panel in page.data["panels"]}
+        assert panels == {
+            "KL to the base (nats per response)": [[0, None, 0.75], [2, None, 0.75]],
+            "reward, rm": [[0, None, 2.5], [2, None, 2.5]],
+            "reward of the rollouts": [[1, None, 9.0], [2, None, 9.0]],
+        }
+        assert page.column("table-held-out", "step") == ["0", "2"]
+
+    def test_no_loss_flattens_another(self, tmp_path):
+        """Each method's loss has a panel, which its held-out rows share; norms of 0.5 and of 100 have a log axis."""
+        for name, scale in (("ipo", 100), ("dpo", 1), ("dpo-2", 1)):
+            outcomes = ["candidate"] * 4
+            write_policy(tmp_path / name, objective=name.split("-")[0], responses=["x"] * 4, outcomes=outcomes)
+            rows = [
+                {"step": step, "loss": scale * 0.25, "grad_norm": scale * 0.5, "eval_loss": scale * 0.75}
+                for step in (1, 2)
+            ]
+            write_rows(tmp_path / name / "metrics.jsonl", rows)
+        write_report(tmp_path, tmp_path / "report.html")
+        panels = {p["title"]: p for p in Page((tmp_path / "report.html").read_text()).data["panels"]}
+        assert list(panels) == ["loss, dpo", "loss, ipo", "gradient norm, log scale"]
+        assert list(panels["loss, dpo"]["curves"]) == ["dpo", "dpo-2"]
+        assert panels["loss, ipo"]["held_out"] == {"ipo": [[1, None, 75.0], [2, None, 75.0]]}
+        assert [panel["log"] for panel in panels.values()] == [False, False, True]
 
     def test_results_that_the_library_writes_are_read(self, tmp_path):
         """The comparison and the reward metrics themselves, and the win rate again from the outcomes of the rows."""
@@ -510,15 +547,16 @@ class TestDerived:
 
     def test_the_picture_of_a_reward_model_has_the_intervals(self, tmp_path, monkeypatch):
         """A line for each bin that holds pairs, from its lower to its upper end, and the accuracy with its own."""
-        from trl_ext.evaluation import plot_reward_run, reward_plots
+        from trl_ext.evaluation import plot_reward_run, plots
 
         drawn = []
-        figure = reward_plots.new_figure
-        monkeypatch.setattr(reward_plots, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
+        figure = plots.new_figure
+        monkeypatch.setattr(plots, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
         write_reward_model(tmp_path / "rm")
         pairs = json.loads((tmp_path / "rm" / "results.json").read_text())["pairs"]
         plot_reward_run([], pairs, [], tmp_path / "report.png")
-        axis = next(axis for axis in drawn[0][1] if axis.get_title().startswith("Reliability"))
+        (axis,) = drawn[0][1]
+        assert axis.get_title().startswith("Reliability"), "what has no data has no panel"
         lines = [
             segment for lines in axis.collections if hasattr(lines, "get_segments") for segment in lines.get_segments()
         ]
@@ -560,6 +598,92 @@ class TestDerived:
         assert min(points[1:250], key=lambda point: point[2]) in thinned
         assert thinned == sorted(thinned) and set(thinned) <= set(points)
         assert thin(points[:10], 10) == points[:10]
+
+
+def write_two_tasks(folder: Path) -> Path:
+    """Two runs on preferences and two on verified problems of data with the same name, as both embedded sets have."""
+    for name, objective in (("a-dpo", "dpo"), ("b-sum", "grpo"), ("c-grpo", "grpo"), ("d-sum", "sft")):
+        write_policy(folder / "runs" / name, objective=objective, responses=["x"] * 4, outcomes=["candidate"] * 4)
+        if name.endswith("sum"):
+            results = json.loads((folder / "runs" / name / "results.json").read_text())
+            accuracy = {"accuracy": {"mean": 0.75, "low": 0.5, "high": 0.875, "n": 4}}
+            results |= {"win_rate": None, "kl": None, "rewards": None}
+            results["reasoning"] = {"before": {"sampled": accuracy}, "after": {"sampled": accuracy}}
+            (folder / "runs" / name / "results.json").write_text(json.dumps(results))
+    write_report(folder / "runs", folder / "report.html")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two_tasks(tmp_path_factory) -> Path:
+    return write_two_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+class TestTasks:
+    def test_each_has_its_own_tables_and_charts(self, two_tasks):
+        page = Page((two_tasks / "report.html").read_text(encoding="utf-8"))
+        assert page.data["tasks"] == {"-1": "Preferences on pairs", "-2": "Verified problems on pairs"}
+        assert page.column("table-policies-1", "run") == ["a-dpo", "c-grpo"]
+        assert page.column("table-policies-1", "gain in true score") == ["0.250 [0.220, 0.280]"] * 2
+        assert page.column("table-policies-2", "run") == ["b-sum", "d-sum"]
+        assert page.column("table-policies-2", "accuracy, sampled") == ["0.750 [0.500, 0.875]"] * 2
+        for name in ("panels", "dots", "trade_offs"):
+            for chart in page.data[name]:
+                runs = chart.get("curves") or [row["run"] for row in chart.get("rows") or chart["points"]]
+                assert set(runs) <= {"-1": {"a-dpo", "c-grpo"}, "-2": {"b-sum", "d-sum"}}[chart["task"]], name
+        names = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+        assert len(names) == len(set(names))
+        links = [attributes["href"] for _, attributes in page.tags if attributes.get("href", "").startswith("#")]
+        assert {"#task-1", "#summary-2", "#generations"} <= set(links)
+        assert {link[1:] for link in links} <= set(names)
+        assert {chart["place"] + chart["task"] for chart in page.data["dots"]} <= set(names)
+
+    def test_in_the_markdown_and_the_terminal(self, two_tasks, capsys):
+        markdown = (two_tasks / "report.md").read_text(encoding="utf-8")
+        headings = re.findall(r"^#+ .*$", markdown, re.M)
+        place = headings.index("## Verified problems on pairs")
+        assert headings[1:3] == ["## Preferences on pairs", "### Policies"] and headings[place + 1] == "### Policies"
+        main([str(two_tasks / "runs"), "--out", str(two_tasks / "again.html")])
+        printed = capsys.readouterr().out
+        assert printed.index("Policies: Preferences on pairs") < printed.index("Policies: Verified problems on pairs")
+
+    def test_one_alone_has_no_index(self, page, html):
+        assert page.data["tasks"] == {"": "Preferences on pairs"}
+        assert "Preferences on pairs" not in re.sub(r"<script.*?</script>", "", html.read_text(), flags=re.S)
+
+
+class TestNothingToShow:
+    """A run of two steps on data without held-out rows: one row of metrics, and no figures."""
+
+    METRICS = ({"step": 2, "seconds": 1.8, "train_loss": 0.69, "entropy": 1.5, "rewards/margins": 0.0},)
+
+    def test_the_report_has_no_empty_section(self, tmp_path, capsys):
+        (tmp_path / "run").mkdir()
+        run = {"objective": "dpo (beta 0.1)", "model": "small", "dataset": "pairs", "optimizer_steps": 2}
+        results = dict.fromkeys(("win_rate", "score", "rewards", "preferences", "kl", "generations"))
+        (tmp_path / "run" / "results.json").write_text(json.dumps({"run": run, **results}))
+        write_rows(tmp_path / "run" / "metrics.jsonl", self.METRICS)
+        main([str(tmp_path), "--out", str(tmp_path / "report.html")])
+        page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+        assert [a["id"] for tag, a in page.tags if tag == "section"] == ["summary"]
+        assert list(page.tables) == ["table-policies-settings"] and not page.data["panels"]
+        assert capsys.readouterr().out.startswith("These runs have no figures of held-out rows: ")
+
+    def test_the_picture_has_no_empty_panel(self, tmp_path, monkeypatch):
+        """The title leaves the settings out where they are too long for the one panel, and the folder of the data."""
+        from trl_ext.evaluation import plot_run, plots
+
+        drawn = []
+        figure = plots.new_figure
+        monkeypatch.setattr(plots, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
+        run = {"objective": f"dpo ({'long ' * 9})", "model": "small", "dataset": "/home/me/pairs"}
+        plot_run(self.METRICS, {"run": run, "win_rate": None}, tmp_path / "report.png")
+        assert not drawn and not (tmp_path / "report.png").exists()
+        losses = [{"step": step, "loss": 0.5} for step in (1, 2)]
+        plot_run([*losses, *self.METRICS], {"run": run, "win_rate": None}, tmp_path / "report.png")
+        ((picture, axes),) = drawn
+        assert [axis.get_title() for axis in axes] == ["Loss"]
+        assert picture.get_suptitle() == "dpo, model small, data pairs"
 
 
 class TestUntrustedText:
@@ -688,7 +812,7 @@ class TestFindingRuns:
         """Wherever a dictionary or a number should be, something else."""
         shapes = ["text", 3, None, [], {}, True, {"mean": "x", "rate": [], "low": float("nan")}, {"half": 1}, [[]]]
         for index, shape in enumerate(shapes):
-            keys = ("win_rate", "score", "rewards", "preferences", "kl", "generations", "true_order", "selection")
+            keys = ("win_rate", "score", "rewards", "preferences", "kl", "generations", "true_order", "reasoning")
             results = {"run": {"objective": shape, "model": shape, "seed": shape}, **dict.fromkeys(keys, shape)}
             for name, more in (("policy", {}), ("rm", {"pairs": shape}), ("rm2", {"pairs": {"calibration": shape}})):
                 folder = tmp_path / f"{index}-{name}"

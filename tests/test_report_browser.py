@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_report import HOSTILE, contrast, write_example, write_policy, write_rows
+from tests.test_report import HOSTILE, contrast, write_example, write_policy, write_rows, write_two_tasks
 from trl_ext.evaluation import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -145,7 +145,7 @@ class TestOpening:
         write_report(report.parent / "runs" / "rm", tmp_path / "rm.html")
         page = open_report(path=tmp_path / "rm.html")
         assert page.locator("h2").all_inner_texts() == ["Curves", "Reward models"]
-        assert page.locator("figure:visible").count() == 5
+        assert page.locator("figure:visible").count() == 5 and page.locator("#runs").is_hidden()
         page.keyboard.press("j")
 
 
@@ -243,22 +243,22 @@ class TestKeyboard:
 class TestCharts:
     def test_a_run_can_be_hidden(self, open_report):
         page = open_report()
-        lines = page.locator("#panels svg[aria-label=loss] polyline")
-        assert lines.count() == 4
-        page.get_by_role("checkbox", name="beta").uncheck()
+        lines = page.locator("#panels svg[aria-label='win rate, ties as half'] polyline")
         assert lines.count() == 3
+        page.get_by_role("checkbox", name="beta").uncheck()
+        assert lines.count() == 2
         assert page.locator("#shown-count").inner_text() == "3 of 4"
         page.get_by_role("button", name="None", exact=True).click()
         assert page.locator("figure:visible").count() == 0
         assert page.locator("#matches").inner_text() == "0 of 4 prompts"
         page.get_by_role("button", name="All", exact=True).click()
-        assert lines.count() == 4
+        assert lines.count() == 3
 
     def test_over_wall_clock_time(self, open_report):
         """Alpha's last step is 40, at 40 * 3.5 = 140 seconds; gamma has no times and is named."""
         page = open_report()
         page.get_by_label("wall-clock time").check()
-        assert page.locator("#panels svg[aria-label=loss] polyline").count() == 3
+        assert page.locator("#panels svg[aria-label='win rate, ties as half'] polyline").count() == 2
         assert page.locator("#untimed").inner_text() == "Logged without the time, so not drawn: gamma."
         page.locator("#panels svg[aria-label='gradient norm']").hover(position={"x": 5, "y": 100})
         reading = page.locator("#panels figure:has(svg[aria-label='gradient norm']) output").inner_text()
@@ -324,7 +324,7 @@ def wide_report(tmp_path_factory) -> Path:
         write_policy(run, objective=method, responses=["x"] * 4, outcomes=outcomes)
         write_rows(run / "metrics.jsonl", [{"step": step, "loss": 0.5, "grad_norm": 1.0} for step in (0, 40, 80)])
         results = json.loads((run / "results.json").read_text())
-        results["run"] |= {"model": model, "dataset": f"HuggingFaceH4/ultrafeedback_binarized-{index}"}
+        results["run"] |= {"model": model, "dataset": "HuggingFaceH4/ultrafeedback_binarized"}
         results["win_rate"]["n_errors"] = 3
         results["rewards"] = {f"Skywork-Reward-V2-Llama-3.1-8B-{index}": results["rewards"]["judge-rm"]}
         results["score"]["by_kind"] = {f"kind-{kind}": {"policy": 0.5, "base": 0.25} for kind in range(8)}
@@ -371,7 +371,52 @@ class TestTables:
         assert len(lines) == 10 and set(lines) == {1}
 
 
+class TestTasks:
+    def test_index_charts_and_generations_of_each(self, open_report, tmp_path):
+        path = write_two_tasks(tmp_path) / "report.html"
+        assert overflow(open_report(390, path=path)) == 0
+        page = open_report(path=path)
+        titles = ["Preferences on pairs", "Verified problems on pairs"]
+        assert page.locator("nav p a:first-child").all_inner_texts() == titles
+        assert page.locator("nav > a").all_inner_texts() == ["Generations"]
+        for task, title in (("1", "true score"), ("2", "accuracy")):
+            assert page.locator(f"#task-{task} #panels-{task} svg[aria-label='{title}'] polyline").count() == 2
+        page.locator("#curves-2").get_by_label("wall-clock time").check()
+        units = ["optimizer steps", "seconds"]
+        for task, unit in zip("12", units, strict=True):
+            assert unit in page.locator(f"#panels-{task} svg").first.text_content()
+        assert set(shown(page)) == {"base", "a-dpo", "c-grpo"}
+        page.get_by_label("Task").select_option(label="Verified problems on pairs")
+        assert set(shown(page)) == {"base", "b-sum", "d-sum"}
+
+
 class TestLooks:
+    def test_no_name_lies_on_a_line(self, open_report, tmp_path):
+        """Four runs with nearly the same KL and gain, whose intervals cross."""
+        for index in range(4):
+            gain, kl = 0.25 + 0.01 * index, 1.5 + 0.05 * (index % 3)
+            outcomes = ["candidate"] * 4
+            write_policy(
+                tmp_path / f"run-{index}",
+                objective=f"m{index}",
+                responses=["x"] * 4,
+                outcomes=outcomes,
+                gain=gain,
+                kl=kl,
+            )
+        write_report(tmp_path, tmp_path / "report.html")
+        page = open_report(path=tmp_path / "report.html")
+        crossed = page.locator("svg[aria-label='true score gain']").evaluate(
+            """svg => [...svg.querySelectorAll("text.name")].map(name => {
+                const box = name.getBBox(), ends = ["x1", "y1", "x2", "y2"];
+                const lines = [...svg.querySelectorAll(".whisker")].map(n => ends.map(end => +n.getAttribute(end)));
+                const meet = (from, to, low, high) => Math.max(from, to) > low && Math.min(from, to) < high;
+                return lines.filter(([x1, y1, x2, y2]) => meet(x1, x2, box.x, box.x + box.width)
+                    && meet(y1, y2, box.y + 2, box.y + box.height - 2)).length;
+            })"""
+        )
+        assert crossed == [0] * 4
+
     def test_runs_that_are_not_on_the_front_are_hollow(self, open_report):
         """Only beta's gain in true score is dominated, by alpha's at less KL; the points carry their names."""
         page = open_report()
@@ -391,10 +436,10 @@ class TestLooks:
     @pytest.mark.parametrize("width", [390, 1280])
     def test_every_axis_of_steps_has_three_labels(self, open_report, wide_report, width):
         page = open_report(width, path=wide_report)
-        counts = page.locator("#panels svg[aria-label=loss], #panels svg[aria-label='gradient norm']").evaluate_all(
+        counts = page.locator("#panels svg[aria-label^=loss], #panels svg[aria-label='gradient norm']").evaluate_all(
             "nodes => nodes.map(node => node.querySelectorAll('text[text-anchor=middle]').length)"
         )
-        assert len(counts) == 2 and min(counts) >= 3
+        assert len(counts) == 3 and min(counts) >= 3
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     def test_a_phone_needs_no_sideways_scrolling(self, open_report, scheme):

@@ -63,6 +63,11 @@ class TestFieldsOfResults:
         change(policy / "results.json", *keys, to=value)
         assert problems(policy.parent) == [("results.json", ".".join(keys), problem)]
 
+    def test_the_accuracy_on_verified_problems(self, policy):
+        change(policy / "results.json", "reasoning", to={"after": {"greedy": {"accuracy": {"mean": "high"}}}})
+        field = "reasoning.after.greedy.accuracy.mean"
+        assert problems(policy.parent) == [("results.json", field, '"high", not a finite number')]
+
     def test_an_interval_beside_its_figure(self, policy):
         """The gain is .25; its interval then goes from .3 to .28."""
         change(policy / "results.json", "score", "gain", "low", to=0.3)

@@ -189,8 +189,8 @@ def test_mistakes_come_worst_first():
 
 
 def test_plot_without_held_out_pairs(tmp_path):
-    """Nothing was evaluated: the panels stay empty, and a file is drawn all the same."""
+    """Nothing was evaluated: the curve is drawn alone."""
     from trl_ext.evaluation import plot_reward_run
 
-    plot_reward_run([{"step": 1, "loss": 0.7}], None, [], tmp_path / "report.png")
+    plot_reward_run([{"step": step, "loss": 0.7} for step in (1, 2)], None, [], tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

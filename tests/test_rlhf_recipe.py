@@ -370,7 +370,7 @@ def test_tables_and_pictures_come_first_in_the_report(tmp_path):
     assert '<img alt="A &quot;picture&quot;" src="data:image/png;base64,cG5n">' in page
     assert page.index('id="stages"') < page.index('id="summary"')
     report = (tmp_path / "r.md").read_text()
-    assert report.index("## Own <title>") < report.index("## Policies")
+    assert report.index("## Own <title>") < report.index("## Settings")
     assert "\\<b\\>" in report or "&lt;b" in report
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trl_ext.files import replacing
 
+STEPS = "optimizer step"
+# Draws one panel into the axis that it is given.
+Draw = Callable[[Any], None]
 # Panel title -> label of each curve -> metric name in the run's metrics.
 PREFERENCE_PANELS = {
     "Loss": {"train": "loss", "held out": "eval_loss"},
@@ -34,6 +39,8 @@ ONLINE_PANELS = {
     },
     "Gradient norm": {"train": "grad_norm"},
 }
+# Of a title, at the size that matplotlib gives it.
+LETTERS_PER_INCH = 11
 # Drawn where an ensemble logs it.
 _ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}
 
@@ -47,7 +54,8 @@ def plot_run(
     """Draw the panels' metrics over steps, and the win rates with their intervals, into a PNG.
 
     Where the run evaluated reward functions on held-out prompts, a first panel shows them beside the known score, so
-    that a learned reward which rises while the score falls is seen.
+    that a learned reward which rises while the score falls is seen. A panel without a curve of two points is left
+    out, and without any panel no file is written.
 
     Args:
         metrics: rows of a run's `metrics.jsonl`.
@@ -61,19 +69,49 @@ def plot_run(
     if any("ensemble_std" in row for row in metrics):
         panels = {**panels, **_ENSEMBLE_PANEL}
     learned = sorted({name for row in metrics for name in row if _is_held_out_reward(name)})
-    count = len(panels) + 1 + bool(learned)
-    columns = (count + 1) // 2
-    figure, axes = new_figure(2, columns)
-    if learned:
-        _draw_overoptimization(axes[0], learned, metrics)
-    for axis, (title, curves) in zip(axes[bool(learned) :], panels.items(), strict=False):
-        draw_curves(axis, title, curves, metrics)
-    _draw_win_rates(axes[count - 1], results.get("win_rate"))
-    for axis in axes[count:]:
+    drawn = [partial(_draw_overoptimization, learned=learned, metrics=metrics)] if learned else []
+    drawn += curve_panels(panels, metrics)
+    if results.get("win_rate"):
+        drawn.append(partial(_draw_win_rates, win_rate=results["win_rate"]))
+    save_panels(drawn, path, *run_titles(results.get("run", {})))
+
+
+def run_titles(run: Mapping[str, Any]) -> list[str]:
+    """What was run, with and without its settings."""
+    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
+    of = f"model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
+    return [f"{name}, {of}" for name in (objective, objective.split(" (")[0])]
+
+
+def curve_panels(
+    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
+) -> list[Draw]:
+    """What draws each panel of which some metric was logged twice, so that there is a curve."""
+    times = Counter(name for row in metrics for name, value in row.items() if value is not None)
+    return [
+        partial(draw_curves, title=title, curves=curves, metrics=metrics, x_label=x_label)
+        for title, curves in panels.items()
+        if any(times[name] > 1 for name in curves.values())
+    ]
+
+
+def save_panels(drawn: Sequence[Draw], path: str | Path, *titles: str) -> None:
+    """Draw panels, from the fourth on in two rows, into a PNG under the first title that fits; no file without any.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    if not drawn:
+        return
+    rows = 1 if len(drawn) < 4 else 2
+    figure, axes = new_figure(rows, -(-len(drawn) // rows))
+    for axis, draw in zip(axes, drawn, strict=False):
+        draw(axis)
+    for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    run = results.get("run", {})
-    title = f"{run.get('objective', '')}, model {run.get('model', '')}, data {run.get('dataset', '')}"
-    figure.suptitle(textwrap.fill(title, 35 * columns))
+    letters = int(figure.get_figwidth() * LETTERS_PER_INCH)
+    fitting = [title for title in titles if len(title) <= letters]
+    figure.suptitle(fitting[0] if fitting else textwrap.shorten(titles[-1], letters, placeholder="..."))
     with replacing(path) as temporary:
         figure.savefig(temporary, dpi=110)
 
@@ -101,7 +139,7 @@ def _is_held_out_reward(name: str) -> bool:
 def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
     """Held-out rewards on the left axis and the known score on the right one."""
     curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
-    draw_curves(axis, "Learned reward and true score, held-out prompts", curves, metrics)
+    draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
     axis.set_ylabel("reward")
     scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
     if scores:
@@ -110,27 +148,26 @@ def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[
         right.set_ylabel("true score (dashed)")
 
 
-def draw_curves(axis, title: str, curves: dict[str, str], metrics: Sequence[dict[str, Any]]) -> None:
-    """Draw metrics over steps into one panel; a metric that was not logged is left out."""
+def draw_curves(
+    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
+) -> None:
+    """Draw metrics over steps into one panel, with the band from `_low` to `_high` where these were logged."""
     axis.set_title(title)
-    axis.set_xlabel("optimizer step")
+    axis.set_xlabel(x_label)
     for label, name in curves.items():
         points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         if points:
             axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
-    if axis.lines:
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
-    else:
-        axis.text(0.5, 0.5, "not logged", ha="center", va="center", transform=axis.transAxes, color="grey")
+        band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
+        if band:
+            axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
+    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
 
 
-def _draw_win_rates(axis, win_rate: dict[str, Any] | None) -> None:
+def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
     axis.set_title("Win rate against the base, 95% interval")
-    if win_rate is None:
-        axis.text(0.5, 0.5, "no judge", ha="center", va="center", transform=axis.transAxes, color="grey")
-        axis.set_axis_off()
-        return
     rules = {"ties count as half": "half", "ties dropped": "agreed"}
     for position, rule in enumerate(rules.values()):
         interval = win_rate[rule]
@@ -142,6 +179,9 @@ def _draw_win_rates(axis, win_rate: dict[str, Any] | None) -> None:
             xytext=(10, 0),
             textcoords="offset points",
             va="center",
+            # Above the dashed line, which it may cross, and below the frame.
+            bbox={"color": "white", "pad": 1},
+            zorder=2.2,
         )
     axis.set_xticks(range(len(rules)), list(rules))
     axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)

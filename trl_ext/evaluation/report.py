@@ -14,13 +14,13 @@ from trl_ext.evaluation.command_line import CommandParser, format_table, one_lin
 from trl_ext.evaluation.reporting.markdown import render_markdown
 from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
-from trl_ext.evaluation.reporting.summary import summarize
+from trl_ext.evaluation.reporting.summary import by_task, summarize
 from trl_ext.evaluation.reporting.tables import (
+    NOT_EVALUATED,
     Table,
-    incomplete_table,
+    faults,
     method_table,
     policy_table,
-    problem_table,
     reward_model_table,
 )
 from trl_ext.files import write_text
@@ -115,18 +115,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
-    """The columns that fit a terminal; the files have them all."""
-    for table in (
-        policy_table(summary["policies"]),
-        method_table(summary["methods"]),
-        reward_model_table(summary["reward_models"]),
-        incomplete_table(summary["incomplete"]),
-        problem_table(summary["problems"]),
-    ):
+    """The columns that fit a terminal, task by task; the files have them all."""
+    found = []
+    for task in by_task(summary):
+        makers = {"policies": policy_table, "methods": method_table, "reward_models": reward_model_table}
+        of_task = [make(task.summary[name]) for name, make in makers.items()]
+        found += [(f"{table.title}: {task.title}" if task.end else table.title, table) for table in of_task]
+    found += [(table.title, table) for table in faults(summary)]
+    if not any(table.rows for _, table in found):
+        print(f"{NOT_EVALUATED}\n")
+    for title, table in found:
         if table.rows:
             shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
             rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
-            print(f"{table.title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+            print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
 
 
 if __name__ == "__main__":

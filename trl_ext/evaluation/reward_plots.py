@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.plots import draw_curves, new_figure
+from trl_ext.evaluation.plots import curve_panels, save_panels
 from trl_ext.evaluation.win_rate import wilson_interval
-from trl_ext.files import replacing
 
 # Panel title -> label of each curve -> metric name in the run's metrics.
 _PANELS = {
@@ -31,7 +31,7 @@ def plot_reward_run(
     *,
     title: str = "",
 ) -> None:
-    """Draw a run of a reward model into a PNG.
+    """Draw a run of a reward model into a PNG; what has no data is left out.
 
     Args:
         metrics: rows of the run's `metrics.jsonl`.
@@ -43,35 +43,32 @@ def plot_reward_run(
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
     """
-    figure, axes = new_figure(2, 3)
-    for axis, (name, curves) in zip(axes, _PANELS.items(), strict=False):
-        draw_curves(axis, name, curves, metrics)
-    _draw_reliability(axes[-2], pairs)
-    _draw_margins(axes[-1], margins)
-    figure.suptitle(title)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    drawn = curve_panels(_PANELS, metrics)
+    if pairs is not None:
+        drawn.append(partial(_draw_reliability, pairs=pairs))
+    if len(margins):
+        drawn.append(partial(_draw_margins, margins=margins))
+    save_panels(drawn, path, title)
 
 
-def _draw_reliability(axis, pairs: dict[str, Any] | None) -> None:
+def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
     """Accuracy of the pairs in each bin against their mean confidence, with its Wilson 95% interval.
 
     The area of a point is its number of pairs.
     """
     axis.set_title("Reliability, held-out pairs")
     axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
-    if pairs is not None:
-        filled = [row for row in pairs["calibration"] if row["n"]]
-        confidence, accuracy = ([row[name] for row in filled] for name in ("confidence", "accuracy"))
-        for x, y, row in zip(confidence, accuracy, filled, strict=True):
-            axis.vlines(x, *wilson_interval(y * row["n"], row["n"]), linewidth=1, alpha=0.6)
-        axis.scatter(confidence, accuracy, s=[10 + 600 * row["n"] / pairs["n"] for row in filled], alpha=0.6)
-        says = (
-            f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
-            f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
-        )
-        # Where a calibrated model, whose points lie above one half, has none.
-        axis.text(0.52, 0.08, says, va="center")
+    filled = [row for row in pairs["calibration"] if row["n"]]
+    confidence, accuracy = ([row[name] for row in filled] for name in ("confidence", "accuracy"))
+    for x, y, row in zip(confidence, accuracy, filled, strict=True):
+        axis.vlines(x, *wilson_interval(y * row["n"], row["n"]), linewidth=1, alpha=0.6)
+    axis.scatter(confidence, accuracy, s=[10 + 600 * row["n"] / pairs["n"] for row in filled], alpha=0.6)
+    says = (
+        f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
+        f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
+    )
+    # Where a calibrated model, whose points lie above one half, has none.
+    axis.text(0.52, 0.08, says, va="center")
     axis.set_xlabel("confidence, max(p, 1 - p)")
     axis.set_ylabel("share ranked as labelled")
     axis.set_xlim(0.5, 1)
@@ -83,6 +80,5 @@ def _draw_margins(axis, margins: Sequence[float]) -> None:
     axis.set_title("Margins, held-out pairs")
     axis.set_xlabel("chosen minus rejected score")
     axis.axvline(0, color="grey", linestyle="--", linewidth=1)
-    if len(margins):
-        axis.hist([float(margin) for margin in margins], bins=30, alpha=0.7)
-        axis.set_ylabel("pairs")
+    axis.hist([float(margin) for margin in margins], bins=30, alpha=0.7)
+    axis.set_ylabel("pairs")

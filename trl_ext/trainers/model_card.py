@@ -27,7 +27,7 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 COUNTS = {"train_pairs": "pairs", "train_prompts": "prompts", "train_responses": "responses"}
 COUNTS |= {"train_problems": "problems"}
 # What a card says in a line of its own.
-NOT_FIGURES = ("run", "method", "model", "data", "seed", "weights")
+NOT_FIGURES = ("run", "method", "model", "data", "seed", "weights", "accuracy, sampled", "accuracy, greedy")
 
 
 class WritesModelCard:
@@ -168,11 +168,11 @@ def _figures(results: dict[str, Any]) -> str:
     """The main figures, one to a line, with the intervals that they have."""
     run = Run("", Path(), results)
     table = reward_model_table([reward_model_row(run)]) if run.trains_reward_model else policy_table([policy_row(run)])
-    pairs = dict(zip(table.columns, table.rows[0], strict=True))
+    pairs = dict(zip(table.columns, table.rows[0], strict=True)) if table.rows else {}
     if "n without ties" in pairs and not pairs["n without ties"].value:
         pairs.pop("win rate, ties dropped")
-    if pick(results, "reasoning") and "gain in true score" in pairs:
-        pairs["gain in accuracy, sampled"] = pairs.pop("gain in true score")
+    if "gain in accuracy" in pairs:
+        pairs["gain in accuracy, sampled"] = pairs.pop("gain in accuracy")
     figures = [pair for pair in pairs.items() if pair[0] not in NOT_FIGURES] + _reasoning(results)
     if not figures:
         return ""

@@ -218,6 +218,9 @@ class PolicyTrainer(
         if self.objective.kl_in == "reward" and self.beta != 0.0:
             shaped = shaped - gather(self._kl_penalty(output))
         log_rollout(self, mode, rewards, shaped, self._rollout[1], output)
+        if group_size == 1:
+            # TRL's share of groups whose rewards are all equal, which a single reward always is.
+            self._metrics[mode].pop("frac_reward_zero_std", None)
         known = {"lengths": gather(self._token_mask(output).sum(dim=1))}
         if self.objective.needs_greedy:
             errors = len(self.reward_guard.failed)

@@ -33,8 +33,8 @@ class PPOTrainer(PolicyTrainer):
     Logged beside what `PolicyTrainer` logs (whose `advantages/` are of each response's mean): `policy_loss`,
     `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the rollout's policy
     against the current one, per token), and of each rollout `value/mean`, `returns/mean`, `explained_variance`,
-    and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). TRL's metrics of groups, such as
-    `frac_reward_zero_std`, mean nothing with `num_generations` 1.
+    and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). With `num_generations` 1 there
+    is no `frac_reward_zero_std`.
 
     A checkpoint holds the value function in `value_head.safetensors`, and the model's files beside it are the plain
     policy's.

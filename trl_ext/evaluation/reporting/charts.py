@@ -6,37 +6,43 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from trl_ext.evaluation.reporting.curves import panels, untimed
+from trl_ext.evaluation.reporting.curves import is_timed, panels
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import Row, trade_offs
+from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
 from trl_ext.evaluation.reporting.tables import reliability_bins
-from trl_ext.evaluation.reporting.values import number
+from trl_ext.evaluation.reporting.values import number, pick
 
 COLORS, DASHES = 10, 5
 # Beyond this many runs the page opens with one run of each method shown.
 MANY_RUNS = 12
 
 
-def chart_data(runs: Sequence[Run], summary: dict[str, list[Row]]) -> dict[str, Any]:
+def chart_data(tasks: Sequence[Task]) -> dict[str, Any]:
     """How each run is drawn, and the points of every chart, by the runs' labels.
 
     Returns:
-        `runs`, each with its `color` by method and its `dash` within the method; `panels` of curves; `untimed`, the
-        runs whose curves have no seconds; `dots`, charts of one figure per run; `trade_offs`, reward against KL; and
-        `reliability`, calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
+        `tasks`, the titles by the tasks' `end`; `runs`, each with its `color` by method, its `dash` within the method
+        and whether it is `timed`; `panels` of curves; `dots`, charts of one figure per run; `trade_offs`, reward
+        against KL; and `reliability`, calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
+        All but the first have the `task` that they are of.
     """
-    policies = [run for run in runs if not run.trains_reward_model]
-    return {
-        "runs": _appearance(runs),
-        "panels": [dataclasses.asdict(panel) for panel in panels(runs)],
-        "untimed": untimed(runs),
-        "dots": _dots(summary, policies),
-        "trade_offs": _trade_off_charts(summary["policies"]),
-        "reliability": _reliability([run for run in runs if run.trains_reward_model]),
-    }
+    data: dict[str, Any] = {"tasks": {task.end: task.title for task in tasks}}
+    many = sum(len(task.policies + task.reward_models) for task in tasks) > MANY_RUNS
+    for task in tasks:
+        runs = task.policies + task.reward_models
+        charts = {
+            "runs": _appearance(runs, many),
+            "panels": [dataclasses.asdict(panel) for panel in panels(runs)],
+            "dots": _dots(task),
+            "trade_offs": _trade_off_charts(task.summary["policies"]),
+            "reliability": _reliability(task.reward_models),
+        }
+        for name, found in charts.items():
+            data.setdefault(name, []).extend({"task": task.end, **one} for one in found)
+    return data
 
 
-def _appearance(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def _appearance(runs: Sequence[Run], many: bool) -> list[dict[str, Any]]:
     """Each run's colour, by its method, and its line, by its place among the runs of the method."""
     methods: dict[tuple[str, bool], list[Run]] = {}
     for run in runs:
@@ -48,46 +54,42 @@ def _appearance(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "color": list(methods).index((run.method, run.trains_reward_model)) % COLORS,
             "dash": methods[run.method, run.trains_reward_model].index(run) % DASHES,
             "first": methods[run.method, run.trains_reward_model][0] is run,
-            "shown": len(runs) <= MANY_RUNS or methods[run.method, run.trains_reward_model][0] is run,
+            "shown": not many or methods[run.method, run.trains_reward_model][0] is run,
+            "timed": is_timed(run),
         }
         for run in runs
     ]
 
 
-def _dots(summary: dict[str, list[Row]], policies: Sequence[Run]) -> list[dict[str, Any]]:
+def _dots(task: Task) -> list[dict[str, Any]]:
     """Charts of one figure per run with its interval, and the base's figure where it has one."""
-    rows, models = summary["policies"], summary["reward_models"]
+    rows, models = task.summary["policies"], task.summary["reward_models"]
 
     def chart(place: str, title: str, points: list[tuple[str, Any]], reference: float | None = None) -> dict[str, Any]:
         rows = [{"run": label, **value} for label, value in points if value is not None]
         return {"place": place, "title": title, "reference": reference, "rows": rows}
 
+    def of(rows: Sequence[Row], *keys: str) -> list[tuple[str, Any]]:
+        return [(row["run"], pick(row, *keys)) for row in rows]
+
     def beside_base(name: str) -> list[tuple[str, Any]]:
         figures = [
             (run.label, *(number(run.results, "generations", source, name) for source in ("policy", "base")))
-            for run in policies
+            for run in task.policies
         ]
         return [(label, None if own is None else {"value": own, "base": base}) for label, own, base in figures]
 
+    score = next((row["score_name"] for row in rows), "")
     charts = [
-        chart(
-            "dots-result",
-            "Win rate against the base, ties as half",
-            [(row["run"], row["win_rate"]["half"]) for row in rows],
-            0.5,
-        ),
-        chart(
-            "dots-result",
-            "Win rate against the base, ties dropped",
-            [(row["run"], row["win_rate"]["agreed"]) for row in rows],
-            0.5,
-        ),
-        chart("dots-result", "Gain in true score", [(row["run"], row["score_gain"]) for row in rows], 0.0),
+        chart("dots-result", "Win rate against the base, ties as half", of(rows, "win_rate", "half"), 0.5),
+        chart("dots-result", "Win rate against the base, ties dropped", of(rows, "win_rate", "agreed"), 0.5),
+        chart("dots-result", "Accuracy, sampled", of(rows, "accuracy", "sampled")),
+        chart("dots-result", f"Gain in {score}", of(rows, "score_gain"), 0.0),
         chart("dots-length", "Response length (tokens), hollow: the base", beside_base("mean_tokens")),
         chart("dots-length", "Distinct-2, hollow: the base", beside_base("distinct_2")),
         chart("dots-length", "Repeated 4-grams, hollow: the base", beside_base("repetition")),
-        chart("dots-reward", "Accuracy on held-out pairs", [(row["run"], row["accuracy"]) for row in models], 0.5),
-        chart("dots-reward", "Accuracy, true order", [(row["run"], row["true_accuracy"]) for row in models], 0.5),
+        chart("dots-reward", "Accuracy on held-out pairs", of(models, "accuracy"), 0.5),
+        chart("dots-reward", "Accuracy, true order", of(models, "true_accuracy"), 0.5),
     ]
     return [chart for chart in charts if chart["rows"]]
 

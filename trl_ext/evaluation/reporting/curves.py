@@ -11,6 +11,7 @@ from trl_ext.evaluation.reporting.values import number
 
 Row = dict[str, Any]
 Point = tuple[float, float | None, float]
+Value = Callable[[Row], float | None]
 MAX_POINTS = 300
 MAX_HELD_OUT_ROWS = 12
 
@@ -18,66 +19,80 @@ MAX_HELD_OUT_ROWS = 12
 HELD_OUT_COLUMNS = {
     "win_rate": "win rate, ties as half",
     "score": "true score",
+    "rewards/format": "in the form asked for",
     "kl": "KL to the base (nats per response)",
     "completions/mean_length": "response length (tokens)",
     "distinct_2": "distinct-2",
 }
-# Metrics of training and of held-out pairs, in the order in which they are shown.
+# Metrics of training in the order in which they are shown, each beside the same of held-out rows, with `eval_`.
 TRAINING_TITLES = {
     "loss": "loss",
-    "eval_loss": "loss, held out",
     "reward": "reward of the rollouts",
     "rewards/accuracies": "preference accuracy",
-    "eval_rewards/accuracies": "preference accuracy, held out",
     "rewards/margins": "reward margin",
-    "eval_rewards/margins": "reward margin, held out",
     "accuracy": "accuracy",
-    "eval_accuracy": "accuracy, held out",
     "selection/accuracy": "accuracy, selection split",
     "selection/nll": "negative log-likelihood, selection split (nats)",
     "selection/ece": "ECE, selection split",
     "entropy": "entropy (nats per token)",
-    "completions/clipped_ratio": "share of rollouts cut at the limit",
+    "completions/clipped_ratio": "share of responses cut at the limit",
     "frac_reward_zero_std": "share of groups without signal",
     "clip_ratio/region_mean": "share of tokens clipped",
     "grad_norm": "gradient norm",
 }
+# A gradient norm whose highest value is this many times its lowest is drawn on a logarithmic axis.
+LOG_RATIO = 20
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One metric of several runs: the points of each as (step, seconds or None, value), by the run's label."""
+    """One metric of several runs: the points of each as (step, seconds or None, value), by the run's label.
+
+    `held_out` has the points of the same metric of held-out rows; `log` asks for a logarithmic axis.
+    """
 
     title: str
     group: str
     curves: dict[str, list[Point]]
+    held_out: dict[str, list[Point]]
+    log: bool
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
-    """The panels that have a curve; held-out responses first, then learned rewards, then training."""
+    """The panels in which some curve has two points: held-out responses, then learned rewards, then training.
+
+    Losses have a panel for each method, since methods do not share a scale.
+    """
     learned = sorted({name for run in runs for row in run.metrics for name in map(_learned_reward, row) if name})
-    specifications: list[tuple[str, str, Callable[[Row], float | None]]] = [
-        *((title, "held-out prompts", _held_out(key)) for key, title in HELD_OUT_COLUMNS.items()),
-        *((f"reward, {name}", "held-out prompts", _held_out(f"rewards/{name}/mean")) for name in learned),
-        *(
-            (
-                title,
-                "training and held-out pairs",
-                lambda row, key=key: number(row, key) if _trains(row, key) else None,
-            )
-            for key, title in TRAINING_TITLES.items()
-        ),
-    ]
-    found = []
-    for title, group, value in specifications:
-        curves = {run.label: thin(curve(run.metrics, value)) for run in runs}
-        curves = {label: points for label, points in curves.items() if points}
-        if curves:
-            found.append(Panel(title, group, curves))
-    return found
+    titles = {key: titled(key, runs) for key in HELD_OUT_COLUMNS}
+    titles |= {f"rewards/{name}/mean": f"reward, {name}" for name in learned}
+    found = [_panel(title, runs, _held_out(key)) for key, title in titles.items()]
+    methods = list(dict.fromkeys(run.method for run in runs))
+    for key, title in TRAINING_TITLES.items():
+        alike = {title: runs}
+        if key == "loss" and len(methods) > 1:
+            alike = {f"{title}, {method}": [run for run in runs if run.method == method] for method in methods}
+        found += [_panel(name, of, _training(key), f"eval_{key}") for name, of in alike.items()]
+    return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
 
 
-def curve(metrics: Sequence[Row], value: Callable[[Row], float | None]) -> list[Point]:
+def titled(key: str, runs: Sequence[Run]) -> str:
+    """The title of a metric of held-out responses, in which a score has the name that it has in the runs' task."""
+    return runs[0].score_name if key == "score" and runs else HELD_OUT_COLUMNS[key]
+
+
+def _panel(title: str, runs: Sequence[Run], value: Value, held_out: str | None = None) -> Panel:
+    curves, beside = (
+        {run.label: points for run in runs if (points := thin(curve(run.metrics, of)))}
+        for of in (value, lambda row: number(row, held_out) if held_out else None)
+    )
+    values = [point[2] for points in curves.values() for point in points]
+    log = title == TRAINING_TITLES["grad_norm"] and bool(values) and 0 < min(values) * LOG_RATIO <= max(values)
+    group = "training" if held_out else "held-out prompts"
+    return Panel(f"{title}, log scale" if log else title, group, curves, beside, log)
+
+
+def curve(metrics: Sequence[Row], value: Value) -> list[Point]:
     """The points of the rows that have a value."""
     points = ((row["step"], number(row, "seconds"), value(row)) for row in metrics)
     return [(step, seconds, found) for step, seconds, found in points if found is not None]
@@ -108,12 +123,12 @@ def held_out_rows(metrics: Sequence[Row]) -> list[Row]:
     return [rows[(len(rows) - 1) * index // (MAX_HELD_OUT_ROWS - 1)] for index in range(MAX_HELD_OUT_ROWS)]
 
 
-def untimed(runs: Sequence[Run]) -> list[str]:
-    """The runs that logged, but without the seconds of training."""
-    return [run.label for run in runs if run.metrics and not any("seconds" in row for row in run.metrics)]
+def is_timed(run: Run) -> bool:
+    """Whether it logged the seconds of training, if it logged anything."""
+    return not run.metrics or any("seconds" in row for row in run.metrics)
 
 
-def _held_out(key: str) -> Callable[[Row], float | None]:
+def _held_out(key: str) -> Value:
     """The metric of held-out responses, under another name where the trainer logs its own of that name.
 
     Policy trainers have `eval_` before each name; KTO, whose own `kl` and `eval_kl` are estimates of its loss, has
@@ -123,7 +138,7 @@ def _held_out(key: str) -> Callable[[Row], float | None]:
     def value(row: Row) -> float | None:
         if f"eval_{key}" in row and "eval_loss" not in row:
             return number(row, f"eval_{key}")
-        if not _is_evaluation(row):
+        if not _is_of_held_out_prompts(row):
             return None
         sampled = f"sampled_{key}"
         return number(row, sampled if sampled in row else key)
@@ -131,13 +146,17 @@ def _held_out(key: str) -> Callable[[Row], float | None]:
     return value
 
 
-def _is_evaluation(row: Row) -> bool:
-    """Whether a row is of held-out responses alone: training on rollouts logs `collapsed` as well, beside a loss."""
-    return "collapsed" in row and "loss" not in row
+def _training(key: str) -> Value:
+    return lambda row: None if _is_of_held_out_prompts(row) else number(row, key)
 
 
-def _trains(row: Row, key: str) -> bool:
-    return key.startswith(("eval_", "selection/")) or not _is_evaluation(row)
+def _is_of_held_out_prompts(row: Row) -> bool:
+    """Whether names without `eval_` are of responses to held-out prompts.
+
+    Trainers on pairs log these apart from their own metrics. Policy trainers log `collapsed` of each rollout as well,
+    the last time in a row without a loss, but always beside the rollout's `reward`.
+    """
+    return "collapsed" in row and "reward" not in row
 
 
 def _learned_reward(name: str) -> str | None:

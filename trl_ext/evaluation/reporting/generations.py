@@ -81,7 +81,7 @@ def _kind(run: Run, row: dict[str, Any]) -> str | None:
     """The kind that the row names, or that the embedded benchmark gives its prompts."""
     if isinstance(row.get("kind"), str):
         return row["kind"]
-    if run.setting[1] == "toy":
+    if run.data == "toy":
         try:
             return kind_of(row["prompt_text"])
         except ValueError:

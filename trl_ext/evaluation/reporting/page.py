@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -19,7 +19,7 @@ from trl_ext.evaluation.reporting import tables
 from trl_ext.evaluation.reporting.charts import chart_data
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import Row
+from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.evaluation.reporting.tables import Table
 
 FRONT_NOTE = (
@@ -40,63 +40,82 @@ def render_page(
     pictures: Mapping[str, bytes] | None = None,
 ) -> str:
     """The HTML of the report; further tables, and PNG pictures by title, come first."""
+    tasks = by_task(summary, runs)
     policies = [run for run in runs if not run.trains_reward_model]
-    reward_models = [run for run in runs if run.trains_reward_model]
-    data = {**chart_data(runs, summary), "generations": generations(policies, max_prompts=max_prompts)}
+    data = {**chart_data(tasks), "generations": generations(policies, max_prompts=max_prompts)}
+    of_tasks = [_of_task(task, {panel["task"] for panel in data["panels"]}) for task in tasks]
+    first = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
+    last = _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else "")
+    for name, title, table in zip(
+        ("left-out", "problems"), ("Left out", "Problems"), tables.faults(summary), strict=True
+    ):
+        last += _section(name, title, _table(table, heading=False))
+    return _fill(
+        _asset("report.html"),
+        title=f"Report of {_counted(len(runs), 'run')}",
+        body="".join([first, *of_tasks, last]),
+        navigation="".join(
+            [_links(first), *(_index(body) if len(tasks) > 1 else _links(body) for body in of_tasks), _links(last)]
+        ),
+        warning=_warning(summary["problems"]),
+        toggles=_toggles(data),
+        data=embed(data),
+        style=_asset("report.css"),
+        script=_asset("report.js"),
+        policy=_policy(),
+    )
+
+
+def _of_task(task: Task, with_curves: Collection[str]) -> str:
+    """A task's sections; where there are several tasks, below its title and with names that end in its number."""
+    policies, summary = task.policies, task.summary
+    compared, trade_offs = tables.policy_table(summary["policies"]), tables.trade_off_table(summary["policies"])
+    settings, diversity = tables.settings_table("policies", summary["policies"]), tables.diversity_table(policies)
     sections = [
-        _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items())),
         _section(
             "summary",
             "Summary",
-            _table(tables.policy_table(summary["policies"])),
-            _charts("dots-result") if policies else "",
-            _folded(tables.settings_table("policies", summary["policies"])),
+            _table(compared),
+            _charts("dots-result") + _folded(settings) if compared.rows else _table(settings),
+            f'<p class="note">{tables.NOT_EVALUATED}</p>' if settings.rows and not compared.rows else "",
         ),
         _section("over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)),
         _section(
             "curves",
             "Curves",
-            _asset("curves.html") if data["panels"] else "",
+            _asset("curves.html") if task.end in with_curves else "",
             _folded(tables.held_out_table(policies)),
         ),
         _section(
             "pareto",
             "Reward against KL",
-            f'<p class="note">{FRONT_NOTE}</p>{_charts("trade-offs")}' if data["trade_offs"] else "",
-            _folded(tables.trade_off_table(summary["policies"])),
+            f'<p class="note">{FRONT_NOTE}</p>{_charts("trade-offs")}' if trade_offs.rows else "",
+            _folded(trade_offs),
         ),
         _section(
             "length",
             "Length and diversity",
-            _charts("dots-length") if policies else "",
-            _folded(tables.diversity_table(policies)),
+            _charts("dots-length") if diversity.rows else "",
+            _folded(diversity),
             _folded(tables.kind_table(policies)),
         ),
         _section(
             "rewards",
             "Reward models",
             _table(tables.reward_model_table(summary["reward_models"]), heading=False),
-            _charts("dots-reward", "reliability") if reward_models else "",
+            _charts("dots-reward", "reliability") if task.reward_models else "",
             _folded(tables.settings_table("reward-models", summary["reward_models"])),
-            _folded(tables.reliability_table(reward_models)),
-            _folded(tables.mistake_table(reward_models)),
+            _folded(tables.reliability_table(task.reward_models)),
+            _folded(tables.mistake_table(task.reward_models)),
         ),
-        _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else ""),
-        _section("left-out", "Left out", _table(tables.incomplete_table(summary["incomplete"]), heading=False)),
-        _section("problems", "Problems", _table(tables.problem_table(summary["problems"]), heading=False)),
     ]
-    return _fill(
-        _asset("report.html"),
-        title=f"Report of {_counted(len(runs), 'run')}",
-        body="".join(sections),
-        navigation=_navigation(sections),
-        warning=_warning(summary["problems"]),
-        toggles=_toggles(data["runs"]),
-        data=embed(data),
-        style=_asset("report.css"),
-        script=_asset("report.js"),
-        policy=_policy(),
-    )
+    body = "".join(sections)
+    if not task.end:
+        return body
+    # Text of runs is escaped, so that neither a tag nor a quote of it can be meant here.
+    body = re.sub(r'( (?:id|aria-labelledby|name)="[\w-]+)"', rf'\1{task.end}"', body)
+    body = re.sub(r"(</?h)([23])", lambda found: f"{found[1]}{int(found[2]) + 1}", body)
+    return f'<div class="task">{_section(f"task{task.end}", task.title, body)}</div>'
 
 
 def embed(value: Any) -> str:
@@ -134,9 +153,14 @@ def _section(name: str, title: str, *parts: str) -> str:
     return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{"".join(parts)}</section>\n'
 
 
-def _navigation(sections: Sequence[str]) -> str:
-    titles = re.findall(r'<h2 id="([\w-]+)-title">(.*?)</h2>', "".join(sections))
-    return "".join(f'<a href="#{name}">{title}</a>' for name, title in titles)
+def _links(body: str, level: int = 2) -> str:
+    titles = re.findall(rf'<h{level} id="([\w-]+?)-title(-\d+)?">(.*?)</h{level}>', body)
+    return "".join(f'<a href="#{name}{end}">{title}</a>' for name, end, title in titles)
+
+
+def _index(body: str) -> str:
+    """A task's entry in the index: its title and its sections."""
+    return f"<p>{_links(body)}{_links(body, 3)}</p>"
 
 
 def _warning(problems: Sequence[Row]) -> str:
@@ -188,13 +212,17 @@ def _cell(cell: tables.Cell, index: int) -> str:
 def _folded(table: Table) -> str:
     if not table.rows:
         return ""
-    return f"<details><summary>{escape(table.title)}: the figures</summary>{_table(table, heading=False)}</details>"
+    return f"<details><summary>{escape(table.title)}</summary>{_table(table, heading=False)}</details>"
 
 
-def _toggles(runs: Sequence[dict[str, Any]]) -> str:
-    return "".join(
-        f'<label class="run c{run["color"]} d{run["dash"]}"><input type="checkbox" value="{index}"'
-        f'{" checked" if run["shown"] else ""}><svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
-        f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
-        for index, run in enumerate(runs)
-    )
+def _toggles(data: Mapping[str, Any]) -> str:
+    """A box for each run, behind the title of its task where there are several."""
+    boxes: dict[str, str] = {}
+    for index, run in enumerate(data["runs"]):
+        boxes[run["task"]] = boxes.get(run["task"], "") + (
+            f'<label class="run c{run["color"]} d{run["dash"]}"><input type="checkbox" value="{index}"'
+            f'{" checked" if run["shown"] else ""}><svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
+            f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
+        )
+    titles = {task: f"<b>{escape(title)}</b>" if len(boxes) > 1 else "" for task, title in data["tasks"].items()}
+    return "".join(f'<div class="toggles">{titles[task]}{found}</div>' for task, found in boxes.items())

@@ -20,7 +20,8 @@ MAX_SHOWN = 40
 
 def find_problems(run: Run) -> list[Problem]:
     """The damage in a run's files: lines that cannot be read, then fields; what is missing as a whole is no damage."""
-    metrics = {*TRAINING_TITLES, *HELD_OUT_COLUMNS, *(f"eval_{name}" for name in HELD_OUT_COLUMNS), "seconds"}
+    names = (*TRAINING_TITLES, *HELD_OUT_COLUMNS)
+    metrics = {*names, *(f"eval_{name}" for name in names), "seconds"}
     return [
         *run.problems,
         *(Problem(RESULTS_NAME, field, fault) for field, fault in RESULTS(run.results, "")),
@@ -117,6 +118,7 @@ _OF_RESPONSES = _fields(dict.fromkeys(_OF_TEXTS, _optional(_number)))
 _BIN = _of_pairs(_fields(dict.fromkeys(("low", "high", "n", "confidence", "accuracy"), _number)))
 _RANKINGS = _fields({"n": _number, "reference_corrected": _estimate("accuracy", ties=_number)})
 _CALIBRATION = {**dict.fromkeys(("ties", "margin", "nll", "brier", "ece"), _number), "calibration": _each(_BIN)}
+_ACCURACY = _fields({"accuracy": _estimate("mean")})
 _SCORES = _fields({"policy": _number, "base": _number})
 # Everything of results.json that the report shows.
 RESULTS = _fields(
@@ -134,6 +136,7 @@ RESULTS = _fields(
         "kl": _optional(_estimate("mean")),
         "preferences": _optional(_fields({"after": _optional(_RANKINGS)})),
         "generations": _optional(_each(_OF_RESPONSES)),
+        "reasoning": _optional(_fields({"accuracy": _estimate("mean"), "after": _each(_ACCURACY)})),
         "pairs": _optional(_estimate("accuracy", **_CALIBRATION)),
         "true_order": _optional(_of_pairs(_estimate("accuracy", label_agreement=_number))),
     }

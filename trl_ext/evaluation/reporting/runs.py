@@ -61,9 +61,23 @@ class Run:
         return self.objective.split(" (")[0] or self.label
 
     @property
-    def setting(self) -> tuple[str, str]:
-        """Model and data: KL and scores compare only between runs that share both."""
-        return text(self.results, "run", "model"), text(self.results, "run", "dataset")
+    def data(self) -> str:
+        return text(self.results, "run", "dataset")
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether its responses are right or wrong, by a reward that verifies them."""
+        return isinstance(pick(self.results, "reasoning"), dict)
+
+    @property
+    def task(self) -> str:
+        """What it was measured on: figures compare only between runs that share it."""
+        kind = "Verified problems" if self.is_verified else "Preferences"
+        return f"{kind} on {self.data}" if self.data else kind
+
+    @property
+    def score_name(self) -> str:
+        return "accuracy" if self.is_verified else "true score"
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Computed are the interval of a share whose results have none, the Pareto fronts,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trl_ext.evaluation.reporting.problems import find_problems
@@ -14,8 +15,8 @@ from trl_ext.evaluation.reporting.values import number, pick, text
 from trl_ext.evaluation.win_rate import wilson_interval
 
 Row = dict[str, Any]
-# What the reward of a trade-off is called, apart from the learned rewards, which carry their own names.
-SCORE_GAIN, WIN_RATE = "true score gain", "win rate, ties as half"
+# The tables that each task has for itself.
+OF_A_TASK = ("policies", "reward_models", "methods")
 # Decimals of a trade-off, as they are printed and as fronts are found: what reads the same is the same.
 DECIMALS = {"kl": 2, "reward": 3}
 
@@ -44,6 +45,31 @@ def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[
     }
 
 
+@dataclass(frozen=True)
+class Task:
+    """The rows and runs of one task; names on the page end in its `end`, which is empty if there is no other."""
+
+    title: str
+    end: str
+    summary: dict[str, list[Row]]
+    policies: list[Run]
+    reward_models: list[Run]
+
+
+def by_task(summary: dict[str, list[Row]], runs: Sequence[Run] = ()) -> list[Task]:
+    """The rows of a summary, and the runs, apart by task."""
+    titles = list(dict.fromkeys(row["task"] for name in OF_A_TASK for row in summary[name]))
+    return [
+        Task(
+            title,
+            f"-{number}" if len(titles) > 1 else "",
+            {name: [row for row in summary[name] if row["task"] == title] for name in OF_A_TASK},
+            *([run for run in runs if (run.task, run.trains_reward_model) == (title, kind)] for kind in (False, True)),
+        )
+        for number, title in enumerate(titles, start=1)
+    ]
+
+
 def policy_row(run: Run) -> Row:
     """A policy's figures; None for what its results do not hold."""
     results = run.results
@@ -52,6 +78,8 @@ def policy_row(run: Run) -> Row:
         **_what_was_run(run),
         "win_rate": {rule: _share(results, "win_rate", rule, value="rate") for rule in ("half", "agreed")},
         "judge_errors": number(results, "win_rate", "n_errors"),
+        "score_name": run.score_name,
+        "accuracy": _accuracy(results),
         "score": _means(results, "score"),
         "score_gain": _estimate(results, "score", "gain"),
         "rewards": {
@@ -80,11 +108,11 @@ def trade_offs(policies: Iterable[Row]) -> dict[str, list[Row]]:
     """For each kind of reward, the runs that have it and a KL: `run`, `setting`, the estimates `kl` and `reward`."""
     points: dict[str, list[Row]] = {}
     for row in policies:
-        rewards = {SCORE_GAIN: row["score_gain"], WIN_RATE: row["win_rate"]["half"]}
+        rewards = {f"{row['score_name']} gain": row["score_gain"], "win rate, ties as half": row["win_rate"]["half"]}
         rewards |= {f"gain in {name}": gain for name, gain in row["rewards"].items()}
         for name, reward in rewards.items():
             if reward is not None and row["kl"] is not None:
-                point = {"run": row["run"], "setting": (row["model"], row["data"]), "kl": row["kl"], "reward": reward}
+                point = {"run": row["run"], "setting": (row["model"], row["task"]), "kl": row["kl"], "reward": reward}
                 points.setdefault(name, []).append(point)
     return points
 
@@ -125,7 +153,7 @@ def over_seeds(policies: Iterable[Row]) -> list[Row]:
     """
 
     def what(row: Row) -> tuple[str, ...]:
-        return tuple(str(row.get(name)) for name in ("objective", "model", "data", "steps", "settings_digest"))
+        return tuple(str(row.get(name)) for name in ("objective", "model", "task", "steps", "settings_digest"))
 
     groups: dict[tuple[str, ...], dict[float | None, Row]] = {}
     for row in policies:
@@ -140,7 +168,7 @@ def over_seeds(policies: Iterable[Row]) -> list[Row]:
                 "score_gain": [row["score_gain"] for row in group],
                 "kl": [row["kl"] for row in group],
             }
-            names = ("method", "objective", "model", "data", "steps")
+            names = ("task", "score_name", "method", "objective", "model", "data", "steps")
             rows.append(
                 {
                     **{name: group[0][name] for name in names},
@@ -165,7 +193,8 @@ def _what_was_run(run: Run) -> Row:
         "method": run.method,
         "objective": run.objective,
         "model": text(results, "run", "model"),
-        "data": text(results, "run", "dataset"),
+        "data": run.data,
+        "task": run.task,
         "steps": number(results, "run", "optimizer_steps"),
         "settings_digest": text(results, "run", "settings_digest"),
         "seed": number(results, "run", "seed"),
@@ -201,6 +230,13 @@ def with_wilson_interval(share: dict[str, float | None]) -> dict[str, float | No
 
 def _means(results: Any, key: str) -> dict[str, float | None]:
     return {source: number(results, key, source) for source in ("base", "policy")}
+
+
+def _accuracy(results: Any) -> dict[str, dict[str, float | None] | None]:
+    """By decoding; a model that was not trained was evaluated with one alone."""
+    found = {name: _estimate(results, "reasoning", "after", name, "accuracy") for name in ("sampled", "greedy")}
+    alone = "greedy" if number(results, "run", "sampling", "temperature") == 0 else "sampled"
+    return {**found, alone: found[alone] or _estimate(results, "reasoning", "accuracy")}
 
 
 def _pair_accuracy(results: Any) -> dict[str, float | None] | None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from trl_ext.evaluation.reporting.curves import HELD_OUT_COLUMNS, held_out_rows
+from trl_ext.evaluation.reporting.curves import HELD_OUT_COLUMNS, held_out_rows, titled
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import DECIMALS, Row, trade_offs, with_wilson_interval
 from trl_ext.evaluation.reporting.values import number, pick
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"
+NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
 FRONT_RULE = (
     "A run may be on the Pareto front unless the intervals of another of the same model and data dominate its own: "
     "all of the other's 95% interval of the reward lies at or above the run's, and all of its interval of the KL at "
@@ -72,26 +73,30 @@ def count(value: float | None) -> Cell:
 
 
 def policy_table(rows: Sequence[Row]) -> Table:
-    """One row per policy, with the figures by which policies are compared; the rest is in the tables below."""
-    columns, shared = _identity(rows)
-    columns += [
+    """One row per policy, with the figures by which policies are compared; no row where no policy has any."""
+    known, shared = _identity(rows)
+    columns = [
+        Column("accuracy, sampled", lambda row: estimate(row["accuracy"]["sampled"])),
+        Column("accuracy, greedy", lambda row: estimate(row["accuracy"]["greedy"])),
         Column("win rate, ties as half", lambda row: estimate(row["win_rate"]["half"])),
         Column("n", lambda row: count(_n(row["win_rate"]["half"]))),
         Column("win rate, ties dropped", lambda row: estimate(row["win_rate"]["agreed"])),
         Column("n without ties", lambda row: count(_n(row["win_rate"]["agreed"]))),
         Column("judge errors", lambda row: count(row["judge_errors"] or None)),
-        Column("gain in true score", lambda row: estimate(row["score_gain"])),
+        Column(f"gain in {_score_name(rows)}", lambda row: estimate(row["score_gain"])),
         Column("gain in learned reward", _learned),
         Column("KL to the base (nats)", lambda row: estimate(row["kl"], 2)),
         Column("accuracy on held-out pairs", lambda row: estimate(row["pair_accuracy"])),
         Column("tokens", lambda row: figure(row["tokens"]["policy"], 1)),
     ]
-    note = (
-        "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. KL is per "
-        "response, tokens are the mean length. The win rate with ties dropped is over the prompts on which both "
-        f"orders prefer the same model.{shared}"
-    )
-    return _table("policies", "Policies", note, columns, rows)
+    note = "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. "
+    if any(row["kl"] for row in rows):
+        note += "KL is per response. "
+    note += "Tokens are the mean length."
+    if any(row["win_rate"]["agreed"] for row in rows):
+        note += " The win rate with ties dropped is over the prompts on which both orders prefer the same model."
+    found = _table("policies", "Policies", note + shared, [*known, *columns], rows)
+    return found if set(found.columns) & {column.title for column in columns} else replace(found, rows=())
 
 
 def reward_model_table(rows: Sequence[Row]) -> Table:
@@ -147,7 +152,7 @@ def method_table(rows: Sequence[Row]) -> Table:
         Column("seeds", lambda row: count(len(row["runs"]))),
         Column("win rate, ties as half", spread("win_rate_half")),
         Column("win rate, ties dropped", spread("win_rate_agreed")),
-        Column("gain in true score", spread("score_gain")),
+        Column(f"gain in {_score_name(rows)}", spread("score_gain")),
         Column("KL to the base (nats)", spread("kl", 2)),
         Column("tokens", spread("tokens", 1)),
         Column("training (s)", spread("training_seconds", 1)),
@@ -224,7 +229,8 @@ def kind_table(runs: Iterable[Run]) -> Table:
         *(Column(f"kind: {kind}", lambda run, kind=kind: cell(_kinds(run).get(kind))) for kind in kinds),
     ]
     note = "In parentheses the gain over the base."
-    return _table("kinds", "True score by kind of prompt", note, columns, scored)
+    name = scored[0].score_name.capitalize() if kinds else ""
+    return _table("kinds", f"{name} by kind of prompt", note, columns, scored if kinds else ())
 
 
 def _kinds(run: Run) -> dict[str, Any]:
@@ -234,12 +240,13 @@ def _kinds(run: Run) -> dict[str, Any]:
 
 def held_out_table(runs: Iterable[Run]) -> Table:
     """What each policy's responses to held-out prompts were worth while it trained."""
+    runs = list(runs)
     rows = [{"run": run.label, **row} for run in runs for row in held_out_rows(run.metrics)]
     columns = [
         Column("run", lambda row: Cell(row["run"])),
         Column("step", lambda row: count(row["step"])),
         Column("seconds", lambda row: figure(row["seconds"], 1)),
-        *(Column(title, lambda row, key=key: figure(row[key])) for key, title in HELD_OUT_COLUMNS.items()),
+        *(Column(titled(key, runs), lambda row, key=key: figure(row[key])) for key in HELD_OUT_COLUMNS),
     ]
     note = "During training, on fewer prompts than the tables above; twelve evaluations of a run at most."
     return _table("held-out", "Held-out prompts over steps", note, columns, rows)
@@ -311,6 +318,11 @@ def problem_table(rows: Sequence[Row]) -> Table:
     return _table("problems", "Problems", note, columns, rows)
 
 
+def faults(summary: Mapping[str, Sequence[Row]]) -> list[Table]:
+    """What no task has figures of: the folders without results, and what is damaged."""
+    return [incomplete_table(summary["incomplete"]), problem_table(summary["problems"])]
+
+
 def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
     cells = [[column.cell(row) for row in rows] for column in columns]
     # A figure that no run has would be a column of dashes.
@@ -320,17 +332,20 @@ def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Se
 
 
 def _identity(rows: Sequence[Row]) -> tuple[list[Column], str]:
-    """The columns that tell the runs apart, and a sentence on what they share instead of columns that repeat it."""
+    """The columns that tell the runs apart, and sentences on what they share instead of columns that repeat it."""
     names = ("model", "data")
-    shared = [name for name in names if len(rows) > 1 and rows[0][name] and len({row[name] for row in rows}) == 1]
+    shared = [name for name in names if rows and len({row[name] for row in rows}) == 1]
     columns = [
         Column("run", lambda row: Cell(row["run"])),
         Column("method", lambda row: Cell(row["method"])),
         *(Column(name, lambda row, name=name: Cell(row[name] or NOTHING)) for name in names if name not in shared),
         Column("seed", lambda row: count(row["seed"])),
     ]
-    values = " and ".join(f"{name} {rows[0][name]}" for name in shared)
-    return columns, f" All are of {values}." if shared else ""
+    return columns, "".join(f" The {name} is {rows[0][name]}." for name in shared if rows[0][name])
+
+
+def _score_name(rows: Sequence[Row]) -> str:
+    return rows[0]["score_name"] if rows else ""
 
 
 def _yes(value: bool) -> Cell:

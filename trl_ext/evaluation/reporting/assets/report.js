@@ -23,14 +23,24 @@
   const figure = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5)
     ? String(Number(value.toPrecision(4))) : value.toExponential(2));
 
+  // Without its middle: runs often differ in their first words and their last.
+  const shortened = (name, letters) => (name.length <= letters ? name
+    : `${name.slice(0, letters / 2)}\u2026${name.slice(1 - letters / 2)}`);
+
   // ---- charts ----
 
-  function ticks(low, high, most) {
-    const rough = (high - low) / most, power = 10 ** Math.floor(Math.log10(rough));
+  function ticks(low, high, most, least = 0) {
+    const rough = Math.max((high - low) / most, least), power = 10 ** Math.floor(Math.log10(rough));
     const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
     const marks = [];
     for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i += 1) marks.push(i * step);
     return marks;
+  }
+
+  function logTicks(low, high) {
+    const powers = Array.from({ length: high - low + 2 }, (_, index) => 10 ** (Math.floor(low) + index));
+    const marks = powers.flatMap((power) => (high - low < 3 ? [1, 2, 5] : [1]).map((factor) => factor * power));
+    return marks.filter((mark) => mark >= 10 ** low && mark <= 10 ** high);
   }
 
   // The range of the values with a margin on both sides; a single value gets room around it.
@@ -52,22 +62,23 @@
   }
 
   // Lines and marks in a plane. A mark is {run, x, y, name} with optional low, high, xlow, xhigh, radius and class.
-  function plane(host, { title, xLabel, marks, lines = [], extra = [], xRange, yRange, reference, named }) {
+  function plane(host, { title, xLabel, marks, lines = [], extra = [], xRange, yRange, reference, named, log, whole }) {
     const all = marks.concat(lines.flatMap((line) => line.points));
     host.hidden = !all.length;
     if (host.hidden) return;
     const { svg, reading, width, height } = frame(host, title, 230);
     const known = (keys) => all.concat(extra.flat()).flatMap((p) => keys.map((key) => p[key]))
       .filter((value) => Number.isFinite(value));
-    const [x0, x1] = range(known(["x", "xlow", "xhigh"]), xRange), [y0, y1] = range(known(["y", "low", "high"]), yRange);
+    const [x0, x1] = range(known(["x", "xlow", "xhigh"]), xRange), scale = log ? Math.log10 : Number;
+    const [y0, y1] = range(known(["y", "low", "high"]).map(scale), yRange);
     const box = { left: 46, right: width - 10, top: 8, bottom: height - 34 };
     const X = (x) => box.left + ((x - x0) / (x1 - x0)) * (box.right - box.left);
-    const Y = (y) => box.bottom - ((y - y0) / (y1 - y0)) * (box.bottom - box.top);
-    for (const y of ticks(y0, y1, 5)) {
+    const Y = (y) => box.bottom - ((scale(y) - y0) / (y1 - y0)) * (box.bottom - box.top);
+    for (const y of log ? logTicks(y0, y1) : ticks(y0, y1, 5)) {
       svg.append(shape("line", { class: "grid", x1: box.left, x2: box.right, y1: Y(y), y2: Y(y) }));
       svg.append(shape("text", { x: box.left - 5, y: Y(y) + 4, "text-anchor": "end" }, figure(y)));
     }
-    for (const x of ticks(x0, x1, Math.max(3, width / 60))) {
+    for (const x of ticks(x0, x1, Math.max(3, width / 60), whole ? 1 : 0)) {
       svg.append(shape("line", { class: "grid", x1: X(x), x2: X(x), y1: box.bottom, y2: box.bottom + 4 }));
       svg.append(shape("text", { x: X(x), y: box.bottom + 16, "text-anchor": "middle" }, figure(x)));
     }
@@ -78,8 +89,8 @@
     const group = (run) => svg.appendChild(shape("g", { class: `c${runOf.get(run).color} d${runOf.get(run).dash}` }));
     for (const line of lines) {
       const g = group(line.run);
-      g.append(shape("title", {}, line.run), shape("polyline", { class: "curve", points: path(line.points) }));
-      if (line.points.length === 1) marks = marks.concat(line.points);
+      g.append(shape("title", {}, line.run), shape("polyline", { class: line.class || "curve", points: path(line.points) }));
+      if (line.points.length === 1 && !line.class) marks = marks.concat(line.points);
     }
     for (const mark of marks) {
       const g = group(mark.run), x = X(mark.x), y = Y(mark.y);
@@ -88,25 +99,45 @@
       if (Number.isFinite(mark.xlow)) whisker({ x1: X(mark.xlow), y1: y }, { x2: X(mark.xhigh), y2: y });
       g.append(shape("circle", { class: mark.class || "dot", cx: x, cy: y, r: mark.radius || 4 }));
     }
-    if (named) nameMarks(svg, marks.map((mark) => ({ ...mark, x: X(mark.x), y: Y(mark.y) })), box);
+    if (named) {
+      const at = (p) => [X(p.x), Y(p.y)], crossed = extra.flatMap((points) => pairs(points.map(at)));
+      for (const { x, y, low, high, xlow, xhigh } of marks) {
+        if (Number.isFinite(low)) crossed.push([at({ x, y: low }), at({ x, y: high })]);
+        if (Number.isFinite(xlow)) crossed.push([at({ x: xlow, y }), at({ x: xhigh, y })]);
+      }
+      nameMarks(svg, marks.map((mark) => ({ ...mark, x: X(mark.x), y: Y(mark.y) })), crossed, box);
+    }
     readable(svg, reading, all, X, Y);
   }
 
-  // Writes beside each mark the name of its run where that covers no other mark or name.
-  function nameMarks(svg, marks, box) {
+  const pairs = (points) => points.slice(1).map((point, index) => [points[index], point]);
+
+  // Writes near each mark the name of its run where that covers no line, mark or name, and leads from one to the other.
+  function nameMarks(svg, marks, lines, box) {
     const taken = marks.map(({ x, y }) => ({ left: x - 5, right: x + 5, top: y - 5, bottom: y + 5 }));
-    const free = (a) => a.left >= box.left && a.right <= box.right && a.top >= box.top
+    for (const [[x0, y0], [x1, y1]] of lines) {
+      const steps = Math.ceil(Math.hypot(x1 - x0, y1 - y0) / 4) || 1;
+      for (let step = 0; step <= steps; step += 1) {
+        const x = x0 + ((x1 - x0) * step) / steps, y = y0 + ((y1 - y0) * step) / steps;
+        taken.push({ left: x - 1, right: x + 1, top: y - 1, bottom: y + 1 });
+      }
+    }
+    const free = (a) => a.left >= box.left && a.right <= box.right && a.top >= box.top && a.bottom <= box.bottom
       && taken.every((b) => a.right < b.left || b.right < a.left || a.bottom < b.top || b.bottom < a.top);
     for (const { run, x, y } of marks) {
-      const width = run.length * 6.2;
-      for (const [left, down] of [[x + 7, -4], [x - 7 - width, -4], [x + 7, 13], [x - 7 - width, 13]]) {
-        const area = { left, right: left + width, top: y + down - 10, bottom: y + down + 2 };
-        if (free(area)) {
-          taken.push(area);
-          svg.append(shape("text", { class: "name", x: left, y: y + down }, run));
-          break;
-        }
+      const name = shortened(run, 18), width = name.length * 6.2 + 4;
+      const places = [7, 14, 24, 36, 50].flatMap((away) => [[1, -1], [1, 1], [-1, -1], [-1, 1]].map(([right, down]) => {
+        const left = right > 0 ? x + away : x - away - width, top = y + down * away - 6;
+        return { left, right: left + width, top, bottom: top + 12, near: away < 20 };
+      }));
+      const area = places.find(free);
+      if (!area) continue;
+      taken.push(area);
+      if (!area.near) {
+        const [x2, y2] = [area.left > x ? area.left : area.right, (area.top + area.bottom) / 2];
+        svg.append(shape("line", { class: "leader", x1: x, y1: y, x2, y2 }));
       }
+      svg.append(shape("text", { class: "name", x: area.left + 2, y: area.bottom - 2 }, name));
     }
   }
 
@@ -154,8 +185,7 @@
     const letters = Math.floor(left / 6.2);
     const points = rows.map((row, index) => {
       const y = index * step + step / 2, g = svg.appendChild(shape("g", { class: `c${runOf.get(row.run).color}` }));
-      const name = row.run.length > letters ? `\u2026${row.run.slice(1 - letters)}` : row.run;
-      g.append(shape("text", { class: "name", x: left, y: y + 4, "text-anchor": "end" }, name));
+      g.append(shape("text", { class: "name", x: left, y: y + 4, "text-anchor": "end" }, shortened(row.run, letters)));
       if (Number.isFinite(row.low) && Number.isFinite(row.high)) {
         g.append(shape("line", { class: "whisker", x1: X(row.low), x2: X(row.high), y1: y, y2: y }));
       }
@@ -171,17 +201,25 @@
 
   const units = [[7200, 3600, "hours"], [180, 60, "minutes"], [0, 1, "seconds"]];
 
+  const isTimed = (section) => section.querySelector(".axis input:checked").value === "seconds";
+
   function drawPanel(host, panel) {
-    const over = document.querySelector("input[name=axis]:checked").value, place = over === "steps" ? 0 : 1;
-    const curves = Object.entries(panel.curves).filter(([run]) => isShown(run))
-      .map(([run, points]) => [run, points.filter((p) => p[place] !== null)]).filter(([, points]) => points.length);
+    const place = isTimed(host.closest("section")) ? 1 : 0;
+    const known = (found, held) => Object.entries(found).filter(([run]) => isShown(run))
+      .map(([run, points]) => [run, points.filter((p) => p[place] !== null), held]).filter(([, points]) => points.length);
+    const curves = [...known(panel.curves, ""), ...known(panel.held_out, ", held out")];
     const last = Math.max(0, ...curves.flatMap(([, points]) => points.map((p) => p[place])));
     const [, scale, unit] = place === 0 ? [0, 1, "optimizer steps"] : units.find(([from]) => last >= from);
-    const lines = curves.map(([run, points]) => ({
+    const lines = curves.map(([run, points, held]) => ({
       run,
-      points: points.map((p) => ({ run, x: p[place] / scale, y: p[2], name: `${run}, ${figure(p[place] / scale)} ${unit}: ${figure(p[2])}` })),
+      class: held && "beside",
+      points: points.map((p) => ({
+        run, x: p[place] / scale, y: p[2], class: held && "circle", radius: held ? 3 : 4,
+        name: `${run}${held}, ${figure(p[place] / scale)} ${unit}: ${figure(p[2])}`,
+      })),
     }));
-    plane(host, { title: panel.title, xLabel: unit, marks: [], lines });
+    const marks = lines.filter((line) => line.class).flatMap((line) => line.points);
+    plane(host, { title: panel.title, xLabel: unit, marks, lines, log: panel.log, whole: place === 0 });
   }
 
   function drawTradeOff(host, chart) {
@@ -212,26 +250,28 @@
   const add = (place, draw) => charts.push([place.appendChild(element("figure")), draw]);
   const groups = new Map();
   for (const panel of data.panels) {
-    if (!groups.has(panel.group)) {
+    const group = panel.task + panel.group;
+    if (!groups.has(group)) {
       const grid = element("div", { class: "charts" });
-      $("panels").append(element("h3", {}, panel.group), grid);
-      groups.set(panel.group, grid);
+      $(`panels${panel.task}`).append(element(panel.task ? "h4" : "h3", {}, panel.group), grid);
+      groups.set(group, grid);
     }
-    add(groups.get(panel.group), (host) => drawPanel(host, panel));
+    add(groups.get(group), (host) => drawPanel(host, panel));
   }
   for (const chart of data.dots) {
-    add($(chart.place), (host) => dots(host, { ...chart, rows: chart.rows.filter((row) => isShown(row.run)) }));
+    add($(chart.place + chart.task), (host) => dots(host, { ...chart, rows: chart.rows.filter((row) => isShown(row.run)) }));
   }
-  for (const chart of data.trade_offs) add($("trade-offs"), (host) => drawTradeOff(host, chart));
-  for (const chart of data.reliability) add($("reliability"), (host) => drawReliability(host, chart));
+  for (const chart of data.trade_offs) add($(`trade-offs${chart.task}`), (host) => drawTradeOff(host, chart));
+  for (const chart of data.reliability) add($(`reliability${chart.task}`), (host) => drawReliability(host, chart));
 
   function draw() {
     for (const [host, drawOne] of charts) drawOne(host);
-    const without = data.untimed.filter(isShown);
-    if ($("untimed")) {
-      const timed = document.querySelector("input[name=axis]:checked").value === "seconds";
-      $("untimed").hidden = !(timed && without.length);
-      $("untimed").textContent = `Logged without the time, so not drawn: ${without.join(", ")}.`;
+    for (const task of Object.keys(data.tasks)) {
+      const note = $(`untimed${task}`);
+      if (!note) continue;
+      const without = data.runs.filter((run) => run.task === task && run.shown && !run.timed).map((run) => run.label);
+      note.hidden = !(isTimed(note.closest("section")) && without.length);
+      note.textContent = `Logged without the time, so not drawn: ${without.join(", ")}.`;
     }
     const count = data.runs.filter((run) => run.shown).length;
     $("shown-count").textContent = `${count} of ${data.runs.length}`;
@@ -266,7 +306,7 @@
   }
   let matching = [], selected = null;
 
-  const entriesOf = (prompt) => [...responses[prompt]].filter(([run]) => isShown(run));
+  const entriesOf = (prompt) => [...responses[prompt]].filter(([run]) => isShown(run) && runOf.get(run).task === $("task").value);
 
   function matches(prompt) {
     const entries = entriesOf(prompt), wanted = $("search").value.toLowerCase();
@@ -392,6 +432,9 @@
   }
 
   function startBrowser() {
+    const tasks = Object.keys(data.tasks).filter((task) => Object.keys(rowsOf).some((run) => runOf.get(run).task === task));
+    tasks.forEach((task) => $("task").append(element("option", { value: task }, data.tasks[task])));
+    $("task").parentNode.hidden = tasks.length < 2;
     kinds.forEach((kind, index) => $("kind").append(element("option", { value: index }, kind)));
     Object.keys(rowsOf).forEach((run) => $("outcome-run").append(element("option", { value: `run:${run}` }, run)));
     $("filters").addEventListener("input", filter);
@@ -407,7 +450,7 @@
 
   // ---- which runs are shown ----
 
-  const boxes = [...document.querySelectorAll(".toggles input")];
+  const boxes = [...document.querySelectorAll("#toggles input")];
 
   function update() {
     for (const box of boxes) data.runs[box.value].shown = box.checked;
@@ -422,8 +465,9 @@
       update();
     });
   }
-  document.querySelector(".toggles").addEventListener("change", update);
-  document.querySelectorAll("input[name=axis]").forEach((input) => input.addEventListener("change", draw));
+  $("toggles").addEventListener("change", update);
+  document.querySelectorAll(".axis input").forEach((input) => input.addEventListener("change", draw));
+  $("runs").hidden = data.runs.length < 2 || !(charts.length || $("prompts"));
   let width = 0;
   new ResizeObserver(() => {
     if (document.body.clientWidth !== width) {
