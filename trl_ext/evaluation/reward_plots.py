@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.plots import draw_curves, new_figure
-from trl_ext.evaluation.win_rate import wilson_interval
 from trl_ext.files import replacing
 
 # Panel title -> label of each curve -> metric name in the run's metrics.

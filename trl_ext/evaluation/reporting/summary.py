@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.reporting.problems import find_problems
 from trl_ext.evaluation.reporting.runs import IncompleteRun, Run
 from trl_ext.evaluation.reporting.values import number, pick, text
-from trl_ext.evaluation.win_rate import wilson_interval
 
 Row = dict[str, Any]
 # What the reward of a trade-off is called, apart from the learned rewards, which carry their own names.
