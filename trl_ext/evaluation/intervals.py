@@ -9,8 +9,6 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist
 
-import numpy
-
 CONFIDENCE = 0.95
 LEAST_FOR_SKEWNESS = 5
 NORMAL_95 = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
@@ -34,19 +32,17 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     Raises:
         ValueError: no values.
     """
-    values = numpy.asarray(values, dtype=float)
+    mean, deviation = _moments(values)
     n = len(values)
-    if not n:
-        raise ValueError("the mean of no values was asked for")
-    mean, deviation = float(values.mean()), float(values.std())
     if n == 1 or deviation <= 1e-12 * abs(mean):
         return mean, mean
-    skewness = float((((values - mean) / deviation) ** 3).mean()) if n >= LEAST_FOR_SKEWNESS else 0.0
+    few = n < LEAST_FOR_SKEWNESS
+    skewness = 0.0 if few else math.fsum(((value - mean) / deviation) ** 3 for value in values) / n
     slope = skewness / (3 * math.sqrt(n))
 
     def transformed(t: float) -> float:
         t -= slope / 2
-        return float(numpy.cbrt(1 + 3 * slope * t) - 1) / slope if abs(slope) > 1e-9 else t
+        return (math.cbrt(1 + 3 * slope * t) - 1) / slope if abs(slope) > 1e-9 else t
 
     error, t = deviation / math.sqrt(n - 1), critical_value(n - 1)
     return mean - error * transformed(t), mean - error * transformed(-t)
@@ -110,14 +106,11 @@ def rate_interval(values: Sequence[float]) -> tuple[float, float]:
     Raises:
         ValueError: no values.
     """
-    values = numpy.asarray(values, dtype=float)
-    if not len(values):
-        raise ValueError("the mean of no values was asked for")
-    n, rate = len(values), min(max(float(values.mean()), 0.0), 1.0)
-    variance = float(values.var(ddof=1)) if n > 1 else 0.0
-    if variance < 1e-18 or set(values.tolist()) <= {0.0, 1.0}:
+    rate, deviation = _moments(values)
+    rate, n = min(max(rate, 0.0), 1.0), len(values)
+    if deviation < 1e-9 or {*map(float, values)} <= {0.0, 1.0}:
         return _score_bounds(rate, n, NORMAL_95)
-    return _score_bounds(rate, n * rate * (1 - rate) / variance, critical_value(n - 1))
+    return _score_bounds(rate, (n - 1) * rate * (1 - rate) / deviation**2, critical_value(n - 1))
 
 
 def rate_difference_interval(
@@ -135,28 +128,40 @@ def rate_difference_interval(
     Returns:
         Bounds of the mean of `first` minus that of `second`; None where one of the two counts no prompt.
     """
-    table = numpy.array([first, second], dtype=float)
-    sizes = (~numpy.isnan(table)).sum(1)
-    if not sizes.all():
+    kept = [[value for value in row if value is not None] for row in (first, second)]
+    if not all(kept):
         return None
-    rates = numpy.nanmean(table, axis=1)
-    centred = numpy.nan_to_num(table - rates[:, None])
-    joint = float((centred[0] * centred[1]).sum())
-    scale = math.sqrt(float((centred**2).sum(1).prod()))
+    (rate, deviation), (other_rate, other_deviation) = map(_moments, kept)
+    both = [
+        (own - rate) * (other - other_rate)
+        for own, other in zip(first, second, strict=True)
+        if None not in (own, other)
+    ]
+    joint, scale = math.fsum(both), deviation * other_deviation * math.sqrt(len(kept[0]) * len(kept[1]))
     # A correlation that an outcome more or less could make is none; prompts of one rate alone have none either.
     correlation = (max(joint - 0.5, 0.0) if joint > 0 else joint) / scale if scale > 0 else 0.0
-    (low, high), (other_low, other_high) = (
-        _score_bounds(rate, size, NORMAL_95) for rate, size in zip(rates, sizes, strict=True)
-    )
+    low, high = _score_bounds(rate, len(kept[0]), NORMAL_95)
+    other_low, other_high = _score_bounds(other_rate, len(kept[1]), NORMAL_95)
 
     def combined(own: float, other: float) -> float:
         return math.sqrt(max(own**2 - 2 * correlation * own * other + other**2, 0.0))
 
-    difference = float(rates[0] - rates[1])
     return (
-        difference - combined(rates[0] - low, other_high - rates[1]),
-        difference + combined(high - rates[0], rates[1] - other_low),
+        rate - other_rate - combined(rate - low, other_high - other_rate),
+        rate - other_rate + combined(high - rate, other_rate - other_low),
     )
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and population standard deviation.
+
+    Raises:
+        ValueError: no values.
+    """
+    if not len(values):
+        raise ValueError("the mean of no values was asked for")
+    mean = math.fsum(values) / len(values)
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
 def _score_bounds(rate: float, n: float, quantile: float) -> tuple[float, float]:
