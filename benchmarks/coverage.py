@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy
 import torch
+from scipy.special import expit
 
 from trl_ext.evaluation import mean_with_interval
 from trl_ext.evaluation.intervals import rate_difference_interval, rate_interval
+from trl_ext.evaluation.length_control import length_controlled_win_rate
 from trl_ext.evaluation.preferences import approximate_kl
 from trl_ext.evaluation.reward_models import best_of_n
 
@@ -41,9 +43,9 @@ def of_mean(values: numpy.ndarray) -> Bounds:
     return found["low"], found["high"]
 
 
-def normal_values(n: int) -> Draw:
+def of_values(n: int, kind: str) -> Draw:
     def draw(rng):
-        values = rng.standard_normal(n)
+        values = getattr(rng, kind)(size=n)
         return normal(values), of_mean(values)
 
     return draw
@@ -77,6 +79,18 @@ def sampled_accuracy(n: int, samples: int) -> Draw:
     def draw(rng):
         values = rng.binomial(samples, rng.beta(0.3, 2.0, n)) / samples
         return percentiles(values, rng), rate_interval(values)
+
+    return draw
+
+
+def at_equal_lengths(n: int) -> Draw:
+    """Wins whose log-odds are 0.3, and 1 more for each unit of the length term; lengths differ by 50 -+ 200."""
+
+    def draw(rng):
+        gap = rng.normal(50, 200, n)
+        wins = (rng.random(n) < expit(0.3 + numpy.tanh(gap / 200))).astype(float)
+        found = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * n)
+        return (numpy.nan, numpy.nan), (found.low, found.high)
 
     return draw
 
@@ -125,15 +139,21 @@ def cells() -> Iterator[tuple[str, float, Draw]]:
         yield f"paired rates, 0.8 against 0.7, {n} prompts, much shared", 0.1, paired_rates(n, 0.8, 0.7, 0.9)
     yield "paired rates, 0.8 against 0.7, 40 prompts, 30% not counted", 0.1, paired_rates(40, 0.8, 0.7, 0.5, 0.3)
     for n in (3, 5, 10):
-        yield f"mean of {n} normal values", 0.0, normal_values(n)
+        yield f"mean of {n} normal values", 0.0, of_values(n, "standard_normal")
+    for n in (5, 10, 64):
+        yield f"mean of {n} exponential values", 1.0, of_values(n, "standard_exponential")
+    for n in (10, 64):
+        yield f"mean of {n} log-normal values", numpy.exp(0.5), of_values(n, "lognormal")
     for n in (5, 10, 40):
         for lost, gained in ((0.05, 0.15), (0.1, 0.3)):
             yield f"gains of {n}: -1 in {lost:.0%}, 1 in {gained:.0%}", gained - lost, gains(n, lost, gained)
-    for sharpness in (1.1, 1.5, 2.0, 4.0):
+    for sharpness in (1.1, 1.5, 1.7, 2.0, 3.0, 4.0):
         yield (f"KL at {sharpness} times the base's logits, 64 responses", *divergence(64, sharpness))
     for kind in ("reward", "score"):
         for n in (4, 16):
             yield f"best of {n}, {kind}, 10 prompts", best_of_truth(n, kind), best_of(n, 10, kind)
+    for n in (20, 128):
+        yield f"win rate at equal lengths, {n} prompts", float(expit(0.3)), at_equal_lengths(n)
     yield "accuracy of 4 samples, 20 problems", 0.3 / 2.3, sampled_accuracy(20, 4)
 
 
