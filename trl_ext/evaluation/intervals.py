@@ -60,7 +60,7 @@ def gain_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
     from scipy.optimize import brentq
 
     def excess(difference: float) -> float:
-        """Square of the score statistic over its critical value, less 1, at a true difference."""
+        """By how much the squared deviation at a true difference exceeds what the score test allows."""
         # The likeliest share of losses, given the difference, is the larger root of 2 n q^2 + linear q - constant.
         linear = (2 * n - gained + lost) * difference - gained - lost
         constant = lost * difference * (1 - difference)
