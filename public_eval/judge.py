@@ -100,7 +100,7 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             continue
         difference = format_interval(row["difference"], row["low"], row["high"])
         print(
-            f"{first} minus {second}, {row['rule']}: {difference}, paired bootstrap over {row['n']} prompts; "
+            f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
     print(usage_line(summary["usage"], summary["judge"]["kind"]))

@@ -238,6 +238,13 @@ def test_monotone_transforms_leave_ranks_alone_and_change_the_rest():
     assert not torch.allclose(group_normalized(bent, 4), group_normalized(SEVERAL, 4), atol=0.05)
 
 
+def test_leave_one_out_keeps_double_precision():
+    """0.1, 0.2 and 0.7 less the means of the others; 3 / 2 is exact in float32, but 7 / 6 of a group of 7 is not."""
+    rewards = torch.tensor([0.1, 0.2, 0.7, 0.3, 0.9, 0.4, 0.6], dtype=torch.float64)
+    expected = [reward - (math.fsum(rewards.tolist()) - reward) / 6 for reward in rewards.tolist()]
+    assert leave_one_out(rewards, 7).tolist() == pytest.approx(expected, abs=1e-15)
+
+
 @pytest.mark.parametrize("name", ["group_normalized", "group_centered", "leave_one_out", "group_rank"])
 def test_advantages_of_a_group_sum_to_zero(name):
     assert call(name, SEVERAL, 4).reshape(3, 4).sum(1).abs().max() < 1e-12

@@ -53,7 +53,8 @@ class TestApproximateKL:
         """Two responses. Token differences d: (ln 2, 0) and (-ln 2); k3 = e^-d - 1 + d.
 
         d = ln 2: 1/2 - 1 + 0.693147 = 0.193147; d = 0: 0; d = -ln 2: 2 - 1 - 0.693147 = 0.306853.
-        Totals 0.193147 and 0.306853: mean 0.25, sample standard deviation 0.0804, half width 1.96 * 0.0804 / sqrt 2.
+        Totals 0.193147 and 0.306853: mean 0.25, sample standard deviation 0.0804, half width 12.7062 * 0.0804 /
+        sqrt 2.
         """
         ln2 = math.log(2)
         policy = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
@@ -61,8 +62,8 @@ class TestApproximateKL:
         estimate = approximate_kl(policy, base)
         assert estimate["mean"] == pytest.approx(0.25, abs=1e-6)
         assert estimate["per_token"] == pytest.approx(0.5 / 3, abs=1e-6)
-        half_width = 1.96 * (0.306853 - 0.193147) / math.sqrt(2) / math.sqrt(2)
-        assert estimate["high"] - estimate["mean"] == pytest.approx(half_width, abs=1e-5)
+        half_width = 12.7062 * (0.306853 - 0.193147) / math.sqrt(2) / math.sqrt(2)
+        assert estimate["high"] - estimate["mean"] == pytest.approx(half_width, abs=1e-4)
         assert estimate["n"] == 2
 
     def test_expected_value_is_the_divergence_of_the_whole_response(self):
@@ -79,6 +80,21 @@ class TestApproximateKL:
                 one = approximate_kl([torch.tensor(p).double().log()], [torch.tensor(q).double().log()])
                 expected += probability * one["mean"]
         assert expected == pytest.approx(truth, rel=1e-6)
+
+    def test_far_from_the_base_it_is_k1(self):
+        """Log-ratios 2, 2, 2, -3: k3 is 1.135 three times and e^3 - 4 = 16.086, so rare a term that k1 varies less.
+
+        Mean 3/4, deviation 5/2, and 3.182446 of t with three degrees of freedom.
+        """
+        policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-3.0])] * 3 + [torch.tensor([2.0])]
+        estimate = approximate_kl(policy, base)
+        assert (estimate["mean"], estimate["low"]) == (0.75, 0.0)
+        assert estimate["high"] == pytest.approx(0.75 + 3.182446 * 2.5 / 2, abs=1e-5)
+
+    def test_near_the_base_it_is_k3(self):
+        """Log-ratios -+ 0.1: k3 is e^-0.1 - 0.9 = 0.004837 and e^0.1 - 1.1 = 0.005171, and k1 varies far more."""
+        policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-1.1]), torch.tensor([-0.9])] * 2
+        assert approximate_kl(policy, base)["mean"] == pytest.approx(0.005004, abs=1e-6)
 
     def test_equal_models_are_at_zero(self):
         log_probs = [torch.tensor([-1.5, -0.1]), torch.tensor([])]
@@ -123,10 +139,10 @@ class TestCompareGenerations:
         assert summary["win_rate"]["half"]["rate"] == pytest.approx(0.5)
         assert summary["win_rate"]["agreed"] == pytest.approx({**summary["win_rate"]["agreed"], "rate": 0.5, "n": 2})
         assert summary["score"]["policy"] == pytest.approx(7 / 3) and summary["score"]["base"] == pytest.approx(2)
-        # Gains 2, 0, -1: mean 1/3, sample variance (25/9 + 1/9 + 16/9) / 2 = 7/3.
+        # Gains 2, 0, -1: mean 1/3, sample variance (25/9 + 1/9 + 16/9) / 2 = 7/3; t with two degrees is 4.302653.
         gain = summary["score"]["gain"]
         assert gain["mean"] == pytest.approx(1 / 3)
-        assert gain["high"] - gain["mean"] == pytest.approx(1.96 * math.sqrt(7 / 3 / 3))
+        assert gain["high"] - gain["mean"] == pytest.approx(4.302653 * math.sqrt(7 / 3 / 3))
         assert summary["score"]["by_kind"] == {
             "even": {"policy": 2.5, "base": 2.0},
             "odd": {"policy": 2.0, "base": 2.0},

@@ -16,6 +16,7 @@ import math
 import pytest
 import torch
 
+from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
     PolicyScores,
     aggregate,
@@ -430,7 +431,29 @@ def test_ratios_that_overflow_are_bounded():
     losses = unclipped_surrogate(log_ratio, torch.ones(1))
     losses.sum().backward()
     assert losses[0].tolist() == pytest.approx([-math.exp(20), 0.0], rel=1e-6)
-    assert log_ratio.grad.isfinite().all()
+    assert log_ratio.grad.tolist() == [[0.0, 0.0]], "none beyond the bound"
+
+
+@pytest.mark.parametrize(
+    "name, settings, expected",
+    [
+        # The importance ratio's, the reference's, both; padding counts for nothing.
+        ("grpo", {"beta": 0.0}, [[True, False, False], [False, False, False]]),
+        ("grpo", {"beta": 0.1}, [[True, True, False], [False, False, False]]),
+        ("grpo", {"beta": 0.1, "kl_estimator": "k2"}, [[True, False, False], [False, False, False]]),
+        # The mean of a response's log-ratios is below 20; REINFORCE has no ratio, and CISPO lets no gradient through.
+        ("gspo", {}, [[False, False, False], [False, False, False]]),
+        ("rloo", {}, [[False, False, False], [False, False, False]]),
+        ("cispo", {}, [[False, False, False], [False, False, False]]),
+    ],
+)
+def test_tokens_beyond_the_bound(name, settings, expected):
+    old, reference = NEW.clone(), NEW.clone()
+    old[0, 0], old[1, 2] = NEW[0, 0] - 21, NEW[1, 2] - 21
+    reference[0, 1], reference[1, 0] = NEW[0, 1] + 21, NEW[1, 0] - 21
+    objective = PolicyObjective(name, **settings)
+    scores = PolicyScores(NEW, old, MASK, ADVANTAGES, ratio=objective.ratio)
+    assert objective.clamped(scores, reference).tolist() == expected
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import random
 
+import mpmath
 import pytest
 import torch
 
@@ -23,6 +24,7 @@ from tests.preference_pairs import (
     scores_of,
 )
 from trl_ext.losses import (
+    PreferenceScores,
     aot,
     aot_paired,
     apo_down,
@@ -127,6 +129,38 @@ def test_odds_term_of_orpo():
     assert term.tolist() == pytest.approx([0.046116, 0.074937, 0.046116], abs=1e-6)
     log_odds_ratios = [-math.log(math.expm1(value / 0.1)) for value in term.tolist()]
     assert log_odds_ratios == pytest.approx([0.534581, -0.109449, 0.534581], abs=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "chosen, rejected", [(-0.5, -1e-3), (-0.5, -2.5e-8), (-1e-8, -3e-9), (-1e-30, -2.0), (-60, -40)]
+)
+def test_orpo_at_any_probability(chosen, rejected, dtype):
+    """Value and gradient against 50 digits. Log odds of up to 69 round to 69 eps, and by as much a sigmoid of them."""
+    pair = [torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected)]
+    ones = torch.ones(1)
+    losses = orpo(PreferenceScores(*pair, None, None, ones, ones), beta=0.1)
+    losses.sum().backward()
+    with mpmath.workdps(50):
+        own, other = (mpmath.mpf(value.item()) for value in pair)
+        odds_ratio = mpmath.expm1(-other) / mpmath.expm1(-own)
+        share = 0.1 / (1 + odds_ratio)
+        expected = (
+            -own + 0.1 * mpmath.log1p(1 / odds_ratio),
+            -1 + share / mpmath.expm1(own),
+            -share / mpmath.expm1(other),
+        )
+        found = (losses, pair[0].grad, pair[1].grad)
+        assert [value.item() for value in found] == pytest.approx(
+            [float(value) for value in expected], rel=100 * torch.finfo(dtype).eps
+        )
+
+
+def test_orpo_at_a_probability_of_one_is_finite():
+    chosen = torch.zeros(1, requires_grad=True)
+    losses = orpo(PreferenceScores(chosen, torch.zeros(1), None, None, torch.ones(1), torch.ones(1)), beta=0.1)
+    losses.sum().backward()
+    assert losses.isfinite().all() and chosen.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

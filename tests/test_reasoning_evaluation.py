@@ -357,8 +357,8 @@ def test_samples_of_a_problem_go_together():
     """Problem a: 2 of 2 correct; b: 1 of 2; c: 0. Accuracy (1 + 1/2 + 0) / 3, pass@2 (1 + 1 + 0) / 3; maj@2 as
     accuracy, since b's two votes are a draw.
 
-    The bootstrap resamples three problems whose means are 1, 1/2 and 0: all three are c in 1 of 27 samples, so that
-    the interval reaches from 0 to 1. Six independent responses would have had 0.19 to 0.81.
+    The interval is of three problems whose means are 1, 1/2 and 0, worked by hand in the test of `rate_interval`. Six
+    independent responses would have had 0.19 to 0.81.
     """
     rows = [
         graded(name, category, sample=sample, answer=sample)
@@ -372,7 +372,7 @@ def test_samples_of_a_problem_go_together():
     summary = summarize_reasoning(rows, (1, 2))
     assert (summary["n_prompts"], summary["n_samples"], summary["accuracy"]["n"]) == (3, 2, 3)
     assert summary["accuracy"]["mean"] == summary["pass_at"]["1"]["mean"] == pytest.approx(0.5)
-    assert (summary["accuracy"]["low"], summary["accuracy"]["high"]) == (0.0, 1.0)
+    assert (summary["accuracy"]["low"], summary["accuracy"]["high"]) == pytest.approx((0.036171, 0.963829), abs=1e-6)
     assert summary["pass_at"]["2"]["mean"] == pytest.approx(2 / 3)
     assert summary["maj_at"]["2"]["mean"] == pytest.approx(0.5)
     with pytest.raises(ValueError, match="1 to 2 samples"):
@@ -382,7 +382,7 @@ def test_samples_of_a_problem_go_together():
 
 
 def test_equal_problems_have_an_interval_too():
-    """All of 20 problems at 2 of 2: a bootstrap would have no width; Wilson's lower bound is 20 / (20 + 3.84)."""
+    """All of 20 problems at 2 of 2: their spread is 0; Wilson's lower bound is 20 / (20 + 3.84)."""
     rows = [graded(str(n), "correct", sample=sample) for n in range(20) for sample in range(2)]
     accuracy = summarize_reasoning(rows)["accuracy"]
     assert (accuracy["low"], accuracy["high"]) == pytest.approx((20 / (20 + 1.96**2), 1.0), abs=1e-3)

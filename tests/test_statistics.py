@@ -2,27 +2,33 @@
 
 import itertools
 import math
-import random
 
 import numpy
 import pytest
+import scipy.stats
+from scipy.special import expit
 
-from trl_ext.evaluation import PairOutcome, wilson_interval, win_rate
-from trl_ext.evaluation.bootstrap import (
-    bootstrap_interval,
-    chance_below,
-    mcnemar,
-    paired_bootstrap,
-    resample_counts,
-    row_credits,
+from trl_ext.evaluation import PairOutcome, mean_with_interval
+from trl_ext.evaluation.intervals import (
+    critical_value,
+    gain_interval,
+    mean_interval,
+    rate_difference_interval,
+    rate_interval,
+    wilson_interval,
 )
 from trl_ext.evaluation.length_control import (
     fit_logistic,
     length_controlled_win_rate,
     length_term,
-    predicted_rates,
 )
-from trl_ext.evaluation.ratings import bradley_terry, expected_score, ratings_with_intervals
+from trl_ext.evaluation.paired import (
+    chance_below,
+    mcnemar,
+    paired_difference,
+    row_credits,
+)
+from trl_ext.evaluation.ratings import bradley_terry, expected_score, ratings_with_intervals, resample_counts
 
 C, B, T = "candidate", "base", "tie"
 
@@ -52,86 +58,111 @@ class TestRowCredits:
             row_credits([], "third")
 
 
-class TestBootstrap:
-    def test_counts_are_samples_of_n(self):
-        counts = resample_counts(7, 1000, seed=3)
-        assert counts.shape == (1000, 7)
-        assert (counts.sum(axis=1) == 7).all()
-        # Each prompt is in a sample once on average, with variance 1 - 1/7: the mean of 1000 is within 4 errors.
-        assert numpy.abs(counts.mean(axis=0) - 1).max() < 4 * math.sqrt((1 - 1 / 7) / 1000)
+class TestMeanInterval:
+    @pytest.mark.parametrize(
+        ("degrees", "alpha", "expected"),
+        [(2, 0.05, 4.302653), (4, 0.05, 2.776445), (7, 0.01, 3.499483), (30, 0.05, 2.042272), (1e9, 0.05, 1.959964)],
+    )
+    def test_critical_values_of_printed_tables(self, degrees, alpha, expected):
+        assert critical_value(degrees, alpha) == pytest.approx(expected, abs=5e-6)
 
-    @pytest.mark.parametrize("rule", ["agreed", "half"])
-    def test_agrees_with_win_rate_of_the_repeated_rows(self, rule):
-        """Every sample written out as a list of outcomes and given to `win_rate`, denominators and all."""
-        generator = random.Random(2)
-        rows = outcomes_of(*(tuple(generator.choices((C, B, T), (5, 3, 2), k=2)) for _ in range(20)))
-        rows[3] = PairOutcome("3", None, None, error="timeout")
-        assert {0.0, 1.0} < set(row_credits(rows, rule)), "wins, losses and rows that do not count"
-        rates = []
-        for counts in resample_counts(20, 1000, seed=0):
-            sample = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
-            rates.append(getattr(win_rate(sample), rule).rate)
-        expected = numpy.percentile(rates, [2.5, 97.5])
-        assert bootstrap_interval(rows, rule, draws=1000) == pytest.approx(tuple(expected), abs=1e-12)
+    def test_three_values_by_hand(self):
+        """1, 2, 3 have the deviation 1: 2 -+ 4.302653 / sqrt 3."""
+        assert mean_interval([1, 2, 3]) == pytest.approx((2 - 2.484138, 2 + 2.484138), abs=1e-6)
 
-    @pytest.mark.parametrize("wins, n", [(60, 80), (87, 128), (200, 400)])
-    def test_near_wilson_on_independent_rows(self, wins, n):
-        low, high = bootstrap_interval(settled(*([1] * wins + [0] * (n - wins))), draws=4000)
-        assert (low, high) == pytest.approx(wilson_interval(wins, n), abs=0.02)
+    def test_the_ends_of_a_skewed_mean_solve_its_equation(self):
+        """With c = skewness / sqrt n, t + c t^2 / 3 + c^2 t^3 / 27 + c / 6 is -+ 2.776445 at the t of the ends."""
+        values = numpy.array([0.0, 0.0, 1.0, 2.0, 9.0])
+        error, c = values.std(ddof=1) / math.sqrt(5), scipy.stats.skew(values) / math.sqrt(5)
+        for end, expected in zip(mean_interval(values), (2.776445, -2.776445), strict=True):
+            t = (values.mean() - end) / error
+            assert t + c * t**2 / 3 + c**2 * t**3 / 27 + c / 6 == pytest.approx(expected, abs=1e-6)
+
+    def test_equal_values(self):
+        assert mean_interval([0.3] * 4) == mean_interval([0.3]) == (0.3, 0.3)
+        with pytest.raises(ValueError, match="no values"):
+            mean_interval([])
+
+    def test_published_gains(self):
+        """21 pairs, of which 1 gains and 7 lose (Bentur et al. 2009): Tango's interval in Fagerland et al. 2014."""
+        assert gain_interval(1, 7, 21) == pytest.approx((-0.517, -0.026), abs=5e-4)
+        assert gain_interval(7, 1, 21) == pytest.approx((0.026, 0.517), abs=5e-4)
+
+    def test_gains_without_spread(self):
+        """No pair of 6 differs: the statistic n d / (1 - d) is z^2 at d = z^2 / (n + z^2) = 3.841459 / 9.841459. All
+        of 5 gain: its square is 5 (1 - d) / (1 + d), and (5 - z^2) / (5 + z^2) = 0.131035."""
+        assert gain_interval(0, 0, 6) == pytest.approx((-0.390334, 0.390334), abs=1e-6)
+        assert gain_interval(5, 0, 5) == pytest.approx((0.131035, 1.0), abs=1e-6)
+        assert mean_with_interval([1.0] * 5) == {"mean": 1.0, "low": pytest.approx(0.131035, abs=1e-6), "high": 1.0}
+
+    @pytest.mark.parametrize("chances", [(0.05, 0.8, 0.15), (0.1, 0.6, 0.3), (0.2, 0.6, 0.2), (0.05, 0.05, 0.9)])
+    def test_exact_coverage_of_five_gains(self, chances):
+        """Over all 21 outcomes of five differences of -1, 0 and 1. The normal interval covers 41 to 93%."""
+        covered = 0.0
+        for lost in range(6):
+            for gained in range(6 - lost):
+                low, high = gain_interval(gained, lost, 5)
+                if low - 1e-12 <= chances[2] - chances[0] <= high + 1e-12:
+                    covered += scipy.stats.multinomial.pmf([lost, 5 - lost - gained, gained], 5, chances)
+        assert covered >= 0.93
+
+
+class TestRateInterval:
+    def test_by_hand(self):
+        """1, 1/2, 0: the variance is that of 3 zeros and ones, and t has two degrees of freedom, t^2 = 18.512822.
+
+        1/2 -+ t sqrt(1 / 12 + t^2 / 36) / (1 + t^2 / 3) = 1/2 -+ 4.302653 x 0.773032 / 7.170940.
+        """
+        assert rate_interval([1, 0.5, 0]) == pytest.approx((0.036171, 0.963829), abs=1e-6)
+
+    def test_zeros_and_ones_and_equal_values_are_wilsons(self):
+        assert rate_interval([1, 0, 1, 1]) == wilson_interval(3, 4)
+        assert rate_interval([0.5] * 10) == pytest.approx(wilson_interval(5, 10))
+        with pytest.raises(ValueError, match="no values"):
+            rate_interval([])
 
     @pytest.mark.parametrize(
-        "rows, rule, expected",
+        ("table", "expected"),
         [
-            # Ten wins of ten: n / (n + z^2) = 10 / 13.841459 and 1.
-            (settled(*[1] * 10), "agreed", (0.722467, 1.0)),
-            (settled(*[0] * 10), "half", (0.0, 0.277533)),
-            # Ten ties, worth 5 of 10: 1/2 -+ z / (2 sqrt(n + z^2)) = 1/2 -+ 1.959964 / (2 x 3.720411).
-            (outcomes_of(*[(C, B)] * 10), "half", (0.236593, 0.763407)),
-            # Two rows count, both won: 2 / 5.841459.
-            (outcomes_of((C, C), (C, B), (C, C)), "agreed", (0.342380, 1.0)),
-            (outcomes_of((C, B)), "agreed", (0.0, 1.0)),
+            ((36, 12, 2, 0), (0.0569, 0.3404)),
+            ((59, 6, 16, 80), (-0.1186, -0.0046)),
+            ((36, 4, 0, 0), (-0.0064, 0.2305)),
         ],
     )
-    def test_outcomes_that_all_agree(self, rows, rule, expected):
-        """Resampling cannot change them, and would give intervals of no width, such as [1, 1]."""
-        assert bootstrap_interval(rows, rule) == pytest.approx(expected, abs=1e-6)
+    def test_paired_rates(self, table, expected):
+        """Both won, only the first, only the second, neither. The first two are published (Newcombe 1998; Cavo et al.
+        2012 in Fagerland et al. 2014). Of 40 wins against 36, McNemar's p is 0.125: the interval must hold 0."""
+        first, second = (numpy.repeat(wins, table).tolist() for wins in ([1, 1, 0, 0], [1, 0, 1, 0]))
+        assert rate_difference_interval(first, second) == pytest.approx(expected, abs=6e-5)
+        mirrored = rate_difference_interval(second, first)
+        assert mirrored == pytest.approx((-expected[1], -expected[0]), abs=6e-5)
 
-    def test_samples_in_which_nothing_counts(self):
-        """Two rows of twelve count: one sample in nine, (10 / 12)^12, has neither, and no rate."""
-        rows = outcomes_of((C, C), (B, B), *[(C, B)] * 10)
-        assert bootstrap_interval(rows) == (0.0, 1.0)
-
-    def test_a_fixed_seed(self):
-        rows = settled(1, 0, 1, 1, 0)
-        assert bootstrap_interval(rows) == bootstrap_interval(rows)
-
-    def test_too_few_draws(self):
-        with pytest.raises(ValueError, match="draws must be at least 1000"):
-            bootstrap_interval(settled(1, 0), draws=999)
-
-    def test_no_prompts(self):
-        with pytest.raises(ValueError, match="no prompts"):
-            bootstrap_interval([])
+    def test_rates_on_other_prompts_are_independent(self):
+        """3 of 4 and 1 of 2 with no prompt in common: Wilson's bounds are combined by squares alone."""
+        (low, high), (other_low, other_high) = wilson_interval(3, 4), wilson_interval(1, 2)
+        found = rate_difference_interval([1, 1, 1, 0, None, None], [None] * 4 + [1, 0])
+        ends = -math.hypot(0.75 - low, other_high - 0.5), math.hypot(high - 0.75, 0.5 - other_low)
+        assert found == pytest.approx((0.25 + ends[0], 0.25 + ends[1]))
+        assert rate_difference_interval([1, 0], [None, None]) is None
 
 
-class TestPairedBootstrap:
+class TestPairedDifference:
     def test_two_candidates_that_never_differ(self):
-        """Six prompts without a difference leave room for some: the score interval is -+ z^2 / (n + z^2).
+        """Six prompts, four won by both: Wilson's bounds of 4 / 6 are 0.366673 below and 0.236562 above it.
 
-        3.841459 / 9.841459 = 0.390334. The statistic of Tango's test of a difference d with b = c = 0 discordant pairs
-        is n d / sqrt(n (2 q + d (1 - d))) with q = 0 for d > 0, the share of the less frequent kind under d; its
-        square is n d / (1 - d), which is z^2 at d = z^2 / (n + z^2).
+        The centred products sum to 6 x 2/9 = 4/3, less 1/2 for continuity: the correlation is 5/8, and the half-width
+        sqrt(0.366673^2 - 2 x 5/8 x 0.366673 x 0.236562 + 0.236562^2) = 0.286330.
         """
         rows = settled(1, 0, 1, 1, 0, 1)
-        result = paired_bootstrap(rows, rows)
+        result = paired_difference(rows, rows)
         assert result.difference == 0.0
-        assert (result.low, result.high) == pytest.approx((-0.390334, 0.390334), abs=1e-6)
+        assert (result.low, result.high) == pytest.approx((-0.286330, 0.286330), abs=1e-6)
         assert result.mcnemar.p_value == 1.0
 
     def test_one_wins_all_and_the_other_nothing(self):
         """10 of 10 against 0 of 10: the Wilson intervals end 0.277533 from 1 and from 0, and
         1 - sqrt(2 x 0.277533^2) = 0.607509; differences above 1 there are none."""
-        result = paired_bootstrap(settled(*[1] * 10), settled(*[0] * 10))
+        result = paired_difference(settled(*[1] * 10), settled(*[0] * 10))
         assert (result.difference, result.low, result.high) == pytest.approx((1.0, 0.607509, 1.0), abs=1e-6)
         # The two-sided chance of ten of ten: 2 / 1024.
         assert result.mcnemar.p_value == pytest.approx(2 / 1024)
@@ -141,7 +172,7 @@ class TestPairedBootstrap:
         first = outcomes_of((C, C), (C, C), (C, B), (C, C), (B, B))
         second = outcomes_of((B, B), (B, B), (B, B), (C, C), (B, B))
         for rule in ("agreed", "half"):
-            test = paired_bootstrap(first, second, rule).mcnemar
+            test = paired_difference(first, second, rule).mcnemar
             assert (test.only_first, test.only_second, test.p_value) == (2, 0, 0.5)
 
     def test_what_prompts_share_cancels(self):
@@ -153,7 +184,7 @@ class TestPairedBootstrap:
         """
         first = settled(*([1] * 60 + [0] * 30 + [1] * 8 + [0] * 2))
         second = settled(*([1] * 60 + [0] * 30 + [0] * 8 + [1] * 2))
-        result = paired_bootstrap(first, second, draws=20_000)
+        result = paired_difference(first, second)
         assert result.difference == pytest.approx(0.06)
         assert (result.low, result.high) == pytest.approx((-0.001, 0.121), abs=0.011)
         assert (result.mcnemar.only_first, result.mcnemar.only_second) == (8, 2)
@@ -162,24 +193,24 @@ class TestPairedBootstrap:
 
     def test_order_of_rows_does_not_matter(self):
         first, second = settled(1, 0, 1, 1), settled(0, 0, 1, 0)
-        assert paired_bootstrap(first, second) == paired_bootstrap(first, second[::-1])
+        assert paired_difference(first, second) == paired_difference(first, second[::-1])
 
     def test_denominators_are_recomputed(self):
         """The second candidate settles one row of four and wins it: 1 / 1 against 2 / 4."""
         first = settled(1, 1, 0, 0)
         second = outcomes_of((C, C), (C, B), (C, B), (C, B))
-        result = paired_bootstrap(first, second)
+        result = paired_difference(first, second)
         assert (result.first, result.second) == (0.5, 1.0)
-        assert paired_bootstrap(first, second, "half").second == pytest.approx((1 + 3 * 0.5) / 4)
+        assert paired_difference(first, second, "half").second == pytest.approx((1 + 3 * 0.5) / 4)
 
     def test_other_rows(self):
         with pytest.raises(ValueError, match="row_id 1: only one of the two"):
-            paired_bootstrap(settled(1, 0), settled(1))
+            paired_difference(settled(1, 0), settled(1))
 
     def test_repeated_rows(self):
         rows = [PairOutcome("a", C, C)] * 2
         with pytest.raises(ValueError, match="the first candidate's outcomes repeat"):
-            paired_bootstrap(rows, rows)
+            paired_difference(rows, rows)
 
 
 class TestMcNemar:
@@ -262,19 +293,6 @@ class TestChanceBelow:
 
 
 class TestLengthControl:
-    def test_prediction_by_hand(self):
-        """theta 0.3, psi 0.5, gamma -1, 0, 1: logits -0.2, 0.3, 0.8, whose mean rate is 0.571528.
-
-        With phi 0.8 and tanh of 1, 0.5 and 2 in the length term: 0.696769.
-        """
-        gamma, tanh = numpy.array([-1.0, 0.0, 1.0]), numpy.tanh([1.0, 0.5, 2.0])
-        coefficients = numpy.array([[0.3, 0.8, 0.5]])
-        equal = predicted_rates(numpy.stack([numpy.ones(3), numpy.zeros(3), gamma], axis=1), coefficients)
-        assert equal[0] == pytest.approx([0.450166, 0.574443, 0.689974], abs=1e-6)
-        assert equal.mean() == pytest.approx(0.571528, abs=1e-6)
-        raw = predicted_rates(numpy.stack([numpy.ones(3), tanh, gamma], axis=1), coefficients)
-        assert raw.mean() == pytest.approx(0.696769, abs=1e-6)
-
     def test_length_term(self):
         """Differences 10, 20, 30 have the sample deviation 10."""
         assert length_term(numpy.array([10.0, 20.0, 30.0])) == pytest.approx(numpy.tanh([1.0, 2.0, 3.0]))
@@ -295,7 +313,6 @@ class TestLengthControl:
             1000 + gap,
             [1000] * 4000,
             difficulty=gamma if with_difficulty else None,
-            draws=1000,
         )
         assert result.raw - true.mean() > 0.05
         assert abs(result.rate - true.mean()) < 0.02
@@ -310,16 +327,16 @@ class TestLengthControl:
         """The gradient of the log-likelihood with its prior, written out anew, vanishes by finite differences."""
         generator = numpy.random.default_rng(2)
         design = numpy.stack([numpy.ones(40), generator.normal(size=40)], axis=1)
-        labels, weights = generator.choice([0.0, 0.5, 1.0], size=40), generator.integers(0, 3, size=40).astype(float)
+        labels = generator.choice([0.0, 0.5, 1.0], size=40)
 
         def log_posterior(theta):
             total = -sum(value**2 for value in theta) / (2 * 10.0**2)
-            for row, label, weight in zip(design, labels, weights, strict=True):
+            for row, label in zip(design, labels, strict=True):
                 logit = row @ theta
-                total += weight * (label * -math.log1p(math.exp(-logit)) + (1 - label) * -math.log1p(math.exp(logit)))
+                total -= label * math.log1p(math.exp(-logit)) + (1 - label) * math.log1p(math.exp(logit))
             return total
 
-        (fitted,) = fit_logistic(design, labels, weights[None])
+        fitted = fit_logistic(design, labels)
         for direction in numpy.eye(2):
             slope = (log_posterior(fitted + 1e-5 * direction) - log_posterior(fitted - 1e-5 * direction)) / 2e-5
             assert slope == pytest.approx(0.0, abs=1e-5)
@@ -345,9 +362,7 @@ class TestLengthControl:
             mode = grid[log_posterior(grid).argmax()]
             width *= 0.7
         expected = (1 / (1 + numpy.exp(-(mode[0] + mode[2] * standard)))).mean()
-        result = length_controlled_win_rate(
-            wins.tolist(), 1000 + gap, [1000] * 60, difficulty=origin + scale * gamma, draws=1000
-        )
+        result = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * 60, difficulty=origin + scale * gamma)
         assert result.rate == pytest.approx(expected, abs=1e-6)
         assert result.length_coefficient == pytest.approx(mode[1], abs=1e-5)
         assert result.low < result.rate < result.high
@@ -365,8 +380,8 @@ class TestLengthControl:
             "told by the feature": (feature > 0).astype(float),
         }[kind]
         design = numpy.stack([numpy.ones(4000), scale * feature], axis=1)
-        (fitted,) = fit_logistic(design, labels, numpy.ones((1, 4000)))
-        gradient = design.T @ (labels - predicted_rates(design, fitted[None])[0]) - fitted / 10.0**2
+        fitted = fit_logistic(design, labels)
+        gradient = design.T @ (labels - expit(design @ fitted)) - fitted / 10.0**2
         assert gradient / [1, max(scale, 1)] == pytest.approx(numpy.zeros(2), abs=1e-6)
 
     def test_difficulties_that_say_nothing(self):
@@ -390,7 +405,7 @@ class TestLengthControl:
         lengths = list(range(100, 200))
         result = length_controlled_win_rate([1.0] * 100, lengths, [150] * 100)
         assert 0.99 < result.rate < 1.0
-        # Resampled, they are all wins again; Wilson's lower bound of 100 of 100 is 100 / 103.841459.
+        # Wilson's lower bound of 100 of 100 is 100 / 103.841459.
         assert (result.low, result.high) == (pytest.approx(0.963007, abs=1e-6), 1.0)
 
     def test_rows_without_judgement_are_left_out(self):
@@ -466,8 +481,8 @@ class TestBradleyTerry:
         assert expected_score(0) == 0.5
 
     def test_intervals_of_two_systems(self):
-        """70 of 100: each resampled count k of wins gives 400 log10(k / (100 - k)), so the interval is that of the
-        win rate's own bootstrap, carried over."""
+        """70 of 100: each resampled count k of wins gives 400 log10(k / (100 - k)), so the interval is that of a
+        bootstrap of the win rate, carried over."""
         credits = [1.0] * 70 + [0.0] * 30
         result = ratings_with_intervals([credits], [(0, 1)], 2, anchor=1)
         rates = resample_counts(100) @ numpy.array(credits) / 100

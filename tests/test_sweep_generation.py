@@ -94,7 +94,9 @@ def test_figures_are_means_over_prompts():
     """Prompts of (0, 1) and (1, 1): .5 and 1, mean .75; bigrams `a b`, `b a`, `a b` of each text: 2 of 12 differ."""
     found = summarize_setting([group(0, 1), group(1, 1, reward=3.0)], win_rate=None)
     assert (found["n_prompts"], found["n_samples"], found["win_rate"]) == (2, 2, None)
-    assert found["score"]["mean"] == 0.75 and (found["score"]["low"], found["score"]["high"]) == (0.5, 1.0)
+    assert found["score"]["mean"] == 0.75 and found["score"]["n"] == 2
+    # The deviation is sqrt(1/8), and t has one degree of freedom.
+    assert found["score"]["high"] == pytest.approx(0.75 + 12.7062 * 0.25, abs=1e-4)
     assert found["reward"] == {"mean": 3.0, "low": 3.0, "high": 3.0, "n": 1}
     assert found["diagnostics"]["mean_tokens"] == 5
     assert found["diagnostics"]["distinct_2"] == pytest.approx(2 / 12)

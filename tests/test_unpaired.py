@@ -28,6 +28,13 @@ def test_values():
     assert kto(LOG_RATIO, DESIRABLE, KL, undesirable_weight=1.5).mean().item() == pytest.approx(0.617531, abs=1e-6)
 
 
+def test_weights_are_in_the_precision_of_the_log_ratios():
+    """1.1 and 0.7 have no finite binary form: taken through float32 they would be off by 2e-8 relative."""
+    zeros = torch.zeros(2, dtype=torch.float64)
+    losses = kto(zeros, DESIRABLE[1:3], zeros, desirable_weight=1.1, undesirable_weight=0.7)
+    assert losses.tolist() == pytest.approx([0.55, 0.35], rel=1e-15)
+
+
 def test_the_mean_is_clamped_and_not_its_terms():
     """Mean of -0.5, -0.1, 0.3, 0.1 is -0.05, so z = 0; clamped terms would average 0.1."""
     negative = torch.tensor([-0.5, -0.1, 0.3, 0.1], dtype=torch.float64)

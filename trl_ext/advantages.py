@@ -97,8 +97,9 @@ def group_centered(rewards: Tensor, group_size: int) -> Tensor:
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """RLOO: `r` minus the mean of the group's other rewards, unbiased. [N]. Ahmadian et al. 2024, arXiv 2402.14740."""
     groups = _Groups.of(rewards, group_size)
-    factor = groups.count / (groups.count - 1).clamp(min=1)
-    return groups.finish(factor * (groups.values - groups.mean), groups.varied)
+    # Multiplied first: a quotient of two counts would be in single precision.
+    scaled = groups.count * (groups.values - groups.mean)
+    return groups.finish(scaled / (groups.count - 1).clamp(min=1), groups.varied)
 
 
 def group_rank(rewards: Tensor, group_size: int, scale: float = 1.0) -> Tensor:

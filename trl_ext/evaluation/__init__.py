@@ -7,6 +7,9 @@ import importlib
 # The command of that name must be here before the function is: importing it later would set `compare` to it.
 import trl_ext.evaluation.compare  # noqa: F401
 from trl_ext.evaluation.diagnostics import GenerationDiagnostics, diagnose_generations
+
+# `win_rate` must be bound here and not on first use: importing the submodule of that name sets the same attribute.
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.judge import (
     GroundTruthJudge,
     JudgeError,
@@ -15,9 +18,7 @@ from trl_ext.evaluation.judge import (
     PairwiseJudge,
     compare,
 )
-
-# `win_rate` must be bound here and not on first use: importing the submodule of that name sets the same attribute.
-from trl_ext.evaluation.win_rate import Interval, PairOutcome, WinRate, wilson_interval, win_rate
+from trl_ext.evaluation.win_rate import Interval, PairOutcome, WinRate, win_rate
 
 # These import torch or other large libraries, so they load when they are first used.
 _MODULE_OF_NAME = {
@@ -42,9 +43,9 @@ _MODULE_OF_NAME = {
     "judge_candidate": "trl_ext.evaluation.submissions.candidates",
     "length_controlled_win_rate": "trl_ext.evaluation.length_control",
     "mean_with_interval": "trl_ext.evaluation.comparison",
-    "mcnemar": "trl_ext.evaluation.bootstrap",
+    "mcnemar": "trl_ext.evaluation.paired",
     "pack_submission": "trl_ext.evaluation.submissions.submission",
-    "paired_bootstrap": "trl_ext.evaluation.bootstrap",
+    "paired_difference": "trl_ext.evaluation.paired",
     "plot_tournament": "trl_ext.evaluation.tournament",
     "run_tournament": "trl_ext.evaluation.tournament",
     "score_submission_file": "trl_ext.evaluation.submissions.submission",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.diagnostics import diagnose_generations
+from trl_ext.evaluation.intervals import gain_interval, mean_interval
 from trl_ext.evaluation.judge import PairwiseJudge, compare, last_user_text
 from trl_ext.evaluation.win_rate import win_rate
 from trl_ext.files import write_json, write_json_lines
@@ -114,20 +114,21 @@ def compare_generations(
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, float]:
-    """The `mean` of the values and its 95% interval, `low` to `high`, under a normal approximation.
+    """The `mean` of the values and its 95% interval, `low` to `high`; see `intervals.mean_interval`.
 
     For two policies on the same prompts, give the differences of their scores: the interval is then the paired one.
-    Of a single value no spread can be told, and the interval has no width.
+    Where they are -1, 0 and 1 alone, as differences of verified rewards are, it is Tango's, which has a width where
+    all of a few are equal. Of any other single value no spread can be told, and the interval has no width.
 
     Raises:
         ValueError: no values.
     """
-    if not values:
-        raise ValueError("the mean of no values was asked for")
-    mean = _mean(values)
-    variance = sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
-    half_width = 1.96 * math.sqrt(variance / len(values))
-    return {"mean": mean, "low": mean - half_width, "high": mean + half_width}
+    counts = Counter(map(float, values))
+    if counts.keys() <= {-1.0, 0.0, 1.0} and counts:
+        low, high = gain_interval(counts[1.0], counts[-1.0], len(values))
+    else:
+        low, high = mean_interval(values)
+    return {"mean": float(_mean(values)), "low": low, "high": high}
 
 
 def _add_rewards(rows: list[dict], prompts: Sequence[Mapping[str, Any]], rewards: Mapping[str, Mapping]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.bootstrap import percentile_interval, resample_counts
+from trl_ext.evaluation.comparison import mean_with_interval
 from trl_ext.evaluation.diagnostics import diagnose_generations
 from trl_ext.evaluation.plots import new_figure
 from trl_ext.files import replacing
@@ -36,7 +36,7 @@ def summarize_setting(
 
     Returns:
         JSON-ready: `n_prompts`, `n_samples` of each; `reward` and `score`, each with `mean`, its 95% interval `low`
-        and `high` from a bootstrap over prompts, and `n`, the prompts that have one, or None where none has;
+        and `high` over prompts, and `n`, the prompts that have one, or None where none has;
         `diagnostics` over all responses; and what was compared.
     """
     rows = [row for group in samples for row in group]
@@ -57,7 +57,7 @@ def summarize_setting(
 def paired_gain(
     own: Sequence[Sequence[Mapping[str, Any]]], other: Sequence[Sequence[Mapping[str, Any]]], name: str
 ) -> dict[str, Any] | None:
-    """Mean of `name` minus that of another setting on the same prompts, with its paired 95% bootstrap interval.
+    """Mean of `name` minus that of another setting on the same prompts, with its paired 95% interval.
 
     Prompts that lack it on one side are left out; None where that leaves none.
     """
@@ -75,10 +75,7 @@ def _by_prompt(samples: Sequence[Sequence[Mapping[str, Any]]], name: str) -> lis
 
 
 def _estimate(values: list[float]) -> dict[str, Any] | None:
-    if not values:
-        return None
-    low, high = percentile_interval(resample_counts(len(values)) @ numpy.array(values) / len(values))
-    return {"mean": sum(values) / len(values), "low": low, "high": high, "n": len(values)}
+    return {**mean_with_interval(values), "n": len(values)} if values else None
 
 
 def figure_of(result: Mapping[str, Any], metric: str) -> float | None:

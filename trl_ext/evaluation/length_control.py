@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy
+from scipy.special import expit
 
-from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts, unanimous_interval
+from trl_ext.evaluation.intervals import rate_interval
 
 # Keeps a coefficient finite where every comparison is won, or length alone tells wins from losses: as much as one
 # normal prior of standard deviation 10 on the scale of log-odds, which moves a rate over 100 prompts by under 0.001.
 PRIOR_DEVIATION = 10.0
-NEWTON_STEPS = 100
-HALVINGS = 30
 
 
 @dataclass(frozen=True)
@@ -23,8 +22,8 @@ class LengthControlledWinRate:
     """A win rate with the effect of length taken out, and what it was taken out from.
 
     Attributes:
-        rate, low, high: the length-controlled rate and its 95% bootstrap interval over prompts; Wilson's where all
-            comparisons have one outcome, which resampling cannot change.
+        rate, low, high: the length-controlled rate and its 95% interval over prompts; Wilson's where all
+            comparisons have one outcome.
         raw: the win rate of the same rows, ties as half.
         length_coefficient: log-odds per unit of tanh(length difference / its standard deviation); positive where the
             judge favours the longer response. None where all differences are zero.
@@ -56,8 +55,6 @@ def length_controlled_win_rate(
     base_lengths: Sequence[int],
     *,
     difficulty: Sequence[float] | None = None,
-    draws: int = DRAWS,
-    seed: int = 0,
 ) -> LengthControlledWinRate | None:
     """Fit how length sways the judge and predict the win rate at equal lengths.
 
@@ -74,8 +71,6 @@ def length_controlled_win_rate(
         lengths, base_lengths: of both responses, in characters.
         difficulty: gamma of each prompt; None where none is known in advance, as for a benchmark judged for one class
             only: the term is then left out, and `note` says so.
-        draws: bootstrap samples of the prompts, at least 1000.
-        seed: of the resampling.
 
     Returns:
         None where no row was judged, or where the model cannot be told: the length term hardly varies, as where the
@@ -105,18 +100,17 @@ def length_controlled_win_rate(
     design = numpy.stack(features, axis=1)
     equal_lengths = design.copy()
     equal_lengths[:, 1] = 0.0
-    whole = numpy.ones((1, len(labels)))
-    coefficients = fit_logistic(design, labels, whole)
-    resampled = resample_counts(len(labels), draws, seed).astype(float)
-    low, high = unanimous_interval(labels.tolist()) or percentile_interval(
-        _weighted_rates(equal_lengths, fit_logistic(design, labels, resampled), resampled)
-    )
+    coefficients = fit_logistic(design, labels)
+    rate = float(expit(equal_lengths @ coefficients).mean())
+    # Where all are won or lost the fit is all but certain; Wilson's interval is not.
+    certain = labels.min() == labels.max()
+    low, high = rate_interval(labels if certain else rate + _influence(design, equal_lengths, labels, coefficients))
     return LengthControlledWinRate(
-        rate=float(_weighted_rates(equal_lengths, coefficients, whole)[0]),
+        rate=rate,
         low=low,
         high=high,
         raw=float(labels.mean()),
-        length_coefficient=float(coefficients[0, 1]) if term.any() else None,
+        length_coefficient=float(coefficients[1]) if term.any() else None,
         mean_length=float(own.mean()),
         base_mean_length=float(other.mean()),
         n=len(labels),
@@ -133,61 +127,48 @@ def length_term(differences: numpy.ndarray) -> numpy.ndarray | None:
     return numpy.tanh(differences / deviation) if deviation > 0 else None
 
 
-def predicted_rates(design: numpy.ndarray, coefficients: numpy.ndarray) -> numpy.ndarray:
-    """Win probabilities, [draws, n], of a design [n, terms] under coefficients [draws, terms]."""
-    return 1 / (1 + numpy.exp(-numpy.clip(coefficients @ design.T, -500, 500)))
+def fit_logistic(design: numpy.ndarray, labels: numpy.ndarray) -> numpy.ndarray:
+    """The logistic regression with soft labels in [0, 1], [n], on features [n, terms]: its coefficients, [terms].
 
-
-def fit_logistic(design: numpy.ndarray, labels: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndarray:
-    """Logistic regressions with soft labels and weighted rows, all at once, by Newton's method with a line search.
-
-    Args:
-        design: features, [n, terms]; a constant is one of them if wanted.
-        labels: in [0, 1], [n].
-        weights: of the rows in each regression, [draws, n].
-
-    Returns:
-        Coefficients, [draws, terms]: the posterior mode under independent normal priors, `PRIOR_DEVIATION` wide. The
-        posterior is strictly log-concave, so the mode is unique and is found from any start.
+    They are the mode of the posterior under independent normal priors, `PRIOR_DEVIATION` wide. The posterior is
+    strictly log-concave, so the mode is unique.
     """
-    precision = numpy.eye(design.shape[1]) / PRIOR_DEVIATION**2
-    coefficients = numpy.zeros((len(weights), design.shape[1]))
-    reached = _log_posterior(design, labels, weights, coefficients)
-    for _ in range(NEWTON_STEPS):
-        rates = predicted_rates(design, coefficients)
-        gradient = (weights * (labels - rates)) @ design - coefficients @ precision
-        curvature = numpy.einsum("dn,ni,nj->dij", weights * rates * (1 - rates), design, design, optimize=True)
-        step = numpy.linalg.solve(curvature + precision, gradient[..., None])[..., 0]
-        # Twice what a whole step gains where the posterior is a parabola.
-        promised = (gradient * step).sum(axis=1)
-        if promised.max() < 1e-16:
-            break
-        coefficients, reached = _searched(design, labels, weights, coefficients, reached, step, promised)
-    return coefficients
+    from scipy.optimize import minimize
+
+    def loss(coefficients: numpy.ndarray) -> tuple[float, numpy.ndarray]:
+        logits = design @ coefficients
+        value = (numpy.logaddexp(0.0, logits) - labels * logits).sum()
+        gradient = (expit(logits) - labels) @ design
+        prior = coefficients / PRIOR_DEVIATION**2
+        return value + coefficients @ prior / 2, gradient + prior
+
+    found = minimize(
+        loss,
+        numpy.zeros(design.shape[1]),
+        jac=True,
+        hess=lambda coefficients: _curvature(design, expit(design @ coefficients)),
+        method="trust-exact",
+        options={"gtol": 1e-9},
+    )
+    return found.x
 
 
-def _searched(design, labels, weights, coefficients, reached, step, promised):
-    """Coefficients after each regression's step and their log-posteriors; a step is halved until it gains enough.
+def _curvature(design: numpy.ndarray, rates: numpy.ndarray) -> numpy.ndarray:
+    """Of the log-posterior, with its sign turned, [terms, terms]."""
+    return (design.T * (rates * (1 - rates))) @ design + numpy.eye(design.shape[1]) / PRIOR_DEVIATION**2
 
-    Far from the mode the curvature nearly vanishes and a whole step would overshoot.
+
+def _influence(
+    design: numpy.ndarray, equal_lengths: numpy.ndarray, labels: numpy.ndarray, coefficients: numpy.ndarray
+) -> numpy.ndarray:
+    """What each comparison moves the mean rate at equal lengths by, times their number, to first order, [n].
+
+    Their variance over n is that of the rate: the sandwich estimate, which does not take the model for true.
     """
-    size = numpy.ones(len(step))
-    for _ in range(HALVINGS):
-        moved = coefficients + size[:, None] * step
-        value = _log_posterior(design, labels, weights, moved)
-        # Near the mode the gain is below what rounding leaves of the sum.
-        short = value < reached + 1e-4 * size * promised - 1e-12 * (1 + abs(reached))
-        if not short.any():
-            break
-        size = numpy.where(short, size / 2, size)
-    return moved, value
-
-
-def _log_posterior(design, labels, weights, coefficients) -> numpy.ndarray:
-    """Up to a constant, [draws]."""
-    logits = coefficients @ design.T
-    likelihood = (weights * (labels * logits - numpy.logaddexp(0.0, logits))).sum(axis=1)
-    return likelihood - (coefficients**2).sum(axis=1) / (2 * PRIOR_DEVIATION**2)
+    rates, equal_rates = expit(design @ coefficients), expit(equal_lengths @ coefficients)
+    slope = (equal_rates * (1 - equal_rates)) @ equal_lengths
+    through_fit = (labels - rates) * (design @ numpy.linalg.solve(_curvature(design, rates), slope))
+    return equal_rates - equal_rates.mean() + through_fit - through_fit.mean()
 
 
 def _standardised(values: numpy.ndarray) -> numpy.ndarray:
@@ -196,7 +177,3 @@ def _standardised(values: numpy.ndarray) -> numpy.ndarray:
         raise ValueError("difficulty must be finite numbers")
     deviation = values.std()
     return (values - values.mean()) / deviation if deviation > 0 else numpy.zeros(len(values))
-
-
-def _weighted_rates(design: numpy.ndarray, coefficients: numpy.ndarray, weights: numpy.ndarray) -> numpy.ndarray:
-    return (predicted_rates(design, coefficients) * weights).sum(axis=1) / weights.sum(axis=1)

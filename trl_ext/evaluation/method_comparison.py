@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy
+from scipy.special import gammaincinv, ndtr, stdtr
 
-from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
-from trl_ext.evaluation.student_t import critical_value, exceedance, mean_square_quantiles, normal_tail
+from trl_ext.evaluation.intervals import critical_value
 
 Verdict = Literal["better", "worse", "cannot tell"]
 ALPHA = 0.05
@@ -75,7 +75,6 @@ class MethodDifference:
         p_value: two-sided, of the t-test that goes with the interval; 1 where there is no interval.
         adjusted_p_value: Holm's, over all comparisons with the baseline.
         verdict: better or worse where the adjusted p-value is at most 0.05.
-        bootstrap: 95% interval by resampling prompts and seeds, to look at beside the other.
         detectable: the smallest difference that this many prompts and seeds find with a power of 0.8.
         effect: the difference that the following two are for.
         prompts_needed, seeds_needed: how many would find `effect` with a power of 0.8, the number of the other staying
@@ -86,7 +85,6 @@ class MethodDifference:
     p_value: float
     adjusted_p_value: float
     verdict: Verdict
-    bootstrap: tuple[float, float]
     detectable: float | None
     effect: float
     prompts_needed: int | None
@@ -174,7 +172,7 @@ def crossed_mean(values) -> CrossedMean:
 
 
 def compare_with_baseline(
-    methods: Mapping[str, tuple[Any, Any]], *, effect: float | None = None, draws: int = DRAWS, seed: int = 0
+    methods: Mapping[str, tuple[Any, Any]], *, effect: float | None = None
 ) -> dict[str, MethodDifference]:
     """Compare methods with one baseline, each on the prompts and seeds that it shares with the baseline.
 
@@ -183,10 +181,9 @@ def compare_with_baseline(
     Args:
         methods: name -> the method's values and the baseline's on the same prompts and seeds, [P, S] each.
         effect: the true difference to plan for; None for the one that was found.
-        draws, seed: of the bootstrap.
 
     Raises:
-        ValueError: values of different shapes, an effect that is not above 0, or too few draws.
+        ValueError: values of different shapes, or an effect that is not above 0.
     """
     if effect is not None and not effect > 0:
         raise ValueError(f"the difference to plan for must be above 0, got {effect}")
@@ -202,7 +199,6 @@ def compare_with_baseline(
             p_value=p_values[name],
             adjusted_p_value=adjusted[name],
             verdict=verdict(mean.mean, adjusted[name]),
-            bootstrap=crossed_bootstrap(differences[name], draws=draws, seed=seed),
             **_plan(mean, abs(mean.mean) if effect is None else effect, alpha),
         )
         for name, mean in means.items()
@@ -230,23 +226,6 @@ def verdict(difference: float, adjusted_p_value: float) -> Verdict:
     return "better" if difference > 0 else "worse"
 
 
-def crossed_bootstrap(values, *, draws: int = DRAWS, seed: int = 0) -> tuple[float, float]:
-    """95% percentile interval of the mean of values [P, S], resampling prompts and seeds, each as a whole (Owen 2007).
-
-    It assumes no shape of the effects. Its variance is ((P - 1) / P MS_prompt + (S - 1) / S MS_seed + (P - 1)(S - 1) /
-    (P S) MS_rest) / (P S): it counts the rest three times where `crossed_mean` counts it once, but the seeds' part is
-    too small by (S - 1) / S, and percentiles know no t distribution. With few seeds that matter it is too narrow.
-
-    Raises:
-        ValueError: values that are not of that shape or not finite, or too few draws.
-    """
-    values = _checked(values)
-    prompts, seeds = values.shape
-    by_prompt = resample_counts(prompts, draws, seed)
-    by_seed = resample_counts(seeds, draws, seed + 1)
-    return percentile_interval(((by_prompt @ values) * by_seed).sum(1) / (prompts * seeds))
-
-
 # ---- Power ----
 
 
@@ -267,11 +246,16 @@ def power(effect: float, variances: Variances, prompts: int, seeds: int, alpha: 
     truth = variances.standard_error(prompts, seeds)
     if not truth > 0:
         raise ValueError("without any variance there is nothing to plan")
-    by_prompt = (variances.rest + seeds * variances.prompt) * mean_square_quantiles(prompts - 1, NODES)
-    by_seed = (variances.rest + prompts * variances.seed) * mean_square_quantiles(seeds - 1, NODES)
+    by_prompt = (variances.rest + seeds * variances.prompt) * _mean_squares(prompts - 1)
+    by_seed = (variances.rest + prompts * variances.seed) * _mean_squares(seeds - 1)
     error, share = error_of_mean(by_prompt[:, None], by_seed, variances.rest, prompts, seeds)
     limit = mixed_critical_value(share, prompts, seeds, alpha) * error
-    return float((normal_tail((limit - abs(effect)) / truth) + normal_tail((limit + abs(effect)) / truth)).mean())
+    return float((ndtr((abs(effect) - limit) / truth) + ndtr((-abs(effect) - limit) / truth)).mean())
+
+
+def _mean_squares(degrees: int) -> numpy.ndarray:
+    """Equally likely values of chi-squared / degrees, [NODES]: its quantiles at 1 / 2n, 3 / 2n, ..."""
+    return 2 / degrees * gammaincinv(degrees / 2, (numpy.arange(NODES) + 0.5) / NODES)
 
 
 def smallest_detectable(variances: Variances, prompts: int, seeds: int, alpha: float = ALPHA) -> float:
@@ -328,7 +312,7 @@ def _p_value(mean: CrossedMean) -> float:
     if mean.standard_error is None or mean.seed_share is None:
         return 1.0
     distance = abs(mean.mean) / mean.standard_error
-    low, high = sorted(exceedance(distance, count - 1) for count in (mean.prompts, mean.seeds))
+    low, high = sorted(2 * float(stdtr(count - 1, -distance)) for count in (mean.prompts, mean.seeds))
     low = max(low, LEAST_P_VALUE)
     while high > low * (1 + 1e-6):
         middle = math.sqrt(low * high)

@@ -27,11 +27,10 @@ from trl_ext.files import replacing, write_json, write_text
 _WHAT_IT_SAYS = (
     "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles mixed "
     "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
-    "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). The "
-    "bootstrap resamples prompts and seeds, and is too narrow for few seeds: it is there to look at. With two or "
-    "three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little less certain "
-    "than it says. What could be found, and what it would take, is for a power of 0.8 at the level that Holm's "
-    "hardest step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
+    "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). "
+    "With two or three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little "
+    "less certain than it says. What could be found, and what it would take, is for a power of 0.8 at the level that "
+    "Holm's hardest step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
 )
 
 _UNTUNED = "No settings were searched: a verdict is on the methods with the settings that they were given."
@@ -159,14 +158,13 @@ def method_table(summary: Mapping[str, Any]) -> str:
 
 def difference_table(summary: Mapping[str, Any]) -> str:
     """One row per comparison with the baseline."""
-    header = ["method", "difference", "95%", "bootstrap", "p", "p, Holm", "verdict", "could be found"]
+    header = ["method", "difference", "95%", "p", "p, Holm", "verdict", "could be found"]
     rows = []
     for one in summary["comparisons"]:
-        low, high = one["bootstrap"]
         found = "-" if one["detectable"] is None else f"{one['detectable']:.4f}"
         rows.append(
             [one["method"], f"{one['difference']['mean']:+.4f}", _range(one["difference"], "+.4f")]
-            + [f"[{low:+.4f}, {high:+.4f}]", _p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"], found]
+            + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"], found]
         )
     return markdown_table(header, rows)
 

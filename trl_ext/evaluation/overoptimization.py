@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts
+from trl_ext.evaluation.comparison import mean_with_interval
 from trl_ext.evaluation.plots import new_figure
 from trl_ext.evaluation.reward_models import best_of_n
 from trl_ext.files import replacing
@@ -17,10 +17,8 @@ from trl_ext.rollouts.best_of_n import kl_bound
 FIGURES = ("proxy", "gold", "oracle", "regret")
 
 
-def best_of_n_curve(
-    samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence[int], *, draws: int = DRAWS, seed: int = 0
-) -> dict[str, Any]:
-    """What the best of n is worth for each n, without bias, with 95% bootstrap intervals over prompts.
+def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence[int]) -> dict[str, Any]:
+    """What the best of n is worth for each n, without bias, with 95% intervals over prompts.
 
     Each prompt's figure is the mean over all choices of n of its N responses (`trl_ext.evaluation.best_of_n`). Only
     responses with a reward count, and only prompts with as many of them as the largest n, the same ones for every n.
@@ -28,7 +26,6 @@ def best_of_n_curve(
     Args:
         samples: for each prompt its responses with `reward` (None for none) and, where it is known, `score`: the gold.
         ns: numbers of responses, each at least 1.
-        draws, seed: of the bootstrap.
 
     Returns:
         JSON-ready: `n_prompts`; `left_out`, prompts with too few rewards; `curve`, for each n ascending a row with
@@ -50,20 +47,19 @@ def best_of_n_curve(
     has_gold = all(row.get("score") is not None for group in kept for row in group)
     proxies = [[row["reward"] for row in group] for group in kept]
     golds = [[row["score"] for row in group] for group in kept] if has_gold else proxies
-    counts = resample_counts(len(kept), draws, seed)
     values = {n: _by_prompt(proxies, golds, n) for n in ns}
     names = FIGURES if has_gold else FIGURES[:1]
     curve = []
     for n in ns:
-        row = {"n": n, "kl_bound": kl_bound(n), **{name: _estimate(values[n][name], counts) for name in names}}
+        row = {"n": n, "kl_bound": kl_bound(n), **{name: mean_with_interval(values[n][name]) for name in names}}
         if has_gold:
-            row["gain"] = _estimate(values[n]["gold"] - values[ns[0]]["gold"], counts)
+            row["gain"] = mean_with_interval(values[n]["gold"] - values[ns[0]]["gold"])
         curve.append(row)
     return {
         "n_prompts": len(kept),
         "left_out": len(samples) - len(kept),
         "curve": curve,
-        "peak": _peak(values, counts) if has_gold else None,
+        "peak": _peak(values) if has_gold else None,
     }
 
 
@@ -72,15 +68,10 @@ def _by_prompt(proxies: list[list[float]], golds: list[list[float]], n: int) -> 
     return {name: numpy.array([figure[name] for figure in figures]) for name in FIGURES}
 
 
-def _estimate(values: numpy.ndarray, counts: numpy.ndarray) -> dict[str, float]:
-    low, high = percentile_interval(counts @ values / len(values))
-    return {"mean": float(values.mean()), "low": low, "high": high}
-
-
-def _peak(values: Mapping[int, Mapping[str, numpy.ndarray]], counts: numpy.ndarray) -> dict[str, Any]:
+def _peak(values: Mapping[int, Mapping[str, numpy.ndarray]]) -> dict[str, Any]:
     peak = max(values, key=lambda n: values[n]["gold"].mean())
     last = max(values)
-    return {"n": peak, "change": _estimate(values[last]["gold"] - values[peak]["gold"], counts)}
+    return {"n": peak, "change": mean_with_interval(values[last]["gold"] - values[peak]["gold"])}
 
 
 def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:

@@ -8,12 +8,13 @@ from statistics import NormalDist
 
 import numpy
 
-from trl_ext.evaluation.bootstrap import DRAWS, percentile_interval, resample_counts, unanimous_interval
-from trl_ext.evaluation.win_rate import wilson_interval
+from trl_ext.evaluation.intervals import wilson_interval
 
 POINTS_PER_FACTOR_TEN = 400.0
 CENTRE = 1000.0
 NEWTON_STEPS = 100
+DRAWS = 2000
+MINIMUM_DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -106,20 +107,33 @@ def ratings_with_intervals(
     sampled = [_rate(_matrix(won, lost, pairs, size), met, anchor)[0]]
     generator = numpy.random.default_rng([seed, draws])
     outcomes = [row[told].tolist() for row, told in zip(table, judged, strict=True)]
-    unanimous = [pair for pair, credit in enumerate(outcomes) if credit and unanimous_interval(credit) is not None]
+    unanimous = [pair for pair, credit in enumerate(outcomes) if len(set(credit)) == 1]
     for pair in unanimous:
         wins, n = sum(outcomes[pair]) + 0.5, len(outcomes[pair]) + 1
         rates = _drawn_rates(wins, n, draws, generator)
         won[:, pair], lost[:, pair] = rates * n, (1 - rates) * n
     if unanimous:
         sampled.append(_rate(_matrix(won, lost, pairs, size), met, anchor)[0])
-    ends = [[percentile_interval(drawn[:, system]) for drawn in sampled] for system in range(size)]
+    ends = [[numpy.percentile(drawn[:, system], [2.5, 97.5]) for drawn in sampled] for system in range(size)]
     return Ratings(
         ratings=ratings[0].tolist(),
-        low=[min(low for low, _ in intervals) for intervals in ends],
-        high=[max(high for _, high in intervals) for intervals in ends],
+        low=[float(min(low for low, _ in intervals)) for intervals in ends],
+        high=[float(max(high for _, high in intervals)) for intervals in ends],
         virtual_draws=bool(virtual[0]),
     )
+
+
+def resample_counts(n: int, draws: int = DRAWS, seed: int = 0) -> numpy.ndarray:
+    """How often each of `n` prompts is in each bootstrap sample of `n`, [draws, n].
+
+    Raises:
+        ValueError: no prompts, or fewer than 1000 draws.
+    """
+    if n < 1:
+        raise ValueError("there are no prompts to resample")
+    if draws < MINIMUM_DRAWS:
+        raise ValueError(f"draws must be at least {MINIMUM_DRAWS} for a 95% interval, got {draws}")
+    return numpy.random.default_rng(seed).multinomial(n, numpy.full(n, 1 / n), size=draws)
 
 
 def _matrix(won: numpy.ndarray, lost: numpy.ndarray, pairs: Sequence[tuple[int, int]], size: int) -> numpy.ndarray:

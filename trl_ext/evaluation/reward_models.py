@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.judge import last_user_text
-from trl_ext.evaluation.win_rate import wilson_interval
 
 logger = logging.getLogger(__name__)
 

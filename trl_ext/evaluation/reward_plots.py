@@ -7,8 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.plots import curve_panels, save_panels
-from trl_ext.evaluation.win_rate import wilson_interval
 
 # Panel title -> label of each curve -> metric name in the run's metrics.
 _PANELS = {

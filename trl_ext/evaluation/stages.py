@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trl_ext.evaluation.intervals import mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
-
-NORMAL_95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
@@ -20,7 +18,7 @@ class StageComparison:
 
     Attributes:
         rows: one for each model, JSON-ready: `name`, `model`, `n`; `reward` with `mean`, `std` (of the sample) and the
-            mean's normal 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` gives it, or None with
+            mean's 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` gives it, or None with
             `kl_note` that says why; `tokens` with `mean` and `std`; `finished`, the share that ended by themselves.
         samples: for each model, a row for each of the first prompts: prompt, response, length and reward.
         settings: how responses were sampled, and the reference and reward model.
@@ -150,11 +148,11 @@ def compare_stages(
 
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float]:
-    """Mean, standard deviation of the sample (0 for one value), and the mean's normal 95% interval."""
+    """Mean, standard deviation of the sample (0 for one value), and the mean's 95% interval."""
     mean = statistics.fmean(values)
     deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    half_width = NORMAL_95 * deviation / math.sqrt(len(values))
-    return {"mean": mean, "std": deviation, "low": mean - half_width, "high": mean + half_width}
+    low, high = mean_interval(values)
+    return {"mean": mean, "std": deviation, "low": low, "high": high}
 
 
 def _divergence(name, reference, own, other, generations, temperature, batch_size, progress):

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trl_ext.evaluation.bootstrap import row_credits
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.judging.prices import Usage
+from trl_ext.evaluation.paired import row_credits
 from trl_ext.evaluation.ratings import Ratings, expected_score, ratings_with_intervals
 from trl_ext.evaluation.submissions.candidates import judge_responses
 from trl_ext.evaluation.submissions.rows import Response
-from trl_ext.evaluation.win_rate import wilson_interval
 from trl_ext.files import replacing
 
 BASE = "base"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any, Literal
+
+from trl_ext.evaluation.intervals import wilson_interval
 
 System = Literal["candidate", "base", "tie"]
 SYSTEMS = ("candidate", "base", "tie")
@@ -80,34 +80,6 @@ class WinRate:
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and dictionaries, ready for JSON."""
         return dataclasses.asdict(self)
-
-
-def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """The Wilson score interval of a proportion (Wilson, 1927).
-
-    Args:
-        successes: in [0, n]; half successes are allowed.
-        n: number of trials; (0, 1) is returned for 0.
-        confidence: in (0, 1).
-
-    Raises:
-        ValueError: an argument is outside its range.
-    """
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-    if n < 0 or n != int(n):
-        raise ValueError(f"n must be a whole number of trials, got {n}")
-    if not 0 <= successes <= n:
-        raise ValueError(f"successes must lie between 0 and n = {n}, got {successes}")
-    if n == 0:
-        return 0.0, 1.0
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    rate = successes / n
-    centre = rate + z**2 / (2 * n)
-    half_width = z * math.sqrt(rate * (1 - rate) / n + z**2 / (4 * n**2))
-    scale = 1 + z**2 / n
-    # At 0 or n successes one end is exactly 0 or 1; rounding may put it just outside.
-    return max(0.0, (centre - half_width) / scale), min(1.0, (centre + half_width) / scale)
 
 
 def win_rate(outcomes: Iterable[PairOutcome]) -> WinRate:

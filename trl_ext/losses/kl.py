@@ -37,7 +37,8 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     Args:
         log_probs: log-probabilities of the sampled tokens under the policy, in nats, any shape.
         ref_log_probs: the same under the reference.
-        kind: `k1`, `k2` or `k3`. The exponent of k3 is bounded at 20.
+        kind: `k1`, `k2` or `k3`. The exponent of k3 is held at 20: a token whose d is below -20 has no gradient, and
+            trainers count it in `log_ratio/clamped`.
 
     Raises:
         ValueError: an unknown kind.

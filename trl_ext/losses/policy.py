@@ -78,7 +78,7 @@ def _column(advantages: Tensor) -> Tensor:
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """`exp(log_ratio)`, with the exponent bounded above where the exponential would soon overflow."""
+    """`exp(log_ratio)`, the exponent held at 20, beyond which it would soon overflow: there it has no gradient."""
     return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
@@ -93,7 +93,8 @@ def clipped_surrogate(
     """PPO's clipped surrogate, `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`.
 
     A ratio beyond the clip in the direction in which the advantage pushes gives a gradient of exactly zero: above
-    `1 + clip_high` where the advantage is positive, below `1 - clip_low` where it is negative.
+    `1 + clip_high` where the advantage is positive, below `1 - clip_low` where it is negative. A log-ratio above 20 is
+    held there and has no gradient either; trainers log the share of such tokens as `log_ratio/clamped`.
 
     Args:
         log_ratio: [B, T] or [B, 1].
@@ -114,7 +115,10 @@ def clipped_surrogate(
 
 
 def unclipped_surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """`-ratio A`: the importance-weighted policy gradient, which nothing keeps near the old policy."""
+    """`-ratio A`: the importance-weighted policy gradient, which nothing keeps near the old policy.
+
+    A log-ratio above 20 is held there and has no gradient, as in `clipped_surrogate`.
+    """
     return -bounded_ratio(log_ratio) * _column(advantages)
 
 
@@ -142,7 +146,7 @@ def quadratic_ratio(log_ratio: Tensor, advantages: Tensor, *, strength: float) -
     """`-ratio A + strength / 2 (ratio - 1)^2`: a quadratic pull to ratio 1 in place of a clip.
 
     The loss of Group Orthogonalized Policy Optimization, arXiv 2602.21269, as its abstract suggests it; the paper's
-    strength was not available.
+    strength was not available. A log-ratio above 20 is held there and has no gradient, as in `clipped_surrogate`.
     """
     ratio = bounded_ratio(log_ratio)
     return -ratio * _column(advantages) + strength / 2 * (ratio - 1).square()

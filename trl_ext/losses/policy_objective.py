@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_ext.losses.kl import KL_ESTIMATORS, kl_estimate
+from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
 from trl_ext.losses.masking import masked_sum
 from trl_ext.losses.policy import (
     AGGREGATIONS,
@@ -164,6 +164,22 @@ class PolicyLoss:
             return aggregate(losses + divergence, scores.mask, self.aggregation, **reduction)
         surrogate = aggregate(losses, scores.mask, self.aggregation, **reduction)
         return surrogate + aggregate(divergence, scores.mask, self.kl_aggregation, **reduction)
+
+    def clamped(self, scores: PolicyScores, ref_log_probs: Tensor | None = None) -> Tensor:
+        """Tokens of which a log-ratio beyond 20 was held there, so that a term of the loss has no gradient. [B, T].
+
+        Args:
+            scores, ref_log_probs: as for the loss.
+        """
+        has_divergence = self.needs_reference and self.kl_in == "loss"
+        beyond = torch.zeros_like(scores.mask, dtype=torch.bool)
+        # CISPO caps its ratio far below, and lets no gradient through it.
+        is_bounded = self.function is None and self.surrogate in ("clip", "no_clip", "quadratic_ratio")
+        if is_bounded or (has_divergence and self.kl_ratio_correction):
+            beyond = beyond | (scores.log_ratio > MAX_EXPONENT)
+        if has_divergence and self.kl_estimator == "k3":
+            beyond = beyond | (ref_log_probs - scores.log_probs > MAX_EXPONENT)
+        return beyond & (scores.mask != 0)
 
     def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
         """What the KL divergence takes off each response's reward: beta times its sum over the tokens. [B].

@@ -278,6 +278,6 @@ def orpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:
-    """`p - log(1 - exp(p))` for p < 0, accurate near 0; p is kept below 0 by the dtype's precision."""
-    log_probability = log_probability.clamp(max=-torch.finfo(log_probability.dtype).eps)
+    """`p - log(1 - exp(p))` for p < 0, accurate near 0; at 0, where it is infinite, that of the dtype's smallest p."""
+    log_probability = log_probability.clamp(max=-torch.finfo(log_probability.dtype).tiny)
     return log_probability - torch.log(-torch.expm1(log_probability))

@@ -45,7 +45,7 @@ def kto(
     divergence = kl_log_ratio.detach().mean().clamp(min=0)
     gain = beta * (log_ratio - divergence)
     desirable = desirable.bool()
-    weights = torch.where(desirable, desirable_weight, undesirable_weight).to(gain.dtype)
+    weights = torch.where(desirable, gain.new_tensor(desirable_weight), gain.new_tensor(undesirable_weight))
     return weights * torch.sigmoid(torch.where(desirable, -gain, gain))
 
 

@@ -28,7 +28,7 @@ from trl_ext.trainers.positions import count_from_the_first_token
 from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.reward_functions import ShapingState, as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
-from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
+from trl_ext.trainers.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
 from trl_ext.trainers.rollout_position import RolloutPosition
 from trl_ext.trainers.step_metrics import RolloutMetrics
 from trl_ext.trainers.stop_strings import StopStrings
@@ -49,7 +49,8 @@ class PolicyTrainer(
 
     Logged beside TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
-    rollout, `skipped_updates`, and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of
+    rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
+    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of
     k3 per token, whatever the loss uses.
 
     Raises:
@@ -331,6 +332,8 @@ class PolicyTrainer(
             advantages=advantages,
             ratio=self.objective.ratio,
         )
+        clamped = self.objective.clamped(scores, inputs.get("ref_per_token_logps"))
+        log_clamped(self, "train" if training else "eval", clamped, mask)
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)

@@ -194,7 +194,7 @@ class PPOTrainer(PolicyTrainer):
         return "scored" if super()._loss_weight() == "tokens" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        own = dict.fromkeys(("value_loss", "value_clip_ratio", "approx_kl"), "scored")
+        own = dict.fromkeys(("value_loss", "value_clip_ratio", "approx_kl", "log_ratio/clamped"), "scored")
         return {**super()._step_metrics(mode), **own}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
@@ -44,6 +45,13 @@ def log_reward_errors(trainer, mode: str, errors: int) -> None:
     """Log how many rows reward functions failed on, over all processes, where the run goes on without them."""
     if trainer.args.reward_errors == "skip":
         trainer._metrics[mode]["reward_errors"].append(float(sum(gather_object([errors]))))
+
+
+def log_clamped(trainer, mode: str, clamped: Tensor, mask: Tensor) -> None:
+    """Log the share of a micro-batch's tokens, over all processes, that `PolicyObjective.clamped` marks."""
+    counts = torch.stack([clamped.sum(), (mask != 0).sum()]).float()
+    beyond, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
+    trainer._metrics[mode]["log_ratio/clamped"].append(beyond / max(tokens, 1))
 
 
 def log_advantages(trainer, mode: str, advantages: Tensor) -> None:

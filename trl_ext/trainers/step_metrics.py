@@ -175,6 +175,7 @@ class RolloutMetrics(StepMetrics):
             "kl": "tokens",
             "entropy": "tokens",
             "cispo_clip_ratio": "tokens",
+            "log_ratio/clamped": "tokens",
             **{f"clip_ratio/{name}_mean": by for name in ("low", "high", "region")},
             "clip_ratio/low_min": "min",
             "clip_ratio/high_max": "max",

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy
-
-from trl_ext.evaluation.bootstrap import paired_bootstrap, percentile_interval, resample_counts, unanimous_interval
+from trl_ext.evaluation.intervals import rate_interval
+from trl_ext.evaluation.paired import paired_difference
 from trl_ext.evaluation.reasoning.categories import count_categories
 from trl_ext.evaluation.reasoning.samples import majority_at_k, pass_at_k, vote_of
-from trl_ext.evaluation.win_rate import PairOutcome, wilson_interval
+from trl_ext.evaluation.win_rate import PairOutcome
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -26,8 +25,8 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
         JSON-ready: `n_prompts`, `n_samples` (of each problem); `accuracy` and `format_rate`, each with `mean`, its
         interval `low` and `high`, and `n`; counts by category; mean lengths in tokens of all, correct and incorrect
         responses, the share that was cut at the limit, and the mean entropy in nats (None where there is none);
-        `pass_at` and `maj_at` by k, with intervals. With one sample of each problem an interval is Wilson's; with
-        several, samples of one problem go together and the interval is that of a bootstrap over problems.
+        `pass_at` and `maj_at` by k, with intervals. Samples of one problem go together: intervals are those of
+        `rate_interval` over problems, with one sample of each Wilson's.
 
     Raises:
         ValueError: no rows, or problems with different numbers of samples, or a k above them.
@@ -39,7 +38,7 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
     n_samples = counts.pop()
 
     def per_prompt(value: Callable[[Rows], float]) -> dict[str, Any]:
-        return mean_with_interval([value(samples) for samples in by_prompt], binary=n_samples == 1)
+        return mean_with_interval([value(samples) for samples in by_prompt])
 
     lengths = {
         correct: [row["generated_num_tokens"] for row in rows if (row["category"] == "correct") == correct]
@@ -69,7 +68,7 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
 def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
     """Accuracy after minus before, on the same problems with one response to each, and its paired 95% interval.
 
-    Problems are resampled with both their responses; see `trl_ext.evaluation.paired_bootstrap`.
+    See `trl_ext.evaluation.paired_difference`.
 
     Returns:
         `mean`, `low`, `high`, `n` (problems), and `p_value` of McNemar's exact test.
@@ -77,7 +76,7 @@ def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
     Raises:
         ValueError: the two are not of the same problems, or there are several responses to one.
     """
-    found = paired_bootstrap(_outcomes(after), _outcomes(before))
+    found = paired_difference(_outcomes(after), _outcomes(before))
     return {
         "mean": found.difference,
         "low": found.low,
@@ -87,18 +86,10 @@ def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
     }
 
 
-def mean_with_interval(values: Sequence[float], *, binary: bool) -> dict[str, Any]:
-    """The mean of one value in [0, 1] per problem, with its 95% interval.
-
-    Args:
-        values: one for each problem.
-        binary: whether they are 0 or 1, for Wilson's interval; otherwise problems are resampled, and where all values
-            are equal the interval is Wilson's too.
-    """
-    bounds = wilson_interval(sum(values), len(values)) if binary else unanimous_interval(values)
-    if bounds is None:
-        bounds = percentile_interval(resample_counts(len(values)) @ numpy.array(values) / len(values))
-    return {"mean": _mean(values), "low": bounds[0], "high": bounds[1], "n": len(values)}
+def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
+    """The mean of one value in [0, 1] per problem, with its 95% interval; see `rate_interval`."""
+    low, high = rate_interval(values)
+    return {"mean": _mean(values), "low": low, "high": high, "n": len(values)}
 
 
 def _by_prompt(rows: Rows) -> list[Rows]:

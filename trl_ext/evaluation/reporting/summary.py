@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trl_ext.evaluation.intervals import wilson_interval
 from trl_ext.evaluation.reporting.problems import find_problems
 from trl_ext.evaluation.reporting.runs import IncompleteRun, Run
 from trl_ext.evaluation.reporting.values import number, pick, text
-from trl_ext.evaluation.win_rate import wilson_interval
 
 Row = dict[str, Any]
 # The tables that each task has for itself.

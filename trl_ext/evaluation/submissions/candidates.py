@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.bootstrap import PairedDifference, Rule, paired_bootstrap, row_credits
 from trl_ext.evaluation.judge import GroundTruthJudge, last_user_text
 from trl_ext.evaluation.judging.cost import Estimate, estimate
 from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
 from trl_ext.evaluation.judging.prices import Usage
 from trl_ext.evaluation.length_control import LengthControlledWinRate, length_controlled_win_rate
+from trl_ext.evaluation.paired import PairedDifference, Rule, paired_difference, row_credits
 from trl_ext.evaluation.submissions.rows import Response
 from trl_ext.evaluation.win_rate import PairOutcome, WinRate, win_rate
 
@@ -146,7 +146,7 @@ def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed"
     """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
     rows = []
     for first, second in itertools.combinations(results, 2):
-        difference: PairedDifference = paired_bootstrap(first.outcomes, second.outcomes, rule)
+        difference: PairedDifference = paired_difference(first.outcomes, second.outcomes, rule)
         rows.append({"candidates": [first.name, second.name], **difference.to_dict()})
     return rows
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.bootstrap import RULES, Rule, chance_below, row_credits
 from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.prices import Usage
+from trl_ext.evaluation.paired import RULES, Rule, chance_below, row_credits
 from trl_ext.evaluation.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
