@@ -24,14 +24,14 @@ def say(monkeypatch, capsys):
     return run
 
 
-@pytest.fixture(scope="module")
-def run_folder(tmp_path_factory, tiny_model_path) -> Path:
+@pytest.fixture
+def run_folder(tmp_path, tiny_model_path) -> Path:
     """A run whose policy is another model than its base."""
     import yaml
 
     from tests.tiny import save_tiny_model
 
-    folder = tmp_path_factory.mktemp("runs") / "mine"
+    folder = tmp_path / "runs" / "mine"
     save_tiny_model(folder, seed=1)
     (folder / "config.yaml").write_text(yaml.safe_dump({"model_name_or_path": tiny_model_path}))
     return folder
@@ -75,7 +75,10 @@ def test_single_turns_one_question_and_no_base(say, run_folder):
         [greedy(run_folder, *turns("ab"))],
         [greedy(run_folder, *turns("why"))],
     ]
-    printed, _ = say(str(run_folder), "--base", "none", "--prompt", "why", lines="never read\n")
+    # A base that is not there any more.
+    (run_folder / "config.yaml").write_text("model_name_or_path: ./gone\n")
+    printed, said = say(str(run_folder), "--prompt", "why", lines="never read\n")
+    assert "mine answers alone, without its base, unless --base names it: no model folder './gone'" in said
     assert printed.splitlines()[0] == "mine:" and greedy(run_folder, *turns("why")).split("\n")[0].strip() in printed
 
 

@@ -61,19 +61,23 @@ def load_speakers(options: argparse.Namespace) -> list[Speaker]:
     path, shown = _saved_model(options.model)
     base = options.base or _base_of(path)
     policy, found, is_adapter = find_policy(path, dtype=options.dtype)
-    if base in (None, "none"):
-        base = None
-        if options.base is None and options.model != "toy":
-            print(f"{shown} does not say what it was trained from: --base names a model beside it", file=sys.stderr)
-    else:
-        _, base_path, base_is_adapter = find_policy(base, dtype=options.dtype)
+    base_path, base_is_adapter = None, False
+    if base is None and options.model != "toy":
+        print(f"{shown} does not say what it was trained from: --base names a model beside it", file=sys.stderr)
+    elif base not in (None, "none"):
+        try:
+            _, base_path, base_is_adapter = find_policy(base, dtype=options.dtype)
+        except FileNotFoundError as error:
+            if options.base:
+                raise
+            print(f"{shown} answers alone, without its base, unless --base names it: {error}", file=sys.stderr)
 
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model, tokenizer = load_policy(policy, dtype=options.dtype)
     speakers = [Speaker(shown, model, tokenizer, options)]
-    if base is None:
+    if base_path is None:
         return speakers
     if is_adapter and not base_is_adapter and Path(base_path) == Path(found):
         # The adapter's own base is in memory already.
