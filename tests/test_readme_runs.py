@@ -96,13 +96,18 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path):
         [sys.executable, __file__, str(tmp_path / "jobs.json")],
         env={**environment, "ACCELERATE_USE_CPU": "true", "COLUMNS": "120"},
         cwd=clone,
-        stdin=subprocess.DEVNULL,
+        # Only a conversation reads it.
+        input="List three vehicles. Use semicolons.\n",
         capture_output=True,
         text=True,
         timeout=1500,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(README))]
+    (talk,) = [
+        number for number, job in enumerate(jobs) if job["command"] == "trl-ext chat runs/aot-toy --single_turn"
+    ]
+    assert (tmp_path / f"{talk:02d}.log").read_text().count("boat; wagon; ferry") == 2, "two updates change no word"
     report = (clone / "report.html").read_text()
     assert all(name in report for name in ("aot-toy", "rloo-toy", "reward-model-toy", "dr_grpo-math-toy"))
 
