@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,16 @@ def test_single_turns_one_question_and_no_base(say, run_folder):
     printed, said = say(str(run_folder), "--prompt", "why", lines="never read\n")
     assert "mine answers alone, without its base, unless --base names it: no model folder './gone'" in said
     assert printed.splitlines()[0] == "mine:" and greedy(run_folder, *turns("why")).split("\n")[0].strip() in printed
+
+
+def test_what_does_not_fit_is_forgotten_from_the_beginning(run_folder):
+    """Twenty letters take 33 tokens with their turn and the answer's beginning, so that two questions exceed 40."""
+    model, tokenizer = chat.load_policy(str(run_folder))
+    model.config.max_position_embeddings = 46
+    options = Namespace(max_new_tokens=6, temperature=0.0, single_turn=False)
+    speaker = chat.Speaker("mine", model, tokenizer, options)
+    first, second = (speaker.answer(letter * 20, seed=0)["text"] for letter in "ab")
+    assert (first, second) == tuple(greedy(run_folder, *turns(letter * 20)) for letter in "ab")
 
 
 def test_an_adapter_shares_the_memory_of_its_base(say, tmp_path, tiny_model_path, monkeypatch):
