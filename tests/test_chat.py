@@ -84,7 +84,7 @@ def test_single_turns_one_question_and_no_base(say, run_folder):
 
 
 def test_what_does_not_fit_is_forgotten_from_the_beginning(run_folder):
-    """Twenty letters take 38 tokens with their turn and the beginning of the answer, of 40; a conversation takes more."""
+    """Twenty letters take 38 tokens with their turn and the beginning of the answer, a conversation more than 40."""
     model, tokenizer = chat.load_policy(str(run_folder))
     model.config.max_position_embeddings = 46
     options = Namespace(max_new_tokens=6, temperature=0.0, single_turn=False)
