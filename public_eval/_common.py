@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from trl_ext.evaluation.submissions.assets import (
     token_counter,
 )
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
 
 THRESHOLDS = Path(__file__).parent / "thresholds.json"
@@ -31,6 +33,20 @@ def make_parser(command: str, description: str) -> CommandParser:
     parser = CommandParser(prog=f"python -m public_eval.{command}", description=description)
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     return parser
+
+
+def command(name: str) -> str:
+    """How the user who started this command would start that one."""
+    return f"trl-ext {name}" if sys.argv[0].startswith("trl-ext ") else f"python -m public_eval.{name}"
+
+
+def how_to_fill(folder: str | Path) -> str:
+    """The commands that make the files of a submission."""
+    policy, scores = (Path(folder) / submission_file(name) for name in ("METHOD", REWARD_MODEL))
+    return (
+        f"make a policy's file with `{command('generate')} --model RUN --out {policy}`, and the reward model's with "
+        f"`{command('score')} --reward_model RUN --out {scores}`"
+    )
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) -> None:
@@ -188,7 +204,7 @@ def load_systems(
     names = [Path(file).stem for file in files]
     for file, name in zip(files, names, strict=True):
         if not Path(file).is_file():
-            raise FileNotFoundError(f"no file {file}")
+            raise FileNotFoundError(f"no file {file}: make it with `{command('generate')} --model RUN --out {file}`")
         if names.count(name) > 1:
             raise ValueError(f"two files are called {name}: their names tell the candidates apart")
     prompts = load_prompts(options.prompts_jsonl)
@@ -227,7 +243,9 @@ def show_estimates(names: list[str], estimates: list[Any], as_json: bool) -> Non
 def usage_line(usage: dict[str, Any], judge: str) -> str:
     """What judging took, in one line; of a `--judge` that is not paid for, only what it decided."""
     if judge != "openai":
-        return f"{usage['calls']} verdicts, {usage['errors']} errors; this judge costs nothing"
+        return (
+            f"{usage['calls']} verdicts, equal responses need none, {usage['errors']} errors; this judge costs nothing"
+        )
     dollars = "at an unknown price" if usage["dollars"] is None else f"${usage['dollars']:.4f}"
     return (
         f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, {usage['errors']} errors, "

@@ -13,6 +13,7 @@ from public_eval._common import (
     add_tokenizer_argument,
     check_judge_arguments,
     counter_of,
+    how_to_fill,
     interval_cell,
     judge_settings,
     judging_options,
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
         options = parser.parse_args(arguments)
         check_judge_arguments(options)
         if not Path(options.folder).is_dir():
-            raise FileNotFoundError(f"no folder {options.folder}")
+            raise FileNotFoundError(f"no folder {options.folder}: {how_to_fill(options.folder)}")
         assets = {
             "prompts_jsonl": options.prompts_jsonl,
             "prefs_jsonl": options.prefs_jsonl,
@@ -113,7 +114,9 @@ def _estimate(options, judge, assets: dict[str, Any]) -> None:
             names.append(name)
             pairs.append((rows, base))
     if not names:
-        raise ValueError(f"{options.folder} holds no policy's file that could be judged")
+        raise ValueError(
+            f"{options.folder} holds no policy's file that could be judged: {how_to_fill(options.folder)}"
+        )
     show_estimates(names, estimate_cost(judge, checks["prompts"], pairs, options.cache), options.json)
 
 
@@ -129,6 +132,8 @@ def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
                 lines = [in_one_line(str(Path(options.folder) / grade.file), lines)]
             for line in lines:
                 print(f"{label}: {line}")
+    if any(grade.reason == "missing" for grade in result.grades):
+        print(f"missing: {how_to_fill(options.folder)}")
     passed = sum(grade.passed for grade in result.grades)
     part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
     print(f"{passed} of {len(result.grades)} passed{part_two}")

@@ -29,14 +29,22 @@ from typing import Any
 from recipe_arguments import argument_types
 from stage_process import run_or_stop
 
+from trl_ext.evaluation.command_line import format_interval, format_table, markdown_table
 from trl_ext.evaluation.report import write_report
-from trl_ext.files import brief, read_yaml, write_json
+from trl_ext.files import brief, read_yaml, write_json, write_text
 from trl_ext.registry import nearest
 
 RECIPES = Path(__file__).resolve().parent
 KEYS = ("recipe", "common", "runs", "grid")
 # What a run of a sweep was started with, beside its results.
 ARGUMENTS_NAME = "sweep.json"
+# What the table of a study shows of the report's rows, where a run has it.
+FIGURES = {
+    "score": ("score", "policy"),
+    "gain": ("score_gain",),
+    "win rate, ties as half": ("win_rate", "half"),
+    "accuracy": ("accuracy",),
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,8 @@ class Run:
 
     name: str
     arguments: dict[str, Any]
+    # Whether a study gave the name, which else lists the settings.
+    named: bool = True
 
 
 @dataclass(frozen=True)
@@ -179,12 +189,13 @@ def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
 
 
 def _run(path: Path, common: dict[str, Any], own: dict[str, Any]) -> Run:
+    named = bool(own.get("name"))
     name = own.get("name") or "-".join(f"{key}_{value}" for key, value in own.items())
     own = {key: value for key, value in own.items() if key != "name"}
     safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", str(name)).strip("._")
     if not safe:
         raise ValueError(f"{path}: {name!r} cannot be a folder's name")
-    return Run(safe, with_config_found(path, {**common, **own}))
+    return Run(safe, with_config_found(path, {**common, **own}), named)
 
 
 def with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -295,16 +306,48 @@ def _report(study: Study) -> None:
     except ValueError as error:
         print(f"no report: {error}")
         return
-    for row in summary["policies"]:
-        score, gain = row["score"], row["score_gain"]
-        if score and gain:
-            print(f"  {row['run']}: score {score['policy']:.3f}, gain {_interval(gain)}")
-    print(f"comparison: {out}")
+    header, rows = table(study, summary)
+    write_text(study.folder / "sweep.md", markdown_table(header, rows))
+    print(f"\n{format_table(header, rows)}\n\ncomparison: {out}; this table: {study.folder / 'sweep.md'}")
 
 
-def _interval(estimate: dict[str, Any]) -> str:
-    value, low, high = (estimate.get(key) for key in ("value", "low", "high"))
-    return f"{value:+.3f}" + ("" if low is None else f" [{low:+.3f}, {high:+.3f}]")
+def table(study: Study, summary: dict[str, list[dict[str, Any]]]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows: the settings that vary, each in a column, and the figures that any run has.
+
+    Runs that the study names itself have their names in the first column.
+    """
+    found = {Path(row["folder"]).name: row for row in (*summary["policies"], *summary["reward_models"])}
+    runs = [run for run in study.runs if run.name in found]
+    names = list(dict.fromkeys(name for run in study.runs for name in run.arguments))
+    varied = [name for name in names if any(run.arguments.get(name) != runs[0].arguments.get(name) for run in runs)]
+    named = any(run.named for run in runs)
+    figures = {title: [_figure(found[run.name], *keys) for run in runs] for title, keys in FIGURES.items()}
+    figures = {title: cells for title, cells in figures.items() if any(cells)}
+    rows = [
+        [
+            *([run.name] if named else []),
+            *(_setting(run.arguments.get(name)) for name in varied),
+            *(cells[number] or None for cells in figures.values()),
+        ]
+        for number, run in enumerate(runs)
+    ]
+    return [*(["run"] if named else []), *varied, *figures], rows
+
+
+def _setting(value: Any) -> str:
+    # A learning rate needs more decimals than a figure.
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _figure(row: dict[str, Any], *keys: str) -> str:
+    """A figure with its interval, where it has one; empty where the run has none."""
+    value: Any = row
+    for key in keys:
+        value = (value or {}).get(key)
+    if value is None or isinstance(value, float):
+        return "" if value is None else f"{value:.3f}"
+    estimate, low, high = (value.get(key) for key in ("value", "low", "high"))
+    return f"{estimate:.3f}" if low is None else format_interval(estimate, low, high)
 
 
 def slurm_script(study: Study, given: argparse.Namespace) -> str:

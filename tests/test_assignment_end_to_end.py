@@ -228,8 +228,8 @@ def test_thresholds_and_responses_are_graded(tmp_path):
         "modules": {"losses": {"description": "L", "functions": [{"function": "losses.dpo", "points": 5}]}},
         "recipes": {"dpo": {"kind": "preference", "loss": "dpo"}, "ipo": {"kind": "preference", "loss": "dpo"}},
         "thresholds": [
-            {"recipe": recipe, "measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}
-            for recipe in ("dpo", "ipo")
+            {"recipe": recipe, "measure": "win_rate.half.rate", "at_least": 0.6, "points": 2, "zero_at": zero}
+            for recipe, zero in (("dpo", None), ("ipo", 0.4))
         ],
         "submission": {"dpo": 0.68},
         "tests": {"partial_credit": True, "imports": "report"},
@@ -247,11 +247,13 @@ def test_thresholds_and_responses_are_graded(tmp_path):
     result, _ = grade(grader_folder(out), out)
     scores = {row["name"]: (row["score"], row["output"]) for row in result["tests"]}
     assert scores["dpo: win_rate.half.rate >= 0.6"] == (2, "reached 0.700")
-    assert scores["ipo: win_rate.half.rate >= 0.6"] == (0, "reached 0.500")
+    # Half the way from 0.4 to 0.6.
+    assert scores["ipo: win_rate.half.rate >= 0.6"] == (1, "reached 0.500")
+    assert "up from 0.4 of `ipo`'s `win_rate.half.rate`" in (out / "README.md").read_text()
     assert scores["dpo: responses"][0] == 0 and "submission" in scores["dpo: responses"][1]
     assert scores["dpo"][0] == pytest.approx(5 * 6 / 11, abs=1e-3)
     assert "imports trl_ext.losses" in scores["dpo"][1] and "5 of 11 cases fail" in scores["dpo"][1]
-    assert result["score"] == pytest.approx(2 + 30 / 11, abs=1e-3)
+    assert result["score"] == pytest.approx(3 + 30 / 11, abs=1e-3)
 
 
 def test_commands(tmp_path):

@@ -272,6 +272,10 @@ def test_any_text_is_a_docstring(text, tmp_path):
         ),
         (specification(submission={"foo": 0.5}), "submission: no method 'foo'"),
         (specification(submission={"dpo": 1.5}), "must be a rate between 0 and 1"),
+        (
+            specification(submission={"dpo": 0.6}, submission_zero_at=0.6),
+            "submission_zero_at must be below 0.6, which earns all points, got 0.6",
+        ),
         ({**specification(), "titel": "x", "title": None}, "titel: no such key"),
     ],
 )

@@ -90,12 +90,14 @@ def test_a_file_of_ones_own_goes_before_one_that_comes_along(ran, tmp_path, monk
 
 def test_studies_are_commands(ran):
     cli.main(["sweep", "--study", "sweeps/toy_sft.yaml", "--dry_run"])
-    cli.main(["compare_methods", "--methods", "dpo,ipo"])
+    cli.main(["compare", "--methods", "dpo,ipo"])
     assert [path for path, _, _ in ran] == [str(recipes.RECIPES / name) for name in ("sweep.py", "compare.py")]
     assert ran[0][2][1:] == ["--study", str(cli.CONFIGS / "sweeps" / "toy_sft.yaml"), "--dry_run"]
 
 
-@pytest.mark.parametrize("command", ["generate", "judge", "score", "pack", "grade", "tournament", "report", "compare"])
+@pytest.mark.parametrize(
+    "command", ["generate", "judge", "score", "pack", "grade", "tournament", "report", "stages", "chat"]
+)
 def test_modules_are_commands(command, ran):
     cli.main([command, "--json"])
     assert ran == [(cli.MODULES[command][0], "__main__", [f"trl-ext {command}", "--json"])]

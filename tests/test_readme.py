@@ -34,17 +34,21 @@ def blocks(language: str, text: str = TEXT) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
-def _commands() -> list[str]:
+def commands(text: str) -> list[str]:
+    """Those of the blocks in order, then those within sentences and tables."""
     found = [
-        line.partition("  #")[0].strip() for block in blocks("bash") for line in block.splitlines() if line.strip()
+        line.partition("  #")[0].strip()
+        for block in blocks("bash", text)
+        for line in block.splitlines()
+        if line.strip()
     ]
     # Between backquotes a command may be wrapped.
-    found += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", TEXT)
-    found += re.findall(r"`((?:python (?:-m|recipes/)|(?:time )?make )[^`]*)`", TEXT)
+    found += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", text)
+    found += re.findall(r"`((?:python (?:-m|recipes/)|(?:time )?make )[^`]*)`", text)
     return list(dict.fromkeys(re.sub(r"\s+", " ", command) for command in found))
 
 
-COMMANDS = _commands()
+COMMANDS = commands(TEXT)
 CLUSTER_COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
 # Commands with placeholders are not run.
 TEMPLATES = [command for command in COMMANDS if re.search(r"\b(IN OUT|FOLDER|NAME|RECIPE|COMMAND)\b|\.\.\.$", command)]
@@ -183,10 +187,10 @@ def _forget_names_afterwards(monkeypatch) -> None:
 
 
 def _write_own_functions(folder) -> None:
-    """The loss and the algorithm of the pages as the files that their commands name."""
+    """The loss, the algorithm and the configuration of the pages as the files that their commands name."""
     own_loss = next(block for block in blocks("python", README) if "@preference_loss" in block)
-    text = own_loss.partition("config =")[0].replace('"squared_hinge"', '"readme_loss"')
-    (folder / "my_losses.py").write_text(text)
+    (folder / "my_losses.py").write_text(own_loss.replace('"squared_hinge"', '"readme_loss"'))
+    (folder / "mine.yaml").write_text(next(block for block in blocks("yaml", README) if "my_losses.py" in block))
     own_algorithm = next(block for block in blocks("python", TEXTS["docs/policy.md"]) if "@policy_algorithm" in block)
     (folder / "my_algorithm.py").write_text(own_algorithm.partition("policy_config =")[0])
 
@@ -289,10 +293,11 @@ def test_link_leads_somewhere(name, link):
 def test_external_links_are_of_known_hosts():
     """They are not fetched; that there are as many as were looked at says when one is added."""
     hosts = {re.match(r"https://([^/]+)/", link)[1] for link in EXTERNAL}
-    assert hosts <= {"arxiv.org", "github.com"}
+    assert hosts <= {"arxiv.org", "github.com", "pytorch.org"}
     papers = [link for link in EXTERNAL if "arxiv.org" in link]
     assert len(papers) == len(_paper_ids(TEXTS["docs/papers.md"]))
-    assert [link for link in EXTERNAL if "arxiv.org" not in link] == ["https://github.com/huggingface/trl"]
+    others = {link for link in EXTERNAL if "arxiv.org" not in link}
+    assert others == {"https://github.com/huggingface/trl", "https://pytorch.org/get-started/locally/"}
 
 
 # ---- Papers ----

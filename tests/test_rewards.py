@@ -394,7 +394,7 @@ def broken(tmp_path: Path, folders: dict[str, str], base: str) -> dict:
         return target
 
     return {
-        missing: "no model folder '.*nowhere': give a folder, a hub name",
+        missing: "no model folder '.*nowhere': give a folder, .*; recipes/reward_model.py trains a reward model",
         no_such_hub_name: "no reward model 'nobody/no-such-reward-model'",
         empty: "neither config.json nor adapter_config.json: no saved model$",
         run_folder: "neither config.json nor .* did you mean .*run/best",

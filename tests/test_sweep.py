@@ -83,7 +83,8 @@ def test_a_failure_does_not_keep_the_others_from_running(stand_in, capfd):
     assert "two failed with exit status 1; going on" in printed
     assert "2 of 3 runs are finished" in printed and "failed: two" in printed
     assert [len(calls(name)) for name in ("one", "two", "three")] == [1, 1, 1]
-    assert "score 0.750, gain +0.250 [+0.125, +0.375]" in printed
+    table = [line.split() for line in printed.partition("\n\nrun ")[2].splitlines()]
+    assert table[2] == ["one", "1", "0.750", "0.250", "[0.125,", "0.375]"]
     # The second time, only the one that failed runs, anew, as it has no checkpoint.
     Path("broken").unlink()
     assert stand_in() == 0
@@ -112,6 +113,20 @@ def test_a_folder_of_other_arguments_is_refused(stand_in, tmp_path, capsys):
     assert stand_in() == 2
     assert "runs/study/one holds a run that this study did not start" in capsys.readouterr().err
     assert stand_in("--output_dir", "elsewhere") == 0
+
+
+def test_each_setting_that_varies_has_a_column(sweep, tmp_path):
+    """A grid has no names; what all runs share is left out, and so are a run without results and an absent figure."""
+    grid = {"rate": [1e-4, 5e-4], "seed": [0, 1]}
+    found = sweep.read_study(study(tmp_path, recipe="sweep", common={"a": 1}, grid=grid))
+    gain = {"value": 0.25, "low": 0.125, "high": 0.375}
+    policies = [
+        {"folder": f"runs/study/{run.name}", "score": {"policy": 0.5 + number / 10}, "score_gain": gain}
+        for number, run in enumerate(found.runs[:3])
+    ]
+    header, rows = sweep.table(found, {"policies": policies, "reward_models": []})
+    assert header == ["rate", "seed", "score", "gain"]
+    assert rows[1:] == [["0.0001", "1", "0.600", "0.250  [0.125, 0.375]"], ["0.0005", "0", "0.700", rows[0][3]]]
 
 
 def test_a_dry_run_prints_and_runs_nothing(stand_in, capsys):
@@ -249,8 +264,8 @@ def test_the_off_policy_study_on_the_embedded_additions(sweep, monkeypatch, tmp_
         assert run["sampled_responses"] == 2 * 128
         metrics = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in metrics if "loss" in row] == [*range(1, 2 * updates + 1)]
-        figures = f"score {score['policy']:.3f}, gain {score['gain']['mean']:+.3f}"
-        assert f"{name}: {figures}" in printed
+        (row,) = [line for line in printed.splitlines() if line.startswith(f"{name} ")]
+        assert f"{score['policy']:.3f}  {score['gain']['mean']:.3f}" in row
         rows = [line for line in report.splitlines() if line.startswith("|") and name in line]
         assert any(f"{score['policy']:.3f}" in row for row in rows) and run["objective"] in report
         found[name] = run["algorithm"]

@@ -30,14 +30,15 @@ MODULES = {
     "grade": ("public_eval.grade", "grade a submission against the thresholds"),
     "tournament": ("public_eval.tournament", "rank several submissions by their matches"),
     "report": ("trl_ext.evaluation.report", "one page about any number of runs"),
-    "compare": ("trl_ext.evaluation.compare", "the stages of a training on the same prompts"),
+    "stages": ("trl_ext.evaluation.stages", "base, SFT and policy, the stages of a training, on the same prompts"),
+    "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
     "assignment": ("trl_ext.assignment", "write a course's assignment from a specification"),
 }
 # Recipes that run other recipes, and are no recipes to launch themselves.
 STUDIES = {
     "sweep": ("sweep", "one recipe under a list or a grid of settings"),
-    "compare_methods": ("compare", "methods over seeds, against a baseline"),
+    "compare": ("compare", "train methods over seeds and compare them with a baseline"),
 }
 # Flags of scripts that take a YAML file.
 FILE_FLAGS = ("--config", "--study", "--sweep", "--accelerate_config")

@@ -52,6 +52,12 @@ def starter_readme(spec: AssignmentSpec, given: list[str]) -> str:
             f"| {name} | responses in `submission/`, judged | {least:g} | {spec.submission_points:g} |"
             for name, least in spec.submission.items()
         ]
+        zeros = {f"`{x.recipe}`'s `{x.measure}`": x.zero_at for x in spec.thresholds}
+        zeros["judged responses"] = spec.submission_zero_at if spec.submission else None
+        zeros = {name: zero for name, zero in zeros.items() if zero is not None}
+        if zeros:
+            told = ", ".join(f"{zero:g} of {name}" for name, zero in zeros.items())
+            lines += ["", f"Points are in proportion, up from {told}; other figures earn all or nothing."]
     how = {
         "zero": "Functions of a file that imports them, itself or by another file of yours, earn nothing.",
         "report": "The grader reports imports of them.",

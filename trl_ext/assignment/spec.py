@@ -77,6 +77,7 @@ class ModuleSpec(_Strict):
 class TestsSpec(_Strict):
     """How many cases there are for each function, beside special ones, and from which seeds.
 
+    With `partial_credit` a function earns the share of its hidden cases that pass, else all of its points or none.
     Without a `hidden_seed` every assignment that is written has hidden cases of its own.
     """
 
@@ -112,11 +113,15 @@ class RecipeSpec(_Strict):
 
 
 class ThresholdSpec(_Strict):
-    """What a trained run must reach: a figure in its results.json, by the path of keys."""
+    """What a trained run must reach: a figure in its results.json, by the path of keys.
+
+    With `zero_at` points rise in proportion from that figure, which earns none, to `at_least`, which earns all.
+    """
 
     recipe: str
     measure: str
     at_least: float = Field(allow_inf_nan=False)
+    zero_at: float | None = Field(None, allow_inf_nan=False)
     points: float = Field(gt=0, allow_inf_nan=False)
 
 
@@ -124,7 +129,8 @@ class AssignmentSpec(_Strict):
     """An assignment.
 
     `submission` holds thresholds by method, of a submission of responses as the public evaluation takes it; these
-    figures are graded by judging responses, and `submission_points` are given for each that is reached.
+    figures are graded by judging responses, and `submission_points` are given for each that is reached;
+    `submission_zero_at` is for all of them what `zero_at` is for a run.
     """
 
     title: str = Field(min_length=1)
@@ -136,6 +142,7 @@ class AssignmentSpec(_Strict):
     thresholds: list[ThresholdSpec] = []
     submission: dict[str, float] = {}
     submission_points: float = Field(5, gt=0, allow_inf_nan=False)
+    submission_zero_at: float | None = Field(None, allow_inf_nan=False)
 
     @field_validator("package")
     @classmethod
@@ -166,10 +173,12 @@ class AssignmentSpec(_Strict):
             if threshold.recipe not in self.recipes:
                 near = nearest(threshold.recipe, list(self.recipes))
                 raise ValueError(f"thresholds[{index}]: no recipe {threshold.recipe!r}{near}")
+            _placed(f"thresholds[{index}].", _check_zero, threshold.zero_at, threshold.at_least)
             kind = self.recipes[threshold.recipe].kind
             _placed(f"thresholds[{index}].", check_measure, threshold.measure, kind)
         if self.submission:
             _placed("submission: ", _check_submission, self.submission, list(self.recipes))
+            _placed("submission_", _check_zero, self.submission_zero_at, min(self.submission.values()))
         return self
 
     def functions(self) -> list[tuple[str, FunctionSpec]]:
@@ -182,6 +191,11 @@ def _placed(place: str, check: Callable[..., None], *arguments: Any) -> None:
         check(*arguments)
     except ValueError as error:
         raise ValueError(f"{place}{error}") from None
+
+
+def _check_zero(zero_at: float | None, at_least: float) -> None:
+    if zero_at is not None and zero_at >= at_least:
+        raise ValueError(f"zero_at must be below {at_least:g}, which earns all points, got {zero_at:g}")
 
 
 def _check_submission(thresholds: dict[str, float], recipes: list[str]) -> None:

@@ -226,6 +226,7 @@ def _grader_texts(
         "thresholds": [_threshold(spec, each) for each in spec.thresholds],
         "submission": spec.submission,
         "submission_points": spec.submission_points,
+        "submission_zero_at": spec.submission_zero_at,
     }
     return {
         **_runtime_texts((*SHARED, *GRADING), "checking"),

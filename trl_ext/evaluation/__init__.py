@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-# The command of that name must be here before the function is: importing it later would set `compare` to it.
-import trl_ext.evaluation.compare  # noqa: F401
 from trl_ext.evaluation.diagnostics import GenerationDiagnostics, diagnose_generations
 
 # `win_rate` must be bound here and not on first use: importing the submodule of that name sets the same attribute.

@@ -70,7 +70,10 @@ def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
 def _local_folder(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
-    name = resolve_model_path(name)
+    try:
+        name = resolve_model_path(name)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}; recipes/reward_model.py trains a reward model") from None
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import snapshot_download

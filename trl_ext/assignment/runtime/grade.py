@@ -139,8 +139,14 @@ def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, An
         return {**row, "notes": [f"no file runs/{threshold['recipe']}/results.json"]}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         return {**row, "notes": [f"runs/{threshold['recipe']}/results.json: {type(error).__name__}: {error}"]}
-    score = threshold["points"] if value >= threshold["at_least"] else 0.0
+    score = credit(value, threshold["at_least"], threshold["zero_at"], threshold["points"])
     return {**row, "score": score, "notes": [f"reached {value:.3f}"]}
+
+
+def credit(value: float, at_least: float, zero_at: float | None, points: float) -> float:
+    """All points from `at_least` on; below it none, or with `zero_at` in proportion from there."""
+    share = float(value >= at_least) if zero_at is None else (value - zero_at) / (at_least - zero_at)
+    return round(points * min(max(share, 0.0), 1.0), 4)
 
 
 def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
@@ -156,7 +162,9 @@ def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, An
     for row, name in zip(rows, names, strict=True):
         grade = grades[name]
         figure = grade.reason if grade.figure is None else f"{grade.measure} {grade.figure:.3f}"
-        row.update(score=points if grade.passed else 0.0, notes=[f"{figure}, needed {grade.threshold:g}"])
+        row["notes"] = [f"{figure}, needed {grade.threshold:g}"]
+        if grade.figure is not None:
+            row["score"] = credit(grade.figure, grade.threshold, plan["submission_zero_at"], points)
     return rows
 
 
