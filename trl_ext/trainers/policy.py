@@ -50,8 +50,7 @@ class PolicyTrainer(
     Logged beside TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of
-    k3 per token, whatever the loss uses.
+    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is always the mean of k3 per token.
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -67,8 +66,7 @@ class PolicyTrainer(
     carried_over = (*Resumable.carried_over, "_seen_signal", "rollouts", "shaping_state")
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
-        if args is None:
-            args = self._config_class()
+        args = self._config_class() if args is None else args
         check_configuration(type(self).__name__, args, self._config_class)
         self.objective = args.build_objective()
         functions = as_reward_functions(reward_funcs, args.packing)
@@ -332,8 +330,7 @@ class PolicyTrainer(
             advantages=advantages,
             ratio=self.objective.ratio,
         )
-        clamped = self.objective.clamped(scores, inputs.get("ref_per_token_logps"))
-        log_clamped(self, "train" if training else "eval", clamped, mask)
+        log_clamped(self, scores, inputs.get("ref_per_token_logps"), "train" if training else "eval")
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
@@ -346,8 +343,7 @@ class PolicyTrainer(
         )
         if self._entropy_bonus_enabled:
             # TRL has logged that of its own loss.
-            policy_losses = self._metrics["train" if training else "eval"]["policy_loss"]
-            policy_losses[-1] = gather(loss.detach()).nanmean().item()
+            self._metrics["train" if training else "eval"]["policy_loss"][-1] = gather(loss.detach()).nanmean().item()
         if entropy_coefficient:
             counted = mask if entropy_mask is None else mask * entropy_mask
             loss = loss - entropy_coefficient * (entropies * counted).sum() / counted.sum().clamp(min=1)

@@ -7,6 +7,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl_ext.evaluation import diagnose_generations
+from trl_ext.losses import PolicyScores
 
 
 def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: list[bool], output: dict) -> None:
@@ -47,9 +48,10 @@ def log_reward_errors(trainer, mode: str, errors: int) -> None:
         trainer._metrics[mode]["reward_errors"].append(float(sum(gather_object([errors]))))
 
 
-def log_clamped(trainer, mode: str, clamped: Tensor, mask: Tensor) -> None:
+def log_clamped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
     """Log the share of a micro-batch's tokens, over all processes, that `PolicyObjective.clamped` marks."""
-    counts = torch.stack([clamped.sum(), (mask != 0).sum()]).float()
+    clamped = trainer.objective.clamped(scores, ref_log_probs)
+    counts = torch.stack([clamped.sum(), (scores.mask != 0).sum()]).float()
     beyond, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
     trainer._metrics[mode]["log_ratio/clamped"].append(beyond / max(tokens, 1))
 
