@@ -50,7 +50,7 @@ class PolicyTrainer(
     Logged beside TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is always the mean of k3 per token.
+    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
