@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 from dataclasses import dataclass, field
 from pathlib import Path
 

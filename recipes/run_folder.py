@@ -19,11 +19,12 @@ from accelerate.utils import broadcast_object_list
 from common import MENDABLE_IN_TRAINING, RECIPES, one_line_errors, parse_arguments
 from plan import LaunchArguments, check_launch, end_with_plan, say_refusal
 from same_run import check_same_settings
+from tqdm.contrib.logging import logging_redirect_tqdm
 from training import ModelArguments, load_trainer
 from transformers import IntervalStrategy
 
 from trl_ext.files import write_text
-from trl_ext.trainers.callbacks import MetricsFileCallback
+from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback
 from trl_ext.trainers.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
 from trl_ext.trainers.defaults import is_main_process, world_size
 from trl_ext.trainers.preemption import Preemption
@@ -114,6 +115,7 @@ class TrainingRun:
         if metrics is None:
             metrics = MetricsFileCallback(self.folder / "metrics.jsonl")
             trainer.add_callback(metrics)
+        StepLineCallback.show_in(trainer)
         return metrics
 
     def train(
@@ -127,7 +129,7 @@ class TrainingRun:
             mendable: errors that end the run with one line.
         """
         begun = time.time()
-        with one_line_errors(mendable):
+        with one_line_errors(mendable), logging_redirect_tqdm():
             # Last, so that nothing of another callback is left out when it ends the program.
             trainer.add_callback(Preemption(trainer))
             trainer.train(resume_from_checkpoint=self.checkpoint)

@@ -130,12 +130,30 @@ def read_study(path: str | Path, output_dir: str | None = None, accelerate_confi
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{path}: two runs are called {twice[0]!r}: give each a name of its own")
-    launcher = []
+    return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher_options(accelerate_config))
+
+
+def launcher_options(accelerate_config: str | None) -> list[str]:
+    """What `accelerate launch` is given so that it says nothing of its own: neither defaults nor a traceback.
+
+    Without a file, what the user has configured; where that is nothing, one process for each device.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
     if accelerate_config is not None:
         if not Path(accelerate_config).is_file():
             raise FileNotFoundError(f"no file --accelerate_config {accelerate_config}")
-        launcher = ["--config_file", accelerate_config]
-    return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher)
+        return ["--quiet", "--config_file", accelerate_config]
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    if Path(default_config_file).is_file():
+        return ["--quiet"]
+    devices = max(torch.accelerator.device_count(), 1)
+    defaults = ["--num_processes", str(devices), "--num_machines", "1"]
+    several = ["--multi_gpu"] if devices > 1 else []
+    return ["--quiet", *several, *defaults, "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:

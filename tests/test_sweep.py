@@ -119,8 +119,8 @@ def test_a_dry_run_prints_and_runs_nothing(stand_in, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0::2] == ["# one: new", "# two: new", "# three: new"]
     command = shlex.split(lines[1])
-    assert command[:4] == [sys.executable, "-m", "accelerate.commands.launch", command[3]]
-    assert command[3].endswith("stand_in.py") and command[-2:] == ["--output_dir", "runs/study/one"]
+    assert command[:4] == [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    assert command[-5].endswith("stand_in.py") and command[-2:] == ["--output_dir", "runs/study/one"]
     assert not Path("runs").exists()
 
 
