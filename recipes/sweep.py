@@ -20,7 +20,9 @@ import itertools
 import json
 import re
 import shlex
+import statistics
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for run in chosen:
             print(f"# {run.name}: {state_of(study, run)}\n{shlex.join(study.command(run))}")
     else:
-        failed = run_all(study, chosen)
+        failed = run_all([(study, run) for run in chosen])
+        say_finished(len(chosen), failed, study.folder)
         if given.array_index is None:
             _report(study)
         if failed:
@@ -281,29 +284,69 @@ def _kept(study: Study, run: Run) -> dict[str, Any]:
     return json.loads(json.dumps({"recipe": study.recipe, "arguments": run.arguments}))
 
 
-def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
+class Countdown:
+    """Counts runs as they begin, and tells how long those that are left may take by those that have been made."""
+
+    def __init__(self, work: Sequence[tuple[Study, Run]]):
+        self.total, self.number = len(work), 0
+        self.left = [study.recipe for study, run in work if state_of(study, run) != "finished"]
+        self.seconds: dict[str, list[float]] = {}
+
+    def place(self) -> str:
+        """`run 7 of 20, about 4 min left` for the next run; nothing of time before one has been made."""
+        self.number += 1
+        made = [seconds for own in self.seconds.values() for seconds in own]
+        if not made or not self.left:
+            return f"run {self.number} of {self.total}"
+        expected = sum(statistics.mean(self.seconds.get(recipe, made)) for recipe in self.left)
+        return f"run {self.number} of {self.total}, about {_about(expected)} left"
+
+    def ended(self, recipe: str, seconds: float) -> None:
+        """Count a run as made."""
+        self.left.remove(recipe)
+        self.seconds.setdefault(recipe, []).append(seconds)
+
+
+def _about(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def run_all(work: Sequence[tuple[Study, Run]], countdown: Countdown | None = None) -> list[str]:
     """Run what is not finished, one after another; returns the names of those that failed.
+
+    Args:
+        work: runs in order, each with its study.
+        countdown: of these runs and of others; None for these alone.
 
     Raises:
         KeyboardInterrupt, SystemExit: the program was told to end, and the run under way with it.
     """
+    countdown = countdown or Countdown(work)
     failed = []
-    for number, run in enumerate(runs, start=1):
+    for study, run in work:
         state = state_of(study, run)
-        print(f"\n=== {number} of {len(runs)}, {run.name}: {state}", flush=True)
+        print(f"\n=== {countdown.place()}, {run.name}: {state}", flush=True)
         if state == "finished":
             continue
         command = study.command(run)
         folder = study.folder_of(run)
         write_json(folder / ARGUMENTS_NAME, _kept(study, run))
+        began = time.monotonic()
         code = run_or_stop(command, "this run").code
+        countdown.ended(study.recipe, time.monotonic() - began)
         if code or not (folder / "results.json").is_file():
             failed.append(run.name)
             print(f"=== {run.name} failed with exit status {code}; going on", flush=True)
-    print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {study.folder}")
+    return failed
+
+
+def say_finished(total: int, failed: Sequence[str], folder: Path) -> None:
+    """How many runs of a folder are finished, and the names of those that failed."""
+    print(f"\n{total - len(failed)} of {total} runs are finished, in {folder}")
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries them again")
-    return failed
 
 
 def _report(study: Study) -> None:
