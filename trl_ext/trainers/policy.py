@@ -18,6 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
+from trl_ext.trainers.context import check_policy
 from trl_ext.trainers.defaults import warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
 from trl_ext.trainers.guarded import GuardedTraining
@@ -28,7 +29,12 @@ from trl_ext.trainers.positions import count_from_the_first_token
 from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.reward_functions import ShapingState, as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
-from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
+from trl_ext.trainers.rollout_metrics import (
+    log_advantages,
+    log_reward_errors,
+    log_rollout,
+    warn_of_empty_responses,
+)
 from trl_ext.trainers.rollout_position import RolloutPosition
 from trl_ext.trainers.step_metrics import RolloutMetrics
 from trl_ext.trainers.stop_strings import StopStrings
@@ -91,7 +97,7 @@ class PolicyTrainer(
         wait_for_server(args, model)
         super().__init__(model, guarded, args, **kwargs)
         watch_server(self)
-        self._check_context()
+        check_policy(self)
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]
@@ -124,15 +130,6 @@ class PolicyTrainer(
                 f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
                 f"{needed}: give more prompts, or a smaller generation_batch_size"
-            )
-
-    def _check_context(self) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        prompt, response = self.args.max_prompt_tokens or 0, self.max_completion_length
-        if context is not None and prompt + response > context:
-            raise ValueError(
-                f"max_prompt_tokens {prompt} and max_completion_length {response} together exceed the model's context "
-                f"of {context} tokens: lower --max_completion_length (max_new_tokens) or --max_prompt_tokens"
             )
 
     def _place_reward_models(self) -> None:
@@ -231,6 +228,7 @@ class PolicyTrainer(
         log_advantages(self, mode, advantages)
         if mode == "train":
             self.rollouts += 1
+            warn_of_empty_responses(self, known["lengths"], inputs[0]["prompt"])
             self._seen_signal = self._seen_signal or bool(advantages.any())
         return output
 

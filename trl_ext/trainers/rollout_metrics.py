@@ -6,6 +6,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl_ext.evaluation import diagnose_generations
+from trl_ext.trainers.defaults import warn_once_per_run
 
 
 def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: list[bool], output: dict) -> None:
@@ -58,3 +59,27 @@ def log_advantages(trainer, mode: str, advantages: Tensor) -> None:
     for _ in range(min(len(advantages), len(logged))):
         logged.pop()
     logged.extend(advantages.tolist())
+
+
+def warn_of_empty_responses(trainer, lengths: Tensor, prompt: str | list) -> None:
+    """Say it where nearly all responses of the first rollout end at once, and why that may be.
+
+    Args:
+        trainer: a `PolicyTrainer`.
+        lengths: tokens of the responses over all processes, [N].
+        prompt: one of the rollout's, text or messages.
+    """
+    ended = int((lengths <= 1).sum())
+    if trainer.rollouts > 1 or trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
+        return
+    tokenizer = trainer.processing_class
+    why = "see whether the model is one to continue such prompts"
+    if isinstance(prompt, str) and tokenizer.chat_template:
+        why = (
+            "the prompts are plain text, and the model is one that expects its chat template: call their column "
+            "prompt_text, which makes each a user's message, or give messages"
+        )
+    warn_once_per_run(
+        f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "
+        f"{tokenizer.eos_token!r}, and nothing can be learned from them: {why}"
+    )
