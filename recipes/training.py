@@ -90,8 +90,8 @@ def check_pairs(rows, split: str, flag: str) -> None:
         raise ValueError(f"the split {split!r} holds labelled responses and no pairs: they are for recipes/kto.py")
     if "chosen" not in columns:
         raise ValueError(
-            f"the split {split!r} holds prompts and no pairs (prompt, chosen, rejected): name another --{flag}, or "
-            "train on prompts, with recipes/grpo.py for one"
+            f"the split {split!r} holds prompts and no pairs: name another --{flag}, whose rows have prompt, chosen "
+            "and rejected"
         )
 
 

@@ -54,7 +54,7 @@ class TestContext:
             check_policy(trainer)
         assert str(raised.value) == (
             "a prompt and its response take up to 17 tokens, and the model's context holds 16: lower "
-            "max_completion_length (now 12) or max_prompt_tokens (now 512)"
+            "--max_completion_length (now 12) or --max_prompt_tokens (now 512)"
         )
 
     def test_nothing_is_measured_where_the_limits_fit(self):
@@ -74,7 +74,7 @@ class TestContext:
     def test_the_longest_row(self, columns, length):
         rows, limits = Dataset.from_dict(columns), {"max_response_tokens": 512, "max_prompt_tokens": None}
         check_rows(model_of(length), rows, limits)
-        with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower max_response_tokens"):
+        with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower --max_resp"):
             check_rows(model_of(length - 1), rows, limits)
 
     def test_what_holds_no_rows_of_tokens_passes(self):
@@ -128,7 +128,7 @@ class TestRecipes:
         rows = training.load_rows(str(path), "train_gen", skip_bad_rows=False)
         assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
         path.write_text('{"prompt": "p"}\n')
-        with pytest.raises(ValueError, match="holds prompts and no pairs .prompt, chosen, rejected."):
+        with pytest.raises(ValueError, match="holds prompts and no pairs: name another --train_split, whose rows"):
             training.load_pairs(str(path), "train_prefs", skip_bad_rows=False)
         path.rename(tmp_path / "test_gen.jsonl")
         with pytest.raises(ValueError, match=r"only test_gen: call the file of prompts \(prompt\) train_gen.jsonl"):

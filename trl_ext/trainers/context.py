@@ -72,7 +72,7 @@ def _check(model, limits: dict[str, int | None], longest: Callable[[], int]) -> 
         return
     length = longest()
     if length > context:
-        flags = " or ".join(f"{name} (now {value})" for name, value in limits.items())
+        flags = " or ".join(f"--{name} (now {value})" for name, value in limits.items())
         raise ValueError(
             f"a prompt and its response take up to {length} tokens, and the model's context holds {context}: lower "
             f"{flags}"
