@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             check_metric(plan)
             work = [pair for stage in STAGES for pair in stage_runs(plan, stage)]
-            countdown = sweep.Countdown(work)
+            countdown = sweep.countdown_of(work)
             failed = [name for stage in _stages(plan) for name in run_stage(plan, stage, countdown=countdown)]
             sweep.say_finished(len(work), failed, plan.folder)
             report(plan, given.difference, plan.folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import sweep
+from stage_process import launcher_options
 
 from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
@@ -104,7 +105,7 @@ def read_plan(given) -> Plan:
         Path(given.output_dir),
         reward_model=sweep.with_config_found(path, reward_model),
         tuning=read_tuning(given.sweep, methods, seeds) if given.sweep else None,
-        launcher=sweep.launcher_options(given.accelerate_config),
+        launcher=launcher_options(given.accelerate_config),
         metric=given.metric,
     )
 

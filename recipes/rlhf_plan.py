@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from compare_plan import ONLINE_RECIPES, PAIR_RECIPES
-from sweep import Run, Study, launcher_options, read_arguments
+from stage_process import launcher_options
+from sweep import Run, Study, read_arguments
 
 from trl_ext.files import brief, read_json, read_yaml
 from trl_ext.registry import nearest

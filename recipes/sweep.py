@@ -20,7 +20,6 @@ import itertools
 import json
 import re
 import shlex
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from recipe_arguments import argument_types
-from stage_process import run_or_stop
+from stage_process import Countdown, launcher_options, run_or_stop
 
 from trl_ext.evaluation.report import write_report
 from trl_ext.files import brief, read_yaml, write_json
@@ -134,29 +133,6 @@ def read_study(path: str | Path, output_dir: str | None = None, accelerate_confi
     if twice:
         raise ValueError(f"{path}: two runs are called {twice[0]!r}: give each a name of its own")
     return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher_options(accelerate_config))
-
-
-def launcher_options(accelerate_config: str | None) -> list[str]:
-    """What `accelerate launch` is given so that it says nothing of its own: neither defaults nor a traceback.
-
-    Without a file, what the user has configured; where that is nothing, one process for each device.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
-    if accelerate_config is not None:
-        if not Path(accelerate_config).is_file():
-            raise FileNotFoundError(f"no file --accelerate_config {accelerate_config}")
-        return ["--quiet", "--config_file", accelerate_config]
-    import torch
-    from accelerate.commands.config.config_args import default_config_file
-
-    if Path(default_config_file).is_file():
-        return ["--quiet"]
-    devices = max(torch.accelerator.device_count(), 1)
-    defaults = ["--num_processes", str(devices), "--num_machines", "1"]
-    several = ["--multi_gpu"] if devices > 1 else []
-    return ["--quiet", *several, *defaults, "--mixed_precision", "no", "--dynamo_backend", "no"]
 
 
 def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -284,33 +260,9 @@ def _kept(study: Study, run: Run) -> dict[str, Any]:
     return json.loads(json.dumps({"recipe": study.recipe, "arguments": run.arguments}))
 
 
-class Countdown:
-    """Counts runs as they begin, and tells how long those that are left may take by those that have been made."""
-
-    def __init__(self, work: Sequence[tuple[Study, Run]]):
-        self.total, self.number = len(work), 0
-        self.left = [study.recipe for study, run in work if state_of(study, run) != "finished"]
-        self.seconds: dict[str, list[float]] = {}
-
-    def place(self) -> str:
-        """`run 7 of 20, about 4 min left` for the next run; nothing of time before one has been made."""
-        self.number += 1
-        made = [seconds for own in self.seconds.values() for seconds in own]
-        if not made or not self.left:
-            return f"run {self.number} of {self.total}"
-        expected = sum(statistics.mean(self.seconds.get(recipe, made)) for recipe in self.left)
-        return f"run {self.number} of {self.total}, about {_about(expected)} left"
-
-    def ended(self, recipe: str, seconds: float) -> None:
-        """Count a run as made."""
-        self.left.remove(recipe)
-        self.seconds.setdefault(recipe, []).append(seconds)
-
-
-def _about(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+def countdown_of(work: Sequence[tuple[Study, Run]]) -> Countdown:
+    """A countdown of runs, of which those that are finished take no time."""
+    return Countdown(len(work), [study.recipe for study, run in work if state_of(study, run) != "finished"])
 
 
 def run_all(work: Sequence[tuple[Study, Run]], countdown: Countdown | None = None) -> list[str]:
@@ -323,7 +275,7 @@ def run_all(work: Sequence[tuple[Study, Run]], countdown: Countdown | None = Non
     Raises:
         KeyboardInterrupt, SystemExit: the program was told to end, and the run under way with it.
     """
-    countdown = countdown or Countdown(work)
+    countdown = countdown or countdown_of(work)
     failed = []
     for study, run in work:
         state = state_of(study, run)

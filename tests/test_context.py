@@ -7,14 +7,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
-import torch
 from datasets import Dataset
 from transformers import AutoTokenizer
 
 from tests import recipes
 from trl_ext.models import resolve_model_path
 from trl_ext.trainers.context import check_generations, check_policy, check_rows
-from trl_ext.trainers.rollout_metrics import warn_of_empty_responses
+from trl_ext.trainers.rollout_metrics import _warn_of_empty
 
 
 @pytest.fixture
@@ -84,29 +83,20 @@ class TestContext:
 
 class TestEmptyResponses:
     @pytest.mark.parametrize(
-        ("prompt", "lengths", "rollouts", "told"),
+        ("prompt", "lengths", "told"),
         [
-            (
-                "text",
-                [1] * 9 + [4],
-                1,
-                "9 of the 10 responses of the first rollout are a single token",
-            ),
-            ("text", [1] * 10, 1, "call their column prompt_text"),
-            (
-                [{"role": "user", "content": "text"}],
-                [1] * 10,
-                1,
-                "see whether the model is one",
-            ),
-            ("text", [1] * 8 + [4] * 2, 1, None),
-            ("text", [1] * 10, 2, None),
+            ("text", [1] * 9 + [4], "9 of the 10 responses of the first rollout are a single token"),
+            ("text", [1] * 10, "call their column prompt_text"),
+            ([{"role": "user", "content": "text"}], [1] * 10, "see whether the model is one"),
+            ("text", [1] * 8 + [4] * 2, None),
         ],
     )
-    def test_told_once(self, tokenizer, caplog, prompt, lengths, rollouts, told):
-        trainer = SimpleNamespace(rollouts=rollouts, max_completion_length=8, processing_class=tokenizer)
+    def test_told_once(self, tokenizer, caplog, prompt, lengths, told):
+        trainer = SimpleNamespace(
+            max_completion_length=8, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": [prompt]})
+        )
         with caplog.at_level(logging.WARNING):
-            warn_of_empty_responses(trainer, torch.tensor(lengths), prompt)
+            _warn_of_empty(trainer, lengths)
         assert told in caplog.text if told else not caplog.text
 
 

@@ -125,11 +125,9 @@ def test_a_dry_run_prints_and_runs_nothing(stand_in, capsys):
     assert not Path("runs").exists()
 
 
-def test_the_time_that_is_left(sweep, tmp_path):
+def test_the_time_that_is_left(sweep):
     """By the mean of the recipe's own runs, or of all where it has none yet: 3 x 20, then 2 x 80, then 60 s."""
-    runs = {recipe: sweep.Study(recipe, [], tmp_path) for recipe in ("dpo", "grpo")}
-    work = [(runs[recipe], sweep.Run(str(index), {})) for index, recipe in enumerate(("dpo", "grpo", "grpo", "grpo"))]
-    countdown = sweep.Countdown(work)
+    countdown = sweep.Countdown(4, ["dpo", "grpo", "grpo", "grpo"])
     assert countdown.place() == "run 1 of 4"
     countdown.ended("dpo", 20.0)
     assert countdown.place() == "run 2 of 4, about 60 s left"

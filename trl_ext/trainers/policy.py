@@ -29,12 +29,7 @@ from trl_ext.trainers.positions import count_from_the_first_token
 from trl_ext.trainers.resumable import Resumable
 from trl_ext.trainers.reward_functions import ShapingState, as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.reward_guard import RewardGuard
-from trl_ext.trainers.rollout_metrics import (
-    log_advantages,
-    log_reward_errors,
-    log_rollout,
-    warn_of_empty_responses,
-)
+from trl_ext.trainers.rollout_metrics import log_advantages, log_reward_errors, log_rollout
 from trl_ext.trainers.rollout_position import RolloutPosition
 from trl_ext.trainers.step_metrics import RolloutMetrics
 from trl_ext.trainers.stop_strings import StopStrings
@@ -228,7 +223,6 @@ class PolicyTrainer(
         log_advantages(self, mode, advantages)
         if mode == "train":
             self.rollouts += 1
-            warn_of_empty_responses(self, known["lengths"], inputs[0]["prompt"])
             self._seen_signal = self._seen_signal or bool(advantages.any())
         return output
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor
 
 from trl_ext.evaluation import diagnose_generations
@@ -30,6 +31,8 @@ def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: l
     metrics["unscorable"].append(rewards.isnan().float().mean().item())
     mask = output["completion_mask"].bool().cpu()
     ids = gather_object([row[kept].tolist() for row, kept in zip(output["completion_ids"].cpu(), mask, strict=True)])
+    if mode == "train" and trainer.rollouts == 0:
+        _warn_of_empty(trainer, [len(row) for row in ids])
     diagnostics = diagnose_generations(
         trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
         token_ids=ids,
@@ -61,20 +64,14 @@ def log_advantages(trainer, mode: str, advantages: Tensor) -> None:
     logged.extend(advantages.tolist())
 
 
-def warn_of_empty_responses(trainer, lengths: Tensor, prompt: str | list) -> None:
-    """Say it where nearly all responses of the first rollout end at once, and why that may be.
-
-    Args:
-        trainer: a `PolicyTrainer`.
-        lengths: tokens of the responses over all processes, [N].
-        prompt: one of the rollout's, text or messages.
-    """
-    ended = int((lengths <= 1).sum())
-    if trainer.rollouts > 1 or trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
+def _warn_of_empty(trainer, lengths: list[int]) -> None:
+    """Say it where nearly all responses, of these lengths over all processes, end at once, and why that may be."""
+    ended = sum(length <= 1 for length in lengths)
+    if trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
         return
-    tokenizer = trainer.processing_class
+    tokenizer, rows = trainer.processing_class, trainer.train_dataset
     why = "see whether the model is one to continue such prompts"
-    if isinstance(prompt, str) and tokenizer.chat_template:
+    if isinstance(rows, Dataset) and isinstance(rows[0]["prompt"], str) and tokenizer.chat_template:
         why = (
             "the prompts are plain text, and the model is one that expects its chat template: call their column "
             "prompt_text, which makes each a user's message, or give messages"
