@@ -12,7 +12,7 @@ AUDIT := .venv/audit/bin/pip-audit
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
 		kept=runs/aot-toy-$$(date +%Y%m%d-%H%M%S); mv runs/aot-toy $$kept; echo "the earlier run is kept as $$kept"; fi
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml recipes/aot.py
+	$(BIN)/python recipes/aot.py --use_cpu true
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 

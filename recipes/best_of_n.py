@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 import dataclasses
 import time
 from dataclasses import dataclass, field
@@ -14,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import common
 from accelerate import Accelerator
-from common import RECIPES, one_line_errors, parse_arguments
 from reasoning import print_table
 from reward_sources import only_reward
 from run_folder import config_text, settings_digest
@@ -138,10 +133,10 @@ def main() -> None:
 
 def _run() -> None:
     started = time.time()
-    with one_line_errors():
-        arguments, model = parse_arguments(
+    with common.one_line_errors():
+        arguments, model = common.parse_arguments(
             (BestOfNArguments, ModelArguments),
-            default_config=RECIPES / "configs" / "toy" / "best_of_n.yaml",
+            default_config=common.RECIPES / "configs" / "toy" / "best_of_n.yaml",
             description="Pick the best of n responses by a reward.",
         )
         settings, resolved = arguments.settings(), config_text(arguments, model)

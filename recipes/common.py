@@ -12,6 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# Before the libraries are imported, which read these once. A run says nothing to anybody unless it is asked to.
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+# Bars vanish from a terminal once they are full, and elsewhere there are none.
+os.environ.setdefault("TQDM_LEAVE", "")
+if not sys.stderr.isatty():
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+from tqdm.auto import tqdm
 from trl import TrlParser
 
 from trl_ext.files import brief, read_yaml
@@ -39,9 +47,8 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
             raise
         # Arguments fail alike on every process; a reward function may fail on one of them.
         if is_main_process() or kinds is MENDABLE_IN_TRAINING:
-            # In training, a progress bar stands at the start of the line.
-            start = "\n" if kinds is MENDABLE_IN_TRAINING else ""
-            print(f"{start}error: {_one_line(error)}", file=sys.stderr)
+            # Not into a progress bar.
+            tqdm.write(f"error: {_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -37,7 +37,7 @@ import sweep
 from compare_plan import ONLINE_RECIPES, Method, Plan, check_metric, read_plan
 from sweep import Run, Study
 
-from trl_ext.evaluation.command_line import CommandParser, at_least_one, one_line_errors
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
 from trl_ext.evaluation.method_report import compare_runs, difference_table, method_table, sentence, write_comparison
 from trl_ext.evaluation.method_runs import MethodRun, choose_metric, metric_values, read_method_run
 from trl_ext.evaluation.report import write_report
@@ -64,7 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SystemExit(1)
         else:
             check_metric(plan)
-            failed = [name for stage in _stages(plan) for name in run_stage(plan, stage)]
+            work = [pair for stage in STAGES for pair in stage_runs(plan, stage)]
+            countdown = sweep.countdown_of(work)
+            failed = [name for stage in _stages(plan) for name in run_stage(plan, stage, countdown=countdown)]
+            sweep.say_finished(len(work), failed, plan.folder)
             report(plan, given.difference, plan.folder)
             if failed:
                 raise SystemExit(1)
@@ -136,8 +139,14 @@ def _arguments(plan: Plan, method: Method, seed: int, settings: dict[str, Any]) 
     return {**method.arguments, **settings, **rewards, "seed": seed}
 
 
-def run_stage(plan: Plan, stage: str, index: int | None = None) -> list[str]:
+def run_stage(plan: Plan, stage: str, index: int | None = None, countdown: sweep.Countdown | None = None) -> list[str]:
     """Run what is not finished of a stage, or one run of it; returns the names of those that failed.
+
+    Args:
+        plan: the comparison.
+        stage: one of `STAGES`.
+        index: of the only run; None for all.
+        countdown: of the runs of all stages; None for these alone.
 
     Raises:
         ValueError: no run of that number, a folder of other runs, or settings that have not been tried yet.
@@ -148,11 +157,9 @@ def run_stage(plan: Plan, stage: str, index: int | None = None) -> list[str]:
         if not 0 <= index < len(pairs):
             raise ValueError(f"--array_index {index}: the stage {stage} has {len(pairs)} runs, numbered from 0")
         pairs = [pairs[index]]
-    studies: dict[int, tuple[Study, list[Run]]] = {}
     for study, run in pairs:
         sweep.check_folders(Study(study.recipe, [run], study.folder))
-        studies.setdefault(id(study.runs), (study, []))[1].append(run)
-    return [name for study, runs in studies.values() for name in sweep.run_all(study, runs)]
+    return sweep.run_all(pairs, countdown)
 
 
 def choose_settings(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -229,7 +236,9 @@ def report(plan: Plan, effect: float | None, folder: Path, *, required: bool = F
     if folder == plan.folder:
         write_report([run.folder for run in runs], plan.folder / "report.html")
         written.append("report.html")
-    print(f"\n{method_table(summary)}\n{difference_table(summary)}")
+    print(f"\n{method_table(summary, format_table)}\n")
+    if summary["comparisons"]:
+        print(f"{difference_table(summary, format_table)}\n")
     for one in summary["comparisons"]:
         print(sentence(one, summary).replace("*", ""))
     for note in summary["notes"]:

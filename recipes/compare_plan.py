@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import sweep
+from stage_process import launcher_options
 
 from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
@@ -95,8 +96,6 @@ def read_plan(given) -> Plan:
     baseline = given.baseline or content.get("baseline")
     if baseline is not None and baseline not in names:
         raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(names)}")
-    if given.accelerate_config and not Path(given.accelerate_config).is_file():
-        raise FileNotFoundError(f"no file --accelerate_config {given.accelerate_config}")
     reward_model = sweep.read_arguments(path, "common", content.get("reward_model") or {})
     seeds = read_seeds(given.seeds)
     return Plan(
@@ -106,7 +105,7 @@ def read_plan(given) -> Plan:
         Path(given.output_dir),
         reward_model=sweep.with_config_found(path, reward_model),
         tuning=read_tuning(given.sweep, methods, seeds) if given.sweep else None,
-        launcher=["--config_file", given.accelerate_config] if given.accelerate_config else [],
+        launcher=launcher_options(given.accelerate_config),
         metric=given.metric,
     )
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 import dataclasses
 from dataclasses import dataclass, field
 from functools import partial

@@ -26,15 +26,15 @@ def main() -> None:
         trainer = run.load_trainer(KTOTrainer, train_dataset=splits[arguments.train_split], eval_dataset=held_out)
         if prompts is not None:
             remember_base(trainer)
+        evaluation = None
+        if prompts is not None:
+            limits = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.generation_batch_size}
+            evaluation = held_out_generations(trainer, prompts, arguments, **limits)
     run.open(trainer)
-    evaluation = None
-    if prompts is not None:
-        limits = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.generation_batch_size}
-        evaluation = held_out_generations(trainer, prompts, arguments, **limits)
-        if arguments.generation_eval_every:
-            shown = {"every": arguments.generation_eval_every, "prompts": arguments.num_generation_prompts}
-            # TRL's own `kl` and `eval_kl` are the loss's estimate from mismatched responses.
-            trainer.add_callback(GenerationTableCallback(evaluation, **shown, kl_name="sampled_kl"))
+    if evaluation is not None and arguments.generation_eval_every:
+        shown = {"every": arguments.generation_eval_every, "prompts": arguments.num_generation_prompts}
+        # TRL's own `kl` and `eval_kl` are the loss's estimate from mismatched responses.
+        trainer.add_callback(GenerationTableCallback(evaluation, **shown, kl_name="sampled_kl"))
 
     run.train(trainer)
 

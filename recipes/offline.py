@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 from dataclasses import dataclass, field
 
 from common import one_line_errors
@@ -72,11 +67,11 @@ def main(
         trainer = run.load_trainer(trainer_class, train_dataset=benchmark["train"], eval_dataset=benchmark.get("eval"))
         if len(benchmark) > 1:
             remember_base(trainer)
+        evaluation = None
+        if "prompts" in benchmark:
+            limits = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.generation_batch_size}
+            evaluation = held_out_generations(trainer, benchmark["prompts"], arguments, **limits)
     run.open(trainer)
-    evaluation = None
-    if "prompts" in benchmark:
-        limits = {"max_new_tokens": arguments.max_new_tokens, "batch_size": arguments.generation_batch_size}
-        evaluation = held_out_generations(trainer, benchmark["prompts"], arguments, **limits)
     every = arguments.generation_eval_every
     if evaluation is not None and every:
         trainer.add_callback(

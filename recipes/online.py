@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -90,17 +85,17 @@ def main(
         _calibrate_shaping(rewards, splits["train"])
         if "prompts" in splits:
             remember_base(trainer)
+        evaluation = None
+        if "prompts" in splits:
+            evaluation = held_out_generations(
+                trainer,
+                splits["prompts"],
+                arguments,
+                max_new_tokens=training.max_completion_length,
+                batch_size=arguments.generation_eval_batch_size,
+                reward_columns=partial(reward_columns, trainer),
+            )
     run.open(trainer)
-    evaluation = None
-    if "prompts" in splits:
-        evaluation = held_out_generations(
-            trainer,
-            splits["prompts"],
-            arguments,
-            max_new_tokens=training.max_completion_length,
-            batch_size=arguments.generation_eval_batch_size,
-            reward_columns=partial(reward_columns, trainer),
-        )
     every = _evaluate_every(arguments, training)
     if evaluation is not None and every:
         trainer.add_callback(

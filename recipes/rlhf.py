@@ -16,11 +16,8 @@ from __future__ import annotations
 import os
 import shlex
 
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
+import common
 import sweep
-from common import RECIPES, parse_arguments
 from rlhf_evaluation import check_evaluation, evaluate_pipeline
 from rlhf_plan import RECORD_NAME, Pipeline, RLHFArguments, Stage, check_record, plan_pipeline
 from rlhf_report import print_tables, write_pipeline_report
@@ -36,8 +33,8 @@ def main() -> None:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise ValueError("start the pipeline with python: it launches its stages itself, by --accelerate_config")
         try:
-            (given,) = parse_arguments(
-                (RLHFArguments,), default_config=RECIPES / "configs" / "toy" / "rlhf.yaml", description=__doc__
+            (given,) = common.parse_arguments(
+                (RLHFArguments,), default_config=common.RECIPES / "configs" / "toy" / "rlhf.yaml", description=__doc__
             )
         except TypeError as error:
             raise ValueError(str(error)) from error

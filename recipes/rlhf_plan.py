@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compare_plan import ONLINE_RECIPES, PAIR_RECIPES
+from stage_process import launcher_options
 from sweep import Run, Study, read_arguments
 
 from trl_ext.files import brief, read_json, read_yaml
@@ -123,11 +124,7 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
     names = [name.strip() for name in given.policy_methods.split(",") if name.strip()]
     _check_names(names, given)
     folder = Path(given.output_dir)
-    launcher = []
-    if given.accelerate_config:
-        if not Path(given.accelerate_config).is_file():
-            raise FileNotFoundError(f"no file --accelerate_config {given.accelerate_config}")
-        launcher = ["--config_file", given.accelerate_config]
+    launcher = launcher_options(given.accelerate_config)
 
     def stage(name: str, recipe: str, arguments: dict[str, Any], after: Sequence[Stage] = ()) -> Stage:
         arguments = {"config": _config(given.configs, recipe), **arguments, "seed": given.seed}

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,8 +94,8 @@ def main() -> None:
         trainer = run.load_trainer(SFTTrainer, train_dataset=train, eval_dataset=held_out)
         if prompts is not None:
             remember_base(trainer)
+        evaluation = None if prompts is None else _evaluation(trainer, prompts, arguments)
     run.open(trainer)
-    evaluation = None if prompts is None else _evaluation(trainer, prompts, arguments)
     if evaluation is not None and arguments.generation_eval_every:
         shown = {"every": arguments.generation_eval_every, "prompts": arguments.num_generation_prompts}
         trainer.add_callback(GenerationTableCallback(evaluation, **shown))

@@ -17,13 +17,16 @@ from typing import Any
 import yaml
 from accelerate.utils import broadcast_object_list
 from common import MENDABLE_IN_TRAINING, RECIPES, one_line_errors, parse_arguments
+from httpx import HTTPError
+from huggingface_hub import whoami
 from plan import LaunchArguments, check_launch, end_with_plan, say_refusal
 from same_run import check_same_settings
+from tqdm.contrib.logging import logging_redirect_tqdm
 from training import ModelArguments, load_trainer
 from transformers import IntervalStrategy
 
-from trl_ext.files import write_text
-from trl_ext.trainers.callbacks import MetricsFileCallback
+from trl_ext.files import brief, write_text
+from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback
 from trl_ext.trainers.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
 from trl_ext.trainers.defaults import is_main_process, world_size
 from trl_ext.trainers.preemption import Preemption
@@ -114,6 +117,7 @@ class TrainingRun:
         if metrics is None:
             metrics = MetricsFileCallback(self.folder / "metrics.jsonl")
             trainer.add_callback(metrics)
+        StepLineCallback.show_in(trainer)
         return metrics
 
     def train(
@@ -127,7 +131,7 @@ class TrainingRun:
             mendable: errors that end the run with one line.
         """
         begun = time.time()
-        with one_line_errors(mendable):
+        with one_line_errors(mendable), logging_redirect_tqdm():
             # Last, so that nothing of another callback is left out when it ends the program.
             trainer.add_callback(Preemption(trainer))
             trainer.train(resume_from_checkpoint=self.checkpoint)
@@ -165,7 +169,7 @@ def begin_run(
         name: the trainer's configuration -> what the run folder is called, before the data's name.
 
     Raises:
-        ValueError, OSError: as `parse_arguments`, `open_run_folder` and `check_trackers`.
+        ValueError, OSError: as `parse_arguments`, `open_run_folder`, `check_trackers` and `check_hub`.
     """
     started = time.time()
     arguments, model, training, launch = parse_arguments(
@@ -188,6 +192,7 @@ def begin_run(
             )
         )
         check_trackers(training.report_to)
+        check_hub(training)
         return checkpoint
 
     checkpoint = check() if launch.print_plan is None else say_refusal(check)
@@ -291,6 +296,23 @@ def check_trackers(report_to: Sequence[str]) -> None:
         online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
         if online and not wandb.login(prompt=False):
             raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
+
+
+def check_hub(training) -> None:
+    """Fail before anything is loaded where `push_to_hub` could not push.
+
+    Raises:
+        ValueError: the hub cannot be reached, or knows no login.
+    """
+    if not training.push_to_hub or not is_main_process():
+        return
+    try:
+        whoami(token=training.hub_token)
+    except (OSError, HTTPError) as error:
+        raise ValueError(
+            f"--push_to_hub needs the hub, which cannot be reached or refuses the login ({brief(error, 200)}): run "
+            "`hf auth login` on a machine with a network, or leave it out and push the folder later with `hf upload`"
+        ) from error
 
 
 def _check_writable(folder: Path) -> None:

@@ -1,9 +1,10 @@
-"""A launcher of training processes, to which the notices that would end this program are passed on."""
+"""A launcher of training processes: what it is given, how long it may take, and the notices that it is passed."""
 
 from __future__ import annotations
 
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -33,6 +34,62 @@ class Ended:
     code: int
     error_output: str
     notice: signal.Signals | None
+
+
+def launcher_options(accelerate_config: str | None) -> list[str]:
+    """What `accelerate launch` is given so that it says nothing of its own: neither defaults nor a traceback.
+
+    Without a file, what the user has configured; where that is nothing, one process for each device.
+
+    Raises:
+        FileNotFoundError: no such file.
+    """
+    if accelerate_config is not None:
+        if not Path(accelerate_config).is_file():
+            raise FileNotFoundError(f"no file --accelerate_config {accelerate_config}")
+        return ["--quiet", "--config_file", accelerate_config]
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    if Path(default_config_file).is_file():
+        return ["--quiet"]
+    devices = max(torch.accelerator.device_count(), 1)
+    defaults = ["--num_processes", str(devices), "--num_machines", "1"]
+    several = ["--multi_gpu"] if devices > 1 else []
+    return ["--quiet", *several, *defaults, "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+class Countdown:
+    """Counts runs as they begin, and tells how long those that are left may take by those that have been made.
+
+    Args:
+        total: how many runs there are.
+        left: the recipe of each that is not finished.
+    """
+
+    def __init__(self, total: int, left: Sequence[str]):
+        self.total, self.number, self.left = total, 0, list(left)
+        self.seconds: dict[str, list[float]] = {}
+
+    def place(self) -> str:
+        """`run 7 of 20, about 4 min left` for the next run; nothing of time before one has been made."""
+        self.number += 1
+        made = [seconds for own in self.seconds.values() for seconds in own]
+        if not made or not self.left:
+            return f"run {self.number} of {self.total}"
+        expected = sum(statistics.mean(self.seconds.get(recipe, made)) for recipe in self.left)
+        return f"run {self.number} of {self.total}, about {_about(expected)} left"
+
+    def ended(self, recipe: str, seconds: float) -> None:
+        """Count a run as made."""
+        self.left.remove(recipe)
+        self.seconds.setdefault(recipe, []).append(seconds)
+
+
+def _about(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def run_in_session(command: Sequence[str]) -> Ended:

@@ -21,13 +21,14 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from recipe_arguments import argument_types
-from stage_process import run_or_stop
+from stage_process import Countdown, launcher_options, run_or_stop
 
 from trl_ext.evaluation.command_line import format_interval, format_table, markdown_table
 from trl_ext.evaluation.report import write_report
@@ -105,7 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for run in chosen:
             print(f"# {run.name}: {state_of(study, run)}\n{shlex.join(study.command(run))}")
     else:
-        failed = run_all(study, chosen)
+        failed = run_all([(study, run) for run in chosen])
+        say_finished(len(chosen), failed, study.folder)
         if given.array_index is None:
             _report(study)
         if failed:
@@ -140,12 +142,7 @@ def read_study(path: str | Path, output_dir: str | None = None, accelerate_confi
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{path}: two runs are called {twice[0]!r}: give each a name of its own")
-    launcher = []
-    if accelerate_config is not None:
-        if not Path(accelerate_config).is_file():
-            raise FileNotFoundError(f"no file --accelerate_config {accelerate_config}")
-        launcher = ["--config_file", accelerate_config]
-    return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher)
+    return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher_options(accelerate_config))
 
 
 def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -274,29 +271,45 @@ def _kept(study: Study, run: Run) -> dict[str, Any]:
     return json.loads(json.dumps({"recipe": study.recipe, "arguments": run.arguments}))
 
 
-def run_all(study: Study, runs: Sequence[Run]) -> list[str]:
+def countdown_of(work: Sequence[tuple[Study, Run]]) -> Countdown:
+    """A countdown of runs, of which those that are finished take no time."""
+    return Countdown(len(work), [study.recipe for study, run in work if state_of(study, run) != "finished"])
+
+
+def run_all(work: Sequence[tuple[Study, Run]], countdown: Countdown | None = None) -> list[str]:
     """Run what is not finished, one after another; returns the names of those that failed.
+
+    Args:
+        work: runs in order, each with its study.
+        countdown: of these runs and of others; None for these alone.
 
     Raises:
         KeyboardInterrupt, SystemExit: the program was told to end, and the run under way with it.
     """
+    countdown = countdown or countdown_of(work)
     failed = []
-    for number, run in enumerate(runs, start=1):
+    for study, run in work:
         state = state_of(study, run)
-        print(f"\n=== {number} of {len(runs)}, {run.name}: {state}", flush=True)
+        print(f"\n=== {countdown.place()}, {run.name}: {state}", flush=True)
         if state == "finished":
             continue
         command = study.command(run)
         folder = study.folder_of(run)
         write_json(folder / ARGUMENTS_NAME, _kept(study, run))
+        began = time.monotonic()
         code = run_or_stop(command, "this run").code
+        countdown.ended(study.recipe, time.monotonic() - began)
         if code or not (folder / "results.json").is_file():
             failed.append(run.name)
             print(f"=== {run.name} failed with exit status {code}; going on", flush=True)
-    print(f"\n{len(runs) - len(failed)} of {len(runs)} runs are finished, in {study.folder}")
+    return failed
+
+
+def say_finished(total: int, failed: Sequence[str], folder: Path) -> None:
+    """How many runs of a folder are finished, and the names of those that failed."""
+    print(f"\n{total - len(failed)} of {total} runs are finished, in {folder}")
     if failed:
         print(f"failed: {', '.join(failed)}; the same command tries them again")
-    return failed
 
 
 def _report(study: Study) -> None:

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-# A run says nothing to anybody unless it is asked to.
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-
 import time
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -14,8 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import common
 from accelerate import Accelerator
-from common import RECIPES, one_line_errors, parse_arguments
 from generation_prompts import CHAT, PromptBuilder, check_template
 from reward_sources import only_reward
 from run_folder import config_text, settings_digest
@@ -155,10 +150,10 @@ def main() -> None:
 
 def _run() -> None:
     started = time.time()
-    with one_line_errors():
-        arguments, model = parse_arguments(
+    with common.one_line_errors():
+        arguments, model = common.parse_arguments(
             (SweepArguments, ModelArguments),
-            default_config=RECIPES / "configs" / "toy" / "sweep_generation.yaml",
+            default_config=common.RECIPES / "configs" / "toy" / "sweep_generation.yaml",
             description="Compare settings of generation.",
         )
         settings, resolved = arguments.settings(), config_text(arguments, model)

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from common import MENDABLE_IN_TRAINING, one_line_errors
+from datasets import Dataset
+from transformers import AutoTokenizer
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
-from trl_ext import load_benchmark
+from trl_ext import SFTConfig, load_benchmark
 from trl_ext.evaluation import GroundTruthJudge
+from trl_ext.files import local_path
 from trl_ext.models import resolve_model_path
+from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import is_main_process, warn_once_per_run
 from trl_ext.trainers.faults import plain_faults
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
@@ -45,15 +49,21 @@ def can_be_resumed() -> Iterator[None]:
 
 
 def load_rows(name: str, split: str, *, skip_bad_rows: bool):
-    """A benchmark whose split `split` is there to train on.
+    """A benchmark whose split `split` is there to train on; of one file, the only split whatever its rows are.
 
     Raises:
         ValueError: it has no such split.
     """
     benchmark = load_benchmark(name, skip_bad_rows=skip_bad_rows)
+    if split not in benchmark and local_path(name).is_file():
+        # What it is of, its rows tell; whether they will do, the recipe.
+        (only,) = benchmark
+        benchmark[split] = benchmark.pop(only)
     if split not in benchmark:
+        fields = "pairs (prompt, chosen, rejected)" if split.endswith("_prefs") else "prompts (prompt)"
         raise ValueError(
-            f"{name} has no split {split!r} to train on: it has {', '.join(benchmark)}; name one with --train_split"
+            f"{name} has no split {split!r} to train on, only {', '.join(benchmark)}: call the file of {fields} "
+            f"{split}.jsonl, give it alone as --dataset_name FILE.jsonl, or name a split with --train_split"
         )
     return benchmark
 
@@ -79,7 +89,10 @@ def check_pairs(rows, split: str, flag: str) -> None:
     if "label" in columns and "completion" in columns:
         raise ValueError(f"the split {split!r} holds labelled responses and no pairs: they are for recipes/kto.py")
     if "chosen" not in columns:
-        raise ValueError(f"the split {split!r} holds prompts and no pairs: name another --{flag}")
+        raise ValueError(
+            f"the split {split!r} holds prompts and no pairs: name another --{flag}, whose rows have prompt, chosen "
+            "and rejected"
+        )
 
 
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):
@@ -107,7 +120,8 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
         **(training.model_init_kwargs or {}),
     }
     try:
-        return trainer_class(
+        _check_template(model_path, model, training, datasets.get("train_dataset"))
+        trainer = trainer_class(
             model_path,
             args=training,
             quantization_config=get_quantization_config(model),
@@ -121,6 +135,30 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
             f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
             f"with --model_name_or_path. ({error})"
         ) from error
+    names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")
+    limits = {name: getattr(training, name, None) for name in names}
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        check_rows(trainer.model, dataset, limits)
+    return trainer
+
+
+def _check_template(model_path: str, model: ModelArguments, training, rows: Any) -> None:
+    """Refuse messages where there is nothing to write them by, which some trainers would find in their first step.
+
+    Raises:
+        OSError: the tokenizer cannot be loaded.
+        ValueError: names the remedies.
+    """
+    columns = rows.column_names if isinstance(rows, Dataset) else []
+    first = rows[0]["prompt"] if "prompt" in columns and len(rows) else None
+    if not isinstance(first, list) or getattr(training, "chat_template_path", None):
+        return
+    if AutoTokenizer.from_pretrained(model_path, revision=model.model_revision).chat_template is None:
+        raise ValueError(
+            f"the data holds messages, and the model {model.model_name_or_path} has no chat template to write them "
+            "by: put a chat_template.jinja into the model's folder, or give plain text (prompt, chosen and rejected "
+            "as strings), which python -m trl_ext.data.formats --plain makes of some data sets"
+        )
 
 
 def held_out_generations(

@@ -126,6 +126,12 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert "Samples are not of one kind (pairs: dpo, ipo; sampled responses: grpo)." in notes
     assert "Unequal budgets, seconds of training, with reward models: 20 (dpo) to 40 (grpo)." in notes
     printed = capsys.readouterr().out
+    assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")] == [
+        f"=== run {number} of 12" for number in range(1, 13)
+    ]
+    header = next(line for line in printed.splitlines() if line.startswith("method"))
+    column = header.index("score")
+    assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]
     assert f"grpo is better than dpo by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
     assert "Whether ipo or dpo is better, these runs cannot tell. To find a true difference of" in printed
     assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "compare.png", "report.html"}

@@ -88,7 +88,7 @@ class TestUnpairedRow:
             ({"label": None}, "label: missing"),
             ({"completion": ""}, "completion: empty"),
             ({"completion": [user("A")]}, "completion: must be one assistant message"),
-            ({"prompt": None}, "prompt_messages: missing"),
+            ({"prompt": None}, "prompt: missing"),
         ],
     )
     def test_bad(self, changes, message):
@@ -175,10 +175,10 @@ class TestPreferenceRow:
             ({"prompt_messages": [user("a"), {"role": "user"}]}, "prompt_messages: message 2 must have a role"),
             ({"prompt_messages": [user("a"), user("")]}, "prompt_messages: empty"),
             ({"prompt_messages": [user("a"), assistant("b")]}, "prompt_messages: last message is from 'assistant'"),
-            ({"prompt_text": None}, "prompt_messages: missing"),
+            ({"prompt_text": None}, "prompt: missing"),
             ({"chosen_text": ""}, "chosen_text: empty"),
             ({"rejected_text": "\t "}, "rejected_text: empty"),
-            ({"rejected_text": None}, "rejected_text: missing"),
+            ({"rejected_text": None}, "rejected: missing"),
             ({"chosen_text": 5}, "chosen_text: must be text or a non-empty list"),
             ({"chosen_text": "A stone."}, "chosen_text: equal to rejected_text"),
             ({"chosen_text": [user("x")]}, "chosen_text: must be one assistant message"),
@@ -218,7 +218,7 @@ class TestPromptRow:
             PromptRow(prompt_messages=[{"role": "system", "content": "Be brief."}])
 
     def test_missing(self):
-        with pytest.raises(ValidationError, match="prompt_messages: missing"):
+        with pytest.raises(ValidationError, match="prompt: missing"):
             PromptRow(row_id="a")
 
 
@@ -316,7 +316,7 @@ class TestBadRows:
             ("[1]", "line 2: bad JSON: expected an object, got list"),
             (pair("x", chosen_text=""), "line 2, row_id x: chosen_text: empty"),
             (pair("x", rejected_text="An apple."), "line 2, row_id x: chosen_text: equal to rejected_text"),
-            ({"row_id": "x", "prompt_text": "p"}, "line 2, row_id x: chosen_text: missing (or chosen)"),
+            ({"row_id": "x", "prompt_text": "p"}, "line 2, row_id x: chosen: missing (or chosen_text)"),
             (pair("x", avg_confidence=2), "line 2, row_id x: avg_confidence: Input should be less than or equal to 1"),
             (pair("x", score=float("nan")), "line 2, row_id x: score: is nan, not a finite number"),
             (pair("a"), "line 2, row_id a: row_id: already used on line 1"),
@@ -344,6 +344,26 @@ class TestBadRows:
         assert "8 bad rows: line 1, row_id 0: " in message
         assert "line 5, row_id 4: chosen_text: empty; and 3 more (" in message
         assert "line 6" not in message
+
+    @pytest.mark.parametrize(
+        ("name", "row", "expected"),
+        [
+            ("train_prefs", {"question": "q", "best": "a"}, "prompt, chosen, rejected; found question, best"),
+            ("train_prefs", {"prompt": "q", "chosen": "a", "worse": "b"}, "rejected; found prompt, chosen, worse"),
+            ("train_gen", {"question": "q"}, "prompt; found question"),
+            ("mine", {"question": "q"}, "prompt, chosen, rejected for pairs, or prompt alone; found question"),
+        ],
+    )
+    def test_wrong_columns_are_told_once(self, tmp_path, name, row, expected):
+        path = write_rows(tmp_path / f"{name}.jsonl", *[row] * 8)
+        source = path if name == "mine" else tmp_path
+        assert f"{expected}: rename them (8 bad rows)" in self.error(source)
+        assert self.error(source).startswith(f"{path}: expected the columns prompt")
+
+    def test_rows_that_lack_the_same_field_are_told_once(self, tmp_path):
+        lacking = [{"prompt": "p", "chosen": str(i)} for i in range(6)]
+        path = write_rows(tmp_path / "mine.jsonl", {"prompt": "p", "chosen": "c", "rejected": "r"}, *lacking)
+        assert f"{path}: 6 bad rows: lines 2-7: rejected: missing (or rejected_text) (" in self.error(path)
 
     def test_skipping_counts_by_reason(self, tmp_path, caplog):
         path = write_rows(

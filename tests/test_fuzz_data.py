@@ -151,7 +151,7 @@ class TestBounds:
         rows = [json.dumps({"row_id": "r" * 10_000, "k" * 10_000: 1}) for _ in range(50)]
         path = write(tmp_path / "rows.jsonl", "\n".join(rows).encode())
         for read in (load_benchmark, load_math):
-            assert ": 50 bad rows: line 1" in refused(read, path)
+            assert "50 bad rows" in refused(read, path)
 
     def test_an_unclosed_box_is_read_once(self, tmp_path):
         text = json.dumps({"problem": "x", "solution": "\\boxed{" + "{" * 4_000_000})

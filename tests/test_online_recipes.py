@@ -337,10 +337,7 @@ def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
 
 
 def test_whose_errors_are_printed(online, monkeypatch, capsys):
-    """Arguments fail alike on every process, and the first one says so; in training, whichever process failed.
-
-    There the line begins anew, below a progress bar.
-    """
+    """Arguments fail alike on every process, and the first one says so; in training, whichever process failed."""
     from trl_ext.trainers.reward_guard import RewardError
 
     def printed(rank: int, error: Exception, *kinds) -> str:
@@ -354,8 +351,8 @@ def test_whose_errors_are_printed(online, monkeypatch, capsys):
     assert printed(0, ValueError("no\nsuch")) == "error: no such\n"
     assert printed(1, ValueError("no")) == ""
     for rank in (0, 1):
-        assert printed(rank, RewardError("row_id 3"), in_training) == "\nerror: row_id 3\n"
-        assert printed(rank, FloatingPointError("stopped"), in_training) == "\nerror: stopped\n"
+        assert printed(rank, RewardError("row_id 3"), in_training) == "error: row_id 3\n"
+        assert printed(rank, FloatingPointError("stopped"), in_training) == "error: stopped\n"
     # A fault of the code itself keeps its traceback.
     with pytest.raises(ValueError), common().one_line_errors(in_training):
         raise ValueError

@@ -15,6 +15,7 @@ import trl_ext
 from tests.rollout_once import DEFAULTS, build, prompts, save_policy, train
 from trl_ext import PolicyConfig
 from trl_ext.registry import policy_algorithms
+from trl_ext.rollouts.generation import prompt_tokens
 from trl_ext.trainers import policy_config
 
 NAMED = {
@@ -147,12 +148,13 @@ def test_a_named_configuration_is_its_algorithm(name, method, configure):
 
 
 def test_the_budgets_must_fit_the_context(policy_path, tmp_path):
-    """The tiny model has 4096 positions: 3584 and 512 fit, one more does not."""
-    build({"model": policy_path, "args": {"max_completion_length": 3584}}, str(tmp_path))
-    with pytest.raises(
-        ValueError, match="512 and max_completion_length 3585 .* context of 4096 tokens: lower --max_c"
-    ):
-        build({"model": policy_path, "args": {"max_completion_length": 3585}}, str(tmp_path))
+    """The tiny model has 4096 positions: what the longest prompt leaves of them fits, one more does not."""
+    trainer = build({"model": policy_path}, str(tmp_path))
+    longest = max(len(prompt_tokens(trainer.processing_class, row["prompt"], 512)) for row in trainer.train_dataset)
+    assert 0 < longest < 512
+    build({"model": policy_path, "args": {"max_completion_length": 4096 - longest}}, str(tmp_path))
+    with pytest.raises(ValueError, match="up to 4097 tokens, and the model's context holds 4096: lower --max_c"):
+        build({"model": policy_path, "args": {"max_completion_length": 4097 - longest}}, str(tmp_path))
 
 
 def test_a_configuration_of_another_trainer_is_refused(policy_path, tmp_path):

@@ -39,6 +39,7 @@ def toy_run(tmp_path_factory) -> Path:
     done = recipes.launch("aot", *SHORT, folder=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "stdout.txt").write_text(done.stdout)
+    (folder / "stderr.txt").write_text(done.stderr)
     return folder
 
 
@@ -56,6 +57,14 @@ class TestARun:
         ):
             assert name in printed
         assert printed.count("prompt: ") == 3
+
+    def test_a_line_for_each_step(self, toy_run):
+        printed = (toy_run / "stdout.txt").read_text()
+        lines = [line for line in printed.splitlines() if line.startswith("step ")]
+        assert [line.split()[1] for line in lines if " lr " in line] == ["1/4", "2/4", "3/4", "4/4"]
+        assert len({line.index("accuracy") for line in lines if " lr " in line}) == 1, "aligned"
+        assert "{" not in printed, "no dictionaries"
+        assert "it/s]" not in (toy_run / "stderr.txt").read_text(), "no bars where there is no terminal"
 
     def test_files(self, toy_run):
         run = toy_run / "runs" / "aot-toy"

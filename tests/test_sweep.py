@@ -79,8 +79,9 @@ def calls(name: str) -> list:
 def test_a_failure_does_not_keep_the_others_from_running(stand_in, capfd):
     Path("broken").touch()
     assert stand_in() == 1
-    printed = capfd.readouterr().out
+    printed, errors = capfd.readouterr()
     assert "two failed with exit status 1; going on" in printed
+    assert "CalledProcessError" not in errors and "not passed to `accelerate launch`" not in errors
     assert "2 of 3 runs are finished" in printed and "failed: two" in printed
     assert [len(calls(name)) for name in ("one", "two", "three")] == [1, 1, 1]
     table = [line.split() for line in printed.partition("\n\nrun ")[2].splitlines()]
@@ -134,9 +135,21 @@ def test_a_dry_run_prints_and_runs_nothing(stand_in, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0::2] == ["# one: new", "# two: new", "# three: new"]
     command = shlex.split(lines[1])
-    assert command[:4] == [sys.executable, "-m", "accelerate.commands.launch", command[3]]
-    assert command[3].endswith("stand_in.py") and command[-2:] == ["--output_dir", "runs/study/one"]
+    assert command[:4] == [sys.executable, "-m", "accelerate.commands.launch", "--quiet"]
+    assert command[-5].endswith("stand_in.py") and command[-2:] == ["--output_dir", "runs/study/one"]
     assert not Path("runs").exists()
+
+
+def test_the_time_that_is_left(sweep):
+    """By the mean of the recipe's own runs, or of all where it has none yet: 3 x 20, then 2 x 80, then 60 s."""
+    countdown = sweep.Countdown(4, ["dpo", "grpo", "grpo", "grpo"])
+    assert countdown.place() == "run 1 of 4"
+    countdown.ended("dpo", 20.0)
+    assert countdown.place() == "run 2 of 4, about 60 s left"
+    countdown.ended("grpo", 80.0)
+    assert countdown.place() == "run 3 of 4, about 3 min left"
+    countdown.ended("grpo", 40.0)
+    assert countdown.place() == "run 4 of 4, about 60 s left"
 
 
 def test_the_slurm_script_runs_one_task_each(stand_in, tmp_path, capsys):
@@ -190,7 +203,7 @@ def test_arguments_are_checked_before_anything_runs(flag, own, expected, sweep, 
     """Of every run, the last one's with the first one's, in whichever way the study is run."""
     monkeypatch.chdir(tmp_path)
     ran = []
-    monkeypatch.setattr(sweep, "run_all", lambda study, runs: ran.extend(runs) or [])
+    monkeypatch.setattr(sweep, "run_all", lambda work: ran.extend(work) or [])
     monkeypatch.setattr(sweep, "_report", lambda study: None)
     path = study(tmp_path, recipe="dpo", runs=[{"name": "one", "beta": 0.1}, {"name": "two", **own}])
     arguments = ["--study", str(path), *([flag] if flag else [])]

@@ -100,7 +100,10 @@ def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
         raise FileNotFoundError(f"no file {missing[0]}.jsonl for the split {missing[0]!r}; {_listing(folder)}")
     if not names:
         known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
-        raise FileNotFoundError(f"none of {known} is there, choose others with splits=[...]; {_listing(folder)}")
+        raise FileNotFoundError(
+            f"none of {known} is there: give a file of these names or alone, or choose others with splits=[...]; "
+            f"{_listing(folder)}"
+        )
     for name in names:
         if not path_of_split[name].is_file():
             raise FileNotFoundError(f"{path_of_split[name]} is no file, but a folder or a link that leads nowhere")

@@ -127,7 +127,7 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     rows, problems = _validate(split, model)
     problems = sorted([*split.problems, *problems], key=lambda problem: problem.position)
     if problems and not skip_bad_rows:
-        raise ValueError(_describe(split, problems))
+        raise ValueError(_describe(split, problems, columns))
     if problems:
         reasons = Counter(problem.reason for problem in problems)
         counts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())
@@ -178,9 +178,21 @@ def _problem_of(error: ValidationError, position: int, raw: dict[str, Any]) -> P
     return Problem(position, raw.get("row_id"), reason, message)
 
 
-def _describe(split: RawSplit, problems: list[Problem]) -> str:
+def _describe(split: RawSplit, problems: list[Problem], columns: tuple[str, ...]) -> str:
     count = f"{len(problems)} bad row" + "s" * (len(problems) > 1)
-    shown = first_few([_in_words(split, problem) for problem in problems])
+    alike = {problem.reason for problem in problems} == {"missing field"} and len({p.message for p in problems}) == 1
+    if alike and len(problems) == len(split.rows):
+        expected = ", ".join(columns[1:])
+        if columns == PROMPT_COLUMNS and not split.stem.endswith("_gen"):
+            # One file, whose first row was to tell what it holds.
+            expected = "prompt, chosen, rejected for pairs, or prompt alone"
+        found = brief(", ".join(split.rows[0][1]), SHOWN_CHARACTERS // 2)
+        return f"{split.source}: expected the columns {expected}; found {found or 'none'}: rename them ({count})"
+    if alike and len(problems) > 1:
+        places = _ranges([problem.position for problem in problems])
+        shown = f"{split.unit}s {places}: {problems[0].message}"
+    else:
+        shown = first_few([_in_words(split, problem) for problem in problems])
     return f"{split.source}: {count}: {shown} (fix the data, or drop such rows with skip_bad_rows)"
 
 

@@ -185,8 +185,9 @@ def _problem(reason: str, field: str, message: str) -> PydanticCustomError:
 
 
 def _missing(names: tuple[str, ...]) -> PydanticCustomError:
-    others = f" (or {' or '.join(names[1:])})" if names[1:] else ""
-    return _problem("missing field", names[0], f"missing{others}")
+    # TRL's name, which is the shortest, comes first.
+    first, *others = sorted(names, key=len)
+    return _problem("missing field", first, f"missing (or {' or '.join(others)})" if others else "missing")
 
 
 def _present_fields(row: Mapping[str, Any]) -> dict[str, Any]:

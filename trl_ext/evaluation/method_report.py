@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,8 @@ def render(summary: Mapping[str, Any]) -> str:
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
 
 
-def method_table(summary: Mapping[str, Any]) -> str:
-    """One row per method: its mean, and what it cost."""
+def method_table(summary: Mapping[str, Any], table: Callable[..., str] = markdown_table) -> str:
+    """One row per method: its mean, and what it cost; `table` makes it of a header and rows."""
     header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "samples", "of what", "steps"]
     rows = []
     for one in summary["methods"]:
@@ -153,11 +153,11 @@ def method_table(summary: Mapping[str, Any]) -> str:
             + [_whole(cost["samples"]), cost["unit"], _whole(cost["optimizer_steps"])]
             + [_whole(cost["training_seconds"]), _whole(cost["reward_seconds"])]
         )
-    return markdown_table([*header, "seconds", "seconds, reward model"], rows)
+    return table([*header, "seconds", "seconds, reward model"], rows)
 
 
-def difference_table(summary: Mapping[str, Any]) -> str:
-    """One row per comparison with the baseline."""
+def difference_table(summary: Mapping[str, Any], table: Callable[..., str] = markdown_table) -> str:
+    """One row per comparison with the baseline; `table` makes it of a header and rows."""
     header = ["method", "difference", "95%", "p", "p, Holm", "verdict", "could be found"]
     rows = []
     for one in summary["comparisons"]:
@@ -166,7 +166,7 @@ def difference_table(summary: Mapping[str, Any]) -> str:
             [one["method"], f"{one['difference']['mean']:+.4f}", _range(one["difference"], "+.4f")]
             + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"], found]
         )
-    return markdown_table(header, rows)
+    return table(header, rows)
 
 
 def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:

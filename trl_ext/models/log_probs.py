@@ -58,7 +58,7 @@ def score_responses(
     model.eval()
     try:
         starts = range(0, len(order), batch_size)
-        for start in tqdm(starts, desc=progress, disable=progress is None, leave=False):
+        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
             rows = order[start : start + batch_size]
             scored = _score_batch(model, [prompt_ids[i] for i in rows], [response_ids[i] for i in rows], pad_token_id)
             for row, log_probs in zip(rows, scored, strict=True):

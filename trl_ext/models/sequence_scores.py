@@ -49,7 +49,7 @@ def score_sequences(
     model.eval()
     try:
         starts = range(0, len(order), batch_size)
-        for start in tqdm(starts, desc=progress, disable=progress is None, leave=False):
+        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
             rows = order[start : start + batch_size]
             width = max(len(sequences[row]) for row in rows)
             input_ids = torch.full((len(rows), width), pad_token_id)

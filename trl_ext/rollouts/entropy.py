@@ -38,7 +38,7 @@ def response_entropies(
     model.eval()
     try:
         starts = range(0, len(order), batch_size)
-        for start in tqdm(starts, desc=progress, disable=progress is None, leave=False):
+        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
             rows = [row for row in order[start : start + batch_size] if generations[row].response_ids]
             if rows:
                 entropies = _batch(model, [generations[row] for row in rows], pad_token_id)

@@ -96,7 +96,8 @@ def generate_responses(
     try:
         with torch.random.fork_rng(devices=devices), torch.no_grad(), _no_settings_of_its_own(model):
             torch.manual_seed(seed)
-            for start in tqdm(range(0, len(order), batch_size), desc=progress, disable=progress is None, leave=False):
+            starts = range(0, len(order), batch_size)
+            for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
                 rows = order[start : start + batch_size]
                 padded = tokenizer.pad(
                     {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"

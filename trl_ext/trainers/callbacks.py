@@ -1,21 +1,42 @@
-"""What a run writes while it trains: its metrics as JSON lines, and tables of generations."""
+"""What a run writes while it trains: metrics as JSON lines, some of them in a line to read, tables of generations."""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from transformers import Trainer, TrainerCallback
+from tqdm.auto import tqdm
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
 from trl_ext.trainers.generation_evaluation import GenerationEvaluation
 from trl_ext.trainers.interruption import leave_epoch
 
 TABLE_NAME = "samples/generation_table"
+# Columns of the line of a step: how each is written, and the metrics of which it shows the first that is there.
+_COLUMNS = {
+    "loss": (".3f", "loss"),
+    "reward": (".3f", "reward", "rollouts/reward"),
+    "score": (".3f", "score"),
+    "win rate": (".3f", "win_rate"),
+    "accuracy": (".3f", "rewards/accuracies", "accuracy"),
+    "margin": (".3f", "rewards/margins", "margin"),
+    "token accuracy": (".3f", "mean_token_accuracy"),
+    "kl": (".4f", "sampled_kl", "kl"),
+    "entropy": (".3f", "entropy", "rollouts/entropy"),
+    "length": (".1f", "completions/mean_length", "rollouts/mean_length"),
+    "clipped": (".3f", "clip_ratio/region_mean"),
+    "value loss": (".3f", "value_loss"),
+    "kept": (".0f", "rollouts/kept"),
+    "lr": (".1e", "learning_rate"),
+}
+# These change their sign.
+_WIDTHS = {"reward": 6, "margin": 6}
 
 
 class MetricsFileCallback(TrainerCallback):
@@ -78,6 +99,108 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             except json.JSONDecodeError:
                 continue
     return rows
+
+
+class StepLineCallback(TrainerCallback):
+    """Prints one line of the metrics that matter where the trainer logs, in place of all of them; add it by `show_in`.
+
+    On a terminal a bar stands below the lines, unless `disable_tqdm` is set, and vanishes at the end.
+    """
+
+    def __init__(self):
+        self._bar: tqdm | None = None
+        self._widths = dict(_WIDTHS)
+        self._round: int | None = None
+        self._samples = False
+        self._began = (0, 0.0)
+
+    @classmethod
+    def show_in(cls, trainer: Trainer) -> None:
+        """Let a trainer show its progress by these lines alone."""
+        for other in (PrinterCallback, ProgressCallback):
+            trainer.remove_callback(other)
+        trainer.add_callback(cls())
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if not self._began[1]:
+            self._began = (state.global_step, time.monotonic())
+
+    def on_step_end(self, args, state, control, **kwargs):
+        shows = state.is_world_process_zero and not args.disable_tqdm
+        # Not before the first step, at which most of what a run warns of is said.
+        if self._bar is None and shows and sys.stdout.isatty() and sys.stderr.isatty():
+            self._bar = tqdm(total=state.max_steps, initial=self._began[0], leave=False, dynamic_ncols=True)
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
+    def on_prediction_step(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.set_description("evaluating", refresh=False)
+            self._bar.update(0)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.set_description(None)
+
+    def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
+        # The last one sums up the run, which the recipe does.
+        if state.is_world_process_zero and logs and "train_runtime" not in logs:
+            metrics = {name.removeprefix("eval_"): value for name, value in logs.items()}
+            self._samples |= "reward" in logs
+            if shown := _shown(metrics, self._samples):
+                tqdm.write(self._line(state, metrics, shown))
+                sys.stdout.flush()
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._began = None, (0, 0.0)
+
+    def _line(self, state, metrics: dict[str, Any], shown: dict[str, float]) -> str:
+        held_out = "learning_rate" not in metrics
+        # Rounds of expert iteration count their steps on, and how many are to come is not known.
+        self._round = metrics.get("expert_step", self._round)
+        total = str(state.max_steps)
+        place = f"step {state.global_step:{len(total)}}"
+        if self._round is not None:
+            place = f"round {self._round}, {place}"
+        elif state.max_steps:
+            place += f"/{total}"
+        if "expert_step" not in metrics and held_out:
+            place += "  held out:"
+        parts = [place, *(self._cell(label, value) for label, value in shown.items())]
+        if not held_out and self._round is None and state.global_step > self._began[0]:
+            taken = (time.monotonic() - self._began[1]) / (state.global_step - self._began[0])
+            parts.append(f"{clock(taken * (state.max_steps - state.global_step))} left")
+        return "  ".join(parts)
+
+    def _cell(self, label: str, value: float) -> str:
+        text = f"{value:{_COLUMNS[label][0] if abs(value) < 1e5 else '.1e'}}"
+        width = self._widths[label] = max(len(text), self._widths.get(label, 0))
+        return f"{label} {text:>{width}}"
+
+
+def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, float]:
+    """The columns of a line; of those that another says better, and of a policy's own loss, none."""
+    found = {}
+    for label, (_, *names) in _COLUMNS.items():
+        value = next((metrics[name] for name in names if name in metrics), None)
+        if isinstance(value, int | float):
+            found[label] = float(value)
+    rewards = [value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/mean")]
+    if "reward" not in found and len(rewards) == 1:
+        found = {"reward": float(rewards[0]), **found}
+    hidden = {"entropy"} if not samples and "reward" not in found else set()
+    hidden |= {"loss"} if samples and "accuracy" not in found else set()
+    hidden |= {"token accuracy"} if samples or {"accuracy", "margin"} & found.keys() else set()
+    return {label: value for label, value in found.items() if label not in hidden}
+
+
+def clock(seconds: float) -> str:
+    """A length of time as 0:04, 12:30 or 3:05:00."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class TimeBudgetCallback(TrainerCallback):

@@ -10,6 +10,7 @@ from trl_ext.evaluation.comparison import PolicyComparison, compare_generations
 from trl_ext.evaluation.preferences import approximate_kl, join_pair_scores, preference_metrics
 from trl_ext.models import score_responses
 from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
+from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import base_policy, trained_policy
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ class GenerationEvaluation:
         self.trainer = trainer
         self.prompts = list(prompts)
         self.settings = settings
+        limits = {"max_new_tokens": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
+        check_generations(trainer.model, trainer.processing_class, [row["prompt"] for row in self.prompts], limits)
         self.judge = judge
         self.score_function = score_function
         self.reward_columns = reward_columns

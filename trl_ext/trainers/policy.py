@@ -18,6 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.losses import PolicyScores
 from trl_ext.rewards import share_or_load
+from trl_ext.trainers.context import check_policy
 from trl_ext.trainers.defaults import check_configuration, warn_once_per_run
 from trl_ext.trainers.greedy import greedy_rewards
 from trl_ext.trainers.guarded import GuardedTraining
@@ -92,7 +93,7 @@ class PolicyTrainer(
         own = self.reward_funcs[len(functions) :]
         self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
         watch_server(self)
-        self._check_context()
+        check_policy(self)
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]
@@ -126,15 +127,6 @@ class PolicyTrainer(
                 f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
                 f"{needed}: give more prompts, or a smaller generation_batch_size"
-            )
-
-    def _check_context(self) -> None:
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
-        prompt, response = self.args.max_prompt_tokens or 0, self.max_completion_length
-        if context is not None and prompt + response > context:
-            raise ValueError(
-                f"max_prompt_tokens {prompt} and max_completion_length {response} together exceed the model's context "
-                f"of {context} tokens: lower --max_completion_length (max_new_tokens) or --max_prompt_tokens"
             )
 
     def _place_reward_models(self) -> None:

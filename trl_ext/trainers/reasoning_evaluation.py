@@ -13,6 +13,7 @@ from trl_ext.data.math import math_prompt
 from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
 from trl_ext.files import write_json_lines
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
+from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import trained_policy
 
 DECODINGS = ("sampled", "greedy")
@@ -42,6 +43,8 @@ class ReasoningEvaluation:
         self.prompts = [math_prompt(row, template) for row in self.rows]
         self.grade = grade
         self.settings = settings
+        limits = {"max_new_tokens": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
+        check_generations(trainer.model, trainer.processing_class, self.prompts, limits)
 
     def evaluate(
         self,

@@ -1,0 +1,136 @@
+"""What a recipe refuses before it trains: rows beyond the context, messages without a template, a hub out of reach."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+from tests import recipes
+from trl_ext.models import resolve_model_path
+from trl_ext.trainers.context import check_generations, check_policy, check_rows
+from trl_ext.trainers.rollout_metrics import _warn_of_empty
+
+
+@pytest.fixture
+def training(monkeypatch):
+    """The recipes' module."""
+    monkeypatch.syspath_prepend(str(recipes.RECIPES))
+    import training
+
+    return training
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+
+
+def model_of(context: int | None) -> SimpleNamespace:
+    config = SimpleNamespace() if context is None else SimpleNamespace(max_position_embeddings=context)
+    config.get_text_config = lambda: config
+    return SimpleNamespace(config=config)
+
+
+class TestContext:
+    def test_short_prompts_fit_whatever_their_limit(self, tokenizer):
+        """The prompt has 5 tokens, and 5 + 11 are 16."""
+        assert len(tokenizer("Name an animal.")["input_ids"]) == 5
+        trainer = SimpleNamespace(
+            model=model_of(16),
+            processing_class=tokenizer,
+            max_completion_length=11,
+            args=SimpleNamespace(max_prompt_tokens=512),
+            train_dataset=Dataset.from_dict({"prompt": ["Name an animal."]}),
+        )
+        check_policy(trainer)
+        trainer.max_completion_length = 12
+        with pytest.raises(ValueError) as raised:
+            check_policy(trainer)
+        assert str(raised.value) == (
+            "a prompt and its response take up to 17 tokens, and the model's context holds 16: lower "
+            "--max_completion_length (now 12) or --max_prompt_tokens (now 512)"
+        )
+
+    def test_nothing_is_measured_where_the_limits_fit(self):
+        limits = {"max_new_tokens": 10, "max_prompt_tokens": 6}
+        check_generations(model_of(16), None, [None], limits)
+        check_generations(model_of(None), None, [None], limits)
+
+    @pytest.mark.parametrize(
+        ("columns", "length"),
+        [
+            ({"prompt_ids": [[1] * 4, [1]], "chosen_ids": [[1], [1] * 2], "rejected_ids": [[1] * 3, [1]]}, 7),
+            ({"prompt_ids": [[1] * 4], "completion_ids": [[1] * 3]}, 7),
+            ({"chosen_ids": [[1] * 7], "rejected_ids": [[1]]}, 7),
+            ({"input_ids": [[1], [1] * 7]}, 7),
+        ],
+    )
+    def test_the_longest_row(self, columns, length):
+        rows, limits = Dataset.from_dict(columns), {"max_response_tokens": 512, "max_prompt_tokens": None}
+        check_rows(model_of(length), rows, limits)
+        with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower --max_resp"):
+            check_rows(model_of(length - 1), rows, limits)
+
+    def test_what_holds_no_rows_of_tokens_passes(self):
+        for rows in (None, Dataset.from_dict({"prompt": ["long"]})):
+            check_rows(model_of(1), rows, {"max_response_tokens": None})
+
+
+class TestEmptyResponses:
+    @pytest.mark.parametrize(
+        ("prompt", "lengths", "told"),
+        [
+            ("text", [1] * 9 + [4], "9 of the 10 responses of the first rollout are a single token"),
+            ("text", [1] * 10, "call their column prompt_text"),
+            ([{"role": "user", "content": "text"}], [1] * 10, "see whether the model is one"),
+            ("text", [1] * 8 + [4] * 2, None),
+        ],
+    )
+    def test_told_once(self, tokenizer, caplog, prompt, lengths, told):
+        trainer = SimpleNamespace(
+            max_completion_length=8, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": [prompt]})
+        )
+        with caplog.at_level(logging.WARNING):
+            _warn_of_empty(trainer, lengths)
+        assert told in caplog.text if told else not caplog.text
+
+
+class TestRecipes:
+    def test_messages_without_a_template(self, training, tmp_path):
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
+        tokenizer.chat_template = None
+        tokenizer.save_pretrained(tmp_path / "model")
+        (tmp_path / "model" / "config.json").write_text("{}")
+        model = training.ModelArguments(model_name_or_path=str(tmp_path / "model"))
+        given = SimpleNamespace(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, model_init_kwargs=None)
+        rows = {"prompt": [[{"role": "user", "content": "q"}]]}
+        with pytest.raises(ValueError, match="model has no chat template .*: put a chat_template.jinja into"):
+            training.load_trainer(pytest.fail, model, given, train_dataset=Dataset.from_dict(rows))
+
+    def test_one_file_is_the_split_to_train_on(self, training, tmp_path):
+        path = tmp_path / "mine.jsonl"
+        path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
+        rows = training.load_rows(str(path), "train_gen", skip_bad_rows=False)
+        assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
+        path.write_text('{"prompt": "p"}\n')
+        with pytest.raises(ValueError, match="holds prompts and no pairs: name another --train_split, whose rows"):
+            training.load_pairs(str(path), "train_prefs", skip_bad_rows=False)
+        path.rename(tmp_path / "test_gen.jsonl")
+        with pytest.raises(ValueError, match=r"only test_gen: call the file of prompts \(prompt\) train_gen.jsonl"):
+            training.load_rows(str(tmp_path), "train_gen", skip_bad_rows=False)
+
+    def test_a_hub_out_of_reach(self, training, monkeypatch):
+        import run_folder
+
+        def whoami(token):
+            raise httpx.ConnectError("Name or service not known")
+
+        monkeypatch.setattr(run_folder, "whoami", whoami)
+        run_folder.check_hub(SimpleNamespace(push_to_hub=False))
+        with pytest.raises(ValueError, match="--push_to_hub needs the hub.*Name or service not known.*leave it out"):
+            run_folder.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))
