@@ -77,10 +77,10 @@ def test_command_is_valid(command, tmp_path, monkeypatch):
         _check_installed(words[1:], tmp_path, monkeypatch)
     elif words[:2] == ["python", "-m"]:
         _check_module(words[2], words[3:], monkeypatch)
-    elif words[0] == "python" and Path(words[1]).stem in recipes.PREFERENCE:
-        _check_launch(words[1:], tmp_path, monkeypatch)
+    elif words[0] == "python" and Path(words[1]).stem in ("compare", "rlhf", "sweep"):
+        _check_study(Path(words[1]).stem, words[2:], tmp_path, monkeypatch)
     elif words[0] == "python":
-        _check_study(words[1].removeprefix("recipes/").removesuffix(".py"), words[2:], tmp_path, monkeypatch)
+        _check_launch(words[1:], tmp_path, monkeypatch)
     else:
         assert words[:2] == ["accelerate", "launch"]
         _check_launch(words[2:], tmp_path, monkeypatch)

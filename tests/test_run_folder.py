@@ -22,7 +22,7 @@ def run_folder(monkeypatch):
 
 
 def begin(run_folder, monkeypatch, told: list, folder) -> str | None:
-    training = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last", report_to=[])
+    training = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last", report_to=[], push_to_hub=False)
     parsed = SimpleNamespace(overwrite_output_dir=False), None, training, SimpleNamespace(print_plan=None)
     monkeypatch.setattr(run_folder, "parse_arguments", lambda *_, **__: parsed)
     monkeypatch.setattr(run_folder, "check_launch", lambda *_: None)
