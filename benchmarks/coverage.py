@@ -2,7 +2,8 @@
 
 `python -m benchmarks.coverage` prints a Markdown table, a row for each kind of sample: the coverage of the plain
 interval (1.96 standard errors; of paired rates and of best-of-n the percentiles of a bootstrap over prompts), the
-coverage of the library's, and its mean width. With 2,000 samples of a kind, a coverage of 95% is told to -+ 1%.
+coverage of the library's, and its mean width. With 2,000 samples of a kind, the simulation
+error of a coverage of 95% is about 1%.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def percentiles(values: numpy.ndarray, rng: numpy.random.Generator) -> Bounds:
     return tuple(numpy.percentile(means, [2.5, 97.5]))
 
 
-def of_mean(values: numpy.ndarray) -> Bounds:
-    found = mean_with_interval(values)
+def of_mean(values: numpy.ndarray, *, gains: bool = False) -> Bounds:
+    found = mean_with_interval(values, gains=gains)
     return found["low"], found["high"]
 
 
@@ -54,7 +55,7 @@ def of_values(n: int, kind: str) -> Draw:
 def gains(n: int, lost: float, gained: float) -> Draw:
     def draw(rng):
         values = rng.choice([-1.0, 0.0, 1.0], n, p=[lost, 1 - lost - gained, gained])
-        return normal(values), of_mean(values)
+        return normal(values), of_mean(values, gains=True)
 
     return draw
 
@@ -107,10 +108,24 @@ def best_of(n: int, prompts: int, kind: str) -> Draw:
     return draw
 
 
-def divergence(responses: int, sharpness: float) -> tuple[float, Draw]:
-    """The true KL of responses of a policy with `sharpness` times its base's logits, and samples of its estimate."""
+def sharper(sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a policy with `sharpness` times its base's logits, and of the base."""
     logits = torch.randn(POSITIONS, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    own, base = (sharpness * logits).log_softmax(-1), logits.log_softmax(-1)
+    return (sharpness * logits).log_softmax(-1), logits.log_softmax(-1)
+
+
+def without_a_token(left: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of a base that gives a token 0.3, and of a policy that leaves it `left` at every third place."""
+    base = torch.full((POSITIONS, VOCABULARY), 0.7 / (VOCABULARY - 1), dtype=torch.float64)
+    base[:, 0] = 0.3
+    own = base.clone()
+    own[::3] = (1 - left) / (VOCABULARY - 1)
+    own[::3, 0] = left
+    return own.log(), base.log()
+
+
+def divergence(responses: int, own: torch.Tensor, base: torch.Tensor) -> tuple[float, Draw]:
+    """The true KL of a policy's responses to its base, and samples of its estimate."""
     truth = TOKENS * float((own.exp() * (own - base)).sum(-1).mean())
     cumulative = own.exp().cumsum(-1).numpy()
 
@@ -148,7 +163,9 @@ def cells() -> Iterator[tuple[str, float, Draw]]:
         for lost, gained in ((0.05, 0.15), (0.1, 0.3)):
             yield f"gains of {n}: -1 in {lost:.0%}, 1 in {gained:.0%}", gained - lost, gains(n, lost, gained)
     for sharpness in (1.1, 1.5, 1.7, 2.0, 3.0, 4.0):
-        yield (f"KL at {sharpness} times the base's logits, 64 responses", *divergence(64, sharpness))
+        yield (f"KL at {sharpness} times the base's logits, 64 responses", *divergence(64, *sharper(sharpness)))
+    for left in (3e-3, 1e-3, 1e-4):
+        yield (f"KL with {left:g} left of 0.3 at a third of the tokens", *divergence(64, *without_a_token(left)))
     for kind in ("reward", "score"):
         for n in (4, 16):
             yield f"best of {n}, {kind}, 10 prompts", best_of_truth(n, kind), best_of(n, 10, kind)

@@ -88,8 +88,14 @@ class TestApproximateKL:
         """
         policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-3.0])] * 3 + [torch.tensor([2.0])]
         estimate = approximate_kl(policy, base)
-        assert (estimate["mean"], estimate["low"]) == (0.75, 0.0)
+        assert estimate["mean"] == 0.75 and estimate["estimator"] == "k1"
         assert estimate["high"] == pytest.approx(0.75 + 3.182446 * 2.5 / 2, abs=1e-5)
+        assert estimate["low"] == pytest.approx(0.75 - 3.182446 * 2.5 / 2, abs=1e-5)
+
+    def test_what_a_policy_no_longer_says_is_not_missed(self):
+        """Every response is a token to which the policy gives 1 and the base 1/2: log 2, where k3 says log 2 - 1/2."""
+        estimate = approximate_kl([torch.zeros(1)] * 8, [torch.tensor([-math.log(2)])] * 8)
+        assert estimate["mean"] == pytest.approx(math.log(2)) and estimate["estimator"] == "k1"
 
     def test_near_the_base_it_is_k3(self):
         """Log-ratios -+ 0.1: k3 is e^-0.1 - 0.9 = 0.004837 and e^0.1 - 1.1 = 0.005171, and k1 varies far more."""

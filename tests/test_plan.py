@@ -436,6 +436,8 @@ def test_a_fallback_is_refused_or_said(name, phrase):
         check_engine(engine, allow_fallback=False)
     assert phrase in check_engine(engine, allow_fallback=True)
     assert check_engine(replace(ONE, name="FSDP2", asked="FSDP2"), allow_fallback=False) is None
+    with pytest.raises(ValueError, match="one process sees 4 GPUs: start it with `accelerate launch"):
+        check_engine(replace(ONE, name="DataParallel", asked="DataParallel", devices=4), allow_fallback=True)
 
 
 def test_fsdp_on_a_cpu_is_a_fallback(monkeypatch, tmp_path):

@@ -93,7 +93,13 @@ class TestMeanInterval:
         of 5 gain: its square is 5 (1 - d) / (1 + d), and (5 - z^2) / (5 + z^2) = 0.131035."""
         assert gain_interval(0, 0, 6) == pytest.approx((-0.390334, 0.390334), abs=1e-6)
         assert gain_interval(5, 0, 5) == pytest.approx((0.131035, 1.0), abs=1e-6)
-        assert mean_with_interval([1.0] * 5) == {"mean": 1.0, "low": pytest.approx(0.131035, abs=1e-6), "high": 1.0}
+        found = mean_with_interval([1.0] * 5, gains=True)
+        assert found == {"mean": 1.0, "low": pytest.approx(0.131035, abs=1e-6), "high": 1.0}
+
+    def test_zeros_and_ones_that_are_no_gains(self):
+        """Wilson's upper end for 0 of 10 is z^2 / (n + z^2) = 3.841459 / 13.841459, and its lower end is 0."""
+        found = mean_with_interval([0.0] * 10)
+        assert found == {"mean": 0.0, "low": pytest.approx(0.0, abs=1e-12), "high": pytest.approx(0.277533, abs=1e-6)}
 
     @pytest.mark.parametrize("chances", [(0.05, 0.8, 0.15), (0.1, 0.6, 0.3), (0.2, 0.6, 0.2), (0.05, 0.05, 0.9)])
     def test_exact_coverage_of_five_gains(self, chances):

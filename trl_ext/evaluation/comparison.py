@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.diagnostics import diagnose_generations
-from trl_ext.evaluation.intervals import gain_interval, mean_interval
+from trl_ext.evaluation.intervals import gain_interval, mean_interval, wilson_interval
 from trl_ext.evaluation.judge import PairwiseJudge, compare, last_user_text
 from trl_ext.evaluation.win_rate import win_rate
 from trl_ext.files import write_json, write_json_lines
@@ -113,19 +113,24 @@ def compare_generations(
     return PolicyComparison(summary, rows)
 
 
-def mean_with_interval(values: Sequence[float]) -> dict[str, float]:
-    """The `mean` of the values and its 95% interval, `low` to `high`; see `intervals.mean_interval`.
+def mean_with_interval(values: Sequence[float], *, gains: bool = False) -> dict[str, float]:
+    """The `mean` of the values and its 95% interval, `low` to `high`.
 
-    For two policies on the same prompts, give the differences of their scores: the interval is then the paired one.
-    Where they are -1, 0 and 1 alone, as differences of verified rewards are, it is Tango's, which has a width where
-    all of a few are equal. Of any other single value no spread can be told, and the interval has no width.
+    The interval is `intervals.mean_interval`'s; of zeros and ones alone, such as verified rewards, it is Wilson's. It
+    may reach beyond the range of the values where there are few.
+
+    Args:
+        values: for two policies on the same prompts, the differences of their scores.
+        gains: whether the values are such differences. Where they are -1, 0 and 1 alone, the interval is Tango's.
 
     Raises:
         ValueError: no values.
     """
     counts = Counter(map(float, values))
-    if counts.keys() <= {-1.0, 0.0, 1.0} and counts:
+    if gains and counts and counts.keys() <= {-1.0, 0.0, 1.0}:
         low, high = gain_interval(counts[1.0], counts[-1.0], len(values))
+    elif not gains and counts and counts.keys() <= {0.0, 1.0}:
+        low, high = wilson_interval(counts[1.0], len(values))
     else:
         low, high = mean_interval(values)
     return {"mean": float(_mean(values)), "low": low, "high": high}
@@ -152,7 +157,7 @@ def _reward_summary(by_source: Mapping[str, Sequence[float | None]]) -> dict[str
         pairs = zip(by_source["policy"], by_source.get(other, ()), strict=False)
         gains = [own - value for own, value in pairs if own is not None and value is not None]
         if gains:
-            summary["gain" if other == "base" else "gain_over_reference"] = mean_with_interval(gains)
+            summary["gain" if other == "base" else "gain_over_reference"] = mean_with_interval(gains, gains=True)
     return summary
 
 
@@ -166,7 +171,7 @@ def _score_summary(rows: list[dict], kinds: list[str | None]) -> dict[str, Any]:
     return {
         "policy": _mean([row["score"] for row in rows]),
         "base": _mean([row["base_score"] for row in rows]),
-        "gain": mean_with_interval(gains),
+        "gain": mean_with_interval(gains, gains=True),
         "by_kind": {kind: {name: _mean(values) for name, values in by_kind[kind].items()} for kind in sorted(by_kind)},
     }
 

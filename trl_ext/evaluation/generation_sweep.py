@@ -62,7 +62,7 @@ def paired_gain(
     Prompts that lack it on one side are left out; None where that leaves none.
     """
     pairs = zip(_by_prompt(own, name), _by_prompt(other, name), strict=True)
-    return _estimate([one - two for one, two in pairs if one is not None and two is not None])
+    return _estimate([one - two for one, two in pairs if one is not None and two is not None], gains=True)
 
 
 def _mean_over_prompts(samples: Sequence[Sequence[Mapping[str, Any]]], name: str) -> dict[str, Any] | None:
@@ -74,8 +74,8 @@ def _by_prompt(samples: Sequence[Sequence[Mapping[str, Any]]], name: str) -> lis
     return [sum(values) / len(values) if values else None for values in known]
 
 
-def _estimate(values: list[float]) -> dict[str, Any] | None:
-    return {**mean_with_interval(values), "n": len(values)} if values else None
+def _estimate(values: list[float], *, gains: bool = False) -> dict[str, Any] | None:
+    return {**mean_with_interval(values, gains=gains), "n": len(values)} if values else None
 
 
 def figure_of(result: Mapping[str, Any], metric: str) -> float | None:

@@ -25,9 +25,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95% interval of the mean of independent values: Student's t, of five values or more corrected for skewness.
 
     The correction is Hall's monotone transformation of the t statistic (1992, "On the removal of skewness by
-    transformation"). Without skewness it changes nothing; fewer values say nothing of theirs.
-    For two systems on the same prompts, give the differences: the interval is then the paired one. Of a single value
-    no spread can be told, and the interval has no width.
+    transformation"). Without skewness it changes nothing. Of few strongly skewed
+    values an end may lie beyond their range. For two systems on the same prompts, give the differences: the interval
+    is then the paired one. A single value has no spread, and its interval no width.
 
     Raises:
         ValueError: no values.

@@ -53,7 +53,7 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
     for n in ns:
         row = {"n": n, "kl_bound": kl_bound(n), **{name: mean_with_interval(values[n][name]) for name in names}}
         if has_gold:
-            row["gain"] = mean_with_interval(values[n]["gold"] - values[ns[0]]["gold"])
+            row["gain"] = mean_with_interval(values[n]["gold"] - values[ns[0]]["gold"], gains=True)
         curve.append(row)
     return {
         "n_prompts": len(kept),
@@ -71,7 +71,7 @@ def _by_prompt(proxies: list[list[float]], golds: list[list[float]], n: int) -> 
 def _peak(values: Mapping[int, Mapping[str, numpy.ndarray]]) -> dict[str, Any]:
     peak = max(values, key=lambda n: values[n]["gold"].mean())
     last = max(values)
-    return {"n": peak, "change": mean_with_interval(values[last]["gold"] - values[peak]["gold"])}
+    return {"n": peak, "change": mean_with_interval(values[last]["gold"] - values[peak]["gold"], gains=True)}
 
 
 def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:

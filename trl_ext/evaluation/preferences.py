@@ -74,9 +74,10 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
     """Estimate KL(policy || base) of a whole response, in nats, from responses *sampled* from the policy.
 
     With d = log policy - log base of a token, the sum over a response of d (k1) and of k3 = exp(-d) - 1 + d are both
-    unbiased (Schulman 2020, "Approximating KL divergence"). Near the base k3 varies far less. Far from it, as where
-    the policy is sharper, k3 rests on rare and large terms: most samples lack them, so that their mean is too low and
-    the interval too narrow. So k3 is taken where its standard error is at most half of that of k1, and else k1.
+    unbiased (Schulman 2020, "Approximating KL divergence"). Near the base k3 varies far less. Far from it, k3 rests on
+    rare and large terms. A sample that lacks them gives a mean that is too low and an interval that is too narrow. Two
+    conditions must hold for k3 to be used, and k1 is used otherwise: its standard error is at most half of that of k1,
+    and the mean of k3 - k1, whose expectation is 0, lies within four of its own standard errors of 0.
     Greedy responses give no such estimate: sample at temperature 1.
 
     Args:
@@ -84,7 +85,8 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
         base: the same under the base model.
 
     Returns:
-        `mean` per response, its 95% interval `low` and `high` (low not below 0), `per_token`, and `n`.
+        `mean` per response, its 95% interval `low` and `high`, `per_token`, `n`, and the `estimator` used, k1 or k3.
+        An estimate by k1 may be negative where the divergence is near 0.
 
     Raises:
         ValueError: there are no responses.
@@ -94,12 +96,16 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
     differences = [own.double() - other.double() for own, other in zip(policy, base, strict=True)]
     k1 = torch.stack([difference.sum() for difference in differences])
     k3 = torch.stack([(torch.expm1(-difference) + difference).sum() for difference in differences])
-    totals = (k3 if k3.std(correction=0) <= k1.std(correction=0) / 2 or len(k1) == 1 else k1).tolist()
+    missing = k3 - k1
+    complete = missing.mean().abs() <= 4 * missing.std(correction=0) / len(missing) ** 0.5
+    by_k3 = len(k1) == 1 or bool(complete and k3.std(correction=0) <= k1.std(correction=0) / 2)
+    totals = (k3 if by_k3 else k1).tolist()
     low, high = mean_interval(totals)
     return {
         "mean": sum(totals) / len(totals),
-        "low": max(low, 0.0),
+        "low": low,
         "high": high,
         "per_token": sum(totals) / max(sum(map(len, differences)), 1),
         "n": len(totals),
+        "estimator": "k3" if by_k3 else "k1",
     }

@@ -93,8 +93,15 @@ def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
         what to say of it where it is allowed; None where the two are the same.
 
     Raises:
-        ValueError: FSDP was asked for, and accelerate puts something else in its place without a word.
+        ValueError: FSDP was asked for, and accelerate puts something else in its place without a word; or one process
+            sees several GPUs, which would multiply the batch and split groups under DataParallel.
     """
+    if engine.name == "DataParallel":
+        raise ValueError(
+            f"one process sees {engine.devices} GPUs: start it with `accelerate launch --config_file "
+            f"accelerate_configs/multi_gpu.yaml --num_processes {engine.devices}`, or choose one GPU with "
+            "CUDA_VISIBLE_DEVICES=0"
+        )
     if not engine.is_fallback:
         return None
     place = "a CPU" if engine.device.startswith("cpu") else "one process without a launcher"
