@@ -115,7 +115,7 @@ def sharper(sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def without_a_token(left: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a base that gives a token 0.3, and of a policy that leaves it `left` at every third place."""
+    """Log-probabilities of a base that gives a token 0.3, and of a policy that leaves it less at a third of places."""
     base = torch.full((POSITIONS, VOCABULARY), 0.7 / (VOCABULARY - 1), dtype=torch.float64)
     base[:, 0] = 0.3
     own = base.clone()

@@ -243,9 +243,8 @@ def show_estimates(names: list[str], estimates: list[Any], as_json: bool) -> Non
 def usage_line(usage: dict[str, Any], judge: str) -> str:
     """What judging took, in one line; of a `--judge` that is not paid for, only what it decided."""
     if judge != "openai":
-        return (
-            f"{usage['calls']} verdicts, equal responses need none, {usage['errors']} errors; this judge costs nothing"
-        )
+        calls, errors = usage["calls"], usage["errors"]
+        return f"{calls} verdicts (equal responses need none), {errors} errors; this judge costs nothing"
     dollars = "at an unknown price" if usage["dollars"] is None else f"${usage['dollars']:.4f}"
     return (
         f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, {usage['errors']} errors, "

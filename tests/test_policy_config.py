@@ -68,7 +68,7 @@ def configure(tmp_path):
         ({"algorithm": "gspo", "epsilon": 0.2}, ["--algorithm gspo", "--epsilon 0.2", "give --epsilon_high as well"]),
         ({"algorithm": "dr_grpo", "std_ddof": 1}, ["--std_ddof 1", "group_centered", "--advantage group_normalized"]),
         ({"loss_type": "sapo"}, ["loss_type 'sapo' has no equivalent in PolicyConfig", "grpo, dapo, dr_grpo, luspo"]),
-        ({"loss_type": "dapo", "aggregation": "sum"}, ["loss_type 'dapo' is aggregation token_mean", "sum: leave"]),
+        ({"loss_type": "dapo", "aggregation": "sum"}, ["loss_type 'dapo' selects aggregation token_mean", "sum: give"]),
         (
             {"algorithm": "dr_grpo", "scale_rewards": "group"},
             ["contradict", "does not divide", "(scale_rewards 'group' is --advantage group_normalized --std_ddof 1"],
@@ -79,6 +79,10 @@ def configure(tmp_path):
         ),
         ({"algorithm": "rloo", "loss_type": "grpo"}, ["--ratio none and --surrogate clip contradict", "(loss_type"]),
         ({"algorithm": "rloo", "use_bias_correction_kl": True}, ["contradict", "(use_bias_correction_kl True is"]),
+        (
+            {"algorithm": "reinforce_plus_plus_baseline", "scale_rewards": "batch"},
+            ["deviation of the rewards, reinforce_plus_plus_baseline by that of the advantages"],
+        ),
         ({"delta": 1.1}, ["delta must be at least 1 + epsilon_high, 1.2", "1.1"]),
         ({"algorithm": "cispo", "delta": 4.0}, ["--dual_clip 4.0 and --surrogate cispo", "(delta 4.0 is --dual_clip"]),
         ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "trl.GRPOTrainer"]),

@@ -47,7 +47,7 @@ def device(monkeypatch):
     [
         (
             {"loss_type": "ipo", "loss": "dpo"},
-            r"loss_type 'ipo' is loss ipo here, and contradicts loss dpo: leave",
+            r"loss_type 'ipo' selects loss ipo, which conflicts with loss dpo: give one",
         ),
         (
             {"loss_type": ["sigmoid", "sft"]},
@@ -102,9 +102,13 @@ def test_a_loss_by_its_name_in_trl(configure):
     assert configure(IPOConfig, loss_type="ipo").build_objective().loss_options == {"length_normalized": True}
     assert configure(AOTConfig, loss_type=["aot_unpaired"]).loss == "aot"
     for config_class, settings, said in (
-        (IPOConfig, {"loss_type": "sigmoid"}, "loss_type 'sigmoid' is loss dpo here, and contradicts loss ipo"),
-        (IPOConfig, {"loss_type": "ipo", "length_normalized": False}, "'ipo' is length_normalized True here, and con"),
-        (AOTConfig, {"loss_type": ["aot"]}, "loss_type 'aot' is loss aot_paired here, and contradicts loss aot"),
+        (IPOConfig, {"loss_type": "sigmoid"}, "loss_type 'sigmoid' selects loss dpo, which conflicts with loss ipo"),
+        (
+            IPOConfig,
+            {"loss_type": "ipo", "length_normalized": False},
+            "'ipo' selects length_normalized True, which con",
+        ),
+        (AOTConfig, {"loss_type": ["aot"]}, "loss_type 'aot' selects loss aot_paired, which conflicts with loss aot"),
     ):
         with pytest.raises(ValueError, match=said):
             configure(config_class, **settings)

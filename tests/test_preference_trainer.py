@@ -85,6 +85,17 @@ def test_dpo_is_trls_bit_by_bit(setup, tiny_model_path, tmp_path):
     assert largest_difference(own.parameters, stock.parameters) == 0.0
 
 
+@float32_again()
+def test_dpo_is_trls_bit_by_bit_in_float32(tiny_model_path, tmp_path):
+    """What is computed in a higher precision than TRL's would show here alone."""
+    runs = []
+    for trainer in ("trl.DPOTrainer", "DPOTrainer"):
+        spec = {**specification(tiny_model_path, trainer, "full"), "dtype": "float32"}
+        runs.append(result(train(spec, str(tmp_path / trainer))))
+    assert same_in_trl(runs[1]) == same_in_trl(runs[0])
+    assert largest_difference(runs[1].parameters, runs[0].parameters) == 0.0
+
+
 def same_in_trl(run) -> list[dict]:
     """Logs without the count that TRL has not, and without means over tokens, which in TRL are of micro-batches."""
     other = ("skipped_updates", "entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")

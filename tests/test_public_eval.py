@@ -360,7 +360,7 @@ class TestGrade:
         path = write_policy(tmp_path / "submission", "aot", response_rows(plan(win=5, tie=3, loss=2)))
         for command in (("grade", "submission", *course["all"]), ("judge", "--candidate", path, *course["judging"])):
             out = run(*command)[1]
-            assert out.endswith("14 verdicts, equal responses need none, 0 errors; this judge costs nothing\n")
+            assert out.endswith("14 verdicts (equal responses need none), 0 errors; this judge costs nothing\n")
             assert "calls" not in out and "$" not in out
 
     def test_json_alone_on_standard_output(self, run, course, tmp_path):

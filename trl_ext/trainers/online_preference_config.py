@@ -216,4 +216,4 @@ class OnlinePreferenceConfig(PolicyConfig):
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name.startswith("replay_") and value != f.default:
-                raise ValueError(f"{f.name} {value} is of a replay: set replay_capacity, or leave it out")
+                raise ValueError(f"{f.name} {value} needs a replay: set replay_capacity, or leave it out")

@@ -26,7 +26,7 @@ from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refus
 
 # Settings of TRL's loss without an equivalent: field -> what to use.
 _NOT_CARRIED = {
-    "label_smoothing_factor": "it is of transformers' own loss",
+    "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "train stock `trl.GRPOTrainer` for SAPO"),
     **dict.fromkeys(
@@ -209,6 +209,11 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
         except ValueError as error:
             error.args = (explain(error, translated),)
             raise
+        if self.scale_rewards == "batch" and objective.algorithm.advantage_options:
+            raise ValueError(
+                f"scale_rewards 'batch' divides by the deviation of the rewards, {objective.algorithm.name} by that of "
+                "the advantages: leave scale_rewards out"
+            )
         if self.delta is not None and self.delta < 1 + objective.epsilon_high:
             raise ValueError(
                 f"delta must be at least 1 + epsilon_high, {1 + objective.epsilon_high:g}, where the clip ends, got "

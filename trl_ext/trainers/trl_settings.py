@@ -1,6 +1,7 @@
 """Settings of TRL's losses in the words of this library: what has an equivalent, and the refusal of what has none.
 
-A setting that is left out is None and stands for this library's default. One that is given means what TRL means by it.
+A setting that is left out is None and stands for this library's default. One that is given means what TRL means by it,
+or is refused. `sppo_hard` is the exception: it selects the paper's loss, which is half of TRL's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ PREFERENCE_SETTINGS: dict[str, dict[Any, Settings]] = {
         "ipo": {"loss": "ipo", "length_normalized": True},
         "nca_pair": {"loss": "nca"},
         "robust": {"loss": "robust_dpo"},
-        # The one that is not TRL's loss itself: the paper's is half of it.
         "sppo_hard": {"loss": "sppo"},
         "aot": {"loss": "aot_paired"},
         "aot_unpaired": {"loss": "aot"},
@@ -78,7 +78,7 @@ def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
         for name, value in settings.items():
             if merged.get(name) not in (None, value):
                 raise ValueError(
-                    f"{source} is {name} {value} here, and contradicts {name} {merged[name]}: leave one of them out"
+                    f"{source} selects {name} {value}, which conflicts with {name} {merged[name]}: give one of them"
                 )
             merged[name] = value
     return merged
