@@ -68,7 +68,7 @@ def configure(tmp_path):
         ({"algorithm": "gspo", "epsilon": 0.2}, ["--algorithm gspo", "--epsilon 0.2", "give --epsilon_high as well"]),
         ({"algorithm": "dr_grpo", "std_ddof": 1}, ["--std_ddof 1", "group_centered", "--advantage group_normalized"]),
         ({"loss_type": "sapo"}, ["loss_type 'sapo' has no equivalent in PolicyConfig", "grpo, dapo, dr_grpo, luspo"]),
-        ({"loss_type": "dapo", "aggregation": "sum"}, ["loss_type 'dapo' selects aggregation token_mean", "sum: give"]),
+        ({"loss_type": "dapo", "aggregation": "sum"}, ["'dapo' selects aggregation token_mean", "sum: give"]),
         (
             {"algorithm": "dr_grpo", "scale_rewards": "group"},
             ["contradict", "does not divide", "(scale_rewards 'group' is --advantage group_normalized --std_ddof 1"],

@@ -106,7 +106,7 @@ def test_a_loss_by_its_name_in_trl(configure):
         (
             IPOConfig,
             {"loss_type": "ipo", "length_normalized": False},
-            "'ipo' selects length_normalized True, which con",
+            "'ipo' selects length_normalized True, which",
         ),
         (AOTConfig, {"loss_type": ["aot"]}, "loss_type 'aot' selects loss aot_paired, which conflicts with loss aot"),
     ):

@@ -211,8 +211,8 @@ class PolicyConfig(PackedFields, TRLGRPOConfig):
             raise
         if self.scale_rewards == "batch" and objective.algorithm.advantage_options:
             raise ValueError(
-                f"scale_rewards 'batch' divides by the deviation of the rewards, {objective.algorithm.name} by that of "
-                "the advantages: leave scale_rewards out"
+                "scale_rewards 'batch' divides by the deviation of the rewards, "
+                f"{objective.algorithm.name} by that of the advantages: leave scale_rewards out"
             )
         if self.delta is not None and self.delta < 1 + objective.epsilon_high:
             raise ValueError(
