@@ -41,9 +41,8 @@ def can_be_resumed() -> Iterator[None]:
     except KeyboardInterrupt:
         if is_main_process():
             print(
-                "\ninterrupted; once there is a checkpoint in the output folder, the same command goes on from it "
-                "with --resume_from_checkpoint (and without --overwrite_output_dir); before the first one, it begins "
-                "anew with --overwrite_output_dir"
+                "\ninterrupted: steps after the last checkpoint are lost. The same command goes on from it with "
+                "--resume_from_checkpoint; where there is none yet, --overwrite_output_dir begins anew"
             )
         raise SystemExit(130) from None
 

@@ -54,7 +54,7 @@ def write_policy(
     """A policy's run of four prompts: of n outcomes, w wins and t ties, rates of (w + t / 2) / n and w / (n - t)."""
     folder.mkdir(parents=True)
     wins, ties, n = outcomes.count("candidate"), outcomes.count("tie"), len(outcomes)
-    rates = {"half": (wins + ties / 2) / n, "agreed": wins / (n - ties)}
+    rates = {"half": (wins + ties / 2) / n, "agreed": wins / max(n - ties, 1)}
     results = {
         "run": {
             "objective": objective,
@@ -415,6 +415,11 @@ class TestFigures:
         assert row["tokens"] == {"base": 2.0, "policy": 3.0}
         assert summary["reward_models"][0]["accuracy"]["value"] == pytest.approx(2 / 3)
         assert summary["reward_models"][0]["nll"] == pairs["nll"]
+
+    def test_ties_alone_are_no_rate_without_ties(self, tmp_path):
+        write_policy(tmp_path / "even", objective="dpo", responses=["a"] * 4, outcomes=["tie"] * 4)
+        row = write_report(tmp_path, tmp_path / "report.html")["policies"][0]
+        assert row["win_rate"]["agreed"] is None and row["win_rate"]["half"]["value"] == 0.5
 
     def test_markdown_has_the_tables(self, html):
         markdown = html.with_suffix(".md").read_text(encoding="utf-8")

@@ -76,6 +76,8 @@ def load_speakers(options: argparse.Namespace) -> list[Speaker]:
 
     logging.disable_progress_bar()
     model, tokenizer = load_policy(policy, dtype=options.dtype)
+    if not tokenizer.chat_template:
+        print(f"{shown} has no chat template: it is asked in plain text", file=sys.stderr)
     speakers = [Speaker(shown, model, tokenizer, options)]
     if base_path is None:
         return speakers
@@ -147,7 +149,7 @@ class Speaker:
         turn = {"role": "user", "content": question}
         if not self.remembers:
             self.messages = []
-        context = getattr(self.model.config, "max_position_embeddings", None)
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         room = None if context is None else context - self.options.max_new_tokens
         if room is not None and room < 1:
             raise ValueError(
@@ -207,7 +209,7 @@ def talk(speakers: list[Speaker], asked: Iterator[str], options: argparse.Namesp
             rows = [{"model": name, **answer} for name, answer in answers.items()]
             print(json.dumps({"prompt": question, "answers": rows}, ensure_ascii=False), flush=True)
         else:
-            print(side_by_side({name: answer["text"] for name, answer in answers.items()}), flush=True)
+            print(side_by_side({name: answer["text"] or "(empty)" for name, answer in answers.items()}), flush=True)
 
 
 def side_by_side(texts: dict[str, str], width: int | None = None) -> str:

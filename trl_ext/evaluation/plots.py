@@ -171,6 +171,9 @@ def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
     rules = {"ties count as half": "half", "ties dropped": "agreed"}
     for position, rule in enumerate(rules.values()):
         interval = win_rate[rule]
+        if interval["n"] == 0:
+            axis.annotate("every comparison is a tie", (position, 0.5), ha="center", va="bottom")
+            continue
         below, above = interval["rate"] - interval["low"], interval["high"] - interval["rate"]
         axis.errorbar(position, interval["rate"], yerr=[[max(below, 0)], [max(above, 0)]], fmt="o", capsize=6)
         axis.annotate(

@@ -126,7 +126,7 @@ class PolicyTrainer(
             raise ValueError(
                 f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
                 f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
-                f"{needed}: give more prompts, or a smaller generation_batch_size"
+                f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
             )
 
     def _place_reward_models(self) -> None:

@@ -89,8 +89,8 @@ def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
     sources = []
     for source, settings in translated.items():
         if any(f"--{name} " in str(error) for name in settings):
-            sources.append(f"{source} is {' '.join(f'--{name} {value}' for name, value in settings.items())}")
-    return f"{error} ({'; '.join(sources)})" if sources else str(error)
+            sources.append(f"{source} selects {' '.join(f'--{name} {value}' for name, value in settings.items())}")
+    return f"{'; '.join(sources)}: {error}" if sources else str(error)
 
 
 def refuse_given(args: Any, instead: Mapping[str, str]) -> None:

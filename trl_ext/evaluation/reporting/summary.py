@@ -215,7 +215,8 @@ def _estimate(results: Any, *keys: str, value: str = "mean") -> dict[str, float 
 def _share(results: Any, *keys: str, value: str) -> dict[str, float | None] | None:
     """A share with its interval: where the results have none, Wilson's, which the library writes for every share."""
     found = _estimate(results, *keys, value=value)
-    return found and with_wilson_interval(found)
+    # Where every comparison is a tie, there is no rate without ties.
+    return with_wilson_interval(found) if found and found["n"] != 0 else None
 
 
 def with_wilson_interval(share: dict[str, float | None]) -> dict[str, float | None]:
