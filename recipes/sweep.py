@@ -44,6 +44,9 @@ FIGURES = {
     "score": ("score", "policy"),
     "gain": ("score_gain",),
     "win rate, ties as half": ("win_rate", "half"),
+    "accuracy, sampled": ("accuracy", "sampled"),
+    "accuracy, greedy": ("accuracy", "greedy"),
+    # Of a reward model.
     "accuracy": ("accuracy",),
 }
 
@@ -360,6 +363,8 @@ def _figure(row: dict[str, Any], *keys: str) -> str:
     if value is None or isinstance(value, float):
         return "" if value is None else f"{value:.3f}"
     estimate, low, high = (value.get(key) for key in ("value", "low", "high"))
+    if estimate is None:
+        return ""
     return f"{estimate:.3f}" if low is None else format_interval(estimate, low, high)
 
 
