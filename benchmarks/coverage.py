@@ -1,9 +1,9 @@
-"""How often the library's 95% intervals hold the truth in simulated samples, beside what they took the place of.
+"""How often the library's 95% intervals, and the plain ones that they replaced, cover the truth in simulated samples.
 
 `python -m benchmarks.coverage` prints a Markdown table, a row for each kind of sample: the coverage of the plain
 interval (1.96 standard errors; of paired rates and of best-of-n the percentiles of a bootstrap over prompts), the
-coverage of the library's, and its mean width. With 2,000 samples of a kind, the simulation
-error of a coverage of 95% is about 1%.
+coverage of the library's, and its mean width. With 2,000 samples of a kind, the simulation error of a
+coverage of 95% is about 1%.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def best_of(n: int, prompts: int, kind: str) -> Draw:
 
     def draw(rng):
         rewards = rng.standard_normal((prompts, 16)) + rng.standard_normal((prompts, 1))
-        rewards = rewards if kind == "reward" else 1 / (1 + numpy.exp(-rewards))
+        rewards = rewards if kind == "reward" else expit(rewards)
         values = numpy.array([best_of_n(row.tolist(), row.tolist(), n)["proxy"] for row in rewards])
         return percentiles(values, rng), of_mean(values)
 
@@ -143,7 +143,7 @@ def divergence(responses: int, own: torch.Tensor, base: torch.Tensor) -> tuple[f
 def best_of_truth(n: int, kind: str) -> float:
     rng = numpy.random.default_rng(1)
     rewards = rng.standard_normal((400_000, n)).max(1) + rng.standard_normal(400_000)
-    return float((rewards if kind == "reward" else 1 / (1 + numpy.exp(-rewards))).mean())
+    return float((rewards if kind == "reward" else expit(rewards)).mean())
 
 
 def cells() -> Iterator[tuple[str, float, Draw]]:

@@ -95,7 +95,7 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max_output_tokens",
         type=at_least_one,
-        help="of openai: most tokens of an answer, reasoning included; one that is cut is no verdict (default: 2048)",
+        help="of openai: most tokens of an answer, reasoning included; a longer one gives no verdict (default: 2048)",
     )
     group.add_argument(
         "--prices", help="JSON of prices in dollars per million tokens, over the table that comes along"
@@ -173,7 +173,7 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
 
 
 def judge_settings(options: argparse.Namespace, judge: Any) -> dict[str, Any]:
-    """What the results say of their judge: figures of different settings are not of one measure."""
+    """The judge's settings as the results record them: figures under different settings are not comparable."""
     settings = {"kind": options.judge, "model": options.model}
     if options.judge == "openai":
         settings["instructions"] = options.instructions and str(options.instructions)

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Before the libraries are imported, which read these once. A run says nothing to anybody unless it is asked to.
+# The libraries read these once, when they are imported. No telemetry unless the user asks for it.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-# Bars vanish from a terminal once they are full, and elsewhere there are none.
+# Bars disappear from a terminal when they are full. Without a terminal there are none.
 os.environ.setdefault("TQDM_LEAVE", "")
 if not sys.stderr.isatty():
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -47,7 +47,7 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
             raise
         # Arguments fail alike on every process; a reward function may fail on one of them.
         if is_main_process() or kinds is MENDABLE_IN_TRAINING:
-            # Not into a progress bar.
+            # Above a progress bar, not into it.
             tqdm.write(f"error: {_one_line(error)}", file=sys.stderr)
         raise SystemExit(2) from None
 

@@ -1,4 +1,4 @@
-"""A launcher of training processes: what it is given, how long it may take, and the notices that it is passed."""
+"""Training processes that another recipe launches: their options, a countdown of them, and the signals they get."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Ended:
 
 
 def launcher_options(accelerate_config: str | None) -> list[str]:
-    """What `accelerate launch` is given so that it says nothing of its own: neither defaults nor a traceback.
+    """Options with which `accelerate launch` prints neither warnings about defaults nor a traceback of its own.
 
-    Without a file, what the user has configured; where that is nothing, one process for each device.
+    Without a file, the user's own configuration of accelerate applies, or else one process for each device.
 
     Raises:
         FileNotFoundError: no such file.
@@ -60,7 +60,7 @@ def launcher_options(accelerate_config: str | None) -> list[str]:
 
 
 class Countdown:
-    """Counts runs as they begin, and tells how long those that are left may take by those that have been made.
+    """Counts runs as they begin, and estimates the time left from the runs that have ended.
 
     Args:
         total: how many runs there are.
@@ -72,7 +72,7 @@ class Countdown:
         self.seconds: dict[str, list[float]] = {}
 
     def place(self) -> str:
-        """`run 7 of 20, about 4 min left` for the next run; nothing of time before one has been made."""
+        """`run 7 of 20, about 4 min left` for the next run; without a time before the first run has ended."""
         self.number += 1
         made = [seconds for own in self.seconds.values() for seconds in own]
         if not made or not self.left:
@@ -81,7 +81,7 @@ class Countdown:
         return f"run {self.number} of {self.total}, about {_about(expected)} left"
 
     def ended(self, recipe: str, seconds: float) -> None:
-        """Count a run as made."""
+        """Record the time of a run that has ended."""
         self.left.remove(recipe)
         self.seconds.setdefault(recipe, []).append(seconds)
 

@@ -57,7 +57,7 @@ class Run:
 
     name: str
     arguments: dict[str, Any]
-    # Whether a study gave the name, which else lists the settings.
+    # Whether the study names the run. Otherwise the name lists the settings.
     named: bool = True
 
 
@@ -275,7 +275,7 @@ def _kept(study: Study, run: Run) -> dict[str, Any]:
 
 
 def countdown_of(work: Sequence[tuple[Study, Run]]) -> Countdown:
-    """A countdown of runs, of which those that are finished take no time."""
+    """A countdown of runs. Those that are finished take no time."""
     return Countdown(len(work), [study.recipe for study, run in work if state_of(study, run) != "finished"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from unittest.mock import patch
 
@@ -40,6 +40,11 @@ def float64_throughout():
     replacements = [to_wide, torch.Tensor.double, softmax_wide, *[WideTorch()] * (len(_originals()) - 3)]
     with _replaced(replacements, float32=torch.float64):
         yield
+
+
+def precision(dtype: str) -> AbstractContextManager:
+    """What to train under where the weights are of this type: `float64_throughout`, or nothing."""
+    return float64_throughout() if dtype == "float64" else nullcontext()
 
 
 @contextmanager

@@ -12,11 +12,10 @@ import os
 import subprocess
 import sys
 import zlib
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from tests.float64 import float64_throughout
+from tests.float64 import precision
 from tests.train_once import Run, parameters, result
 
 DEFAULTS = {
@@ -210,7 +209,7 @@ def main() -> None:
 
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for index, spec in enumerate(specs):
-        with float64_throughout() if spec.get("dtype", "float64") == "float64" else nullcontext():
+        with precision(spec.get("dtype", "float64")):
             trainer = train(spec, str(folder / f"{index}-run"))
         if trainer.accelerator.is_main_process:
             run = result(trainer)

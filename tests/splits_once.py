@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests import rollout_once, train_once
-from tests.float64 import float64_throughout
+from tests.float64 import precision
 
 STEPS = 5
 BATCH = 8
@@ -173,7 +172,7 @@ def _held_out():
 
 def run(*case: Any, dtype: str) -> Outcome:
     """Train a case, given as the arguments of `build`, and evaluate it, in float64 throughout or in float32."""
-    with float64_throughout() if dtype == "float64" else nullcontext():
+    with precision(dtype):
         return _run(*case, dtype=dtype)
 
 

@@ -87,7 +87,7 @@ class TestEmptyResponses:
         [
             ("text", [1] * 9 + [4], "9 of the 10 responses of the first rollout are a single token"),
             ("text", [1] * 10, "call their column prompt_text"),
-            ([{"role": "user", "content": "text"}], [1] * 10, "see whether the model is one"),
+            ([{"role": "user", "content": "text"}], [1] * 10, "check that the model can continue"),
             ("text", [1] * 8 + [4] * 2, None),
         ],
     )

@@ -10,12 +10,11 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.float64 import float64_throughout
+from tests.float64 import precision
 
 DEFAULTS = {
     "per_device_train_batch_size": 2,
@@ -176,7 +175,7 @@ def main() -> None:
 
     specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     for index, spec in enumerate(specs):
-        with float64_throughout() if spec.get("dtype", "float64") == "float64" else nullcontext():
+        with precision(spec.get("dtype", "float64")):
             trainer = train(spec, str(folder / f"{index}-run"))
         if trainer.accelerator.is_main_process:
             run = result(trainer)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-# A command says nothing to anybody unless it is asked to.
+# No telemetry unless the user asks for it.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, one_line_errors
@@ -92,12 +92,14 @@ def _saved_model(name: str) -> tuple[str, str]:
     folder = Path(name)
     if not folder.is_dir() or any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         return name, name if not folder.is_dir() else folder.resolve().name
-    numbered = [path for path in folder.glob("checkpoint-*") if path.name.partition("-")[2].isdecimal()]
-    last = max(numbered, key=lambda path: int(path.name.partition("-")[2]), default=None)
+    from transformers.trainer_utils import get_last_checkpoint
+
+    last = get_last_checkpoint(name)
     if last is None:
         return name, name
-    print(f"{name} holds no finished model: this is its {last.name}", file=sys.stderr)
-    return str(last), f"{folder.resolve().name}/{last.name}"
+    step = Path(last).name
+    print(f"{name} holds no finished model: this is its {step}", file=sys.stderr)
+    return last, f"{folder.resolve().name}/{step}"
 
 
 def _base_of(path: str) -> str | None:
@@ -156,17 +158,15 @@ class Speaker:
                 f"--max_new_tokens {self.options.max_new_tokens} leaves no room for a prompt: {self.name} takes "
                 f"{context} tokens in all"
             )
-        prompt = [*self.messages, turn] if self.tokenizer.chat_template else question
-        while (
-            room and prompt[2:] and prompt is not question and len(prompt_tokens(self.tokenizer, prompt, None)) > room
-        ):
+        conversation = [*self.messages, turn]
+        while room and conversation[2:] and len(prompt_tokens(self.tokenizer, conversation, None)) > room:
             # The oldest question and its answer are forgotten first.
-            prompt = prompt[2:]
+            conversation = conversation[2:]
         with self.model.disable_adapter() if self.without_adapter else nullcontext():
             [given] = generate_responses(
                 self.model,
                 self.tokenizer,
-                [prompt],
+                [conversation if self.tokenizer.chat_template else question],
                 max_new_tokens=self.options.max_new_tokens,
                 max_prompt_tokens=room,
                 temperature=self.options.temperature,

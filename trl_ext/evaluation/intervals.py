@@ -1,4 +1,4 @@
-"""95% intervals of means, rates and differences of rates: every figure of an evaluation takes its own from here.
+"""95% intervals of means, rates and differences of rates, for every figure of an evaluation.
 
 `python -m benchmarks.coverage` prints how often each holds the truth in simulated samples.
 """
@@ -25,9 +25,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
     """The 95% interval of the mean of independent values: Student's t, of five values or more corrected for skewness.
 
     The correction is Hall's monotone transformation of the t statistic (1992, "On the removal of skewness by
-    transformation"). Without skewness it changes nothing. Of few strongly skewed
-    values an end may lie beyond their range. For two systems on the same prompts, give the differences: the interval
-    is then the paired one. A single value has no spread, and its interval no width.
+    transformation"). It changes nothing without skewness. With few strongly skewed values, an end may lie outside
+    their range. For two systems on the same prompts, give the differences: the interval is then the paired one. The
+    interval of a single value has no width.
 
     Raises:
         ValueError: no values.
@@ -51,7 +51,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def gain_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
     """The 95% score interval of a difference of two paired proportions, (gained - lost) / n (Tango 1998).
 
-    It has a width where none of a few pairs differ, or all do.
+    Its width is positive even if no pair differs, or if all do.
 
     Args:
         gained, lost: pairs with an outcome of 1 in the first sample only, and in the second only.
@@ -60,7 +60,7 @@ def gain_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
     from scipy.optimize import brentq
 
     def excess(difference: float) -> float:
-        """By how much the squared deviation at a true difference exceeds what the score test allows."""
+        """The squared deviation from a true difference, less what the score test allows."""
         # The likeliest share of losses, given the difference, is the larger root of 2 n q^2 + linear q - constant.
         linear = (2 * n - gained + lost) * difference - gained - lost
         constant = lost * difference * (1 - difference)
@@ -69,7 +69,7 @@ def gain_interval(gained: int, lost: int, n: int) -> tuple[float, float]:
         return (gained - lost - n * difference) ** 2 - NORMAL_95**2 * variance
 
     found = (gained - lost) / n
-    # Just beside the measured difference the statistic is about 0; at -1 and 1 it is infinite, or 0 where it ends.
+    # Each end lies between the measured difference, where the excess is negative, and -1 or 1.
     return tuple(
         end if abs(found - end) < 1e-9 else float(brentq(excess, end, found - 1e-9 * (found - end)))
         for end in (-1.0, 1.0)
@@ -138,7 +138,7 @@ def rate_difference_interval(
         if None not in (own, other)
     ]
     joint, scale = math.fsum(both), deviation * other_deviation * math.sqrt(len(kept[0]) * len(kept[1]))
-    # A correlation that an outcome more or less could make is none; prompts of one rate alone have none either.
+    # The continuity correction: a correlation that one outcome could change to 0 counts as 0.
     correlation = (max(joint - 0.5, 0.0) if joint > 0 else joint) / scale if scale > 0 else 0.0
     low, high = _score_bounds(rate, len(kept[0]), NORMAL_95)
     other_low, other_high = _score_bounds(other_rate, len(kept[1]), NORMAL_95)

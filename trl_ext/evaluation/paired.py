@@ -110,10 +110,14 @@ def mcnemar(only_first: int, only_second: int) -> McNemar:
     """
     if min(only_first, only_second) < 0 or any(count != int(count) for count in (only_first, only_second)):
         raise ValueError(f"counts must be whole and not negative, got {only_first} and {only_second}")
-    total, fewer = only_first + only_second, min(only_first, only_second)
-    statistic = max(abs(only_first - only_second) - 1, 0) ** 2 / total if total else 0.0
-    tail = sum(math.comb(total, count) for count in range(fewer + 1)) / 2**total
-    return McNemar(statistic=statistic, p_value=min(1.0, 2 * tail), only_first=only_first, only_second=only_second)
+    total = only_first + only_second
+    if not total:
+        return McNemar(statistic=0.0, p_value=1.0, only_first=only_first, only_second=only_second)
+    from scipy.stats import binomtest
+
+    statistic = max(abs(only_first - only_second) - 1, 0) ** 2 / total
+    p_value = float(binomtest(int(only_first), int(total)).pvalue)
+    return McNemar(statistic=statistic, p_value=p_value, only_first=only_first, only_second=only_second)
 
 
 def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None) -> float | None:

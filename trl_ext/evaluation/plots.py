@@ -39,7 +39,7 @@ ONLINE_PANELS = {
     },
     "Gradient norm": {"train": "grad_norm"},
 }
-# Of a title, at the size that matplotlib gives it.
+# Letters of a title that fit into an inch at matplotlib's default size.
 LETTERS_PER_INCH = 11
 # Drawn where an ensemble logs it.
 _ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}

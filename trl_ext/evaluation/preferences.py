@@ -78,7 +78,7 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
     rare and large terms. A sample that lacks them gives a mean that is too low and an interval that is too narrow. Two
     conditions must hold for k3 to be used, and k1 is used otherwise: its standard error is at most half of that of k1,
     and the mean of k3 - k1, whose expectation is 0, lies within four of its own standard errors of 0.
-    Greedy responses give no such estimate: sample at temperature 1.
+    A single response shows no spread, and k3 is used. Greedy responses give no such estimate: sample at temperature 1.
 
     Args:
         policy: for each sampled response, its token log-probabilities under the policy.
@@ -96,8 +96,8 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
     differences = [own.double() - other.double() for own, other in zip(policy, base, strict=True)]
     k1 = torch.stack([difference.sum() for difference in differences])
     k3 = torch.stack([(torch.expm1(-difference) + difference).sum() for difference in differences])
-    missing = k3 - k1
-    complete = missing.mean().abs() <= 4 * missing.std(correction=0) / len(missing) ** 0.5
+    control = k3 - k1
+    complete = control.mean().abs() <= 4 * control.std(correction=0) / len(control) ** 0.5
     by_k3 = len(k1) == 1 or bool(complete and k3.std(correction=0) <= k1.std(correction=0) / 2)
     totals = (k3 if by_k3 else k1).tolist()
     low, high = mean_interval(totals)

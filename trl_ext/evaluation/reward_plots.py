@@ -67,7 +67,7 @@ def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
         f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
         f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
     )
-    # Where a calibrated model, whose points lie above one half, has none.
+    # In a corner that is empty for a calibrated model, whose points lie above one half.
     axis.text(0.52, 0.08, says, va="center")
     axis.set_xlabel("confidence, max(p, 1 - p)")
     axis.set_ylabel("share ranked as labelled")

@@ -78,7 +78,7 @@ def _column(advantages: Tensor) -> Tensor:
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """`exp(log_ratio)`, the exponent held at 20, beyond which it would soon overflow: there it has no gradient."""
+    """`exp(log_ratio)` with the exponent clamped at 20 against overflow. Beyond it there is no gradient."""
     return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 

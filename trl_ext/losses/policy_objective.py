@@ -166,7 +166,7 @@ class PolicyLoss:
         return surrogate + aggregate(divergence, scores.mask, self.kl_aggregation, **reduction)
 
     def clamped(self, scores: PolicyScores, ref_log_probs: Tensor | None = None) -> Tensor:
-        """Tokens of which a log-ratio beyond 20 was held there, so that a term of the loss has no gradient. [B, T].
+        """Tokens with a log-ratio clamped at 20, where a term of the loss has no gradient. Boolean, [B, T].
 
         Args:
             scores, ref_log_probs: as for the loss.

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics as JSON lines, some of them in a line to read, tables of generations."""
+"""What a run writes while it trains: metrics as JSON lines, the main ones on the screen, and tables of generations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trl_ext.trainers.generation_evaluation import GenerationEvaluation
 from trl_ext.trainers.interruption import leave_epoch
 
 TABLE_NAME = "samples/generation_table"
-# Columns of the line of a step: how each is written, and the metrics of which it shows the first that is there.
+# Columns of a step's line: the format of each, and its metrics, of which the first one that was logged is shown.
 _COLUMNS = {
     "loss": (".3f", "loss"),
     "reward": (".3f", "reward", "rollouts/reward"),
@@ -35,7 +35,7 @@ _COLUMNS = {
     "kept": (".0f", "rollouts/kept"),
     "lr": (".1e", "learning_rate"),
 }
-# These change their sign.
+# Room for the minus sign of what may be negative.
 _WIDTHS = {"reward": 6, "margin": 6}
 
 
@@ -102,9 +102,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class StepLineCallback(TrainerCallback):
-    """Prints one line of the metrics that matter where the trainer logs, in place of all of them; add it by `show_in`.
+    """Prints the main metrics in one line whenever the trainer logs. `show_in` adds it to a trainer.
 
-    On a terminal a bar stands below the lines, unless `disable_tqdm` is set, and vanishes at the end.
+    On a terminal, unless `disable_tqdm` is set, a progress bar below the lines disappears when training ends.
     """
 
     def __init__(self):
@@ -127,7 +127,7 @@ class StepLineCallback(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         shows = state.is_world_process_zero and not args.disable_tqdm
-        # Not before the first step, at which most of what a run warns of is said.
+        # The bar starts after the first step, since most warnings are printed before or during it.
         if self._bar is None and shows and sys.stdout.isatty() and sys.stderr.isatty():
             self._bar = tqdm(total=state.max_steps, initial=self._began[0], leave=False, dynamic_ncols=True)
         if self._bar is not None:
@@ -143,7 +143,7 @@ class StepLineCallback(TrainerCallback):
             self._bar.set_description(None)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
-        # The last one sums up the run, which the recipe does.
+        # The last row summarizes the run; the recipe prints its own summary.
         if state.is_world_process_zero and logs and "train_runtime" not in logs:
             metrics = {name.removeprefix("eval_"): value for name, value in logs.items()}
             self._samples |= "reward" in logs
@@ -158,7 +158,7 @@ class StepLineCallback(TrainerCallback):
 
     def _line(self, state, metrics: dict[str, Any], shown: dict[str, float]) -> str:
         held_out = "learning_rate" not in metrics
-        # Rounds of expert iteration count their steps on, and how many are to come is not known.
+        # Rounds of expert iteration continue the count of steps, and their total is not known.
         self._round = metrics.get("expert_step", self._round)
         total = str(state.max_steps)
         place = f"step {state.global_step:{len(total)}}"
@@ -181,7 +181,7 @@ class StepLineCallback(TrainerCallback):
 
 
 def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, float]:
-    """The columns of a line; of those that another says better, and of a policy's own loss, none."""
+    """The columns of a line, without a policy's loss and without metrics that a better one makes redundant."""
     found = {}
     for label, (_, *names) in _COLUMNS.items():
         value = next((metrics[name] for name in names if name in metrics), None)

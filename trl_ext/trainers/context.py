@@ -1,4 +1,4 @@
-"""Whether rows and responses fit into a model's context; they are measured only where their limits allow more."""
+"""Whether rows and responses fit into a model's context. They are measured only if their limits exceed it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_rows(model, dataset: Any, limits: dict[str, int | None]) -> None:
 
     Args:
         model: with a `config`.
-        dataset: as a trainer on given responses prepares it; what is no `Dataset` passes.
+        dataset: as a trainer on given responses prepares it. Anything but a `Dataset` is accepted unread.
         limits: as for `check_generations`.
 
     Raises:

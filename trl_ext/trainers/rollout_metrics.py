@@ -75,16 +75,16 @@ def log_advantages(trainer, mode: str, advantages: Tensor) -> None:
 
 
 def _warn_of_empty(trainer, lengths: list[int]) -> None:
-    """Say it where nearly all responses, of these lengths over all processes, end at once, and why that may be."""
+    """Warn, with a likely reason, if nearly all responses, of these lengths over all processes, end at once."""
     ended = sum(length <= 1 for length in lengths)
     if trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
         return
     tokenizer, rows = trainer.processing_class, trainer.train_dataset
-    why = "see whether the model is one to continue such prompts"
+    why = "check that the model can continue such prompts"
     if isinstance(rows, Dataset) and isinstance(rows[0]["prompt"], str) and tokenizer.chat_template:
         why = (
-            "the prompts are plain text, and the model is one that expects its chat template: call their column "
-            "prompt_text, which makes each a user's message, or give messages"
+            "the prompts are plain text, and the model expects its chat template: call their column prompt_text, "
+            "which makes each a user's message, or give messages"
         )
     warn_once_per_run(
         f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "

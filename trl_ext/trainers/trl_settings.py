@@ -1,4 +1,4 @@
-"""Settings of TRL's losses in the words of this library: what has an equivalent, and the refusal of what has none.
+"""TRL's names for settings of a loss, translated into this library's, or refused where there is no equivalent.
 
 A setting that is left out is None and stands for this library's default. One that is given means what TRL means by it,
 or is refused. `sppo_hard` is the exception: it selects the paper's loss, which is half of TRL's.
@@ -46,7 +46,7 @@ POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
 
 
 def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[str, Settings]:
-    """Our settings for those of TRL's that are given, by the text that says what was given, such as `loss_type 'ipo'`.
+    """Our settings for each of TRL's that is given. The keys are texts such as `loss_type 'ipo'`.
 
     Raises:
         ValueError: a value without an equivalent.
@@ -68,7 +68,7 @@ def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[st
 
 
 def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
-    """Settings as given in our words and in TRL's.
+    """Combine settings given by our names with those given by TRL's.
 
     Raises:
         ValueError: the two say different things.
@@ -85,7 +85,7 @@ def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
 
 
 def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
-    """What is wrong with our settings, and which of them TRL's words stood for."""
+    """The error's message, which uses our names, after the settings of TRL's that they came from."""
     sources = []
     for source, settings in translated.items():
         if any(f"--{name} " in str(error) for name in settings):
@@ -94,11 +94,11 @@ def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
 
 
 def refuse_given(args: Any, instead: Mapping[str, str]) -> None:
-    """Refuse fields that nothing would read.
+    """Refuse fields that have no effect here.
 
     Args:
         args: a configuration.
-        instead: field -> what to use. Its default is what is done anyway, or changes nothing.
+        instead: field -> what to use in its place.
 
     Raises:
         ValueError: one of them is not at its default.

@@ -60,7 +60,7 @@ class OpenAIJudge:
             It must ask for the fields of that one.
         timeout: seconds to wait for the next part of an answer; one that comes in pieces may take longer in all.
         max_retries: how often a request that failed is sent again.
-        max_output_tokens: the most that an answer may cost, reasoning included. An answer that is cut is no verdict.
+        max_output_tokens: the longest answer, reasoning included. An answer that is cut there gives no verdict.
         temperature, reasoning_effort: None for the server's default; not every model takes them.
         prices: file or mapping of prices that add to the package's, as `load_prices` takes them.
 

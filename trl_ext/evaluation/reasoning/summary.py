@@ -38,7 +38,7 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
     n_samples = counts.pop()
 
     def per_prompt(value: Callable[[Rows], float]) -> dict[str, Any]:
-        return mean_with_interval([value(samples) for samples in by_prompt])
+        return _rate([value(samples) for samples in by_prompt])
 
     lengths = {
         correct: [row["generated_num_tokens"] for row in rows if (row["category"] == "correct") == correct]
@@ -86,7 +86,7 @@ def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
     }
 
 
-def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
+def _rate(values: Sequence[float]) -> dict[str, Any]:
     """The mean of one value in [0, 1] per problem, with its 95% interval; see `rate_interval`."""
     low, high = rate_interval(values)
     return {"mean": _mean(values), "low": low, "high": high, "n": len(values)}
