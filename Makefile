@@ -1,4 +1,4 @@
-# `make demo` and `make test` set everything up on a fresh machine; a second call starts at once.
+# `make demo` and `make test` set up a fresh machine; later calls start immediately.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -19,17 +19,19 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numpr
 test: $(STAMP)
 	$(PYTEST) -m 'not slow' $(ARGS)
 
-# Whole recipes, several processes, kills: what takes longer than a few seconds.
+# Tests that take longer than a few seconds: whole recipes, several processes, kills.
 test-slow: $(STAMP)
 	$(PYTEST) -m slow --ignore tests/test_zero.py $(ARGS)
 
-# The numerical tests as other processors compute them. PROCESSORS="A=1,B=2 C=3" runs them under A and B, then under C.
+# The numerical tests with other processors' instruction sets. PROCESSORS="A=1,B=2 C=3" runs them with A=1 and B=2, then with C=3.
 PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,OMP_NUM_THREADS=2
-NUMERICAL := advantages aot_scope comparison course gae generation kl kto log_probs masking objective online_preference \
-	packing_models packing_stock_trainers packing_trainers policy_contract policy_invariants policy_losses \
-	policy_positions policy_terms policy_trainer ppo_trainer preference_losses preference_loss_properties \
-	preference_trainer replay reward_ensemble reward_losses reward_trainer rewards shaping shared_backbone splits \
-	toy trainer_contract trl_contract unpaired weighting
+NUMERICAL := advantages aot_scope comparison course course_steps gae generation kl kto log_probs masking objective \
+	online_preference online_preference_judges online_preference_settings packing_attention packing_models \
+	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants policy_loop_contract \
+	policy_losses policy_positions policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses \
+	preference_scores preference_trainer replay reward_checkpoints reward_ensemble reward_losses reward_pairs \
+	reward_sharing reward_trainer rewards shaping shared_backbone splits toy trainer_contract trl_contract unpaired \
+	weighting
 
 test-processors: $(STAMP)
 	@for settings in $(PROCESSORS); do \
@@ -37,17 +39,17 @@ test-processors: $(STAMP)
 		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
 	done
 
-# Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so nothing else installs it.
-# Its kernels are compiled into .venv: a build that was killed elsewhere leaves a lock there that others wait on.
+# Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so no other target installs it.
+# Its kernels are compiled into .venv, and a killed build leaves a lock there that would block later builds.
 test-zero: $(ZERO_STAMP)
 	rm -f .venv/torch_extensions/*/lock
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
 
-# For a machine with GPUs; elsewhere every test is skipped.
+# Needs a machine with GPUs; without one, every test is skipped.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
-# Asks PyPI for known vulnerabilities of the pinned packages. --strict, as pip-audit else finds none where it cannot ask.
+# Asks PyPI for known vulnerabilities of the pinned packages. Without --strict, pip-audit passes if PyPI is unreachable.
 audit: $(AUDIT)
 	@status=0; $(AUDIT) --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt \
 		>.venv/audit/log 2>&1 || status=$$?; \
@@ -61,7 +63,7 @@ $(AUDIT):
 	$(PYTHON) -m venv .venv/audit
 	.venv/audit/bin/python -m pip install --quiet --disable-pip-version-check pip-audit
 
-# The pages of docs/ and the reference, into build/docs; any warning is an error.
+# Builds the pages of docs/ and the reference into build/docs; any warning is an error.
 docs: $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 

@@ -1,9 +1,9 @@
-"""What the workflow tests: the Pythons of pyproject.toml's classifiers, and the releases of TRL that it permits.
+"""The versions that the workflow tests: the Pythons and the releases of TRL that pyproject.toml permits.
 
     python .ci/versions.py matrix          # the jobs, as GitHub reads them
     python .ci/versions.py pin oldest      # constraints.txt then asks for that release of TRL
 
-A new Python is one classifier, a new TRL one bound of the requirement; nothing here changes with them.
+To add a Python, add a classifier; to add a release of TRL, move a bound of the requirement. This file stays the same.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ def pythons() -> list[str]:
 
 
 def trl_bounds() -> tuple[str, str]:
-    """The oldest permitted release of TRL, and the one below which it must be: 1.16 and 1.17."""
+    """The inclusive lower and the exclusive upper bound on TRL's release, such as 1.16 and 1.17."""
     requirement = next(name for name in project()["dependencies"] if name.startswith("trl>="))
     oldest, below = re.fullmatch(r"trl>=([\d.]+),<([\d.]+)", requirement).groups()
     return oldest, below
 
 
 def requirement(which: str) -> str:
-    """What constraints.txt says of TRL: `oldest` or `newest` of what is permitted."""
+    """The line of constraints.txt for the `oldest` or the `newest` permitted TRL."""
     oldest, below = trl_bounds()
     return f"trl~={oldest}.0" if which == "oldest" else f"trl>={oldest},<{below}"
 
 
 def matrix() -> dict[str, list[dict[str, str]]]:
-    """Every Python with the pinned versions, and the ends of TRL's range, which may be one release."""
+    """Every Python with the pinned versions, and the oldest and newest TRL, which may be the same release."""
     jobs = [{"python": version, "trl": "pinned"} for version in pythons()]
     (major, oldest), (_, below) = (map(int, bound.split(".")) for bound in trl_bounds())
     ends = ["newest"] if below == oldest + 1 else ["oldest", "newest"]
@@ -49,7 +49,7 @@ def matrix() -> dict[str, list[dict[str, str]]]:
 
 
 def pin(which: str) -> None:
-    """Put another requirement of TRL into constraints.txt; `pinned` leaves it."""
+    """Replace the requirement of TRL in constraints.txt; `pinned` leaves it unchanged."""
     path = ROOT / "constraints.txt"
     if which != "pinned":
         text = re.sub(r"^trl==.*$", requirement(which), path.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -1,8 +1,8 @@
-"""Workloads of the benchmarks and of the token gate: batches of token ids with the lengths of a real data set.
+"""Workloads for the benchmarks and the token gate: batches of token ids with the lengths of a real data set.
 
 `wildchat` has the lengths of the course's 256 held-out pairs, from `lengths.json`, and random ids; `long` has prompts
-of 700 tokens and responses of 256; `toy` has the ids of the embedded benchmark. Prompts differ from one another from
-their first token on, unless a common system prefix is asked for; responses to one prompt differ from theirs.
+of 700 tokens and responses of 256; `toy` has the ids of the embedded benchmark. Prompts differ from their first token
+on, unless they share a system prefix; responses to the same prompt differ from their first token on.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 KINDS = ("wildchat", "long", "toy")
-# Ids below are left to the special tokens of the embedded tokenizer.
+# Lower ids are reserved for the special tokens of the embedded tokenizer.
 FIRST_ID = 16
 LONG_PROMPT, LONG_RESPONSE, LONG_PAIRS = 700, 256, 256
-# Of the training pairs of the embedded benchmark.
+# Number of training pairs used from the embedded benchmark.
 TOY_PAIRS = 512
-# Prompts of a generation batch of the policy workload.
+# Prompts per generation batch of the policy workload.
 GENERATION_PROMPTS = 16
 
 
@@ -35,7 +35,7 @@ class Pair(NamedTuple):
 
 @dataclass
 class Group:
-    """Token ids of a prompt and of the responses that were sampled to it."""
+    """Token ids of a prompt and of its responses."""
 
     prompt: list[int]
     responses: list[list[int]]
@@ -43,13 +43,13 @@ class Group:
 
 @cache
 def wildchat_lengths() -> tuple[tuple[int, int, int], ...]:
-    """Tokens of prompt, chosen and rejected response of each of the 256 pairs, in the order of the file."""
+    """Lengths of the prompt, chosen and rejected response of each of the 256 pairs, in file order."""
     path = Path(__file__).with_name("lengths.json")
     return tuple(tuple(pair) for pair in json.loads(path.read_text(encoding="utf-8"))["pairs"])
 
 
 class Writer:
-    """Draws sequences of random ids; two sequences of one writer never begin alike while it has first ids left."""
+    """Draws sequences of random ids. Sequences from one writer start with different ids until all ids are used."""
 
     def __init__(self, vocabulary: int, seed: int = 0):
         self._random = random.Random(seed)
@@ -63,12 +63,12 @@ class Writer:
 
 
 def pairs(kind: str, *, vocabulary: int, system_tokens: int = 0) -> list[Pair]:
-    """The pairs of a workload, in its order.
+    """The pairs of a workload, in order.
 
     Args:
         kind: one of `KINDS`.
-        vocabulary: ids are below; not used by `toy`, which has its own.
-        system_tokens: how many of each prompt's tokens, its first, are the same for all; not used by `toy`.
+        vocabulary: upper bound of the ids; not used by `toy`, which has its own ids.
+        system_tokens: number of leading tokens that all prompts share; not used by `toy`.
     """
     if kind == "toy":
         return _toy_pairs()
@@ -83,7 +83,7 @@ def pairs(kind: str, *, vocabulary: int, system_tokens: int = 0) -> list[Pair]:
 
 
 def groups(kind: str, size: int, *, vocabulary: int, system_tokens: int = 0) -> list[Group]:
-    """The prompts of a workload with `size` responses each, whose lengths are drawn from all its responses."""
+    """The prompts of a workload with `size` responses each; lengths are drawn from all responses of the workload."""
     rows = pairs(kind, vocabulary=vocabulary, system_tokens=system_tokens)
     if kind == "toy":
         rows = list({tuple(pair.prompt): pair for pair in rows}.values())
@@ -96,7 +96,7 @@ def groups(kind: str, size: int, *, vocabulary: int, system_tokens: int = 0) -> 
 
 
 def generation_batches(rows: Sequence[Group], prompts: int = GENERATION_PROMPTS) -> Iterator[Sequence[Group]]:
-    """Groups that a policy trainer samples together: it pads them to one width."""
+    """Groups that a policy trainer samples together and pads to the same width."""
     for start in range(0, len(rows) - prompts + 1, prompts):
         yield rows[start : start + prompts]
 

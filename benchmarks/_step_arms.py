@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-import random
 import resource
 import time
 from pathlib import Path
@@ -37,15 +36,12 @@ SIZES = {
     "53M": (768, 6, 3072, 12, 3, 2048),
     "1.5B": (1536, 28, 8960, 12, 2, 151936),
 }
-HEAD_SIZE = 64
-# Of transformers' sampler: rows are sorted by length inside blocks of so many batches.
-GROUPED_BLOCK = 50
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Set threads, and let TRL's fused head score labelled positions only, as it does on CUDA.
+    """Set threads, and make TRL's fused head score only labelled positions, as it does on CUDA.
 
-    On the CPU it scores every position, padding and prompts included, which would flatter the packed arm.
+    On the CPU it scores every position, including padding and prompts, which would favour the packed arm.
     """
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU; take --device cpu")
@@ -54,12 +50,12 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 class Arm:
-    """One trainer, made once, and its optimizer."""
+    """A trainer and its optimizer, created once."""
 
     def __init__(self, packed: bool, arguments: argparse.Namespace, folder: Path):
         torch.manual_seed(0)
         self.trainer = make_trainer(arguments, folder)
-        # In place of the schedule and of the loop, which are not measured.
+        # Replaces the schedule and the training loop, which are not measured.
         self.trainer.create_optimizer()
         self.trainer.current_gradient_accumulation_steps = 1
         self.arguments = arguments
@@ -68,9 +64,9 @@ class Arm:
             self.packing = share_prefixes(self.trainer.model, getattr(self.trainer, "ref_model", None))
 
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
-        """One optimizer step: what it took, its loss and the norm of its gradient."""
+        """Run one optimizer step; return its time, loss and gradient norm."""
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        # Trainers write into the batch that they are given.
+        # Trainers modify their input batch.
         batch = dict(batch)
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
@@ -88,13 +84,13 @@ class Arm:
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss.item(), "gradient_norm": norm}
 
     def use(self, backend: str) -> None:
-        """Pack with this attention back-end from now on."""
+        """Use this attention back-end for packing from now on."""
         for model in (self.trainer.model, getattr(self.trainer, "ref_model", None)):
             if model is not None:
                 packing_of(model).backend = backend
 
     def backends(self, batch: dict[str, torch.Tensor]) -> list[str]:
-        """The attention back-ends that can be measured, the chosen one first; each has been warmed up on `batch`."""
+        """The attention back-ends that can be measured, the chosen one first, each warmed up on `batch`."""
         chosen, working = self.packing.backend, [self.packing.backend]
         for backend in BACKENDS if self.arguments.device == "cuda" else ():
             if backend == chosen:
@@ -102,7 +98,7 @@ class Arm:
             self.use(backend)
             try:
                 self.step(batch)
-            except Exception:  # Whatever a kernel raises that this GPU or this build of torch has not.
+            except Exception:  # Kernels missing on this GPU or in this build of torch raise various errors.
                 self.trainer.optimizer.zero_grad()
                 continue
             working.append(backend)
@@ -110,21 +106,10 @@ class Arm:
         return working
 
     def encoded_tokens(self, batch: dict[str, torch.Tensor]) -> int:
-        """Tokens that one forward pass of this arm encodes, padding included where it has any."""
+        """Number of tokens that one forward pass of this arm encodes, including any padding."""
         inputs = model_inputs(batch, self.arguments.trainer)
         plan = None if self.packing is None else self.packing.plan(*inputs)
         return inputs[0].numel() if plan is None else plan.tokens
-
-    def operations(self, rows: list[dict[str, Any]]) -> float:
-        """Floating-point operations of the matrix products that the packed arm needs for its batches."""
-        model = self.trainer.model.get_base_model() if self.arguments.lora_r else self.trainer.model
-        config = model.config
-        head = config.hidden_size * config.vocab_size
-        body = sum(p.numel() for p in model.base_model.parameters()) - head
-        # Forward and backward; the weights under an adapter have no gradient.
-        passes = 2 + (2 if self.arguments.lora_r else 4) + (2 if self.arguments.trainer == "preference" else 0)
-        encoded, labelled = (sum(row[name] for row in rows) for name in ("packed_tokens", "labelled_tokens"))
-        return float(passes * (body * encoded + (0 if self.arguments.trainer == "reward" else head) * labelled))
 
     def _synchronize(self) -> None:
         if self.arguments.device == "cuda":
@@ -135,17 +120,13 @@ class Arm:
 
 
 def make_model(arguments: argparse.Namespace):
-    """A Qwen2 of random weights, or the embedded model for the size `toy`."""
+    """A Qwen2 with random weights, or the embedded model for the size `toy`."""
     classify = arguments.trainer == "reward"
     dtype = getattr(torch, arguments.dtype)
     if arguments.size == "toy":
         kind = AutoModelForSequenceClassification if classify else AutoModelForCausalLM
         return kind.from_pretrained(resolve_model_path("toy"), dtype=dtype, **({"num_labels": 1} if classify else {}))
     hidden, layers, intermediate, heads, key_heads, vocabulary = SIZES[arguments.size]
-    layers = arguments.layers or layers
-    if arguments.hidden_size:
-        hidden, intermediate = arguments.hidden_size, 4 * arguments.hidden_size
-        heads = key_heads = hidden // HEAD_SIZE
     config = Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=hidden,
@@ -163,7 +144,7 @@ def make_model(arguments: argparse.Namespace):
 
 
 def make_trainer(arguments: argparse.Namespace, folder: Path):
-    """TRL's DPOTrainer, RewardTrainer or GRPOTrainer with its defaults; its data set is never read."""
+    """Create TRL's DPOTrainer, RewardTrainer or GRPOTrainer with its defaults; its data set is never read."""
     cuda = arguments.device == "cuda"
     common = {
         "output_dir": str(folder),
@@ -200,7 +181,7 @@ def make_trainer(arguments: argparse.Namespace, folder: Path):
     )
     rows = Dataset.from_list([{"prompt": "a"}] * 2)
     trainer = trl.GRPOTrainer(model, zero_reward, args=args, train_dataset=rows, **given)
-    # The batches below are what `_generate_and_score_completions` would have made.
+    # The batches below replace the output of `_generate_and_score_completions`.
     trainer._prepare_inputs = lambda batch: batch
     return trainer
 
@@ -210,7 +191,7 @@ def _turn(side: str) -> list[dict[str, str]]:
 
 
 def make_copy(model, arguments: argparse.Namespace):
-    """The reference of DPO, which TRL loads from the model's path where it has one."""
+    """The reference for DPO; TRL would load it from the model's path, if it had one."""
     reference = make_model(arguments)
     reference.load_state_dict(model.state_dict())
     return reference
@@ -225,23 +206,18 @@ def zero_reward(completions, **_) -> list[float]:
 
 
 def make_batches(arguments: argparse.Namespace, trainer) -> list[dict[str, torch.Tensor]]:
-    """The batches of a run, as the trainer's own collator or rollout pads them."""
+    """The batches of a run, padded as by the trainer's own collator or rollout."""
     vocabulary = trainer.model.config.vocab_size
     if arguments.trainer == "policy":
         rows = groups(arguments.lengths, arguments.group_size, vocabulary=vocabulary)
         batches = policy_batches(rows, arguments.batch_size)
     else:
         rows = pairs(arguments.lengths, vocabulary=vocabulary)
-        if arguments.against_grouped:
-            rows = grouped_by_length(rows, arguments.batch_size)
         batches = [
             trainer.data_collator([_example(pair, arguments.trainer) for pair in rows[start : start + size]])
             for size in [arguments.batch_size]
             for start in range(0, len(rows) - size + 1, size)
         ]
-        if arguments.against_grouped:
-            # Neighbours are of one length: a sample of the epoch, not its longest batches.
-            random.Random(0).shuffle(batches)
     if len(batches) < arguments.pairs:
         raise ValueError(
             f"--pairs {arguments.pairs}: {arguments.lengths} has {len(batches)} batches of this size; ask for fewer"
@@ -256,21 +232,11 @@ def _example(pair: Pair, trainer: str) -> dict[str, Any]:
     return {"chosen_ids": pair.prompt + pair.chosen, "rejected_ids": pair.prompt + pair.rejected}
 
 
-def grouped_by_length(rows: list[Pair], batch_size: int) -> list[Pair]:
-    """Pairs in the order of `group_by_length`: shuffled, then sorted by the longer row inside blocks of 50 batches."""
-    rows = random.Random(0).sample(rows, len(rows))
-    block = GROUPED_BLOCK * batch_size
-    ordered = []
-    for start in range(0, len(rows), block):
-        part = rows[start : start + block]
-        ordered += sorted(part, key=lambda pair: -(len(pair.prompt) + max(map(len, pair[1:]))))
-    return ordered
-
-
 def policy_batches(rows: list[Group], size: int) -> list[dict[str, torch.Tensor]]:
     """A micro-batch of `size` whole groups from each generation batch, which TRL pads to one width.
 
-    Another one of each, so that every place in a generation batch is met; prompts are padded on the left.
+    Successive batches use different positions, so that every position in a generation batch occurs. Prompts are padded
+    on the left.
     """
     batches = []
     for index, generation in enumerate(generation_batches(rows)):
@@ -283,7 +249,7 @@ def policy_batches(rows: list[Group], size: int) -> list[dict[str, torch.Tensor]
 
 
 def rollout(chosen: list[Group], widest: int, longest: int) -> dict[str, torch.Tensor]:
-    """What GRPOTrainer makes of sampled groups, with advantages of either sign."""
+    """The rollout that GRPOTrainer builds from sampled groups, with advantages of both signs."""
     prompts = [group.prompt for group in chosen for _ in group.responses]
     responses = [response for group in chosen for response in group.responses]
     batch = {"prompt": (prompts, widest, True), "completion": (responses, longest, False)}
@@ -302,7 +268,7 @@ def rollout(chosen: list[Group], widest: int, longest: int) -> dict[str, torch.T
 
 
 def model_inputs(batch: dict[str, torch.Tensor], trainer: str) -> tuple[torch.Tensor, ...]:
-    """`input_ids`, `attention_mask` and, but for a reward model, `labels` of a batch, each [B, L]."""
+    """`input_ids`, `attention_mask` and, except for a reward model, `labels` of a batch, each [B, L]."""
     if trainer == "reward":
         return batch["input_ids"], batch["attention_mask"]
     if trainer == "preference":
@@ -315,14 +281,14 @@ def model_inputs(batch: dict[str, torch.Tensor], trainer: str) -> tuple[torch.Te
 
 
 def count_tokens(batch: dict[str, torch.Tensor], trainer: str) -> dict[str, int]:
-    """Places of the padded batch, tokens in it, and those that the head scores."""
+    """Number of positions in the padded batch, of tokens, and of positions that the head scores."""
     ids, mask, *labels = model_inputs(batch, trainer)
     labelled = int((labels[0] != -100).sum()) if labels else 0
     return {"padded_tokens": ids.numel(), "real_tokens": int(mask.sum()), "labelled_tokens": labelled}
 
 
 def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The hardware and the versions that figures belong to."""
+    """The hardware and software versions of a measurement."""
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else _processor()
     versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
     return {"device": name, "threads": torch.get_num_threads(), "versions": versions}
@@ -338,7 +304,7 @@ def _processor() -> str:
 
 
 class Peak:
-    """Peak memory above what is occupied when the block begins: of the GPU, or resident in a process of its own."""
+    """Peak memory above that at the start of the block: of the GPU, or resident memory in a separate process."""
 
     def __init__(self, device: str):
         self._cuda = device == "cuda"
@@ -350,7 +316,7 @@ class Peak:
             self._before = torch.cuda.memory_allocated()
         else:
             self._before = _resident("VmRSS")
-            # Linux counts the high-water mark anew from here.
+            # Reset Linux's high-water mark.
             Path("/proc/self/clear_refs").write_text("5")
         return self
 

@@ -1,8 +1,8 @@
-"""The time of an AOT step that sorts over the whole optimizer batch, against one that sorts within micro-batches.
+"""Compare the time of AOT steps that sort over the whole optimizer batch with steps that sort within micro-batches.
 
 `python -m benchmarks.aot_scope` alternates the two within one run, on the same model and on pairs of equal length, and
-prints the ratio of adjacent steps as JSON. With accumulated micro-batches the global scope scores the batch once more
-without gradients; with one micro-batch per step it should cost nothing.
+prints the ratio of adjacent steps as JSON. With accumulated micro-batches, the global scope scores the batch once more
+without gradients; with one micro-batch per step it should cost nothing extra.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     model, reference = Qwen2ForCausalLM(model_config), Qwen2ForCausalLM(model_config)
-    # Two steps of each scope come first and are not counted.
+    # The first two steps of each scope are warm-up.
     steps = 2 * (arguments.pairs + 2)
     alternate = Alternate()
     with tempfile.TemporaryDirectory() as folder:

@@ -1,8 +1,9 @@
-"""What intervals and tests of `recipes/compare.py` hold in simulated studies, by the number of seeds.
+"""Check the intervals and tests of `recipes/compare.py` in simulated studies, by the number of seeds.
 
-`python -m benchmarks.comparison_levels` prints a Markdown table, `--json` the figures: the coverage of 95% intervals,
-the share of true nulls that one test at 0.05 / 11 rejects, and of studies of eleven methods, all alike, in which some
-difference is called at Holm's first step. Effects are normal; the rest has a variance of 1, prompts one of 0.3 and 1.
+`python -m benchmarks.comparison_levels` prints a Markdown table; `--json` prints the figures. They are the coverage of
+95% intervals, the share of true nulls that one test at 0.05 / 11 rejects, and the share of studies with eleven equal
+methods in which Holm's first step finds a difference. Effects are normal, with residual variance 1 and prompt variance
+0.3 or 1.
 """
 
 from __future__ import annotations
@@ -15,17 +16,17 @@ from typing import Any
 import numpy
 
 from tests.test_method_comparison import rejects, studies
-from trl_ext.evaluation.method_comparison import Variances
+from trl_ext.evaluation.statistics.crossed import Variances
 
 METHODS = 11
 SEEDS = (2, 3, 5)
 PROMPTS = (40, 100, 200)
-# The seeds' part of a mean's variance over the prompts' part.
+# Ratio of the seeds' to the prompts' contribution to the variance of a mean.
 RATIOS = (1, 3, 10)
 
 
 def single_tests(seeds: int, count: int) -> dict[str, list[float]]:
-    """Lowest and highest coverage without and with an effect of seeds, and highest level of a test at 0.05 / 11."""
+    """Range of coverage without and with a seed effect, and the highest level of a test at 0.05 / 11."""
     covered: dict[str, list[float]] = {"without": [], "with": []}
     levels = []
     for prompts in PROMPTS:
@@ -39,7 +40,7 @@ def single_tests(seeds: int, count: int) -> dict[str, list[float]]:
 
 
 def some_difference(seeds: int, ratio: float, count: int) -> float:
-    """In which share of the studies one of eleven methods at least is called different from an equal baseline."""
+    """Share of studies in which at least one of eleven methods is found to differ from an equal baseline."""
     variances = Variances(0.5, ratio * 0.5 / 100 * seeds, 0.5)
     rng = numpy.random.default_rng(seeds)
 
@@ -54,7 +55,7 @@ def some_difference(seeds: int, ratio: float, count: int) -> float:
 
 
 def measure(count: int) -> dict[int, dict[str, Any]]:
-    """All figures by the number of seeds, from so many studies of each kind."""
+    """All figures by the number of seeds, from the given number of studies of each kind."""
     return {
         seeds: {
             **single_tests(seeds, count),

@@ -1,9 +1,9 @@
-"""How often the library's 95% intervals, and the plain ones that they replaced, cover the truth in simulated samples.
+"""How often the library's 95% intervals and plain intervals cover the truth in simulated samples.
 
-`python -m benchmarks.coverage` prints a Markdown table, a row for each kind of sample: the coverage of the plain
-interval (1.96 standard errors; of paired rates and of best-of-n the percentiles of a bootstrap over prompts), the
-coverage of the library's, and its mean width. With 2,000 samples of a kind, the simulation error of a
-coverage of 95% is about 1%.
+`python -m benchmarks.coverage` prints a Markdown table with a row for each kind of sample: the coverage of the plain
+interval (1.96 standard errors; for paired rates and best-of-n, percentiles of a bootstrap over prompts), the coverage
+of the library's interval, and its mean width. With 2,000 samples of a kind, the simulation error of a coverage of 95%
+is about 1%.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from scipy.special import expit
 
 from trl_ext.evaluation import mean_with_interval
-from trl_ext.evaluation.intervals import rate_difference_interval, rate_interval
-from trl_ext.evaluation.length_control import length_controlled_win_rate
-from trl_ext.evaluation.preferences import approximate_kl
-from trl_ext.evaluation.reward_models import best_of_n
+from trl_ext.evaluation.methods.preferences import approximate_kl
+from trl_ext.evaluation.methods.reward_models import best_of_n
+from trl_ext.evaluation.statistics.intervals import rate_difference_interval, rate_interval
+from trl_ext.evaluation.statistics.length_control import length_controlled_win_rate
 
 Bounds = tuple[float, float]
 # Draws a sample and returns its plain interval and the library's.
@@ -28,7 +28,7 @@ TOKENS, VOCABULARY, POSITIONS = 20, 50, 30
 
 
 def normal(values: numpy.ndarray) -> Bounds:
-    """1.96 standard errors to either side of the mean."""
+    """The mean plus or minus 1.96 standard errors."""
     half_width = 1.96 * values.std(ddof=1) / len(values) ** 0.5
     return values.mean() - half_width, values.mean() + half_width
 
@@ -61,7 +61,7 @@ def gains(n: int, lost: float, gained: float) -> Draw:
 
 
 def paired_rates(n: int, first: float, second: float, shared: float, dropped: float = 0.0) -> Draw:
-    """Wins of two candidates, of which a share is decided by the prompt alone; some are not counted, each apart."""
+    """Wins of two candidates: the prompt alone decides a share of them, and some are missing independently."""
 
     def draw(rng):
         ease, other = rng.random(n), rng.random(n)
@@ -75,7 +75,7 @@ def paired_rates(n: int, first: float, second: float, shared: float, dropped: fl
 
 
 def sampled_accuracy(n: int, samples: int) -> Draw:
-    """Shares of right answers to problems whose chances are Beta(0.3, 2)."""
+    """Shares of correct answers to problems with success probabilities from Beta(0.3, 2)."""
 
     def draw(rng):
         values = rng.binomial(samples, rng.beta(0.3, 2.0, n)) / samples
@@ -85,7 +85,7 @@ def sampled_accuracy(n: int, samples: int) -> Draw:
 
 
 def at_equal_lengths(n: int) -> Draw:
-    """Wins whose log-odds are 0.3, and 1 more for each unit of the length term; lengths differ by 50 -+ 200."""
+    """Wins with log-odds of 0.3 plus the length term; length differences have mean 50 and deviation 200."""
 
     def draw(rng):
         gap = rng.normal(50, 200, n)
@@ -97,7 +97,7 @@ def at_equal_lengths(n: int) -> Draw:
 
 
 def best_of(n: int, prompts: int, kind: str) -> Draw:
-    """Mean reward of the best of n of 16 responses, rewards normal within and between prompts or shares of 1."""
+    """Mean reward of the best of n of 16 responses; rewards are normal within and between prompts, or in (0, 1)."""
 
     def draw(rng):
         rewards = rng.standard_normal((prompts, 16)) + rng.standard_normal((prompts, 1))
@@ -109,13 +109,13 @@ def best_of(n: int, prompts: int, kind: str) -> Draw:
 
 
 def sharper(sharpness: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a policy with `sharpness` times its base's logits, and of the base."""
+    """Log-probabilities of a policy whose logits are `sharpness` times its base's, and of the base."""
     logits = torch.randn(POSITIONS, VOCABULARY, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (sharpness * logits).log_softmax(-1), logits.log_softmax(-1)
 
 
 def without_a_token(left: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of a base that gives a token 0.3, and of a policy that leaves it less at a third of places."""
+    """Log-probabilities of a base that gives a token 0.3, and of a policy that gives less at a third of positions."""
     base = torch.full((POSITIONS, VOCABULARY), 0.7 / (VOCABULARY - 1), dtype=torch.float64)
     base[:, 0] = 0.3
     own = base.clone()
@@ -125,7 +125,7 @@ def without_a_token(left: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def divergence(responses: int, own: torch.Tensor, base: torch.Tensor) -> tuple[float, Draw]:
-    """The true KL of a policy's responses to its base, and samples of its estimate."""
+    """The true KL divergence of a policy from its base over responses, and samples of its estimate."""
     truth = TOKENS * float((own.exp() * (own - base)).sum(-1).mean())
     cumulative = own.exp().cumsum(-1).numpy()
 
@@ -147,7 +147,7 @@ def best_of_truth(n: int, kind: str) -> float:
 
 
 def cells() -> Iterator[tuple[str, float, Draw]]:
-    """Name, truth and sampler of every kind of sample."""
+    """Name, true value and sampler of each kind of sample."""
     for n in (15, 40, 128):
         yield f"paired rates, 0.97 against 0.95, {n} prompts", 0.02, paired_rates(n, 0.97, 0.95, 0.0)
     for n in (15, 40, 128):

@@ -1,9 +1,9 @@
-"""Answers that the grader grades per second, and how often it agrees with math-verify alone, on GSM8K's answers.
+"""Measure the grader's speed and its agreement with math-verify alone on GSM8K's answers.
 
-`python -m benchmarks.grader --data FOLDER` reads `FOLDER/gsm8k/test.jsonl`; without the flag the folder is that of the
-variable TRL_EXT_BENCHMARK_DATA. Every truth is answered in several ways, right ones in other notation and wrong ones,
-and each answer is graded by `fast=True`, by `fast=False`, and by math-verify alone in this process without its time
-limit. The verdict that an answer should have is known from how it was made. It prints a table; `--json` the figures.
+`python -m benchmarks.grader --data FOLDER` reads `FOLDER/gsm8k/test.jsonl`; without the flag, the variable
+TRL_EXT_BENCHMARK_DATA names the folder. Each truth is turned into several answers, correct ones in other notation and
+wrong ones. Each answer is graded with `fast=True`, with `fast=False`, and by math-verify alone in this process without
+its time limit. The correct verdict follows from how the answer was built. Prints a table; `--json` prints the figures.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.rewards import gsm8k_truth, is_correct
-from trl_ext.rewards.time_limit import verify_in_worker
+from trl_ext.rewards.math_worker import verify_in_worker
 
-# How an answer is made of a truth, and whether it is right.
+# How to build an answer from a truth, and whether it is correct.
 FORMS: dict[str, tuple[Callable[[int], str], bool]] = {
     "as it is": (str, True),
     "separators": (lambda n: f"{n:,}", True),
@@ -38,7 +38,7 @@ FORMS: dict[str, tuple[Callable[[int], str], bool]] = {
 
 
 def read_truths(path: Path) -> list[int]:
-    """The whole numbers among the final answers of a file of GSM8K."""
+    """The integers among the final answers of a GSM8K file."""
     if not path.is_file():
         raise SystemExit(
             f"{path}: no such file; give the folder that holds gsm8k/ as --data or TRL_EXT_BENCHMARK_DATA"
@@ -63,7 +63,7 @@ def measure(truths: list[int]) -> dict[str, Any]:
         "fast=False": lambda answer, truth: is_correct(answer, truth, fast=False),
         "math-verify alone": math_verify_alone,
     }
-    # What loads late is not of the first answer.
+    # Warm up: late imports must not count toward the first answer.
     for grade in graders.values():
         grade(r"\frac{4}{2}", "3")
     verify_in_worker("1", "1")

@@ -1,8 +1,8 @@
-"""Verdicts per second of `judge_pairs` with `OpenAIJudge`, against a server that takes 50 ms for an answer.
+"""Verdicts per second of `judge_pairs` with `OpenAIJudge`, against a server that takes 50 ms per answer.
 
-`python -m benchmarks.judge_throughput` starts the server on this machine in a process of its own, and judges with a
-cache on disk at several bounds of concurrency. The ideal is concurrency / latency. What is missing from it is the work
-of both processes, which share the cores with whatever else runs; the processor time per verdict says how much is ours.
+`python -m benchmarks.judge_throughput` starts the server on this machine in a separate process, and judges with an
+on-disk cache at several levels of concurrency. The ideal rate is concurrency / latency. The gap to it is the work of
+both processes, which share the cores with other programs; the processor time per verdict gives the judge's part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WORDS = "the quick brown fox jumps over the lazy dog and runs away from it "
 
 
 def measure(url: str, concurrency: int, seconds: float, latency: float) -> dict[str, Any]:
-    """One run with a new cache, of as many questions as the ideal would answer in the time."""
+    """One run with a new cache, with as many questions as the ideal rate would answer in the given time."""
     count = max(concurrency, round(seconds * concurrency / latency / 2))
     rows = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"{i}: {WORDS * 10}"}]} for i in range(count)]
     responses = [f"{WORDS * 20}{i}" for i in range(count)]
@@ -33,7 +33,7 @@ def measure(url: str, concurrency: int, seconds: float, latency: float) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         processor, start = time.process_time(), time.perf_counter()
         result = judge_pairs(
-            judge, rows, responses, [WORDS] * count, cache=Path(folder) / "cache.jsonl", max_concurrency=concurrency
+            judge, rows, responses, [WORDS] * count, cache=Path(folder) / "cache.sqlite", max_concurrency=concurrency
         )
         took, processor = time.perf_counter() - start, time.process_time() - processor
     assert result.usage.calls == 2 * count and not result.usage.errors

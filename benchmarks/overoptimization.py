@@ -1,11 +1,11 @@
-"""Over-optimisation on the embedded benchmark: learned reward against true score as a policy leaves its base.
+"""Over-optimisation on the embedded benchmark: learned reward against true score as a policy moves away from its base.
 
-GRPO without a KL penalty and with a high learning rate runs against a reward model until it has found what the model
-gets wrong. `python -m benchmarks.overoptimization` compares, over several seeds, a single reward model that takes cut
-responses for finished ones, one that scores them as cut, one with a penalty for a missing end, and pessimistic
-ensembles whose members differ by the order of the data, by the data, or by the base that they were trained from. It
-writes a row per evaluation to `curves.jsonl`, a table to `table.md` and a plot to `curves.png` in `--folder`; what is
-there already is kept, so an interrupted run goes on.
+GRPO without a KL penalty and with a high learning rate optimises a reward model until it exploits the model's errors.
+`python -m benchmarks.overoptimization` compares, over several seeds, a single reward model that treats cut responses
+as finished, one that scores them as cut, one with a penalty for a missing end, and pessimistic ensembles whose members
+differ in the order of the data, in the data, or in their base model. It writes a row per evaluation to `curves.jsonl`,
+a table to `table.md` and a plot to `curves.png` in `--folder`. Existing results are kept, so an interrupted run can
+continue.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 from trl_ext.files import replacing, write_json, write_text
 
 MEMBERS = 3
-# Bases of members that differ by base, beside the embedded one: seeds of its pretraining recipe.
+# Seeds of the pretraining recipe for further base models, in addition to the embedded one.
 BASE_SEEDS = (101, 102)
 # KL to the base, in nats per response, at which curves are compared.
 TABLE_KL = (5, 10)
 
-# Condition -> members, how they are combined, whether cut responses are scored as cut, penalty for a missing end.
+# Condition -> members, aggregation, whether cut responses are scored as cut, penalty for a missing end.
 CONDITIONS: dict[str, tuple[str, str, bool, float]] = {
     "single, cut scored as finished": ("single", "mean", False, 0.0),
     "single": ("single", "mean", True, 0.0),
@@ -41,13 +41,13 @@ CONDITIONS: dict[str, tuple[str, str, bool, float]] = {
 
 
 def member_folders(kind: str, seed: int, folder: Path) -> list[Path]:
-    """Reward models of a condition; trained if they are not there."""
+    """Reward models of a condition, trained if missing."""
     count = 1 if kind == "single" else MEMBERS
     return [_member("order" if kind == "single" else kind, seed, index, folder) for index in range(count)]
 
 
 def _member(kind: str, seed: int, index: int, folder: Path) -> Path:
-    # The first member of orders and of bases is the single model.
+    # The first member of `orders` and of `bases` is the single model.
     kind = "order" if index == 0 and kind == "base" else kind
     output = folder / "members" / f"{kind}-{seed}-{index}"
     if not (output / "config.json").is_file():
@@ -64,11 +64,11 @@ def _train_member(kind: str, seed: int, index: int, folder: Path, output: Path) 
     base = _base(BASE_SEEDS[index - 1], folder) if kind == "base" else MODEL_DIR
     pairs = load_benchmark("toy")["train_prefs"]
     if kind == "subset":
-        # Two thirds each, so that any two share half of theirs.
+        # Two thirds of the data each, so that any two members share half of their data.
         pairs = pairs.select(sorted(random.Random(f"{seed} {index}").sample(range(len(pairs)), 2 * len(pairs) // 3)))
     args = RewardConfig(
         output_dir=str(output),
-        # Seeds of members and of repetitions must not meet.
+        # Seeds of members and of repetitions must not collide.
         seed=seed if kind == "subset" else seed + 100 * index,
         learning_rate=1e-3,
         lr_scheduler_type="linear",
@@ -95,7 +95,7 @@ def _base(seed: int, folder: Path) -> Path:
 
 
 def reward_function(condition: str, seed: int, folder: Path) -> Callable[..., list[float]]:
-    """The reward of a condition; members of an ensemble are centred and scaled on the base's own responses."""
+    """The reward of a condition; ensemble members are centred and scaled on the base's responses."""
     from trl_ext import load_benchmark
     from trl_ext.rewards import RewardEnsemble, RewardModel
 
@@ -111,10 +111,11 @@ def reward_function(condition: str, seed: int, folder: Path) -> Callable[..., li
 
 
 def run(condition: str, seed: int, folder: Path, steps: int, every: int) -> list[dict[str, Any]]:
-    """Rows of one run: step, KL, learned reward, true score and length on sampled held-out responses."""
+    """Rows of one run: step, KL, learned reward, true score and length of sampled held-out responses."""
     from trl_ext import GRPOConfig, GRPOTrainer, load_benchmark, toy
-    from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback, read_metrics
-    from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
+    from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+    from trl_ext.held_out.table import GenerationTableCallback
+    from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
     from trl_ext.trainers.policies import remember_base
 
     output = folder / "runs" / f"{condition.replace(' ', '-').replace(',', '')}-{seed}"
@@ -183,7 +184,7 @@ def run(condition: str, seed: int, folder: Path, steps: int, every: int) -> list
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Best and last true score by condition, mean over seeds, and the true score where curves pass a given KL."""
+    """Best and last true score by condition, averaged over seeds, and the true score at given values of KL."""
     at_kl = "".join(f"| true score at KL {kl} " for kl in TABLE_KL)
     lines = [
         f"| reward | best true score (each seed) | at KL {at_kl}| last true score (each seed) | at KL "
@@ -206,7 +207,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _at(by_seed: list[list[dict[str, Any]]], kl: float) -> str:
-    """The true score where each seed's curve first passes this KL, linearly interpolated; a dash where it does not."""
+    """The true score where each seed's curve first passes this KL, linearly interpolated; a dash if it does not."""
     scores = []
     for rows in by_seed:
         for before, after in itertools.pairwise(rows):
@@ -228,7 +229,7 @@ def _each(rows: list[dict[str, Any]], name: str) -> str:
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
     """True score (solid) and learned reward (dashed) over the square root of KL, one panel per condition."""
-    from trl_ext.evaluation.plots import new_figure
+    from trl_ext.evaluation.reporting.plots import new_figure
 
     conditions = list(dict.fromkeys(row["condition"] for row in rows))
     columns = (len(conditions) + 1) // 2

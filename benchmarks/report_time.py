@@ -1,9 +1,9 @@
-"""How long the report of ten runs takes and how large it is, with short responses and with responses of 256 tokens.
+"""Measure the time and size of a report on ten runs, with short responses and with responses of 256 tokens.
 
 `python -m benchmarks.report_time --run runs/grpo-toy` copies a run ten times and marks the responses of each copy, so
-that they are held ten times, as ten methods' responses would be; prompts and base responses are shared. It does so
-with the responses as they are, and with each repeated up to 1,000 characters, about 256 tokens of English. It prints a
-table; `--json` prints the figures.
+that the report stores them separately, like those of ten methods; prompts and base responses are shared. It measures
+the responses as they are, and repeated up to 1,000 characters, about 256 tokens of English. It prints a table;
+`--json` prints the figures.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LONG_RESPONSE = 1000
 
 
 def copy_runs(run: Path, folder: Path, *, copies: int, characters: int | None) -> None:
-    """Copies of a run; `characters` is the least length to which responses are repeated, None for as they are."""
+    """Copies of a run; responses are repeated to at least `characters`, or left as they are for None."""
     for index in range(copies):
         copy = folder / f"run-{index}"
         copy.mkdir(parents=True)
@@ -38,7 +38,7 @@ def copy_runs(run: Path, folder: Path, *, copies: int, characters: int | None) -
 
 
 def measure(folder: Path) -> dict[str, Any]:
-    """Seconds of the command, the start of Python included, and of the report alone; bytes of both files."""
+    """Seconds of the command, including the start of Python, and of the report alone; bytes of both files."""
     from trl_ext.evaluation import write_report
 
     out = folder / "report.html"

@@ -1,8 +1,8 @@
-"""Memory of a policy with LoRA reward models: on one shared backbone, against a base for each as stock TRL loads them.
+"""Compare the memory of a policy with LoRA reward models on a shared backbone and on separate bases, as in stock TRL.
 
-`python -m benchmarks.reward_memory` makes a Qwen2 of random weights and LoRA reward models on it, and measures the
-policy alone (its base is the reference as well), with one and with four reward models, each configuration in a process
-of its own. It prints a table; `--json` prints the figures. With `--device cuda` the figures are the GPU's, and their
+`python -m benchmarks.reward_memory` creates a Qwen2 with random weights and LoRA reward models on it, and measures the
+policy alone (its base is also the reference), and with one and four reward models, each configuration in a separate
+process. It prints a table; `--json` prints the figures. With `--device cuda` it measures GPU memory, including the
 peak over one scoring pass of every reward model and one training step of the policy.
 """
 
@@ -41,7 +41,7 @@ MIB = 2**20
 
 
 def write_models(folder: Path, arguments: argparse.Namespace) -> None:
-    """The base, and as many reward adapters as the largest configuration needs."""
+    """Write the base and the reward adapters for the largest configuration."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
     config = Qwen2Config(
         vocab_size=arguments.vocabulary,
@@ -56,8 +56,8 @@ def write_models(folder: Path, arguments: argparse.Namespace) -> None:
         tie_word_embeddings=True,
     )
     torch.manual_seed(0)
-    # In another type than it is loaded as: weights that are not converted stay mapped to their file on the CPU, where
-    # copies share the file's pages and look smaller than they are once moved or trained.
+    # Save in a different type from the one that is loaded: on the CPU, weights that are not converted stay mapped to
+    # their file, and copies that share its pages look smaller than they are once moved or trained.
     stored = torch.float32 if arguments.dtype == "bfloat16" else torch.bfloat16
     base = Qwen2ForCausalLM(config).to(stored)
     base.save_pretrained(folder / "base")
@@ -77,7 +77,7 @@ def lora(rank: int, task_type: str) -> LoraConfig:
 
 
 def measure(kind: str, count: int, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """Bytes that one configuration takes; `kind` is `shared` or `stock`. Called in a process of its own."""
+    """Bytes used by one configuration; `kind` is `shared` or `stock`. Runs in a separate process."""
     dtype, device = getattr(torch, arguments.dtype), arguments.device
     before = occupied_bytes(device)
     policy = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype).to(device)
@@ -105,13 +105,13 @@ def measure(kind: str, count: int, folder: Path, arguments: argparse.Namespace) 
 
 
 def stock_reward_model(base: Path, folder: str, dtype: torch.dtype, device: str):
-    """As `GRPOTrainer(reward_funcs=folder)`: a base of its own. (Loaded by way of PEFT, for the head's sake.)"""
+    """Load a model with its own base, as `GRPOTrainer(reward_funcs=folder)` does. (PEFT also loads the head.)"""
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=dtype)
     return PeftModel.from_pretrained(model, folder).to(device).eval().requires_grad_(False)
 
 
 def train_step(policy, score: list, arguments: argparse.Namespace) -> None:
-    """Score a batch with every reward model, then one step of the policy on it."""
+    """Score a batch with every reward model, then train the policy on it for one step."""
     generator = torch.Generator().manual_seed(0)
     shape = (arguments.batch_size, arguments.tokens)
     ids = torch.randint(10, arguments.vocabulary, shape, generator=generator)
@@ -131,7 +131,7 @@ def train_step(policy, score: list, arguments: argparse.Namespace) -> None:
 
 
 def unique_bytes(models: list) -> int:
-    """Bytes of parameters, storages that several models hold counted once."""
+    """Bytes of parameters; storage shared by several models is counted once."""
     storages = {}
     for model in models:
         for parameter in model.parameters():
@@ -141,7 +141,7 @@ def unique_bytes(models: list) -> int:
 
 
 def occupied_bytes(device: str) -> int:
-    """What this process occupies: of the GPU, or of physical memory, a page that is mapped twice counted once."""
+    """Memory used by this process: on the GPU, or physical memory, where a page mapped twice counts once."""
     if device == "cuda":
         return torch.cuda.memory_allocated()
     return psutil.Process().memory_full_info().pss

@@ -1,8 +1,8 @@
-"""How much a training run depends on how its optimizer batch is divided: the table of the README.
+"""How much a training run depends on how its optimizer batch is divided; prints the README's table.
 
-`python -m benchmarks.splits` trains every case five steps on one batch of eight, as 1 process x 8 rows, 1 x 2 x 4
-accumulated, 2 x 4 and 2 x 2 x 2 on the CPU in float32, and compares parameters, logged figures and a held-out
-evaluation with those of the first. Online cases are given the same responses in every split. `--json` prints figures.
+`python -m benchmarks.splits` trains every case for five steps on a batch of eight, as 1 process x 8 rows, 1 x 2 x 4
+accumulated, 2 x 4 and 2 x 2 x 2, on the CPU in float32. It compares parameters, logged figures and a held-out
+evaluation with those of the first split. Online cases use the same responses in every split. `--json` prints figures.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WHOLE = "1 x 8"
 
 
 def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, dict]:
-    """Figures of each case: for each optimizer, what its splits differ from the whole batch by."""
+    """Differences of the splits from the whole batch, for each case and optimizer."""
     save_models(folder)
     results: dict[str, dict] = {case: {} for case in cases}
     for optimizer in optimizers:
@@ -49,7 +49,7 @@ def measure(cases: list[str], optimizers: list[str], folder: Path) -> dict[str, 
 
 
 def compare(outcomes: dict[str, Outcome]) -> dict:
-    """What the splits of one case and optimizer differ from the whole batch by."""
+    """Differences of the splits from the whole batch, for one case and optimizer."""
     whole = outcomes[WHOLE]
     others = {split: outcome for split, outcome in outcomes.items() if split != WHOLE}
     metrics: dict[str, float] = {}
@@ -64,7 +64,7 @@ def compare(outcomes: dict[str, Outcome]) -> dict:
 
 
 def table(results: dict[str, dict]) -> str:
-    """One row per case: the largest differences over the splits; metrics are those of the first optimizer."""
+    """One row per case, with the largest differences over the splits; metrics are from the first optimizer."""
     optimizers = list(next(iter(results.values())))
     lines = [
         f"| method | update / parameters | {' | '.join(f'{name}: update differs' for name in optimizers)} "

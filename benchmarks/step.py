@@ -1,17 +1,16 @@
-"""One optimizer step of stock TRL against the same step with packing, on the same batches.
+"""Compare an optimizer step of stock TRL with the same step with packing, on the same batches.
 
-`python -m benchmarks.step --trainer preference --lengths wildchat --size 24M` makes TRL's trainer twice, on models of
-the same random weights, puts `share_prefixes` on one, and lets them take turns on each batch: forward pass (of the
-reference too, where the trainer makes one), loss, backward pass and `optimizer.step()`. Generation is no part of it.
-It prints a table; `--json` and `--plot` write the figures of every batch and a picture of them.
+`python -m benchmarks.step --trainer preference --lengths wildchat --size 24M` creates TRL's trainer twice, on models
+with the same random weights, applies `share_prefixes` to one, and alternates between them on each batch. A step is the
+forward pass (also of the reference, if the trainer has one), loss, backward pass and `optimizer.step()`; generation is
+not measured. It prints a table; `--json` writes the figures of every batch.
 
-Ratios are stock over packed. CPU seconds hold beside other programs, wall seconds on a quiet machine only. In both
-arms the LM head scores labelled positions only, as TRL has it on CUDA. A policy batch is a micro-batch of whole
-groups, as wide as TRL pads the 16 prompts that are sampled together. `--against-grouped` gives both arms batches of
-like lengths. Tokens per second count what the batches hold without padding, prompts as often as they stand there.
-Peak memory is what the batch that is the largest for an arm takes above what its trainer occupies before the first
-step; on the CPU it is resident memory, in a process for each arm. On CUDA each attention back-end that works is
-measured.
+Ratios are stock over packed. CPU seconds are valid while other programs run, wall seconds only on an idle machine. In
+both arms the LM head scores only labelled positions, as in TRL on CUDA. A policy batch is a micro-batch of whole
+groups, as wide as TRL pads the 16 prompts that are sampled together. Tokens per second exclude padding and count
+repeated prompts each time.
+Peak memory is the memory of an arm's largest batch above that of its trainer before the first step. On the CPU it is
+resident memory, measured in a separate process for each arm. On CUDA every working attention back-end is measured.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from typing import Any
 from benchmarks._lengths import KINDS
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_table, one_line_errors
 
-# Set before transformers is imported.
+# Must be set before importing transformers.
 ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",
@@ -40,11 +39,9 @@ ENVIRONMENT = {
 }
 MIB = 2**20
 TRAINERS = ("preference", "reward", "policy")
-# Pairs of a batch, or groups of a micro-batch of the policy: 4 and 2, on the embedded benchmark what its recipes have.
+# Pairs per batch, or groups per policy micro-batch: 4 and 2; the recipes' values on the embedded benchmark.
 BATCH_SIZES = {("toy", "preference"): 32, ("toy", "reward"): 32, ("toy", "policy"): 8, ("long", "policy"): 1}
 DEFAULT_BATCH_SIZES = {"preference": 4, "reward": 4, "policy": 2}
-# Dense half-precision peak of the tensor cores, 10^12 operations a second.
-PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312}
 
 
 def parse(argv: Sequence[str] | None = None):
@@ -52,8 +49,6 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--trainer", choices=TRAINERS, required=True)
     parser.add_argument("--lengths", choices=KINDS, default="wildchat")
     parser.add_argument("--size", choices=["toy", "24M", "53M", "1.5B"], help="default: toy for toy, else 24M")
-    parser.add_argument("--hidden_size", type=at_least_one, help="in place of that of --size; a multiple of 64")
-    parser.add_argument("--layers", type=at_least_one, help="in place of those of --size")
     parser.add_argument("--group_size", type=at_least_one, default=4, help="responses to a prompt of the policy")
     parser.add_argument("--batch_size", type=at_least_one, help="pairs, or prompts of a micro-batch of the policy")
     parser.add_argument("--pairs", type=at_least_one, default=10, help="batches, each measured in both arms")
@@ -61,42 +56,27 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--lora_r", type=int, default=0, help="rank of an adapter on every linear layer; 0 for none")
     parser.add_argument("--gradient_checkpointing", action="store_true")
-    parser.add_argument("--against-grouped", action="store_true", help="batches of like lengths, in both arms")
     parser.add_argument("--threads", type=at_least_one, default=1, help="of torch, on the CPU")
-    parser.add_argument("--peak_tflops", type=float, help="of the GPU, if this program does not know it")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--plot", type=Path, help="write a picture of the batches here")
     parser.add_argument("--worker", choices=["stock", "packed"], help=SUPPRESS)
     arguments = parser.parse_args(argv)
     arguments.size = arguments.size or ("toy" if arguments.lengths == "toy" else "24M")
     default = BATCH_SIZES.get((arguments.lengths, arguments.trainer), DEFAULT_BATCH_SIZES[arguments.trainer])
     arguments.batch_size = arguments.batch_size or default
-    _check(arguments)
-    return arguments
-
-
-def _check(arguments) -> None:
     if arguments.trainer == "policy" and arguments.group_size < 2:
         raise ValueError("--group_size 1: an advantage needs a group of at least 2 responses")
-    if arguments.against_grouped and arguments.trainer == "policy":
-        raise ValueError("--against-grouped: policy trainers do not group prompts by length; leave it out")
-    if arguments.size == "toy" and (arguments.hidden_size or arguments.layers):
-        raise ValueError("--hidden_size and --layers: the embedded model has its own; give --size 24M beside them")
     if arguments.lengths == "toy" and arguments.size == "1.5B":
         raise ValueError(
             "--size 1.5B: the embedded benchmark is too short to measure it with; take --lengths wildchat"
         )
-    if (arguments.hidden_size or 64) % 64:
-        raise ValueError(f"--hidden_size {arguments.hidden_size}: give a multiple of 64, the size of a head")
-    if arguments.lora_r < 0:
-        raise ValueError(f"--lora_r {arguments.lora_r}: give a rank of at least 1, or 0 for no adapter")
+    return arguments
 
 
 # ---- Measuring ----
 
 
 def measure(arguments, folder: Path) -> dict[str, Any]:
-    """The figures of every batch, and the summary of them."""
+    """The figures of every batch, and their summary."""
     from benchmarks import _step_arms
 
     _step_arms.prepare(arguments)
@@ -111,7 +91,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
     chosen = packed.packing.backend
     rows = []
     for index, batch in enumerate(batches):
-        # Turn about, so that neither arm always finds what the other has left in the caches.
+        # Alternate which arm goes first, so that neither always benefits from the caches.
         turns = list(names)[:: -1 if index % 2 else 1]
         figures = {}
         for name in turns:
@@ -136,16 +116,15 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
         "machine": _step_arms.describe_machine(arguments),
         "batches": rows,
         "summary": summarize(rows, [name for name in names if name not in ("stock", chosen)]),
-        "work": stock.operations(rows),
     }
 
 
 def summarize(rows: list[dict[str, Any]], others: Sequence[str] = ()) -> dict[str, Any]:
-    """Ratios of stock over packed: of totals, of medians, and the range over batches.
+    """Ratios of stock over packed: of totals and of medians, and their range over batches.
 
     Args:
-        rows: one for each batch, with the figures of the arms.
-        others: further arms, back-ends that the packed arm did not choose, whose seconds are summed.
+        rows: one row per batch, with the figures of the arms.
+        others: further arms (back-ends that the packed arm did not choose), whose seconds are summed.
     """
     summary: dict[str, Any] = {}
     for name in ("seconds", "cpu_seconds"):
@@ -170,7 +149,7 @@ def summarize(rows: list[dict[str, Any]], others: Sequence[str] = ()) -> dict[st
 
 
 def measure_memory(arguments, folder: Path) -> int:
-    """Peak bytes of one arm's first step, on the batch that is the largest for it. Called in a process of its own."""
+    """Peak bytes of one arm's first step on its largest batch. Runs in a separate process."""
     from benchmarks import _step_arms
 
     _step_arms.prepare(arguments)
@@ -193,26 +172,11 @@ def memory(argv: Sequence[str]) -> dict[str, int]:
     return peaks
 
 
-def utilization(result: dict[str, Any], peak_tflops: float | None) -> dict[str, float] | None:
-    """Share of the GPU's peak that goes into what has to be computed, the same for both arms; None if it is unknown.
-
-    Counted are the matrix products of the tokens that the packed arm encodes; attention scores and recomputation are
-    not.
-    """
-    device = result["machine"]["device"]
-    known = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
-    peak = peak_tflops or known
-    if peak is None:
-        return None
-    seconds = result["summary"]["seconds"]
-    return {arm: result["work"] / seconds[arm] / (peak * 1e12) for arm in ("stock", "packed")}
-
-
 # ---- Reporting ----
 
 
 def table(result: dict[str, Any]) -> str:
-    """What the command prints."""
+    """The output of the command."""
     summary = result["summary"]
     rows = [
         [
@@ -231,13 +195,10 @@ def table(result: dict[str, Any]) -> str:
 
     rows.append(plain("tokens encoded", summary["tokens"], summary["tokens"]["ratio"]))
     rates = summary["tokens_per_second"]
-    rows.append(plain("tokens per second", rates, None))  # The ratio of seconds, upside down.
+    rows.append(plain("tokens per second", rates, None))  # The inverse of the ratio of seconds.
     if "peak_bytes" in result:
         peaks = {arm: value / MIB for arm, value in result["peak_bytes"].items()}
         rows.append(plain("peak memory, MiB", peaks, peaks["stock"] / peaks["packed"]))
-    if result.get("utilization"):
-        rates = result["utilization"]
-        rows.append(plain("model FLOPs utilization", rates, None))
     head = ["", "stock", "packed", "ratio", "of medians", "range"]
     others = [arm for arm in summary["seconds"] if arm in ("varlen", "flex", "sdpa")]
     lines = [f"{arm} attention: {summary['seconds'][arm]:.3f} wall seconds" for arm in others]
@@ -249,28 +210,6 @@ def table(result: dict[str, Any]) -> str:
     )
     agreement = f"largest relative difference of a gradient's norm: {summary['largest_gradient_norm_difference']:.1e}"
     return "\n".join([title, format_table(head, rows), *lines, agreement])
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw the ratio of each batch, and the seconds of both arms over its padded tokens; replaced atomically."""
-    from trl_ext.evaluation.plots import new_figure
-    from trl_ext.files import replacing
-
-    name = "seconds" if result["settings"]["device"] == "cuda" else "cpu_seconds"
-    label = name.replace("_", " ").replace("cpu", "CPU")
-    rows, total = result["batches"], result["summary"][name]["ratio_of_totals"]
-    figure, (left, right) = new_figure(1, 2)
-    left.bar(range(len(rows)), [row["stock"][name] / row["packed"][name] for row in rows])
-    left.axhline(1, color="black", linewidth=0.8)
-    left.axhline(total, color="black", linestyle="--", label=f"totals: {total:.2f}")
-    left.set(title=f"Stock over packed, {label}", xlabel="batch")
-    left.legend(frameon=False)
-    for arm in ("stock", "packed"):
-        right.scatter([row["padded_tokens"] for row in rows], [row[arm][name] for row in rows], label=arm)
-    right.set(title="One optimizer step", xlabel="tokens of the padded batch", ylabel=label, ylim=(0, None))
-    right.legend(frameon=False)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
 
 
 def _plain(value: Any) -> Any:
@@ -286,18 +225,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.worker:
             print(measure_memory(arguments, Path(folder)))
             return
-        # Before the arms of this process take memory of their own.
+        # Before the arms of this process allocate memory.
         peaks = memory(argv)
         result = {**measure(arguments, Path(folder)), "peak_bytes": peaks}
-        if arguments.device == "cuda":
-            result["utilization"] = utilization(result, arguments.peak_tflops)
         print(table(result))
         if arguments.json:
             from trl_ext.files import write_json
 
             write_json(arguments.json, result)
-        if arguments.plot:
-            plot(result, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The recipes on the embedded benchmark over several seeds, as the README's tables.
+"""Run the recipes on the embedded benchmark over several seeds, and print the README's tables.
 
 `python -m benchmarks.toy_seeds aot dpo ipo --seeds 0 1 2 3 4` runs each recipe once per seed into `runs/seeds/`, skips
 runs that are already there, and prints a Markdown table; `--json` prints the figures instead. `reward_model` is one
-of them, and online ones such as `grpo` train with the reward model of their own seed.
+of the recipes. Online recipes such as `grpo` train with the reward model of the same seed.
 """
 
 from __future__ import annotations
@@ -11,76 +11,100 @@ import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+CONFIGS = REPOSITORY / "recipes" / "configs" / "toy"
 ONLINE = ("grpo", "dr_grpo", "gspo", "rloo", "remax", "ppo", "online_preference", "online_preference_replay")
-# Configurations of a recipe with another name.
+# Configurations whose recipe has a different name.
 RECIPE_OF = {"online_preference_replay": "online_preference"}
+Results = dict[str, dict[int, dict[str, Any]]]
 
 
-def run(method: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Results of one run; run it if they are not there."""
-    output_dir = folder / f"{method}-{seed}"
+def run_recipe(recipe: str, output_dir: Path, seed: int, flags: Sequence[str] = ()) -> dict[str, Any]:
+    """Results of one run of a recipe, which runs if they are missing."""
     if not (output_dir / "results.json").is_file():
-        rewards = []
-        if method in ONLINE:
-            run("reward_model", seed, folder)
-            rewards = ["--reward_model", str(folder / f"reward_model-{seed}")]
-        print(f"running {method}, seed {seed}", file=sys.stderr)
-        recipes = REPOSITORY / "recipes"
+        print(f"running {output_dir.name}", file=sys.stderr)
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
-        command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml")]
-        command += [str(recipes / f"{RECIPE_OF.get(method, method)}.py")]
-        command += ["--config", str(recipes / "configs" / "toy" / f"{method}.yaml")]
-        command += ["--seed", str(seed), "--output_dir", str(output_dir), "--overwrite_output_dir", "true", *rewards]
+        command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml"), str(REPOSITORY / "recipes" / f"{recipe}.py")]
+        command += ["--seed", str(seed), "--output_dir", str(output_dir), "--overwrite_output_dir", "true", *flags]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"{method}, seed {seed}, failed:\n{done.stderr[-2000:]}")
+            raise SystemExit(f"{output_dir.name} failed:\n{done.stderr[-2000:]}")
     return json.loads((output_dir / "results.json").read_text())
 
 
-def policy_table(results: dict[str, dict[int, dict[str, Any]]]) -> str:
+def run(method: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Results of one method; its reward model runs first."""
+    flags = ["--config", str(CONFIGS / f"{method}.yaml")]
+    if method in ONLINE:
+        run("reward_model", seed, folder)
+        flags += ["--reward_model", str(folder / f"reward_model-{seed}")]
+    return run_recipe(RECIPE_OF.get(method, method), folder / f"{method}-{seed}", seed, flags)
+
+
+def policy_row(method: str, seed: int, result: dict[str, Any]) -> list[Any]:
     """One row per trained policy."""
-    lines = [
-        "| method | seed | win rate, ties as half | ties dropped | score | gain over the base | learned reward | KL "
-        "| tokens | seconds |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+    score, rates = result["score"], result["win_rate"]
+    learned = ", ".join(f"{r['base']:.2f} to {r['policy']:.2f}" for r in (result["rewards"] or {}).values())
+    return [
+        method,
+        seed,
+        figure(rates["half"], "rate"),
+        figure(rates["agreed"], "rate"),
+        f"{score['policy']:.3f}",
+        figure(score["gain"]),
+        learned,
+        f"{result['kl']['mean']:.2f}",
+        f"{result['generations']['policy']['mean_tokens']:.1f}",
+        f"{result['run']['total_seconds']:.0f}",
     ]
-    for method, by_seed in results.items():
-        for seed, result in by_seed.items():
-            half, agreed = (
-                f"{interval['rate']:.3f} {_interval(interval)}"
-                for interval in (result["win_rate"]["half"], result["win_rate"]["agreed"])
-            )
-            score = result["score"]
-            learned = ", ".join(f"{r['base']:.2f} to {r['policy']:.2f}" for r in (result["rewards"] or {}).values())
-            lines.append(
-                f"| {method} | {seed} | {half} | {agreed} | {score['policy']:.3f} "
-                f"| {score['gain']['mean']:.3f} {_interval(score['gain'])} | {learned} | {result['kl']['mean']:.2f} "
-                f"| {result['generations']['policy']['mean_tokens']:.1f} | {result['run']['total_seconds']:.0f} |"
-            )
-    return "\n".join(lines)
 
 
-def reward_table(by_seed: dict[int, dict[str, Any]]) -> str:
+def reward_row(seed: int, result: dict[str, Any]) -> list[Any]:
     """One row per reward model."""
-    lines = [
-        "| seed | accuracy, labels | accuracy, true order | margin | ECE | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
-    for seed, result in by_seed.items():
-        pairs, order = result["pairs"], result["true_order"]
-        lines.append(
-            f"| {seed} | {pairs['accuracy']:.3f} {_interval(pairs)} | {order['accuracy']:.3f} {_interval(order)} "
-            f"| {pairs['margin']:.2f} | {pairs['ece']:.3f} | {result['run']['total_seconds']:.0f} |"
+    pairs = result["pairs"]
+    accuracies = [figure(pairs, "accuracy"), figure(result["true_order"], "accuracy")]
+    seconds = f"{result['run']['total_seconds']:.0f}"
+    return [seed, *accuracies, f"{pairs['margin']:.2f}", f"{pairs['ece']:.3f}", seconds]
+
+
+def figure(values: dict[str, float], name: str = "mean") -> str:
+    """A figure and its interval."""
+    return f"{values[name]:.3f} [{values['low']:.3f}, {values['high']:.3f}]"
+
+
+def print_tables(results: Results) -> None:
+    """A table of the reward models, and one of the policies."""
+    reward_models = results.pop("reward_model", {})
+    if reward_models:
+        rows = [reward_row(seed, result) for seed, result in reward_models.items()]
+        print_table("seed | accuracy, labels | accuracy, true order | margin | ECE | seconds", rows)
+    rows = [policy_row(method, seed, one) for method, by_seed in results.items() for seed, one in by_seed.items()]
+    if rows:
+        print_table(
+            "method | seed | win rate, ties as half | ties dropped | score | gain over the base | learned reward | KL "
+            "| tokens | seconds",
+            rows,
         )
-    return "\n".join(lines)
 
 
-def _interval(figures: dict[str, float]) -> str:
-    return f"[{figures['low']:.3f}, {figures['high']:.3f}]"
+def print_table(header: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Print a Markdown table; the header is given in Markdown."""
+    columns = header.split(" | ")
+    for line in (columns, ["---"] * len(columns), *rows):
+        print(f"| {' | '.join(map(str, line))} |")
+
+
+def report(given: argparse.Namespace, run: Callable[[str, int, Path], dict], print_tables: Callable) -> None:
+    """Run what is missing, and print the tables or the figures."""
+    results = {method: {seed: run(method, seed, given.folder) for seed in given.seeds} for method in given.methods}
+    if given.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print_tables(results)
 
 
 def main() -> None:
@@ -89,18 +113,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("runs/seeds"))
     parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    results = {
-        method: {seed: run(method, seed, arguments.folder) for seed in arguments.seeds} for method in arguments.methods
-    }
-    if arguments.json:
-        print(json.dumps(results, indent=2))
-        return
-    reward_models = results.pop("reward_model", None)
-    if reward_models is not None:
-        print(reward_table(reward_models))
-    if results:
-        print(policy_table(results))
+    report(parser.parse_args(), run, print_tables)
 
 
 if __name__ == "__main__":

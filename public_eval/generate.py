@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from public_eval._common import DEFAULT, add_prompt_arguments, make_parser
 from trl_ext.evaluation.command_line import at_least_one, format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS
-from trl_ext.evaluation.submissions.policy_models import DTYPES
+from trl_ext.evaluation.submissions.commands import DEFAULT, add_prompt_arguments, make_parser
 from trl_ext.evaluation.submissions.submission import generate_submission_file
+from trl_ext.models.loading import DTYPES
 
 DESCRIPTION = """\
 Greedy responses of a policy to the public prompts, in the format of submissions.

@@ -6,8 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from public_eval._common import (
-    THRESHOLDS,
+from public_eval import THRESHOLDS
+from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
+from trl_ext.evaluation.submissions.candidates import estimate_cost
+from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
     add_prompt_arguments,
     add_tokenizer_argument,
@@ -22,9 +25,6 @@ from public_eval._common import (
     show_estimates,
     usage_line,
 )
-from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
-from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
 from trl_ext.evaluation.submissions.rows import SHOWN_PROBLEMS, in_one_line
 from trl_ext.evaluation.submissions.submission import (
@@ -97,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _estimate(options, judge, assets: dict[str, Any]) -> None:
-    """What judging the files that are there and can be graded would cost."""
+    """Print what judging the existing, gradable files would cost."""
     thresholds = load_thresholds(options.thresholds)
     methods = [
         name

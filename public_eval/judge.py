@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from public_eval._common import (
+from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.judging.protocol import Usage
+from trl_ext.evaluation.submissions.candidates import (
+    CandidateResult,
+    compare_candidates,
+    estimate_cost,
+    judge_candidate,
+)
+from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
     add_prompt_arguments,
     interval_cell,
@@ -15,14 +23,6 @@ from public_eval._common import (
     make_parser,
     show_estimates,
     usage_line,
-)
-from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.judging.prices import Usage
-from trl_ext.evaluation.submissions.candidates import (
-    CandidateResult,
-    compare_candidates,
-    estimate_cost,
-    judge_candidate,
 )
 from trl_ext.files import write_json, write_json_lines
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from public_eval._common import (
+from public_eval import THRESHOLDS
+from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
+from trl_ext.evaluation.submissions.assets import load_thresholds
+from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
-    THRESHOLDS,
     add_prompt_arguments,
     add_tokenizer_argument,
     counter_of,
     make_parser,
 )
-from trl_ext.evaluation.command_line import format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.assets import load_thresholds
 from trl_ext.evaluation.submissions.submission import pack_submission
 
 DESCRIPTION = """\

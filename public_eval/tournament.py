@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from public_eval._common import (
+from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
+from trl_ext.evaluation.methods.tournament import BASE, Tournament, plot_tournament, run_tournament, tournament_pairs
+from trl_ext.evaluation.submissions.candidates import estimate_cost
+from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,
     add_prompt_arguments,
@@ -16,9 +19,6 @@ from public_eval._common import (
     show_estimates,
     usage_line,
 )
-from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.submissions.candidates import estimate_cost
-from trl_ext.evaluation.tournament import BASE, Tournament, plot_tournament, run_tournament, tournament_pairs
 from trl_ext.files import write_json
 
 DESCRIPTION = """\

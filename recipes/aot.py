@@ -1,8 +1,7 @@
 """Alignment via optimal transport. Without arguments it trains the embedded model on the embedded benchmark."""
 
-from offline import main
-
-from trl_ext import AOTConfig, AOTTrainer
+from trl_ext.runs.offline import main
+from trl_ext.trainers import AOTConfig, AOTTrainer
 
 if __name__ == "__main__":
     main(AOTConfig, AOTTrainer)

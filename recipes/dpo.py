@@ -1,8 +1,7 @@
 """Direct preference optimisation. Without arguments it trains the embedded model on the embedded benchmark."""
 
-from offline import main
-
-from trl_ext import DPOConfig, DPOTrainer
+from trl_ext.runs.offline import main
+from trl_ext.trainers import DPOConfig, DPOTrainer
 
 if __name__ == "__main__":
     main(DPOConfig, DPOTrainer)

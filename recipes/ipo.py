@@ -1,8 +1,7 @@
 """Identity preference optimisation. Without arguments it trains the embedded model on the embedded benchmark."""
 
-from offline import main
-
-from trl_ext import IPOConfig, IPOTrainer
+from trl_ext.runs.offline import main
+from trl_ext.trainers import IPOConfig, IPOTrainer
 
 if __name__ == "__main__":
     main(IPOConfig, IPOTrainer)

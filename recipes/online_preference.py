@@ -1,8 +1,7 @@
-"""Online preference optimisation, with replay where asked for. Trains the embedded model; needs a --reward_model."""
+"""Online preference optimisation with optional replay. Trains the embedded model; needs a --reward_model."""
 
-from online import main
-
-from trl_ext import OnlinePreferenceConfig, OnlinePreferenceTrainer
+from trl_ext.runs.online import main
+from trl_ext.trainers import OnlinePreferenceConfig, OnlinePreferenceTrainer
 
 if __name__ == "__main__":
     main(OnlinePreferenceConfig, OnlinePreferenceTrainer)

@@ -1,6 +1,6 @@
 """Any preference loss by name, `--loss simpo`, or your own, `--loss file.py:function`."""
 
-from offline import main
+from trl_ext.runs.offline import main
 
 if __name__ == "__main__":
     main()

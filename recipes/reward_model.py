@@ -1,6 +1,6 @@
 """A reward model from preference pairs. Without arguments it trains on the embedded benchmark."""
 
-from reward import main
+from trl_ext.runs.reward import main
 
 if __name__ == "__main__":
     main()

@@ -38,12 +38,55 @@ def tiny_model_path(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
+def policy_path(tiny_model_path, tmp_path_factory) -> str:
+    """A folder with the tiny model, some of whose sampled responses end and some are cut."""
+    from tests.rollout_once import save_policy
+
+    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def toy():
+    """The embedded model and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from trl_ext.toy import MODEL_DIR
+
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(MODEL_DIR)
+
+
+@pytest.fixture(scope="module")
+def additions():
+    """Twelve problems of the embedded benchmark, and their prompts."""
+    from trl_ext.data.math import load_math, math_prompt
+
+    rows = load_math("toy", "test")[:12]
+    return rows, [math_prompt(row, None) for row in rows]
+
+
+@pytest.fixture(scope="module")
 def in_float64():
     """For a whole module: `tests.float64.float64_throughout`."""
     from tests.float64 import float64_throughout
 
     with float64_throughout():
         yield
+
+
+@pytest.fixture
+def no_key(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+@pytest.fixture
+def algorithms_as_before(monkeypatch):
+    """Whatever a test registers is gone after it."""
+    from trl_ext.registry import policy_algorithms
+
+    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
 
 
 @pytest.fixture

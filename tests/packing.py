@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 import transformers
 from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from trl.trainer.utils import add_fused_lm_head
 
 from trl_ext.models.packing import Packing, share_prefixes
@@ -132,3 +134,27 @@ def compare(model, batch: dict[str, Tensor] | None = None, **options) -> tuple[P
     got, got_gradient = values_and_gradient(model, batch, **options)
     apart = (got.log_probs - expected.log_probs).abs().max().item()
     return packing, apart, ((got_gradient - expected_gradient).norm() / expected_gradient.norm()).item()
+
+
+HOOK = "trl_ext.models.packing.hook"
+
+
+def largest(got: Tensor, expected: Tensor) -> float:
+    return (got.double() - expected.double()).abs().max().item()
+
+
+def close(got, expected) -> bool:
+    return torch.allclose(got, expected, atol=1e-4)
+
+
+def said(caplog) -> list[str]:
+    """What was logged of packing."""
+    return [record.getMessage() for record in caplog.records if record.name == HOOK]
+
+
+def attention_named(function) -> str:
+    """Register an attention function with transformers, which packing may then take for sdpa."""
+    name = f"tests_{function.__name__}"
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    return name

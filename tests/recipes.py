@@ -3,102 +3,67 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RECIPES = REPOSITORY / "recipes"
 
 
-PREFERENCE = {"aot": "AOT", "dpo": "DPO", "ipo": "IPO", "preference": "Preference"}
-ONLINE = {
-    "grpo": "GRPO",
-    "dr_grpo": "DrGRPO",
-    "gspo": "GSPO",
-    "rloo": "RLOO",
-    "remax": "ReMax",
-    "policy": "Policy",
-    "ppo": "PPO",
-    "online_preference": "OnlinePreference",
-    # A second configuration of the same recipe.
-    "online_preference_replay": "OnlinePreference",
-}
-# Recipes with a module of their own: its arguments, and the trainer's configuration where it trains.
-# Names in the script itself.
-REASONING = {
-    "evaluate_math": ("EvaluationArguments", None),
-    "best_of_n": ("BestOfNArguments", None),
-    "sweep_generation": ("SweepArguments", None),
-    "sft": ("SFTArguments", "SFTConfig"),
-    "expert_iteration": ("ExpertIterationArguments", "ExpertIterationConfig"),
-    "grpo_math": ("GRPOMathArguments", "CourseConfig"),
-    "kto": ("RecipeArguments", "KTOConfig"),
-    "rlhf_sft": ("DemonstrationArguments", "SFTConfig"),
-    "rlhf": ("RLHFArguments", None),
+# A second configuration of the same recipe.
+SCRIPTS = {"online_preference_replay": "online_preference"}
+# The arguments of recipes that do not train.
+OTHERS = {
+    "evaluate_math": "studies.evaluate_math:EvaluationArguments",
+    "best_of_n": "studies.best_of_n:BestOfNArguments",
+    "sweep_generation": "studies.generation_sweep:SweepArguments",
+    "rlhf": "studies.pipeline:RLHFArguments",
 }
 
 
 def parse(monkeypatch, script: str, *arguments: str):
     """The dataclasses that `recipes/{script}.py` would run with: the recipe's own, the model's and any trainer's."""
-    _as_script(monkeypatch, script, arguments)
-    import common
-    import offline
-    import online
-    import plan
-    import reward
-    import training
+    from trl_ext.runs import arguments as parsing
 
-    import trl_ext
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    types = parsing.argument_types(SCRIPTS.get(script, script))
+    if types is None:
+        module, _, name = OTHERS[script].partition(":")
+        own = getattr(importlib.import_module(f"trl_ext.runs.{module}"), name)
+        # The pipeline passes its model on.
+        types = (own,) if script == "rlhf" else (own, parsing.ModelArguments)
+    # Without the flags of the launch, which every recipe that trains takes as well.
+    return parsing.parse_arguments(types, default_config=parsing.toy_config(script))[:3]
 
-    if script in REASONING:
-        module = importlib.import_module(script)
-        own, config = (name and getattr(module, name) for name in REASONING[script])
-    elif script == "reward_model":
-        own, config = reward.RewardArguments, trl_ext.RewardConfig
-    elif script in ONLINE:
-        own, config = online.OnlineArguments, getattr(trl_ext, f"{ONLINE[script]}Config")
-    else:
-        own, config = offline.RecipeArguments, getattr(trl_ext, f"{PREFERENCE[script]}Config")
-    # The pipeline passes its model on.
-    model = () if script == "rlhf" else (training.ModelArguments,)
-    types = (own, *model, *([config] if config else []))
-    # Every recipe that trains takes the flags of its launch, too.
-    launch = (plan.LaunchArguments,) if config else ()
-    default_config = RECIPES / "configs" / "toy" / f"{script}.yaml"
-    return common.parse_arguments((*types, *launch), default_config=default_config)[: len(types)]
+
+def is_online(script: str) -> bool:
+    """Whether a recipe is one of the drivers that train on rewards."""
+    from trl_ext.runs.arguments import argument_types
+
+    types = argument_types(script)
+    return types is not None and types[0].__name__ == "OnlineArguments"
 
 
 def run(monkeypatch, script: str, *arguments: str) -> None:
-    """Run a recipe in this process."""
-    _as_script(monkeypatch, script, arguments)
-    import offline
-    import online
-    import reward
-
-    import trl_ext
-
-    if script in REASONING:
-        importlib.import_module(script).main()
-    elif script == "reward_model":
-        reward.main()
-    elif script in ONLINE:
-        name = ONLINE[script]
-        online.main(getattr(trl_ext, f"{name}Config"), getattr(trl_ext, f"{name}Trainer"))
-    else:
-        name = PREFERENCE[script]
-        offline.main(getattr(trl_ext, f"{name}Config"), getattr(trl_ext, f"{name}Trainer"))
-
-
-def _as_script(monkeypatch, script: str, arguments: tuple[str, ...]) -> None:
-    monkeypatch.syspath_prepend(str(RECIPES))
+    """Run a recipe in this process, as Python runs a script."""
+    script = SCRIPTS.get(script, script)
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    runpy.run_path(str(RECIPES / f"{script}.py"), run_name="__main__")
 
 
 def launch(script: str, *arguments: str, folder: Path, **popen) -> subprocess.CompletedProcess:
-    """Run `accelerate launch recipes/{script}.py` as a user does, in a folder of its own."""
-    return subprocess.run(launch_command(script, *arguments), cwd=folder, env=environment(), **popen)
+    """Run `accelerate launch recipes/{script}.py` to its end, as a user does, in a folder of its own."""
+    command = launch_command(script, *arguments)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, **popen)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
 
 
 def launch_command(script: str, *arguments: str) -> list[str]:
@@ -110,3 +75,45 @@ def launch_command(script: str, *arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     """The environment of this process, without the hub."""
     return {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def refused(monkeypatch, capsys, script: str, *arguments: str) -> str:
+    """The one line with which a recipe refuses its arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, script, *arguments)
+    assert stopped.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    return line
+
+
+def read(folder: Path, name: str):
+    """The content of a JSON file, or the rows of a .jsonl file."""
+    text = (folder / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+def write_labelled_pairs(path: Path, count: int) -> None:
+    from tests.tiny import pairs
+
+    rows = [
+        {
+            "row_id": pair["row_id"],
+            "prompt_text": pair["prompt"][0]["content"],
+            "chosen_text": pair["chosen"][0]["content"],
+            "rejected_text": pair["rejected"][0]["content"],
+        }
+        for pair in pairs(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy what git keeps, or in a copy without git all but what it would ignore."""
+    patterns = shutil.ignore_patterns(
+        ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "wandb", "submission"
+    )
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        return patterns(place, names) - ({"runs"} if Path(place).name == "trl_ext" else set())
+
+    shutil.copytree(REPOSITORY, folder, ignore=ignored)

@@ -45,17 +45,14 @@ ROLLOUTS = {
     "shuffle_dataset": True,
 }
 del ROLLOUTS["train_sampling_strategy"]
+# Normalises over the batch.
+BATCH = "reinforce_plus_plus_baseline"
+LORA = {"lora": True, "lora_dropout": 0.2}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
 # 8 pairs, 2 steps of 4: epochs end at steps 2, 4, ..., and 9 pairs end them with a short step.
 KINDS: dict[str, dict[str, Any]] = {
     "preference": {"trainer": "PreferenceTrainer", "pairs": 16, "args": {**PAIRS, **EVALUATED, "loss": "dpo"}},
-    "preference_lora": {
-        "trainer": "PreferenceTrainer",
-        "pairs": 9,
-        "lora": True,
-        "lora_dropout": 0.2,
-        "args": {**PAIRS, "loss": "aot"},
-    },
+    "preference_lora": {"trainer": "PreferenceTrainer", "pairs": 9, **LORA, "args": {**PAIRS, "loss": "aot"}},
     "preference_moving": {
         "trainer": "PreferenceTrainer",
         "pairs": 8,
@@ -70,11 +67,7 @@ KINDS: dict[str, dict[str, Any]] = {
         "trainer": "PolicyTrainer",
         "args": {**ROLLOUTS, "algorithm": "grpo", "beta": 0.1, "gradient_accumulation_steps": 1, "save_steps": 4},
     },
-    "policy_batch": {
-        "trainer": "PolicyTrainer",
-        "prompts": 6,
-        "args": {**ROLLOUTS, "algorithm": "reinforce_plus_plus_baseline"},
-    },
+    "policy_batch": {"trainer": "PolicyTrainer", "prompts": 6, "args": {**ROLLOUTS, "algorithm": BATCH}},
     "sft": {
         "trainer": "SFTTrainer",
         "args": {**PAIRS, **EVALUATED, "load_best_model_at_end": True, "save_total_limit": 1},
@@ -107,7 +100,7 @@ def build(kind: str, models: Path, folder: Path):
     # As the recipes do: first the file of metrics, then what logs.
     trainer.add_callback(MetricsFileCallback(folder / "run" / "metrics.jsonl"))
     if spec["trainer"] == "RewardTrainer":
-        from trl_ext.trainers.reward_selection import CheckpointSelection
+        from trl_ext.held_out.reward_selection import CheckpointSelection
 
         trainer.selection = CheckpointSelection(trainer, _held_out())
         trainer.add_callback(trainer.selection)
@@ -132,16 +125,12 @@ def _single_model(spec: dict, output: str):
     name = spec["trainer"]
     rows, held_out = Dataset.from_list(pairs(spec.get("pairs", 10))), _held_out()
     if name == "SFTTrainer":
-        rows, held_out = (
-            data.select_columns(["prompt", "chosen"]).rename_column("chosen", "completion")
-            for data in (rows, held_out)
-        )
+        columns = ["prompt", "chosen"]
+        rows, held_out = (d.select_columns(columns).rename_column("chosen", "completion") for d in (rows, held_out))
     config = getattr(trl_ext, name.replace("Trainer", "Config"))
     args = config(**{**DEFAULTS, **spec["args"], "output_dir": output})
-    evaluated = "eval_strategy" in spec["args"]
-    return getattr(trl_ext, name)(
-        spec["model"], args, train_dataset=rows, eval_dataset=held_out if evaluated else None
-    )
+    held_out = held_out if "eval_strategy" in spec["args"] else None
+    return getattr(trl_ext, name)(spec["model"], args, train_dataset=rows, eval_dataset=held_out)
 
 
 def _expert(arguments: dict, output: str):
@@ -152,19 +141,9 @@ def _expert(arguments: dict, output: str):
     from trl_ext.toy import MODEL_DIR
 
     rows = load_math("toy", "train")[:60]
-    args = ExpertIterationConfig(
-        output_dir=output,
-        n_steps=3,
-        questions_per_step=24,
-        rollouts_per_question=2,
-        learning_rate=5e-4,
-        per_device_train_batch_size=1,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=3,
-        **arguments,
-    )
+    rounds = {"n_steps": 3, "questions_per_step": 24, "rollouts_per_question": 2, "learning_rate": 5e-4, "seed": 3}
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 1}
+    args = ExpertIterationConfig(output_dir=output, **rounds, **quiet, **arguments)
     return ExpertIterationTrainer(
         str(MODEL_DIR),
         args,
@@ -178,17 +157,13 @@ def _expert(arguments: dict, output: str):
 # ---- Where a life ends ----
 
 
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _at_event(event: str):
     def arrange(trainer, step: int) -> None:
         from transformers import TrainerCallback
 
         def end(self, args, state, control, **kwargs):
             if state.global_step == step:
-                _kill()
+                os.kill(os.getpid(), signal.SIGKILL)
 
         trainer.add_callback(type("Kill", (TrainerCallback,), {event: end})())
 
@@ -206,7 +181,7 @@ def _within(owner: str, name: str):
 
         def killing(*args, **kwargs):
             if trainer.state.global_step == step:
-                _kill()
+                os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
 
         setattr(target, name, killing)
@@ -225,7 +200,7 @@ def _notice(trainer, step: int) -> None:
     trainer.add_callback(Notice())
 
 
-CHECKPOINTS = "trl_ext.trainers.checkpoints"
+CHECKPOINTS = "trl_ext.resilience.checkpoints"
 PLACES = {
     "step_end": _at_event("on_step_end"),
     # After the checkpoint has its name, and after what other callbacks do then.
@@ -248,8 +223,8 @@ def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> Non
     """Train from the last checkpoint, if there is one, to the end or to the kill point; in the process that calls."""
     import torch
 
-    from trl_ext.trainers.checkpoints import checkpoints_in, last_checkpoint
-    from trl_ext.trainers.preemption import Preemption
+    from trl_ext.resilience.checkpoints import checkpoints_in, last_checkpoint
+    from trl_ext.resilience.preemption import Preemption
 
     torch.set_num_threads(1)
     folder.mkdir(parents=True, exist_ok=True)
@@ -345,7 +320,7 @@ def carry_out(job: dict, models: Path) -> None:
 
 
 def _expected_code(kill: list | None) -> int:
-    from trl_ext.trainers.preemption import REQUEUE
+    from trl_ext.resilience.preemption import REQUEUE
 
     if kill is None:
         return 0
@@ -391,14 +366,8 @@ def differences(one: Path, other: Path) -> dict[str, float]:
     kinds = sorted({name.split("/")[0] for name in [*one, *other]})
     if one.keys() != other.keys() or any(one[name].shape != other[name].shape for name in one):
         return dict.fromkeys(kinds, float("inf"))
-    return {
-        kind: max(
-            (one[name].double() - other[name].double()).abs().max().item()
-            for name in one
-            if name.split("/")[0] == kind
-        )
-        for kind in kinds
-    }
+    apart = {name: (one[name].double() - other[name].double()).abs().max().item() for name in one}
+    return {kind: max(apart[name] for name in one if name.split("/")[0] == kind) for kind in kinds}
 
 
 def metrics(folder: Path) -> list[dict]:

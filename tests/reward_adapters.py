@@ -95,3 +95,12 @@ def turns(tokenizer, prompts=PROMPTS, completions=COMPLETIONS, *, finished: bool
         text = tokenizer.apply_chat_template([*prompt, message], tokenize=False)
         ids.append(tokenizer(text if finished else text.removesuffix("<|im_end|>"))["input_ids"])
     return ids
+
+
+def save_reward_models(base: str, folder: Path) -> dict[str, str]:
+    """Two adapters of different ranks and a full model."""
+    return {
+        "adapter": save_adapter(base, folder / "adapter-run"),
+        "rank6": save_adapter(base, folder / "rank6", seed=1, r=6, target_modules="all-linear"),
+        "full": save_full_model(base, folder / "full-run", seed=2),
+    }

@@ -7,36 +7,21 @@ random weights makes varied enough.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import functools
 import zlib
 from pathlib import Path
 from typing import Any
 
-from tests.float64 import precision
-from tests.train_once import Run, parameters, result
+from tests import train_once
+from tests.train_once import ONE_STEP
 
 DEFAULTS = {
+    **ONE_STEP,
     "per_device_train_batch_size": 8,
     "num_generations": 4,
     "max_completion_length": 8,
-    "max_steps": 1,
-    "learning_rate": 1.0,
-    # Plain SGD without clipping: the change of the parameters is minus the gradient.
-    "optim": "sgd",
-    "lr_scheduler_type": "constant",
-    "max_grad_norm": 0.0,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "gradient_checkpointing": False,
     "disable_dropout": True,
     "shuffle_dataset": False,
-    "seed": 0,
 }
 WORDS = ["the cat", "a mat", "six red birds in a tree", "one", "old", "where is the sun?", "go on", "up and down"]
 
@@ -179,44 +164,8 @@ def train(spec: dict, output_dir: str, **trainer_arguments: Any):
     return trainer
 
 
-def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
-    """Train each specification in turn in one launch of several processes on the CPU."""
-    from safetensors import safe_open
-
-    (folder / "specs.json").write_text(json.dumps(specs))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    launched = subprocess.run(
-        [*launcher, "-m", "tests.rollout_once", str(folder / "specs.json"), str(folder)],
-        cwd=Path(__file__).resolve().parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert launched.returncode == 0, launched.stderr[-8000:]
-    runs = []
-    for index in range(len(specs)):
-        with safe_open(folder / f"{index}.safetensors", "pt") as file:
-            assert file.metadata()["processes"] == str(processes)
-            runs.append(Run({n: file.get_tensor(n) for n in file.keys()}, json.loads(file.metadata()["logs"])))  # noqa: SIM118
-    return runs
-
-
-def main() -> None:
-    from safetensors.torch import save_file
-
-    from trl_ext.rollouts import end_processes
-
-    specs, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    for index, spec in enumerate(specs):
-        with precision(spec.get("dtype", "float64")):
-            trainer = train(spec, str(folder / f"{index}-run"))
-        if trainer.accelerator.is_main_process:
-            run = result(trainer)
-            metadata = {"logs": json.dumps(run.logs), "processes": str(trainer.accelerator.num_processes)}
-            save_file(parameters(trainer), folder / f"{index}.safetensors", metadata=metadata)
-    end_processes(trainer.accelerator)
+train_in_processes = functools.partial(train_once.train_in_processes, module="tests.rollout_once")
 
 
 if __name__ == "__main__":
-    main()
+    train_once.main(train)

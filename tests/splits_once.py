@@ -200,7 +200,7 @@ def _win_rate(trainer) -> dict[str, float]:
     """Greedy responses of the trained policy against its base's, judged by the sum of their characters."""
     from tests.tiny import pairs
     from trl_ext.evaluation import GroundTruthJudge
-    from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
+    from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
 
     prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(BATCH, seed=99)]
     settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=8)

@@ -14,7 +14,6 @@ import torch
 
 from trl_ext.advantages import (
     ADVANTAGES,
-    AdvantageEstimator,
     batch_normalized,
     clip_advantages,
     gae,
@@ -27,6 +26,7 @@ from trl_ext.advantages import (
     mean_normalized,
     no_baseline,
 )
+from trl_ext.algorithms.estimator import AdvantageEstimator
 
 G = [3.0, 1.0, 0.0, -1.0]
 TIES = [1.0, 1.0, 0.0, 0.0]
@@ -57,9 +57,6 @@ COMPARING = [
     "mean_normalized",
     "length_weighted",
 ]
-
-# ---------------------------------------------------------------------------------------------- values worked by hand
-
 TABLE = [
     # 2.25 / 1.479020 and so on.
     ("group_normalized", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),

@@ -1,4 +1,4 @@
-"""The table of algorithms: its rows, what overrides they permit, one's own, and the objective against plain loops."""
+"""The table of algorithms: its rows, what overrides they permit, and the objective against plain loops."""
 
 from __future__ import annotations
 
@@ -9,21 +9,15 @@ import sys
 import pytest
 import torch
 
-import trl_ext
-from tests.test_policy_losses import ADVANTAGES, MASK, NEW, OLD, differences, naive_loss, ragged_batch
-from trl_ext.algorithms import PolicyObjective, algorithms, main
+from tests.naive_policy import differences, naive_loss, ragged_batch
+from tests.test_policy_losses import ADVANTAGES, MASK, NEW, OLD
+from trl_ext.algorithms import PolicyObjective, algorithms
+from trl_ext.algorithms.__main__ import main
 from trl_ext.losses import PolicyScores, aggregate, kl_estimate
-from trl_ext.registry import policy_algorithm, policy_algorithms
 
 NAMES = list(algorithms)
 G = torch.tensor([3.0, 1.0, 0.0, -1.0])
 REFERENCE = NEW + torch.tensor([[0.1, -0.2, 0.05], [0.0, 0.1, 0.0]])
-
-
-@pytest.fixture
-def own_table(monkeypatch):
-    """Leave the library's table as it was."""
-    monkeypatch.setattr(policy_algorithms, "_entries", dict(policy_algorithms._entries))
 
 
 def loss_on_the_batch(objective, **inputs):
@@ -31,28 +25,6 @@ def loss_on_the_batch(objective, **inputs):
 
 
 # -------------------------------------------------------------------------------------------------------- the table
-
-
-def test_the_table_has_its_rows():
-    assert NAMES[:17] == [
-        "grpo",
-        "dr_grpo",
-        "gspo",
-        "rloo",
-        "remax",
-        "reinforce",
-        "reinforce_with_baseline",
-        "grpo_no_clip",
-        "dapo",
-        "cispo",
-        "gopo",
-        "max_rl",
-        "opo",
-        "reinforce_plus_plus_baseline",
-        "berkeley_grpo",
-        "berkeley_dr_grpo",
-        "berkeley_gspo",
-    ]
 
 
 ROWS = {
@@ -339,244 +311,6 @@ def test_no_kl_in_the_loss_where_it_is_in_the_reward():
     assert loss_on_the_batch(objective) == pytest.approx(loss_on_the_batch(PolicyObjective("rloo", beta=0.0)))
     with pytest.raises(ValueError, match="--beta 0.04 needs the reference's log-probabilities"):
         loss_on_the_batch(PolicyObjective("grpo"))
-
-
-# --------------------------------------------------------------------------------------------------- contradictions
-
-
-@pytest.mark.parametrize(
-    "name, overrides, flags",
-    [
-        ("gspo", {"aggregation": "token_mean"}, "--algorithm gspo and --aggregation token_mean"),
-        ("gspo", {"ratio": "token"}, "--algorithm gspo and --ratio token"),
-        ("berkeley_gspo", {"surrogate": "no_clip"}, "--algorithm berkeley_gspo and --surrogate no_clip"),
-        ("gspo", {"epsilon": 0.2}, "--algorithm gspo and --epsilon 0.2"),
-        ("dr_grpo", {"advantage": "group_normalized"}, "--algorithm dr_grpo and --advantage group_normalized"),
-        ("dr_grpo", {"aggregation": "sequence_mean"}, "--algorithm dr_grpo and --aggregation sequence_mean"),
-        ("berkeley_dr_grpo", {"aggregation": "token_mean"}, "--algorithm berkeley_dr_grpo and --aggregation token_m"),
-        ("rloo", {"advantage": "group_centered"}, "--algorithm rloo and --advantage group_centered"),
-        ("remax", {"advantage": "no_baseline"}, "--algorithm remax and --advantage no_baseline"),
-        ("reinforce", {"advantage": "group_centered"}, "--algorithm reinforce and --advantage group_centered"),
-        ("reinforce", {"ratio": "token"}, "--algorithm reinforce and --ratio token"),
-        ("reinforce_with_baseline", {"ratio": "token"}, "--algorithm reinforce_with_baseline and --ratio token"),
-        ("grpo_no_clip", {"surrogate": "clip"}, "--algorithm grpo_no_clip and --surrogate clip"),
-        ("dapo", {"aggregation": "sequence_mean"}, "--algorithm dapo and --aggregation sequence_mean"),
-        ("dapo", {"surrogate": "reinforce"}, "--algorithm dapo and --surrogate reinforce"),
-        ("cispo", {"surrogate": "clip"}, "--algorithm cispo and --surrogate clip"),
-        ("cispo", {"ratio": "sequence"}, "--algorithm cispo and --ratio sequence"),
-        ("gopo", {"advantage": "group_normalized"}, "--algorithm gopo and --advantage group_normalized"),
-        ("max_rl", {"advantage": "group_normalized"}, "--algorithm max_rl and --advantage group_normalized"),
-        ("opo", {"advantage": "group_normalized"}, "--algorithm opo and --advantage group_normalized"),
-        ("grpo", {"surrogate": "reinforce"}, "--surrogate reinforce and --ratio token"),
-        ("grpo", {"ratio": "none"}, "--ratio none and --surrogate clip"),
-        ("cispo", {"ratio": "none"}, "--algorithm cispo and --ratio none"),
-        ("rloo", {"surrogate": "no_clip"}, "--ratio none and --surrogate no_clip"),
-        (
-            "grpo",
-            {"ratio": "sequence", "aggregation": "token_mean"},
-            "--ratio sequence and --aggregation token_mean",
-        ),
-        ("grpo", {"ratio_cap": 5.0}, "--ratio_cap 5.0 and --surrogate clip"),
-        ("cispo", {"epsilon": 0.2}, "--epsilon 0.2 and --surrogate cispo"),
-        ("rloo", {"epsilon_high": 0.2}, "--epsilon_high 0.2 and --surrogate reinforce"),
-        ("grpo_no_clip", {"dual_clip": 3.0}, "--dual_clip 3.0 and --surrogate no_clip"),
-        ("dr_grpo", {"std_ddof": 1}, "--std_ddof 1 and --advantage group_centered"),
-        ("gopo", {"advantage_eps": 1e-4}, "--advantage_eps 0.0001 and --advantage group_rank"),
-        ("grpo", {"loss_constant": 256}, "--loss_constant 256 and --aggregation sequence_mean"),
-        ("grpo", {"kl_in": "reward"}, "--kl_in reward and --kl_estimator k3"),
-        ("rloo", {"kl_estimator": "k2"}, "--kl_in reward and --kl_estimator k2"),
-        ("rloo", {"kl_ratio_correction": True}, "--kl_in reward and --kl_ratio_correction True"),
-        ("rloo", {"kl_aggregation": "token_mean"}, "--kl_in reward and --kl_aggregation token_mean"),
-        (
-            "reinforce",
-            {"beta": 0.1, "kl_ratio_correction": True},
-            "--kl_ratio_correction True and --ratio none",
-        ),
-        (
-            "grpo",
-            {"kl_estimator": "k2", "kl_ratio_correction": True},
-            "--kl_ratio_correction True and --kl_estimator k2",
-        ),
-    ],
-)
-def test_contradictions_name_both_flags(name, overrides, flags):
-    with pytest.raises(ValueError) as refusal:
-        PolicyObjective(name, **overrides)
-    message = str(refusal.value)
-    assert message.startswith(flags) and "contradict each other: " in message and "\n" not in message
-    assert "use --" in message or "leave it out" in message or "give --epsilon_high" in message
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_what_a_refusal_suggests_is_possible(name):
-    """Every value that a name rules out: the message's last suggestion is a combination that runs."""
-    choices = {
-        "advantage": ["group_normalized", "group_centered", "leave_one_out", "no_baseline"],
-        "ratio": ["token", "sequence", "none"],
-        "surrogate": ["clip", "no_clip", "cispo", "reinforce"],
-        "aggregation": ["sequence_mean", "token_mean", "constant", "sum"],
-    }
-    for flag, (permitted, _) in algorithms[name].fixed.items():
-        assert PolicyObjective(name).to_dict()[flag] in permitted
-        for value in set(choices[flag]) - set(permitted):
-            with pytest.raises(ValueError, match=f"--algorithm {name} and --{flag} {value} contradict") as refusal:
-                PolicyObjective(name, **{flag: value})
-            suggestion = str(refusal.value).split("or --algorithm ")[-1].split()
-            settings = dict(zip([f.removeprefix("--") for f in suggestion[1::2]], suggestion[2::2], strict=True))
-            assert PolicyObjective(suggestion[0], **settings).to_dict()[flag] == value
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        ({"epsilon": -0.1}, "--epsilon must be a number from 0 up, got -0.1"),
-        ({"epsilon": "0.2"}, "--epsilon must be a number from 0 up, got '0.2'"),
-        ({"epsilon_high": float("inf")}, "--epsilon_high must be"),
-        ({"beta": -1.0}, "--beta must be a number from 0 up, got -1.0"),
-        ({"beta": float("nan")}, "--beta must be"),
-        ({"dual_clip": 1.0}, "--dual_clip must be above 1.*got 1.0"),
-        ({"surrogate": "cispo", "ratio_cap": 0.2}, "--ratio_cap must be at least 1: it is the cap itself.*got 0.2"),
-        ({"std_ddof": 2}, "--std_ddof must be 0 .population. or 1 .sample., got 2"),
-        ({"advantage_eps": -1e-6}, "--advantage_eps must be"),
-        ({"advantage_clip": 0.0}, "--advantage_clip must be positive"),
-        ({"aggregation": "constant", "loss_constant": 0}, "--loss_constant must be positive, got 0"),
-        ({"aggregation": "token_maen"}, "unknown --aggregation 'token_maen'; did you mean 'token_mean'. Known: seq"),
-        ({"advantage": "group_normalised"}, "unknown --advantage .* did you mean 'group_normalized'"),
-        ({"ratio": "tokens"}, "unknown --ratio 'tokens'; did you mean 'token'. Known: token, sequence, none"),
-        ({"surrogate": "own"}, "unknown --surrogate 'own'. Known: clip, no_clip"),
-        ({"kl_estimator": "k4"}, "unknown --kl_estimator 'k4'"),
-        ({"kl_in": "rewards"}, "unknown --kl_in 'rewards'; did you mean 'reward'"),
-        ({"kl_aggregation": "sum"}, "unknown --kl_aggregation 'sum'. Known: inside, token_mean"),
-        ({"epsilonn": 0.1}, "no setting 'epsilonn'; did you mean 'epsilon'"),
-        ({"options": {"strength": 1.0}}, "the surrogate 'clip' takes no options, and strength would not be read"),
-        ({"surrogate": "quadratic_ratio"}, "'quadratic_ratio' needs the option 'strength', which has no default"),
-        ({"surrogate": "quadratic_ratio", "options": {"strenght": 1.0}}, "did you mean 'strength'"),
-    ],
-)
-def test_values_out_of_range_and_unknown_names(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        PolicyObjective("grpo", **overrides)
-
-
-def test_an_unknown_algorithm():
-    with pytest.raises(ValueError, match="unknown policy algorithm 'dr_grop'; did you mean 'dr_grpo'. Known: berkel"):
-        PolicyObjective("dr_grop")
-
-
-def test_combinations_that_no_name_rules_out():
-    """LUSPO, GSPO without its name, RLOO with PPO's clip, a KL estimator that nothing reads."""
-    assert PolicyObjective("grpo", ratio="sequence", aggregation="sum").ratio == "sequence"
-    clipped = PolicyObjective("rloo", ratio="token", surrogate="clip")
-    assert (clipped.epsilon, clipped.epsilon_high) == (0.2, 0.2)
-    assert PolicyObjective("grpo", beta=0.0, kl_estimator="k1").kl_estimator == "k1"
-    assert PolicyObjective("grpo", surrogate="cispo").ratio_cap == 5.0
-    assert PolicyObjective("gspo", epsilon=0.2, epsilon_high=0.2).epsilon_high == 0.2
-    assert PolicyObjective("grpo", epsilon=0.1).epsilon_high == 0.1
-    assert PolicyObjective("dapo", epsilon=0.1).epsilon_high == 0.28
-    assert PolicyObjective("grpo", surrogate="reinforce", ratio="none").epsilon is None
-
-
-# ------------------------------------------------------------------------------------------------ one's own algorithm
-
-FILE = '''
-import torch
-from trl_ext import policy_algorithm
-
-def halves(rewards, group_size):
-    return rewards / 2
-
-@policy_algorithm("soft_gate", advantage=halves, aggregation="token_mean", beta=0.02, group_size=2)
-def gate(scores, *, temperature=1.0):
-    """A smooth gate in place of a clip.
-
-    More words.
-    """
-    ratio = scores.log_ratio.exp()
-    return -4 / temperature * torch.sigmoid(temperature * (ratio - 1)) * scores.advantages
-'''
-
-
-def test_an_algorithm_from_a_file(tmp_path, own_table):
-    """The smooth gate 4 sigmoid(ratio - 1), with a gradient of 1 at ratio 1. For the ratios of the batch
-    sigmoid(0.349859) = 0.586583, 0.476227, 0.512815 and 0.418318, 0.555126: 4 (-1.575625 + 0.973444) / 5."""
-    path = tmp_path / "mine.py"
-    path.write_text(FILE)
-    for name in ("gate", "soft_gate"):
-        objective = PolicyObjective(f"{path}:{name}", beta=0.0)
-        assert loss_on_the_batch(objective) == pytest.approx(-0.481745, abs=1e-6)
-    assert objective.algorithm.name == "soft_gate" and objective.algorithm.group_size == 2
-    assert objective.algorithm.summary == "A smooth gate in place of a clip."
-    assert objective.advantages(torch.tensor([1.0, 3.0]), 2).tolist() == [0.5, 1.5]
-    assert objective.surrogate == "own" and not objective.group_relative
-    assert PolicyObjective("soft_gate").needs_reference
-    hot = PolicyObjective("soft_gate", options={"temperature": 3.0})
-    assert "temperature 3.0" in hot.describe() and hot.to_dict()["options"] == {"temperature": 3.0}
-    # Its KL term is the library's: 0.02 times the token mean of k3.
-    plain = loss_on_the_batch(PolicyObjective("soft_gate", beta=0.0))
-    with_kl = loss_on_the_batch(PolicyObjective("soft_gate"), ref_log_probs=REFERENCE)
-    assert with_kl - plain == pytest.approx(0.02 * 0.006069, abs=1e-6)
-    assert trl_ext.policy_algorithm is policy_algorithm
-
-
-def test_one_loss_per_response(own_table):
-    @policy_algorithm("per_sequence", ratio="sequence")
-    def per_sequence(scores):
-        return -scores.log_ratio.exp() * scores.advantages
-
-    assert loss_on_the_batch(PolicyObjective("per_sequence")) == pytest.approx(-0.091033, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    "function, settings, message",
-    [
-        (lambda scores: -scores.log_probs.mean(), {}, r"'mine' returned shape \[\] for 3 responses of 4 tokens"),
-        (lambda scores: 1.0, {}, "'mine' returned a float"),
-        (lambda scores: scores.log_probs.detach(), {}, "'mine' has no gradient"),
-        (lambda scores: scores.nothing, {}, "'mine' fails on made-up responses: AttributeError"),
-        (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
-        (lambda scores: (scores.log_probs - 9).log(), {}, "'mine' returns losses .* must be finite"),
-        (lambda scores, *, power: scores.log_probs, {}, "'mine' needs the option 'power'"),
-        (lambda scores: scores.log_ratio, {"ratio": "tokens"}, "unknown --ratio 'tokens'"),
-        (lambda scores: scores.log_ratio, {"advantage": "nope"}, "unknown --advantage 'nope'"),
-        (
-            lambda scores: scores.log_ratio,
-            {"ratio": "sequence", "aggregation": "token_mean"},
-            "--ratio sequence and --aggregation token_mean",
-        ),
-    ],
-)
-def test_functions_that_cannot_train_are_refused(function, settings, message, own_table):
-    policy_algorithm("mine", **settings)(function)
-    with pytest.raises(ValueError, match=message):
-        PolicyObjective("mine")
-
-
-def test_overrides_of_ones_own(own_table):
-    policy_algorithm("mine")(lambda scores, *, width=0.2: -scores.log_ratio * scores.advantages * width)
-    with pytest.raises(ValueError, match="--algorithm mine and --surrogate clip contradict.*leave --surrogate out"):
-        PolicyObjective("mine", surrogate="clip")
-    with pytest.raises(ValueError, match="--epsilon 0.3 and --surrogate own contradict.*give your function an option"):
-        PolicyObjective("mine", epsilon=0.3)
-    with pytest.raises(ValueError, match="'mine' has no option 'widht': it takes width; did you mean 'width'"):
-        PolicyObjective("mine", options={"widht": 0.3})
-    assert PolicyObjective("mine", aggregation="sum", options={"width": 0.3}).aggregation == "sum"
-
-
-def test_options_of_an_advantage_belong_to_it(own_table):
-    settings = {"advantage": "group_rank", "advantage_options": {"scale": 3.0}}
-    policy_algorithm("mine", **settings)(lambda scores: -scores.log_ratio * scores.advantages)
-    assert PolicyObjective("mine").advantages(G, 4).tolist() == [3.0, 1.0, -1.0, -3.0]
-    other = PolicyObjective("mine", advantage="group_centered")
-    assert other.advantages(G, 4).tolist() == [2.25, 0.25, -0.75, -1.75]
-
-
-def test_the_decorator_refuses(own_table):
-    with pytest.raises(ValueError, match="'mine' has no setting 'advantages'.*did you mean 'advantage'"):
-        policy_algorithm("mine", advantages="group_rank")
-    with pytest.raises(ValueError, match="'mine' has no setting 'epsilon'"):
-        policy_algorithm("mine", epsilon=0.2)
-    with pytest.raises(ValueError, match="'grpo' is already defined"):
-        policy_algorithm("grpo")(lambda scores: scores.log_ratio)
 
 
 def test_the_kl_term_is_the_estimate_of_the_losses():

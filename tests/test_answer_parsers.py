@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 
 from trl_ext.rewards import gsm8k_truth, parse_gsm8k_response, parse_mmlu_response
-from trl_ext.rewards.expression import evaluate, evaluate_arithmetic, values_agree
+from trl_ext.rewards.expression import evaluate, values_agree
 from trl_ext.rewards.parsers import countdown_is_solved
 
 OPTIONS = {"question": "Which?", "options": ["a dog", "a cat", "Paris", "none of them"], "answer": "B"}
@@ -117,6 +117,9 @@ def test_a_row_without_options_is_refused(options):
         ("-4*-(3+1+2)", True),
         ("4(3+1+2)", False),
         ("2^4+3*1", False),
+        ("2**3*4*1", False),
+        ("12*e", False),
+        (r"\frac{4*3*2}{1}", False),
         ("4!*1", False),
         ("43-21+2", False),
         ("4*3*2/(1-1)", False),
@@ -172,7 +175,9 @@ def test_formulas_against_fractions():
         except ZeroDivisionError:
             continue
         if formula.count("(-") == 0 or "(-(" in formula:
-            assert evaluate(formula) == value, formula
+            assert abs(evaluate(formula) * value.denominator - value.numerator) < 1e-60 * (1 + abs(value.numerator)), (
+                formula
+            )
             checked += 1
     assert checked > 200
 
@@ -196,8 +201,8 @@ def test_formulas_against_fractions():
         ("0.1+0.2", Fraction(3, 10)),
     ],
 )
-def test_exact_values(formula, value):
-    assert evaluate(formula) == value
+def test_values_of_formulas(formula, value):
+    assert abs(evaluate(formula) * value.denominator - value.numerator) < 1e-70
 
 
 @pytest.mark.parametrize(
@@ -208,13 +213,6 @@ def test_exact_values(formula, value):
 def test_what_is_no_formula(formula):
     with pytest.raises(ValueError):
         evaluate(formula)
-
-
-def test_arithmetic_has_neither_letters_nor_powers():
-    assert evaluate_arithmetic("2*(3-4)/-5") == (Fraction(2, 5), [2, 3, 4, 5])
-    for formula in ("2x", "2^3", "2(3)", r"\frac{1}{2}", "3!", "e", "2**3"):
-        with pytest.raises(ValueError):
-            evaluate_arithmetic(formula)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tests.tiny import pairs, perturbed, response_log_prob, save_tiny_model, tok
 from tests.train_once import build, largest_difference, relative_difference, result, train, train_in_processes
 from trl_ext.losses import PreferenceObjective, PreferenceScores
 from trl_ext.trainers import AOTTrainer
-from trl_ext.trainers.window import Window, coupled_shares
+from trl_ext.trainers.preference.optimizer_batch import Window, coupled_shares
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -166,12 +166,6 @@ def test_device_scope_depends_on_the_split_over_processes(name, run_on_two, exac
     assert relative_difference(trained.gradient(tiny_model_path), exact[name][1]) > 0.01
 
 
-@pytest.mark.parametrize(("spec", "loss_type"), [(AOT, "aot_unpaired"), (PAIRED, "aot")])
-def test_device_scope_is_what_trl_does(spec, loss_type, run):
-    stock = run({"trainer": "trl.DPOTrainer", **STRONG}, loss_type=[loss_type], **ACCUMULATED)
-    assert largest_difference(run(spec, aot_scope="device", **ACCUMULATED).parameters, stock.parameters) < 1e-9
-
-
 @pytest.mark.parametrize("weighting", [CONFIDENCE, {"weighting": ["wpo"]}], ids=["confidence", "wpo"])
 def test_weighted_aot_does_not_depend_on_the_split(weighting, run, tiny_model_path):
     whole = run(AOT, **WHOLE, **weighting).gradient(tiny_model_path)
@@ -202,12 +196,6 @@ def test_ragged_last_window(spec, weighting, run, tiny_model_path):
     split = run(spec, gradient_accumulation_steps=3, **weighting)
     assert relative_difference(split.gradient(tiny_model_path), whole.gradient(tiny_model_path)) < 1e-6
     assert split.losses == pytest.approx(whole.losses, rel=1e-6)
-
-
-def test_stock_trl_weights_a_ragged_window_otherwise(run, tiny_model_path):
-    stock = run({"trainer": "trl.DPOTrainer", **STRONG, "pairs": 5}, gradient_accumulation_steps=3)
-    whole = run({**DPO, "pairs": 5}, per_device_train_batch_size=5)
-    assert relative_difference(stock.gradient(tiny_model_path), whole.gradient(tiny_model_path)) > 0.1
 
 
 def test_confidence_weights_are_normalised_over_the_window(run, tiny_model_path):

@@ -1,4 +1,4 @@
-"""The grader as a teacher runs it: what a student's code can reach, imports of the answers, faults of the machine."""
+"""The shipped assignments from end to end, and the grader on right, wrong and broken submissions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,182 @@ from pathlib import Path
 
 import pytest
 
-from trl_ext.assignment.spec import AssignmentSpec
-from trl_ext.assignment.writing import grader_folder, write_assignment
+from trl_ext.assignment.builder.spec import AssignmentSpec, load_spec
+from trl_ext.assignment.builder.writing import grader_folder, write_assignment
+from trl_ext.assignment.catalog.catalog import mistakes_of
 
 pytestmark = pytest.mark.slow
+
+SPECS = ("rlhf_project", "reasoning")
+
+
+def run(*arguments: str, folder: Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def run_grader(submission: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
+    grader = grader_folder(submission)
+    return run("grade.py", str(submission), "--out", "../out/results.json", *flags, folder=grader, **variables)
+
+
+def grade(submission: Path, *flags: str, **variables: str) -> tuple[dict[str, dict], str]:
+    """The rows of Gradescope's JSON by name, the whole of it as `all`, and the table."""
+    done = run_grader(submission, *flags, **variables)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((submission.parent / "out" / "results.json").read_text())
+    return {**{row["name"]: row for row in result["tests"]}, "all": result}, done.stdout
+
+
+def append(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as file:
+        file.write(text)
+
+
+# ---- The shipped assignments ----
+
+
+@pytest.fixture(scope="module", params=SPECS)
+def assignment(request, tmp_path_factory) -> tuple[AssignmentSpec, Path, Path]:
+    """The specification, a starter and a solution, each with a grader beside it."""
+    folder = tmp_path_factory.mktemp(request.param)
+    spec = load_spec(request.param)
+    write_assignment(spec, folder / "starter")
+    write_assignment(spec, folder / "solution", solution=True)
+    return spec, folder / "starter", folder / "solution"
+
+
+def test_visible_tests_fail_on_the_starter_and_pass_on_the_solution(assignment):
+    """The tests of the solution need torch and pytest alone, but for what reads the library's prompt template."""
+    spec, starter, solution = assignment
+    failed = run("-m", "pytest", "-q", "tests", folder=starter)
+    assert failed.returncode == 1 and " passed" not in failed.stdout.splitlines()[-1]
+    for module, each in spec.functions():
+        assert f"not implemented yet: implement {each.known_as} in {spec.package}/{module}.py" in failed.stdout
+    passed = run("-m", "pytest", "-q", "tests", folder=solution)
+    assert passed.returncode == 0, passed.stdout[-3000:]
+    blocked = "import sys; sys.modules |= dict.fromkeys(['trl_ext', 'trl', 'transformers']); import pytest; "
+    blocked += "sys.exit(pytest.main(['-q', 'tests', '-k', 'not per_instance_dpo_loss']))"
+    alone = run("-c", blocked, folder=solution)
+    assert alone.returncode == 0, alone.stdout[-3000:]
+
+
+def test_the_grader_gives_full_points_to_the_solution_and_none_to_the_starter(assignment):
+    spec, starter, solution = assignment
+    rows, table = grade(solution)
+    for _, each in spec.functions():
+        assert (rows[each.known_as]["score"], rows[each.known_as]["status"]) == (each.points, "passed"), table
+    assert {"score", "output", "stdout_visibility", "tests"} <= set(rows["all"])
+    assert {"name", "score", "max_score", "output", "visibility"} <= set(rows["all"]["tests"][0])
+    for threshold in spec.thresholds:
+        name = f"{threshold.recipe}: {threshold.measure} >= {threshold.at_least:g}"
+        assert rows[name]["output"] == f"no file runs/{threshold.recipe}/results.json"
+    rows, table = grade(starter)
+    assert rows["all"]["score"] == 0
+    for module, each in spec.functions():
+        assert f"implement {each.known_as} in {spec.package}/{module}.py" in rows[each.known_as]["output"]
+        assert f"{each.known_as} " in table
+
+
+MUTANT = """
+from functools import partial
+from trl_ext.assignment.catalog.catalog import mistakes_of
+from {module} import {name} as right
+
+{name} = partial(mistakes_of({task!r})[{message!r}], right)
+"""
+
+
+def test_every_mistake_loses_its_points_with_its_message(assignment, tmp_path):
+    """All known mistakes as submissions, through the grader as a teacher runs it."""
+    spec, _, solution = assignment
+    submission = tmp_path / "submission"
+    shutil.copytree(solution, submission)
+    shutil.copytree(grader_folder(solution), grader_folder(submission))
+    plan_file = grader_folder(submission) / "grading.json"
+    plan = json.loads(plan_file.read_text())
+    items = {item["name"]: item for item in plan["functions"]}
+    plan |= {"functions": [], "thresholds": [], "imports": "ignore"}
+    messages = []
+    for module, each in spec.functions():
+        for message in mistakes_of(each.function):
+            names = {"module": f"{spec.package}.{module}", "name": each.known_as, "task": each.function}
+            file = f"wrong_{len(messages)}"
+            append(submission / spec.package / f"{file}.py", MUTANT.format(**names, message=message))
+            plan["functions"].append({**items[each.known_as], "module": f"{spec.package}.{file}"})
+            messages.append(message)
+    assert len(messages) == {"my_rlhf": 97, "my_reasoning": 43}[spec.package]
+    plan_file.write_text(json.dumps(plan))
+    rows, _ = grade(submission)
+    for row, message in zip(rows["all"]["tests"], messages, strict=True):
+        assert row["score"] == 0 and message in row["output"], (row, message)
+
+
+# Each is written behind the right function of its name, whose file's others keep their points.
+BROKEN = {
+    "dpo": ("def dpo(scores, *, beta=0.1):\n    while True:\n        pass\n", "it took more than 4 s"),
+    "ipo": ("def ipo(scores, **options):\n    raise SystemExit(0)\n", "ends the program"),
+    "aot": ("def aot(scores, **options):\n    import os\n    os._exit(0)\n", "it ended the process in which it ran"),
+    "bradley_terry": ("def bradley_terry(:\n", "my_rlhf/reward.py cannot be imported (my_rlhf/reward.py, line"),
+    "group_normalized": ("del group_normalized\n", "my_rlhf/advantages.py has no function group_normalized"),
+    "group_centered": ("def group_centered(rewards, group_size):\n    return 'ok'\n", "expected a tensor"),
+    "kl_estimate": (
+        "def kl_estimate(log_probs, ref_log_probs, kind):\n    print('x' * 10**4)\n"
+        "    return kl_estimate(log_probs, ref_log_probs, kind)\n",
+        "raises RecursionError",
+    ),
+    "aggregate": (
+        "def aggregate(losses, mask, kind, **options):\n    from trl_ext.losses import aggregate as right\n"
+        "    return right(losses, mask, kind, **options)\n",
+        "trl_ext cannot be imported here: the library holds the answers",
+    ),
+    "split_minibatches": (
+        # An answer of the student's own making.
+        "def split_minibatches(*arguments, **options):\n    import os, sys\n"
+        '    os.write(int(sys.argv[1]), b\'{"error": {"kind": "Missing", "message": null}}\\n\')\n',
+        "it ended the process in which it ran",
+    ),
+}
+
+
+def test_the_grader_names_what_is_wrong_with_each_broken_function(tmp_path):
+    spec = load_spec("rlhf_project")
+    out = tmp_path / "submission"
+    write_assignment(spec, out, solution=True)
+    plan_file = grader_folder(out) / "grading.json"
+    plan_file.write_text(json.dumps({**json.loads(plan_file.read_text()), "seconds": 4}))
+    module_of = {each.known_as: module for module, each in spec.functions()}
+    for name, (code, _) in BROKEN.items():
+        append(out / spec.package / f"{module_of[name]}.py", f"\n\n{code}")
+    # Files that would be imported in place of others.
+    append(out / "torch.py", "raise SystemExit('not torch')\n")
+    append(out / "checking" / "__init__.py", "raise SystemExit('not the checks')\n")
+    (out / spec.package / "scores.py").write_text("class PreferenceScores:\n    pass\n")
+    rows, table = grade(out)
+    for name, (_, part) in BROKEN.items():
+        assert rows[name]["score"] == 0 and part in rows[name]["output"], (name, rows[name]["output"][:400])
+    for name in ("sequence_log_probs", "completion_mask", "clipped_surrogate"):
+        assert rows[name]["score"] == rows[name]["max_score"], rows[name]["output"]
+    assert "total" in table
+    shutil.rmtree(out / spec.package)
+    rows, table = grade(out)
+    assert rows["all"]["score"] == 0 and table.count("no folder my_rlhf in") == 1
+
+
+def test_commands(tmp_path):
+    arguments = ("-m", "trl_ext.assignment", "--spec", "reasoning", "--out", "course")
+    done = run(*arguments, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "14 functions to implement" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"course", "course_grader"}
+    again = run(*arguments, folder=tmp_path)
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1
+    assert "losses.dpo" in run("-m", "trl_ext.assignment", "--list", folder=tmp_path).stdout
+
+
+# ---- A small assignment ----
 
 CONTENT = {
     "title": "T",
@@ -23,9 +195,13 @@ CONTENT = {
         "pair": {"description": "P", "functions": [{"function": "losses.dpo", "points": 5}]},
         "group": {"description": "G", "functions": [{"function": "advantages.group_centered", "points": 3}]},
     },
-    "recipes": {"dpo": {"kind": "preference", "loss": "dpo"}},
-    "thresholds": [{"recipe": "dpo", "measure": "win_rate.half.rate", "at_least": 0.6, "points": 2}],
-    "tests": {"hidden": 2, "visible": 1, "hidden_seed": 2},
+    "recipes": {name: {"kind": "preference", "loss": "dpo"} for name in ("dpo", "again")},
+    "thresholds": [
+        {"recipe": "dpo", "measure": "win_rate.half.rate", "at_least": 0.6, "points": 2},
+        {"recipe": "again", "measure": "win_rate.half.rate", "at_least": 0.6, "points": 2, "zero_at": 0.4},
+    ],
+    "submission": {"dpo": 0.68},
+    "tests": {"hidden": 2, "visible": 1, "hidden_seed": 2, "partial_credit": True},
 }
 
 
@@ -43,27 +219,6 @@ def submission(solution, tmp_path) -> Path:
     return tmp_path / "course"
 
 
-def run(submission: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "../course_grader/grade.py", ".", "--out", "../out/results.json", *flags]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1", **variables}
-    return subprocess.run(command, cwd=submission, env=environment, capture_output=True, text=True, timeout=300)
-
-
-def grade(submission: Path, *flags: str, **variables: str) -> dict[str, tuple[float, str]]:
-    """Points and text by row."""
-    done = run(submission, *flags, **variables)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((submission.parent / "out" / "results.json").read_text())
-    rows = {row["name"]: (row["score"], row["output"]) for row in result["tests"]}
-    return {**rows, "all": (result["score"], result["output"]), "table": (0, done.stdout)}
-
-
-def append(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        file.write(text)
-
-
 SPY = """
 
 import json as _json, os as _os, sys as _sys
@@ -78,122 +233,41 @@ def dpo(scores, *, beta=0.1):
 def test_the_worker_has_neither_keys_nor_expected_values(submission):
     """Variables are those that Python needs, and no folder of the path holds what the grader knows."""
     append(submission / "my_course" / "pair.py", SPY)
-    score, output = grade(submission, OPENAI_API_KEY="secret", HF_TOKEN="secret")["dpo"]
-    variables, found = json.loads(output.split("RuntimeError: ")[1].splitlines()[0])
+    row = grade(submission, OPENAI_API_KEY="secret", HF_TOKEN="secret")[0]["dpo"]
+    variables, found = json.loads(row["output"].split("RuntimeError: ")[1].splitlines()[0])
     kept = {"PATH", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "OMP_NUM_THREADS"}
     others = {name for name in variables if not name.startswith(("PYTHON", "KMP_", "TORCH"))} - kept
-    assert (score, others, found) == (0, set(), [])
-
-
-HIDDEN = """
-import importlib
-im = importlib.import_module
-dpo = im("trl_ext.losses").dpo
-"""
+    assert (row["score"], others, found) == (0, set(), [])
 
 
 @pytest.mark.parametrize(
-    "text, part",
+    "text, place",
     [
-        (HIDDEN, "trl_ext cannot be imported here: the library holds the answers"),
-        ("\nfrom helper import dpo\n", "helper.py, line 1, imports trl_ext.losses.dpo"),
-        ("\nfrom lib.h import dpo\n", "lib/h.py, line 1, imports trl_ext.losses.dpo"),
-        ("\nfrom .inner import dpo\n", "my_course/inner.py, line 1, imports trl_ext.losses.dpo"),
+        ("\nimport importlib\ndpo = importlib.import_module('trl_ext.losses').dpo\n", "my_course/pair.py"),
+        ("\nfrom helper import dpo\n", "helper.py, line 1"),
+        ("\nfrom .inner import dpo\n", "my_course/inner.py, line 1"),
     ],
 )
-def test_answers_of_the_library_earn_nothing_by_whichever_file(text, part, submission):
+def test_answers_of_the_library_earn_nothing_by_whichever_file(text, place, submission):
     """The other module, which has none of it, keeps its points."""
-    for path in ("helper.py", "lib/h.py", "my_course/inner.py"):
+    for path in ("helper.py", "my_course/inner.py"):
         append(submission / path, "from trl_ext.losses import dpo\n")
     append(submission / "my_course" / "pair.py", text)
-    rows = grade(submission)
-    assert rows["dpo"][0] == 0 and part in rows["dpo"][1]
-    assert rows["group_centered"][0] == 3
+    rows, _ = grade(submission)
+    assert rows["dpo"]["score"] == 0 and f"pair.py cannot be imported ({place}" in rows["dpo"]["output"]
+    assert "the library holds the answers" in rows["dpo"]["output"]
+    assert rows["group_centered"]["score"] == 3
 
 
-def test_a_file_that_nothing_imports_costs_nothing_and_is_reported(submission):
-    append(submission / "my_course" / "scratch.py", "import trl_ext.losses\n")
-    rows = grade(submission)
-    assert (rows["dpo"][0], rows["group_centered"][0]) == (5, 3)
-    note = "no points lost, as no function's file imports it: my_course/scratch.py, line 1, imports trl_ext.losses"
-    assert note in rows["all"][1] and note in rows["table"][1]
-
-
-def test_a_function_of_the_library_is_known_by_its_code(submission):
-    """Reached around the import: the module is loaded by its path."""
-    import trl_ext.advantages
-
-    append(
-        submission / "my_course" / "group.py",
-        "\nimport sys, types, functools\nroot = types.ModuleType('trl_ext'); root.__path__ = []\n"
-        f"path = {trl_ext.advantages.__file__!r}\ncode = compile('def group_centered(rewards, group_size):\\n'\n"
-        "    '    return rewards', path, 'exec')\nexec(code)\n"
-        "group_centered = functools.partial(group_centered)\n",
-    )
-    score, output = grade(submission)["group_centered"]
-    assert score == 0 and "group_centered in group.py is the library's own" in output
-
-
-ODD = f"""
-import importlib, sys
-
-def never():
-    importlib.import_module("lib/helper")
-    __import__({"y" * 300!r})
-
-dpo.__wrapped__ = dpo
-
-class Other:
-    dpo = staticmethod(dpo)
-
-sys.modules[__name__] = Other()
-"""
-
-
-def test_odd_texts_neither_cost_points_nor_end_the_grader(submission):
-    """A module without a file, a function that wraps itself, names that are no module's; a text that no file holds."""
-    append(submission / "my_course" / "pair.py", ODD)
-    code = "\ndef group_centered(rewards, group_size):\n    raise ValueError('a\\ud800b')\n"
-    append(submission / "my_course" / "group.py", code)
-    rows = grade(submission)
-    assert rows["dpo"] == (5, "all cases pass")
-    assert rows["group_centered"][0] == 0 and "it raises ValueError: a\ud800b" in rows["group_centered"][1]
-    assert "it raises ValueError: a\\ud800b" in rows["table"][1]
-
-
-FORGED = """
-def {name}(*arguments, **options):
-    import os, sys
-    os.write(int(sys.argv[1]), b'{answer}\\n')
-"""
-
-
-def test_answers_that_the_student_s_code_writes_are_none(submission):
-    """An error without a message is no right answer, and one that is no object does not end the grader."""
-    nothing = '{"error": {"kind": "Missing", "message": null}}'
-    append(submission / "my_course" / "pair.py", FORGED.format(name="dpo", answer=nothing))
-    append(submission / "my_course" / "group.py", FORGED.format(name="group_centered", answer='{"error": "x"}'))
-    rows = grade(submission)
-    for name in ("dpo", "group_centered"):
-        assert rows[name][0] == 0 and "it ended the process in which it ran" in rows[name][1]
-
-
-def test_a_path_with_an_empty_entry_does_not_lead_to_the_submission(submission, tmp_path):
+def test_a_path_with_an_empty_entry_does_not_lead_to_the_submission(submission):
     append(submission / "json.py", "raise SystemExit('not json')\n")
-    command = [sys.executable, "course_grader/grade.py", "course", "--out", "results.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "results.json").read_text())["score"] == 8
+    assert grade(submission, PYTHONPATH=os.pathsep)[0]["all"]["score"] == 8
 
 
 def test_without_torch_nothing_is_graded(submission, tmp_path):
     """Status 2, one line that names the import, and no file of zeros."""
-    (tmp_path / "broken" / "torch").mkdir(parents=True)
-    (tmp_path / "broken" / "torch" / "__init__.py").write_text(
-        "raise ModuleNotFoundError(\"No module named 'torch'\")"
-    )
-    done = run(submission, PYTHONPATH=str(tmp_path / "broken"))
+    append(tmp_path / "broken" / "torch.py", "raise ModuleNotFoundError(\"No module named 'torch'\")")
+    done = run_grader(submission, PYTHONPATH=str(tmp_path / "broken"))
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("error: the process for the student's code does not start: ModuleNotFoundError: No")
     assert not (tmp_path / "out" / "results.json").exists()
@@ -202,88 +276,64 @@ def test_without_torch_nothing_is_graded(submission, tmp_path):
 @pytest.mark.parametrize(
     "results, points, part",
     [
-        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 0.7}}}', 2, "reached 0.700"),
-        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": true}}}', 0, "no finite number"),
-        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 1e999}}}', 0, "no finite number"),
-        ('{"yours": ["dpo"], "win_rate": ' + "[" * 100_000, 0, "RecursionError"),
-        ('{"yours": [], "win_rate": {"half": {"rate": 0.7}}}', 0, "the run was not on the student's own dpo"),
-        ("[1]", 0, "AttributeError"),
+        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 0.7}}}', (2, 2), "reached 0.700"),
+        # Half the way from 0.4 to 0.6.
+        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 0.5}}}', (0, 1), "reached 0.500"),
+        ('{"yours": ["dpo"], "win_rate": {"half": {"rate": NaN}}}', (0, 0), "no finite number"),
+        ('{"yours": [], "win_rate": {"half": {"rate": 0.7}}}', (0, 0), "the run was not on the student's own dpo"),
+        ("[1]", (0, 0), "AttributeError"),
     ],
 )
-def test_figures_of_runs(results, points, part, submission):
-    append(submission / "runs" / "dpo" / "results.json", results)
-    append(submission / "my_course" / "deep.py", "x = " + "-" * 100_000 + "1\n")
-    rows = grade(submission)
-    assert rows["dpo: win_rate.half.rate >= 0.6"][0] == points
-    assert part in rows["dpo: win_rate.half.rate >= 0.6"][1] and rows["dpo"][0] == 5
+def test_figures_of_runs_and_responses(results, points, part, submission):
+    for recipe in ("dpo", "again"):
+        append(submission / "runs" / recipe / "results.json", results)
+    rows, _ = grade(submission)
+    graded = [rows[f"{recipe}: win_rate.half.rate >= 0.6"] for recipe in ("dpo", "again")]
+    assert tuple(row["score"] for row in graded) == points and all(part in row["output"] for row in graded)
+    assert rows["dpo: responses"]["score"] == 0 and "submission" in rows["dpo: responses"]["output"]
+
+
+def test_partial_credit(submission):
+    """Right for one of the two betas that cases have in turn: 3 of 5."""
+    code = "\nright = dpo\n\n\ndef dpo(scores, *, beta=0.1):\n    return right(scores, beta=min(beta, 0.1))\n"
+    append(submission / "my_course" / "pair.py", code)
+    row = grade(submission)[0]["dpo"]
+    assert row["score"] == 3 and "2 of 5 cases fail" in row["output"]
 
 
 def test_students_are_not_told_what_hidden_cases_expect(submission):
     code = "\n_right = dpo\n\n\ndef dpo(scores, *, beta=0.1):\n    return -_right(scores, beta=beta)\n"
     append(submission / "my_course" / "pair.py", code)
-    told = grade(submission)["dpo"][1]
+    told = grade(submission)[0]["dpo"]["output"]
     assert "wrong value at [0]; this is what you get when the sign is flipped" in told and "expected" not in told
-    assert "expected" in grade(submission, "--show_values")["dpo"][1]
-
-
-def test_a_wrong_folder_is_said_once(submission):
-    shutil.rmtree(submission / "my_course")
-    rows = grade(submission)
-    assert rows["dpo"][0] == 0 and rows["table"][1].count("no folder my_course in") == 1
+    assert "expected" in grade(submission, "--show_values")[0]["dpo"]["output"]
 
 
 def test_flags_are_checked_first(submission):
-    done = run(submission, "--visibility", "foo")
+    done = run_grader(submission, "--visibility", "foo")
     assert done.returncode == 2 and "after_due_date" in done.stderr
     (submission.parent / "out" / "results.json").mkdir(parents=True)
-    done = run(submission)
+    done = run_grader(submission)
     assert done.returncode == 2 and "is a folder: name a file for --out" in done.stderr
-    (submission.parent / "file").write_text("x")
-    done = run(submission, "--out", "../file/deep/results.json")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: --out ../file/deep/results.json: the folder ../file/deep cannot be made (")
-
-
-def test_a_user_that_is_not_there_is_named(submission):
-    """And not torch, which has nothing to do with it."""
-    (submission.parent / "course_grader").chmod(0o700)
-    done = run(submission, "--user", "nobody-of-this-name")
+    grader_folder(submission).chmod(0o700)
+    done = run_grader(submission, "--out", "../one.json", "--user", "nobody-of-this-name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "torch" not in done.stderr
-    assert "cannot be run as the user nobody-of-this-name" in done.stderr and "no such user" in done.stderr
+    assert "does not start as the user nobody-of-this-name" in done.stderr and "no such user" in done.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user takes root")
 def test_another_user_cannot_read_the_grader(submission, tmp_path):
     """As nobody, where the interpreter and the submission can be read by all."""
-    done = run(submission, "--user", "nobody")
+    done = run_grader(submission, "--user", "nobody")
     assert done.returncode == 2 and "chmod 700 it" in done.stderr
     (tmp_path / "course_grader").chmod(0o700)
     for folder in (tmp_path, *tmp_path.parents[:-1]):
         if folder != Path("/tmp"):
             folder.chmod(0o755)
-    code = "\ndef dpo(scores, *, beta=0.1):\n    import os\n"
-    code += (
-        f"    raise RuntimeError(str((os.getuid() != 0, os.access({str(tmp_path / 'course_grader')!r}, os.R_OK))))\n"
-    )
+    access = f"(os.getuid() != 0, os.access({str(tmp_path / 'course_grader')!r}, os.R_OK))"
+    code = f"\ndef dpo(scores, *, beta=0.1):\n    import os\n    raise RuntimeError(str({access}))\n"
     append(submission / "my_course" / "pair.py", code)
-    done = run(submission, "--user", "nobody")
+    done = run_grader(submission, "--user", "nobody")
     if done.returncode == 2:
         pytest.skip(f"the interpreter is not everybody's: {done.stderr[-200:]}")
     assert "(True, False)" in done.stdout
-
-
-def test_a_solution_that_would_not_pass_is_not_written(tmp_path, monkeypatch):
-    """The text is made to differ from the library: the sign of the loss."""
-    from trl_ext.assignment import writing
-
-    real = writing.package_files
-
-    def wrong(*arguments, **options):
-        files, allowed = real(*arguments, **options)
-        files["pair"] = files["pair"].replace("return -logsigmoid", "return logsigmoid")
-        return files, allowed
-
-    monkeypatch.setattr(writing, "package_files", wrong)
-    with pytest.raises(ValueError, match="modules.pair: the solution of dpo would not pass: .*sign is flipped"):
-        write_assignment(AssignmentSpec.model_validate(CONTENT), tmp_path / "course", solution=True)
-    assert not list(tmp_path.iterdir())

@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.test_assignment_end_to_end import SPECS, run
-from trl_ext.assignment.spec import load_spec
-from trl_ext.assignment.writing import write_assignment
+from tests.test_assignment_grader import SPECS, run
+from trl_ext.assignment.builder.spec import load_spec
+from trl_ext.assignment.builder.writing import write_assignment
+from trl_ext.assignment.train import command
 
 pytestmark = pytest.mark.slow
 
 SHORT = ("--max_steps", "3", "--eval_prompts", "0", "--disable_tqdm", "true", "--seed", "0")
 
 
-def parameters(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def train(folder: Path, recipe: str, implementation: str, *flags: str) -> Path:
-    out = folder / f"{recipe}-{implementation}"
-    arguments = ("--recipe", recipe, "--implementation", implementation, "--output_dir", str(out))
-    done = run("train.py", *arguments, *flags, folder=folder)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert ("yours" in done.stdout) is (implementation != "library"), done.stdout
-    return out
-
-
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory):
     """`train(recipe, implementation, *flags)` in this process, in the folder of both solutions, on one thread."""
-    import torch
-
-    from trl_ext.assignment import training
-
     folder = tmp_path_factory.mktemp("solved")
     for name in SPECS:
         write_assignment(load_spec(name), folder / name, solution=True)
@@ -45,8 +32,8 @@ def solved(tmp_path_factory):
     def train_here(spec: str, recipe: str, implementation: str, *flags: str) -> dict:
         out = folder / f"{recipe}-{implementation}"
         arguments = ["--assignment", str(folder / spec / "assignment.yaml"), "--recipe", recipe]
-        training.main([*arguments, "--implementation", implementation, "--output_dir", str(out), *flags])
-        return parameters(out)
+        command.main([*arguments, "--implementation", implementation, "--output_dir", str(out), *flags])
+        return load_file(out / "model.safetensors")
 
     path, threads = list(sys.path), torch.get_num_threads()
     torch.set_num_threads(1)
@@ -58,8 +45,6 @@ def solved(tmp_path_factory):
 @pytest.mark.parametrize("recipe", ["dpo", "aot", "reward_model", "grpo", "dr_grpo", "gspo"])
 def test_training_on_the_solution_is_training_on_the_library(recipe, solved, capsys):
     """Three steps leave the same parameters, to the last bit: both run one function after the other alike."""
-    import torch
-
     own = solved("rlhf_project", recipe, "my_rlhf", *SHORT)
     assert ": yours" in capsys.readouterr().out
     library = solved("rlhf_project", recipe, "library", *SHORT)
@@ -70,42 +55,38 @@ def test_training_on_the_solution_is_training_on_the_library(recipe, solved, cap
 
 @pytest.mark.parametrize("recipe", ["sft", "grpo"])
 def test_the_reasoning_loops_run_alike_on_the_solution_and_the_library(recipe, solved):
-    import torch
-
     flags = ("--steps", "2", "--eval_prompts", "0", "--gradient_accumulation_steps", "2")
     own, library = (solved("reasoning", recipe, name, *flags) for name in ("my_reasoning", "library"))
     assert all(torch.equal(own[name], library[name]) for name in own)
 
 
+@contextlib.contextmanager
+def replaced(module: str, name: str, function):
+    """A student's function in the place of a solved one."""
+    loaded = sys.modules[module]
+    right = getattr(loaded, name)
+    function.__module__, function.__name__ = module, name
+    setattr(loaded, name, function)
+    try:
+        yield
+    finally:
+        setattr(loaded, name, right)
+
+
 def test_wrong_answers_train_to_something_else(solved):
     """The comparison above would show a student's function that is not used: a loss of the other sign."""
-    import torch
-
-    module = sys.modules.get("my_rlhf.preference")
-    if module is None:
-        solved("rlhf_project", "dpo", "my_rlhf", *SHORT)
-        module = sys.modules["my_rlhf.preference"]
-    library = solved("rlhf_project", "ipo", "library", *SHORT)
-    right = module.ipo
-
-    def ipo(scores, *, beta=0.1, length_normalized=False):
-        return -right(scores, beta=beta, length_normalized=length_normalized)
-
-    ipo.__module__ = module.__name__
-    module.ipo = ipo
-    try:
-        own = solved("rlhf_project", "ipo", "my_rlhf", *SHORT)
-    finally:
-        module.ipo = right
-    assert any(not torch.equal(own[name], library[name]) for name in own)
+    right = solved("rlhf_project", "ipo", "library", *SHORT)
+    solved("rlhf_project", "dpo", "my_rlhf", *SHORT)
+    ipo = sys.modules["my_rlhf.preference"].ipo
+    with replaced("my_rlhf.preference", "ipo", lambda scores, *, beta=0.1: -ipo(scores, beta=beta)):
+        wrong = solved("rlhf_project", "ipo", "my_rlhf", *SHORT)
+    assert any(not torch.equal(wrong[name], right[name]) for name in right)
 
 
 def test_a_whole_loss_trains_as_the_library_s_algorithm_does(solved, tmp_path):
     """GRPO as one scalar from the student, and as the row of the table that the recipes train with."""
-    import torch
-
     from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
-    from trl_ext.assignment.training import known_score
+    from trl_ext.assignment.train.trainers import known_score
     from trl_ext.toy import MODEL_DIR
 
     own = solved("rlhf_project", "grpo", "my_rlhf", *SHORT, "--num_iterations", "2")
@@ -135,23 +116,20 @@ def test_a_whole_loss_trains_as_the_library_s_algorithm_does(solved, tmp_path):
     ],
 )
 def test_training_on_the_starter_says_what_to_implement(recipe, part, tmp_path):
-    folder = tmp_path / "course"
-    write_assignment(load_spec("rlhf_project"), folder)
-    done = run("train.py", "--recipe", recipe, *SHORT, folder=folder)
-    assert done.returncode == 2
+    write_assignment(load_spec("rlhf_project"), tmp_path / "course")
+    done = run("train.py", "--recipe", recipe, *SHORT, folder=tmp_path / "course")
     errors = [line for line in done.stderr.splitlines() if "error" in line]
-    assert len(errors) == 1 and part in errors[0] and "Traceback" not in done.stderr
+    assert done.returncode == 2 and len(errors) == 1 and part in errors[0] and "Traceback" not in done.stderr
 
 
 def test_a_module_alone_can_be_the_implementation(tmp_path):
     """The preference module of a starter in which nothing else is written, and names that are not there."""
     folder = tmp_path / "course"
     write_assignment(load_spec("rlhf_project"), folder)
-    text = (folder / "my_rlhf" / "preference.py").read_text()
-    (folder / "my_rlhf" / "preference.py").write_text(
-        f"{text}\n\ndef dpo(scores, *, beta=0.1):\n    return (1 + (-beta * scores.margin).exp()).log()\n"
-    )
-    train(folder, "dpo", "my_rlhf.preference", *SHORT)
+    with open(folder / "my_rlhf" / "preference.py", "a") as file:
+        file.write("\n\ndef dpo(scores, *, beta=0.1):\n    return (1 + (-beta * scores.margin).exp()).log()\n")
+    done = run("train.py", "--recipe", "dpo", "--implementation", "my_rlhf.preference", *SHORT, folder=folder)
+    assert done.returncode == 0 and "dpo: yours" in done.stdout, done.stderr[-3000:]
     for arguments, part in (
         (("--recipe", "dop"), "no recipe 'dop'; did you mean 'dpo'? Known: dpo, ipo, aot"),
         (("--recipe", "dpo", "--implementation", "my_rhlf.preference"), "no module 'my_rhlf.preference'"),
@@ -166,45 +144,31 @@ def test_a_module_alone_can_be_the_implementation(tmp_path):
 
 
 def test_runs_on_the_library_have_another_folder(tmp_path, monkeypatch):
-    """A threshold is on runs/NAME, where a run on the library's functions must not lie."""
-    import json
-
-    from trl_ext.assignment import training
-
-    write_assignment(load_spec("rlhf_project"), tmp_path / "course", solution=True)
+    """A threshold is on runs/NAME, where a run on the library's functions must not be."""
+    write_assignment(load_spec("reasoning"), tmp_path / "course", solution=True)
     monkeypatch.chdir(tmp_path / "course")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(
-        training, "_runner", lambda recipe: lambda *given: {"yours": sorted(given[1].own), "summary": ""}
-    )
-    training.main(["--recipe", "dpo", "--implementation", "library"])
-    assert [path.name for path in Path("runs").iterdir()] == ["dpo-library"]
-    training.main(["--recipe", "dpo"])
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["dpo", "dpo-library"]
-    assert "dpo" in json.loads(Path("runs/dpo/results.json").read_text())["yours"]
+    none = ("--recipe", "sft", "--steps", "0", "--eval_prompts", "0")
+    command.main([*none, "--implementation", "library"])
+    assert [path.name for path in Path("runs").iterdir()] == ["sft-library"]
+    command.main(list(none))
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["sft", "sft-library"]
+    assert "sft_microbatch_step" in json.loads(Path("runs/sft/results.json").read_text())["yours"]
     plan = json.loads((tmp_path / "course_grader" / "grading.json").read_text())
-    assert [each["uses"] for each in plan["thresholds"] if each["recipe"] == "grpo"] == [
-        ["grpo_loss", "group_normalized"]
-    ]
+    uses = ["tokenize_prompt_and_output", "response_log_probs", "sft_microbatch_step"]
+    assert [each["uses"] for each in plan["thresholds"] if each["recipe"] == "sft"] == [uses]
 
 
 def test_a_step_without_a_backward_pass_is_an_error(solved, capsys):
     """Training would go on and change nothing."""
-    import importlib
+    short = ("--steps", "1", "--eval_prompts", "0")
+    solved("reasoning", "sft", "library", *short)
+    importlib.import_module("my_reasoning.losses")
 
-    solved("reasoning", "sft", "library", "--steps", "1", "--eval_prompts", "0")
-    module = importlib.import_module("my_reasoning.losses")
-    right = module.sft_microbatch_step
-
-    def sft_microbatch_step(policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0):
+    def no_backward(policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0):
         return -(policy_log_probs * response_mask).sum(), {}
 
-    sft_microbatch_step.__module__ = module.__name__
-    module.sft_microbatch_step = sft_microbatch_step
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            solved("reasoning", "sft", "my_reasoning", "--steps", "1", "--eval_prompts", "0")
-    finally:
-        module.sft_microbatch_step = right
+    with replaced("my_reasoning.losses", "sft_microbatch_step", no_backward), pytest.raises(SystemExit) as stopped:
+        solved("reasoning", "sft", "my_reasoning", *short)
     assert stopped.value.code == 2
     assert "no gradient has reached the model: does the micro-batch step call backward()" in capsys.readouterr().err

@@ -29,10 +29,6 @@ def as_before(monkeypatch):
         ([], "--trainer"),
         (["--trainer", "dpo"], "invalid choice"),
         (["--trainer", "policy", "--group_size", "1"], "--group_size 1"),
-        (["--trainer", "policy", "--against-grouped"], "--against-grouped"),
-        (["--trainer", "reward", "--lengths", "toy", "--layers", "2"], "--layers"),
-        (["--trainer", "reward", "--hidden_size", "100"], "--hidden_size 100: give a multiple of 64"),
-        (["--trainer", "reward", "--lora_r", "-1"], "--lora_r -1"),
         (["--trainer", "reward", "--pairs", "0"], "at least 1"),
         (["--trainer", "reward", "--lenghts", "toy"], "unknown flag --lenghts.*lengths"),
     ],
@@ -79,33 +75,6 @@ def test_the_summary_is_of_totals_medians_and_range():
     assert summary["largest_gradient_norm_difference"] == pytest.approx(0.001)
 
 
-def test_utilization_is_of_the_known_peak_or_the_given_one():
-    """989e12 operations in 2 and in 1 seconds on an H100 with a peak of 989e12 a second: a half and all of it."""
-    result = {
-        "machine": {"device": "NVIDIA H100 80GB HBM3"},
-        "work": 989e12,
-        "summary": {"seconds": {"stock": 2.0, "packed": 1.0}},
-    }
-    assert step.utilization(result, None) == {"stock": 0.5, "packed": 1.0}
-    assert step.utilization(result, 1978.0) == {"stock": 0.25, "packed": 0.5}
-    result["machine"]["device"] = "another"
-    assert step.utilization(result, None) is None
-
-
-def test_grouped_batches_are_of_like_length():
-    """512 pairs in batches of 2: blocks of 100 pairs, each sorted by its longer row; none is lost."""
-    from benchmarks._lengths import pairs
-    from benchmarks._step_arms import grouped_by_length
-
-    rows = pairs("wildchat", vocabulary=500)
-    ordered = grouped_by_length(rows, 2)
-    assert sorted(ordered) == sorted(rows)
-    longest = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in ordered]
-    blocks = [longest[start : start + 100] for start in range(0, 256, 100)]
-    assert all(block == sorted(block, reverse=True) for block in blocks)
-    assert ordered != sorted(rows, key=lambda pair: -len(pair.prompt))
-
-
 def test_a_rollout_is_padded_as_the_trainer_pads_it():
     """Prompts on the left to 3, responses on the right to 4; every response of a group has its prompt; 2 pads."""
     from benchmarks._lengths import Group
@@ -124,10 +93,9 @@ def test_a_rollout_is_padded_as_the_trainer_pads_it():
 @pytest.mark.parametrize("trainer", step.TRAINERS)
 def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_before):
     argv = ["--trainer", trainer, "--lengths", "toy", "--pairs", "2", "--batch_size", "4"]
-    step.main([*argv, "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")])
+    step.main([*argv, "--json", str(tmp_path / "out.json")])
     printed = capsys.readouterr().out
     assert "wall seconds" in printed and "peak memory, MiB" in printed
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["settings"]["trainer"] == trainer
     assert result["backend"] == "sdpa"
@@ -142,12 +110,11 @@ def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_b
             assert math.isclose(row["stock"][name], row["packed"][name], rel_tol=1e-4, abs_tol=1e-6)
         assert row["stock"]["gradient_norm"] > 1e-3
         assert all(row[arm][name] > 0 for arm in ("stock", "packed") for name in ("seconds", "cpu_seconds"))
-    assert result["work"] > 0
 
 
 @pytest.mark.slow
 def test_more_batches_than_there_are_end_in_one_line(capsys, as_before):
     with pytest.raises(SystemExit) as raised:
-        step.main(["--trainer", "policy", "--lengths", "wildchat", "--hidden_size", "64", "--pairs", "17"])
+        step.main(["--trainer", "policy", "--lengths", "wildchat", "--size", "toy", "--pairs", "17"])
     assert raised.value.code == 2
     assert capsys.readouterr().err.startswith("error: --pairs 17: wildchat has 16 batches of this size")

@@ -253,7 +253,7 @@ def _until(is_so, seconds: float = 30) -> None:
 
 @pytest.mark.parametrize("look", [iter, len, lambda lost: lost[0], lambda lost: lost[2:4]])
 def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
-    from trl_ext.trainers.vllm_server import ServerLostError, _Lost
+    from trl_ext.trainers.policy.vllm_server import ServerLostError, _Lost
 
     with pytest.raises(ServerLostError, match="the vLLM server is gone.*refused"):
         look(_Lost("refused"))
@@ -263,7 +263,7 @@ def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_without_vllm_its_extra_is_named(mode, rank, monkeypatch):
     """By every process, before a model is loaded or a server waited for."""
-    from trl_ext.trainers import vllm_server
+    from trl_ext.trainers.policy import vllm_server
 
     monkeypatch.setattr(vllm_server, "is_vllm_available", lambda: False)
     monkeypatch.setenv("RANK", rank)

@@ -35,9 +35,7 @@ def score(recipe: str, prompt: int, seed: str, rate: str | None) -> float:
 @pytest.fixture
 def compare(monkeypatch, tmp_path):
     """The recipe's module, whose runs write made-up scores; `calls` has the script and the arguments of each."""
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import compare
-    import sweep
+    from trl_ext.runs.studies import compare, sweep
 
     monkeypatch.chdir(tmp_path)
     calls = []
@@ -48,9 +46,9 @@ def compare(monkeypatch, tmp_path):
         recipe, folder = Path(command[at]).stem, Path(given["output_dir"])
         calls.append((recipe, given))
         if (folder.parent / f"break-{folder.name}").exists():
-            return SimpleNamespace(code=3)
+            return 3
         fake_run(recipe, folder, given)
-        return SimpleNamespace(code=0)
+        return 0
 
     monkeypatch.setattr(sweep, "run_or_stop", run)
     return SimpleNamespace(module=compare, calls=calls, main=lambda *words: compare.main([*words]))
@@ -114,13 +112,8 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "better"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
     # 200 pairs twice; 20 seconds, and 20 of the reward model's run.
-    assert dpo["budget"] == {
-        "samples": 400,
-        "unit": "pairs",
-        "optimizer_steps": 10,
-        "training_seconds": 20,
-        "reward_seconds": 0,
-    }
+    spent = {"optimizer_steps": 10, "training_seconds": 20, "reward_seconds": 0}
+    assert dpo["budget"] == {"samples": 400, "unit": "pairs", **spent}
     assert (grpo["budget"]["samples"], grpo["budget"]["reward_seconds"]) == (640, 20)
     notes = " ".join(found["notes"])
     assert "Samples are not of one kind (pairs: dpo, ipo; sampled responses: grpo)." in notes
@@ -163,7 +156,7 @@ def test_methods_are_run_and_compared(compare, capsys):
 )
 def test_rows_that_were_learned_from(rows, steps, settings, expected, tmp_path):
     """On one process, in batches of 32 unless said otherwise."""
-    from trl_ext.evaluation.method_runs import budget, read_method_run
+    from trl_ext.evaluation.methods.runs import budget, read_method_run
 
     fake_run("dpo", tmp_path, {"seed": "0"}, train_pairs=rows, optimizer_steps=steps)
     known = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "dataloader_drop_last": False}
@@ -278,17 +271,10 @@ def test_runs_that_are_not_alike_are_refused(about, given, expected, compare, ca
 def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     compare.main("--methods", "dpo,grpo", "--seeds", "0-1", "--dry_run")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0::2] == [
-        f"# {stage}: new"
-        for stage in (
-            "reward_models, reward_model-0",
-            "reward_models, reward_model-1",
-            "runs, dpo-0",
-            "runs, dpo-1",
-            "runs, grpo-0",
-            "runs, grpo-1",
-        )
+    names = [
+        f"{name}-{seed}" for name in ("reward_models, reward_model", "runs, dpo", "runs, grpo") for seed in (0, 1)
     ]
+    assert lines[0::2] == [f"# {name}: new" for name in names]
     assert not compare.calls and not Path("runs").exists()
 
 
@@ -333,12 +319,12 @@ def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_
         ),
         (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
         (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
-        (["--methods", "dpo", "--seeds", "0-2,1"], None, "a seed stands there twice"),
+        (["--methods", "dpo", "--seeds", "0-2,1"], None, "a seed is given twice"),
         ([], None, "no methods: name some"),
         (["--methods", "dpo", "--array_index", "0"], None, "--array_index needs --stage"),
         (["--methods", "dpo", "--stage", "runs", "--array_index", "5"], None, "has 5 runs, numbered from 0"),
         (["--config", "file.yaml"], {"method": {}}, "unknown key 'method'; did you mean 'methods'?"),
-        (["--config", "file.yaml"], {"methods": {"dpo": {"output_dir": "x"}}}, "output_dir is settled by the sweep"),
+        (["--config", "file.yaml"], {"methods": {"dpo": {"output_dir": "x"}}}, "output_dir is set by the sweep"),
         (["--config", "file.yaml"], {"methods": {"dpo": {"config": "no.yaml"}}}, "no configuration file 'no.yaml'"),
         (["--methods", "dpo", "--sweep", "file.yaml"], {"grid": {"beta": 1}}, "beta must be a list of values, got 1"),
         (["--methods", "dpo", "--sweep", "file.yaml"], {"seeds": [4]}, "settings are chosen on other seeds"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics, write_report
-from trl_ext.evaluation.judge import GroundTruthJudge
+from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
 from trl_ext.rollouts import Generation
 
 
@@ -253,8 +253,8 @@ class TestBasePolicy:
         """In mixed precision too: both models are run alike, so that the KL is 0 and every prompt is a tie."""
         from tests.tiny import pairs
         from tests.train_once import build
+        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, evaluate_pairs
         from trl_ext.trainers import defaults
-        from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings, evaluate_pairs
         from trl_ext.trainers.policies import remember_base
 
         monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: True)

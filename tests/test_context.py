@@ -10,17 +10,16 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from tests import recipes
 from trl_ext.models import resolve_model_path
+from trl_ext.runs import training_run
 from trl_ext.trainers.context import check_generations, check_policy, check_rows
-from trl_ext.trainers.rollout_metrics import _warn_of_empty
+from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 
 @pytest.fixture
 def training(monkeypatch):
     """The recipes' module."""
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import training
+    from trl_ext.runs import loading as training
 
     return training
 
@@ -125,12 +124,11 @@ class TestRecipes:
             training.load_rows(str(tmp_path), "train_gen", skip_bad_rows=False)
 
     def test_a_hub_out_of_reach(self, training, monkeypatch):
-        import run_folder
 
         def whoami(token):
             raise httpx.ConnectError("Name or service not known")
 
-        monkeypatch.setattr(run_folder, "whoami", whoami)
-        run_folder.check_hub(SimpleNamespace(push_to_hub=False))
+        monkeypatch.setattr(training_run, "whoami", whoami)
+        training_run.check_hub(SimpleNamespace(push_to_hub=False))
         with pytest.raises(ValueError, match="--push_to_hub needs the hub.*Name or service not known.*leave it out"):
-            run_folder.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))
+            training_run.check_hub(SimpleNamespace(push_to_hub=True, hub_token=None))

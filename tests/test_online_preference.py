@@ -1,4 +1,4 @@
-"""`OnlinePreferenceTrainer` against float64 arithmetic, however its batch is divided, and across a resumption."""
+"""`OnlinePreferenceTrainer` against float64 arithmetic, and however its batch is divided."""
 
 from __future__ import annotations
 
@@ -16,30 +16,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.float64 import float32_again
-from tests.reward_adapters import save_adapter
-from tests.rollout_once import build, prompts, save_policy, thirds, train, train_in_processes
+from tests.rollout_once import prompts, thirds, train, train_in_processes
 from tests.tiny import perturbed, response_log_prob
-from tests.train_once import largest_difference, parameters, relative_difference, result
-from trl_ext import OnlinePreferenceConfig
-from trl_ext.evaluation.judge import JudgeError
+from tests.train_once import largest_difference, relative_difference, result
 from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
 from trl_ext.rollouts.replay import importance_weights
-from trl_ext.trainers import online_preference
-from trl_ext.trainers.judge_rewards import JudgeRewards
-from trl_ext.trainers.online_preference import REPLAY_FILE
-from trl_ext.trainers.pair_batches import SampledPairMetrics
-from trl_ext.trainers.reward_functions import reward_columns
-from trl_ext.trainers.reward_guard import RewardError, RewardGuard
-from trl_ext.trainers.scoring_temperature import ScoringTemperature
+from trl_ext.trainers.online_preference import trainer as online_preference
+from trl_ext.trainers.policy.scoring_temperature import ScoringTemperature
+from trl_ext.trainers.preference.pair_batches import SampledPairMetrics
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
 LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
 
 
 def specification(policy_path: str, **args) -> dict:
@@ -392,233 +380,3 @@ def test_several_updates_to_a_rollout(policy_path, tmp_path):
     assert trainer.rollouts == 1
     assert run.losses[2] < run.losses[0]
     assert run.losses[3] < run.losses[1], "the same pairs again"
-
-
-# ---- A judge ----
-
-
-class Shorter:
-    """Prefers the response of fewer characters."""
-
-    sequential = True
-    identity = None
-
-    def judge(self, prompt, response_a, response_b):
-        if len(response_a) == len(response_b):
-            return "tie"
-        return "A" if len(response_a) < len(response_b) else "B"
-
-
-def test_a_judge_ranks_as_the_reward_that_it_stands_for(policy_path, tmp_path):
-    """Wins against the others of a group order its responses as their lengths do."""
-
-    def shorter(completions, **_):
-        return [-float(len(completion[0]["content"])) for completion in completions]
-
-    spec = specification(policy_path, max_completion_length=12)
-    judged = result(train(spec, str(tmp_path), reward_funcs=None, judge=Shorter()))
-    rewarded = result(train(spec, str(tmp_path), reward_funcs=[shorter]))
-    assert judged.losses == rewarded.losses
-    assert largest_difference(judged.parameters, rewarded.parameters) == 0
-    assert judged.logs[0]["pairs/reward_margin"] > 0.5, "the best wins more than half of its comparisons"
-
-
-class Failing:
-    """Judges as `Shorter`, and raises `error` where the response "bad" is compared."""
-
-    sequential = True
-    identity = None
-    name = "failing"
-
-    def __init__(self, error: Exception):
-        self.error = error
-        self.calls = 0
-
-    def judge(self, prompt, response_a, response_b):
-        self.calls += 1
-        if "bad" in (response_a, response_b):
-            raise self.error
-        return Shorter.judge(self, prompt, response_a, response_b)
-
-
-def guarded(error: Exception, mode: str, completions: list[str], **settings):
-    """What a judge brings behind the trainer's guard: rewards, the guard, and the judge."""
-    args = {"per_device_train_batch_size": 6, "num_generations": 3, "use_cpu": True, **settings}
-    config = OnlinePreferenceConfig("unused", reward_errors=mode, **args)
-    judge, guard = Failing(error), RewardGuard(mode)
-    function = guard.wrap(JudgeRewards(judge, lambda: 3, config))
-    return function(prompts=["p"] * len(completions), completions=completions), guard, judge
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (RuntimeError("HTTP 401"), "'failing' failed on the prompt 'p': RuntimeError: HTTP 401"),
-        (JudgeError("no verdict"), "'failing' failed on the prompt 'p': TooManyErrors: .* of 3 rows .*no verdict"),
-    ],
-)
-def test_a_judge_that_fails_stops_the_run_with_its_own_error(error, message):
-    with pytest.raises(RewardError, match=message):
-        guarded(error, "raise", ["c", "bad", "ab"])
-
-
-def test_a_judge_that_fails_where_errors_are_skipped(caplog):
-    """What is no verdict leaves out the response that cannot be compared; another error leaves out all of the call, as
-    one by itself cannot be compared. "c" is shorter than "ab", and wins.
-    """
-    rewards, guard, judge = guarded(JudgeError("no verdict"), "skip", ["c", "bad", "ab"])
-    assert (rewards, guard.failed) == ([1.0, None, 0.0], set())
-    rewards, guard, judge = guarded(RuntimeError("HTTP 401"), "skip", ["c", "ab", "e", "bad", "x", "yy"])
-    assert (rewards, guard.failed) == ([None] * 6, set(range(6)))
-    assert "'failing' failed on the prompt 'p': RuntimeError: HTTP 401" in caplog.text
-    assert "IndexError" not in caplog.text
-    assert judge.calls <= 12, "six pairs, in both orders, once"
-
-
-def test_groups_that_an_evaluation_would_divide_are_refused():
-    """Evaluation batches of 6 on two processes are 12 responses, three groups of 4, of which the second is divided."""
-    args = OnlinePreferenceConfig("unused", per_device_train_batch_size=4, use_cpu=True)
-    args.per_device_eval_batch_size = 6
-    JudgeRewards(Shorter(), lambda: 4, args)
-    message = (
-        "6 responses per process do not divide into groups of num_generations_eval 4: .*per_device_eval_batch_size"
-    )
-    with pytest.raises(ValueError, match=message):
-        JudgeRewards(Shorter(), lambda: 4, args)(["p"] * 6, list("abcdef"))
-    args.eval_strategy = "steps"
-    with pytest.raises(ValueError, match=message):
-        JudgeRewards(Shorter(), lambda: 4, args)
-    args.num_generations_eval = 3
-    JudgeRewards(Shorter(), lambda: 4, args)
-
-
-def test_what_a_judge_could_not_compare_has_no_reward_beside_a_function(policy_path, tmp_path):
-    """Another function's None stays TRL's, which leaves that function out of the sum."""
-    trainer = build(specification(policy_path), str(tmp_path), judge=Shorter())
-    missing = float("nan")
-    totals = trainer._weighted_sum(torch.tensor([[1.0, missing], [missing, 0.5], [2.0, 1.0], [missing, missing]]))
-    assert totals.tolist() == pytest.approx([missing, 0.5, 3.0, missing], nan_ok=True)
-    # Responses to different prompts are not compared.
-    assert list(reward_columns(trainer, prompts(2), ["a", "bc"], [True] * 2, [[5], [6, 7]])) == ["thirds"]
-
-
-# ---- Resumption ----
-
-
-def replaying(policy_path: str, folder, **args) -> dict:
-    settings = {"max_steps": 4, "learning_rate": 0.02, "save_strategy": "steps", "save_steps": 2, **REPLAY}
-    return specification(policy_path, replay_weights="sequence", **{**settings, **args}, output_dir=str(folder))
-
-
-def test_resumes_as_it_would_have_gone_on(policy_path, tmp_path):
-    """Sampled, not fixed responses: replay, random state and all are those of the run that was not interrupted."""
-    spec = {**replaying(policy_path, tmp_path), "fixed": False, "prompts": 16}
-    straight = train(spec, str(tmp_path))
-    resumed = train({**spec, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}, str(tmp_path))
-    assert largest_difference(parameters(resumed), parameters(straight)) == 0
-    assert list(map(repr, resumed.replay.pairs)) == list(map(repr, straight.replay.pairs))
-    assert {pair.version for pair in resumed.replay.pairs} == {1, 2, 3}
-    names = [key for key in result(straight).logs[3] if key.startswith(("pairs/", "replay/", "rewards/"))]
-    assert len(names) > 10
-    for key in names:
-        assert result(resumed).logs[3][key] == result(straight).logs[3][key], key
-
-
-def test_pairs_that_other_rewards_labelled_are_left_out(policy_path, tmp_path, caplog):
-    spec = replaying(policy_path, tmp_path)
-    train({**spec, "args": {**spec["args"], "max_steps": 2}}, str(tmp_path))
-    assert (tmp_path / "checkpoint-2" / REPLAY_FILE).is_file()
-    other = {**spec, "rewards": ["evens"], "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}
-    resumed = train({**other, "args": {**spec["args"], "max_steps": 3}}, str(tmp_path))
-    assert "8 of 8 replayed pairs were labelled by other rewards" in caplog.text
-    assert {pair.reward_version for pair in resumed.replay.pairs} == {"1 evens, missing end 0"}
-
-
-def test_reward_models_are_told_apart_by_their_weights(policy_path, tmp_path):
-    """Of the same name in two folders, or trained again in one; the same weights elsewhere are the same."""
-
-    def version(folder: str) -> str:
-        spec = {**specification(policy_path, replay_capacity=8), "rewards": [folder]}
-        return build(spec, str(tmp_path / "run"))._reward_version
-
-    one, other = (save_adapter(policy_path, tmp_path / name / "rm", seed=seed) for name, seed in (("a", 0), ("b", 1)))
-    first, second = version(one), version(other)
-    assert first.startswith("1 rm (") and second.startswith("1 rm (") and first != second
-    save_adapter(policy_path, tmp_path / "b" / "rm", seed=0)
-    assert version(other) == first
-    # Without a replay nothing reads it, nor the files for it.
-    spec = {**specification(policy_path), "rewards": [one]}
-    assert build(spec, str(tmp_path / "run"))._reward_version == ""
-
-
-# ---- What is refused ----
-
-WRONG = {
-    "num_generations must be at least 2, got 1: a pair takes two": {"num_generations": 1},
-    "unknown preference loss 'ipoo'; did you mean 'ipo'": {"loss": "ipoo"},
-    "pairs must be one of best_worst, all, got 'best'": {"pairs": "best"},
-    "tie_tolerance must be a number from 0 up": {"tie_tolerance": -1.0},
-    "epsilon is not used by OnlinePreferenceConfig: a preference loss has no importance ratio": {"epsilon": 0.2},
-    "mask_truncated_completions is not used .* missing_eos_penalty": {"mask_truncated_completions": True},
-    "is the algorithm 'online_preference' and cannot be 'grpo'": {"algorithm": "grpo"},
-    "replay_fraction must lie between 0 and 1, got 1": {"replay_capacity": 8, "replay_fraction": 1.0},
-    "replay_max_age 1 leaves nothing to replay: .* 2 updates old": {
-        "replay_capacity": 8,
-        "replay_max_age": 1,
-        "num_iterations": 2,
-    },
-    "replay_weights must be one of none, sequence": {"replay_capacity": 8, "replay_weights": "token"},
-    "replay_weights sequence needs a replay: set replay_capacity": {"replay_weights": "sequence"},
-    "replay_weight_cap 3.0 needs a replay: set replay_capacity": {"replay_weight_cap": 3.0},
-    "replay_fraction 0.3 needs a replay: set replay_capacity": {"replay_fraction": 0.3},
-    "replay_max_age 9 needs a replay: set replay_capacity": {"replay_max_age": 9},
-    "replay_weight_cap 3.0 caps nothing with replay_weights none": {"replay_capacity": 8, "replay_weight_cap": 3.0},
-    "replay_weight_cap must be a number from 1": {"replay_capacity": 8, "replay_weight_cap": 0.5},
-    "replay_capacity must be at least 0": {"replay_capacity": -1},
-    "replay does not go with sync_ref_model": {"replay_capacity": 8, "sync_ref_model": True},
-    "gradient_accumulation_steps 2 does not divide the 1 micro-batches": {
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 1,
-    },
-    "beta must be positive": {"beta": 0.0},
-    "reads the column 'p'": {"loss": "sppo", "loss_kwargs": {"chosen_win_probability": "p"}},
-}
-
-
-@pytest.mark.parametrize("message", WRONG)
-def test_wrong_configuration(message, tmp_path):
-    settings = {"per_device_train_batch_size": 8, "use_cpu": True, **WRONG[message]}
-    with pytest.raises(ValueError, match=message):
-        OnlinePreferenceConfig(str(tmp_path), **settings)
-
-
-def test_wrong_trainer_arguments(policy_path, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="no reward function"):
-        train(specification(policy_path), str(tmp_path), reward_funcs=None)
-    with pytest.raises(ValueError, match=r"replay larger than memory allows: replay_capacity 1000000000000 "):
-        train(specification(policy_path, replay_capacity=10**12), str(tmp_path))
-    # A copy for each process of this machine, whose memory it is.
-    checked = []
-    monkeypatch.setattr(online_preference, "check_memory", lambda *about: checked.append(about[3]))
-    for local in (None, "2"):
-        if local:
-            monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        build(specification(policy_path, replay_capacity=8), str(tmp_path))
-    assert checked == [1, 2]
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="2 responses per process do not divide into groups of num_generations 4"):
-        spec = specification(policy_path, per_device_train_batch_size=2, generation_batch_size=4)
-        spec["args"]["steps_per_generation"] = None
-        # As on two processes: half of a group of 4 on each.
-        args = OnlinePreferenceConfig(str(tmp_path), per_device_train_batch_size=4, use_cpu=True)
-        args.per_device_train_batch_size = 2
-        JudgeRewards(Shorter(), lambda: 4, args)
-
-
-def test_description():
-    args = OnlinePreferenceConfig("unused", loss="ipo", per_device_train_batch_size=8, use_cpu=True)
-    objective = args.build_objective()
-    assert objective.describe().startswith("online ipo (beta 0.1, length_normalized False), pairs best_worst")
-    assert objective.to_dict()["loss"] == "ipo"
-    assert args.beta == 0.1
-    assert OnlinePreferenceConfig("unused", loss="simpo", per_device_train_batch_size=8, use_cpu=True).beta == 2.0

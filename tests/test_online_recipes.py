@@ -13,11 +13,14 @@ import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from tests import recipes
+from tests.recipes import read, refused
 from tests.rollout_once import build, save_policy, thirds
 from trl_ext.rewards import RewardEnsemble
+from trl_ext.runs import arguments, online
+from trl_ext.runs.folder import config_text
 from trl_ext.toy import MODEL_DIR, score
 
 SHORT = [
@@ -42,11 +45,6 @@ def save_reward_adapter(folder: Path, seed: int) -> Path:
     get_peft_model(base, config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
     return folder
-
-
-def read(folder: Path, name: str):
-    text = (folder / name).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
 
 
 def write_rewards(folder: Path) -> None:
@@ -90,10 +88,7 @@ def ensemble_run(tmp_path_factory) -> Path:
         *("--reward_function", "my_rewards.py:known"),
         *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
         folder=folder,
-        capture_output=True,
-        text=True,
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     (folder / "stdout.txt").write_text(done.stdout)
     (folder / "stderr.txt").write_text(done.stderr)
     return folder
@@ -160,22 +155,12 @@ class TestARun:
     def test_the_configuration_reads_back(self, ensemble_run, monkeypatch):
         path = ensemble_run / "runs" / "grpo-toy" / "config.yaml"
         parsed = recipes.parse(monkeypatch, "grpo", "--config", str(path))
-        assert yaml.safe_load(run_folder().config_text(*parsed)) == yaml.safe_load(path.read_text())
+        assert yaml.safe_load(config_text(*parsed)) == yaml.safe_load(path.read_text())
 
     def test_it_prints_what_it_found(self, ensemble_run):
         printed = (ensemble_run / "stdout.txt").read_text()
         for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
             assert text in printed
-
-
-def common():
-    """The recipes' module of that name, once a recipe has been parsed or run."""
-    return sys.modules["common"]
-
-
-def run_folder():
-    """As `common`."""
-    return sys.modules["run_folder"]
 
 
 BATCHES = {
@@ -196,23 +181,15 @@ def test_a_saved_configuration_reads_back(method, batch, monkeypatch, tmp_path):
     arguments = ["--reward_function", "my_rewards.py:known", "--min_new_tokens", "3", "--save_steps", "7"]
     parsed = recipes.parse(monkeypatch, method, *arguments, *BATCHES[batch])
     path = tmp_path / "config.yaml"
-    path.write_text(run_folder().config_text(*parsed))
+    path.write_text(config_text(*parsed))
     again = recipes.parse(monkeypatch, method, "--config", str(path))
     for one, other in zip(parsed, again, strict=True):
         names = [field.name for field in dataclasses.fields(one) if field.init and field.name != "logging_dir"]
         assert {name: getattr(one, name) for name in names} == {name: getattr(other, name) for name in names}
-    assert yaml.safe_load(run_folder().config_text(*again)) == yaml.safe_load(path.read_text())
+    assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
     training, expected = again[-1], {"default": 64, "rollout": 256, "micro-batches": 256, "one response": 128}
     assert training.generation_batch_size == expected[batch]
     assert training.steps_per_generation == expected[batch] // 64
-
-
-@pytest.fixture
-def online(monkeypatch):
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import online
-
-    return online
 
 
 @pytest.mark.parametrize(
@@ -226,14 +203,10 @@ def online(monkeypatch):
         # 2 updates x 2 / 3 in a rollout: one and a third.
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 2}, 24, 2),
         # An epoch of three micro-batches is two updates, of two and of one.
-        (
-            {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2},
-            6,
-            6,
-        ),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2}, 6, 6),
     ],
 )
-def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, online, tiny_model_path, tmp_path):
+def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, tiny_model_path, tmp_path):
     """By the calls of the reward function and the responses that it was given."""
     calls = []
 
@@ -245,11 +218,11 @@ def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, online,
     trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
     trainer.train()
     assert len(calls) == rollouts
-    described = online._describe(trainer, online.OnlineArguments())
+    described = online.describe_online(trainer, online.OnlineArguments())
     assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
 
 
-def test_rollouts_before_a_resumed_run_are_counted(online, tiny_model_path, tmp_path):
+def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
     """4 updates of 4 micro-batches, of which 2 make a rollout: 8 rollouts, 6 of them before the checkpoint."""
     args = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 4}
     saving = {"save_strategy": "steps", "save_steps": 3}
@@ -257,11 +230,11 @@ def test_rollouts_before_a_resumed_run_are_counted(online, tiny_model_path, tmp_
     build(spec, str(tmp_path / "run")).train()
     trainer = build(spec, str(tmp_path / "run"))
     trainer.train(resume_from_checkpoint=str((tmp_path / "run" / "checkpoint-3").rename(tmp_path / "kept")))
-    described = online._describe(trainer, online.OnlineArguments())
+    described = online.describe_online(trainer, online.OnlineArguments())
     assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
 
 
-def test_members_are_calibrated_where_they_share(online, monkeypatch, tmp_path):
+def test_members_are_calibrated_where_they_share(monkeypatch, tmp_path):
     """On the policy's backbone: scoring before that would load a copy of the base for each."""
     monkeypatch.chdir(tmp_path)
 
@@ -336,25 +309,25 @@ def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
     assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] == 1.0
 
 
-def test_whose_errors_are_printed(online, monkeypatch, capsys):
+def test_whose_errors_are_printed(monkeypatch, capsys):
     """Arguments fail alike on every process, and the first one says so; in training, whichever process failed."""
-    from trl_ext.trainers.reward_guard import RewardError
+    from trl_ext.resilience.reward_guard import RewardError
 
     def printed(rank: int, error: Exception, *kinds) -> str:
         monkeypatch.setenv("RANK", str(rank))
-        with pytest.raises(SystemExit) as stopped, common().one_line_errors(*kinds):
+        with pytest.raises(SystemExit) as stopped, arguments.one_line_errors(*kinds):
             raise error
         assert stopped.value.code == 2
         return capsys.readouterr().err
 
-    in_training = common().MENDABLE_IN_TRAINING
+    in_training = arguments.MENDABLE_IN_TRAINING
     assert printed(0, ValueError("no\nsuch")) == "error: no such\n"
     assert printed(1, ValueError("no")) == ""
     for rank in (0, 1):
         assert printed(rank, RewardError("row_id 3"), in_training) == "error: row_id 3\n"
         assert printed(rank, FloatingPointError("stopped"), in_training) == "error: stopped\n"
     # A fault of the code itself keeps its traceback.
-    with pytest.raises(ValueError), common().one_line_errors(in_training):
+    with pytest.raises(ValueError), arguments.one_line_errors(in_training):
         raise ValueError
 
 
@@ -398,15 +371,6 @@ def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
     assert steps == [1, 2, 3, 4]
 
 
-def refused(monkeypatch, capsys, script: str, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        recipes.run(monkeypatch, script, *arguments)
-    assert stopped.value.code == 2
-    message = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(message) == 1
-    return message[0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -431,53 +395,3 @@ def test_bad_input_is_refused_before_the_first_rollout(arguments, expected, tmp_
     write_rewards(tmp_path)
     assert expected in refused(monkeypatch, capsys, "grpo", *arguments)
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("*.jsonl"))
-
-
-def test_the_course_runs_online(monkeypatch):
-    """The course's settings, number by number: 25 rollouts of 16 prompts x 4, each serving 8 updates."""
-    for method, epsilon in (("grpo", 0.2), ("dr_grpo", 0.2), ("gspo", 0.2)):
-        path = recipes.RECIPES / "configs" / "wildchat" / f"{method}.yaml"
-        arguments, model, training = recipes.parse(monkeypatch, method, "--config", str(path))
-        objective = training.build_objective()
-        assert arguments.reward_model == ["runs/reward-model-wildchat/checkpoint-200"]
-        assert (model.use_peft, model.lora_r, model.lora_alpha, model.lora_dropout) == (True, 32, 64, 0.05)
-        assert (training.generation_batch_size, training.num_generations, training.num_iterations) == (64, 4, 2)
-        assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (8, 2)
-        assert training.updates_per_rollout == 8 and training.max_steps == 8 * 25
-        assert (objective.epsilon, objective.epsilon_high) == (epsilon, epsilon)
-        assert (objective.beta, objective.kl_estimator, objective.kl_aggregation) == (0.01, "k3", "token_mean")
-        assert objective.advantage_clip == 5
-        assert (training.min_new_tokens, training.max_completion_length) == (32, 256)
-        assert training.generation_kwargs == {"min_new_tokens": 32}
-        assert (training.temperature, training.top_p, training.learning_rate) == (0.8, 0.95, 1e-5)
-        assert (training.max_grad_norm, training.adam_beta1, training.adam_beta2) == (0.5, 0.9, 0.95)
-        # Both every 25 rollouts, on 32 prompts.
-        assert (arguments.generation_eval_every, training.save_steps) == (200, 200)
-        assert (arguments.num_generation_prompts, arguments.generation_temperature) == (32, 0)
-        _is_the_courses_warm_up(training)
-        named = f"berkeley_{method}"
-        assert {**objective.to_dict(), "algorithm": named} == type(objective)(named).to_dict()
-
-
-def _is_the_courses_warm_up(training) -> None:
-    """The course sets the rate before each rollout r of 1 to 25, to lr * min(1, r / 20), and keeps it for 8 updates.
-
-    The first 20 rollouts: 8 * 1e-5 * (1 + ... + 20) / 20 = 8.4e-4; the other 5: 8 * 5e-5 = 4e-4; in sum 1.24e-3.
-    transformers rises with every update, from 0: u / 160 of lr at the u-th of 0 to 199, in sum
-    1e-5 * (159 / 2 + 40) = 1.195e-3. It is behind by 1 / 20 of lr where a rollout begins, and by 1 / 160 at its end.
-    """
-    course = [1e-5 * min(1, (update // 8 + 1) / 20) for update in range(200)]
-    assert course[40] == pytest.approx(3e-6) and sum(course) == pytest.approx(1.24e-3)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-    steps = {"num_warmup_steps": training.get_warmup_steps(200), "num_training_steps": 200}
-    schedule, rates = get_scheduler(training.lr_scheduler_type, optimizer, **steps), []
-    for _ in range(200):
-        rates += schedule.get_last_lr()
-        optimizer.step()
-        schedule.step()
-    expected = {0: 0.0, 1: 6.25e-8, 40: 2.5e-6, 159: 9.9375e-6, 160: 1e-5, 199: 1e-5}
-    assert {update: rates[update] for update in expected} == pytest.approx(expected)
-    assert sum(rates) == pytest.approx(1.195e-3)
-    behind = [one - other for one, other in zip(course, rates, strict=True)]
-    assert behind[:16] == pytest.approx([(8 - update % 8) * 1e-5 / 160 for update in range(16)])
-    assert (max(behind), min(behind)) == pytest.approx((5e-7, 0.0))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,30 +37,47 @@ def test_trainers_are_all_public():
     assert trained_with[0] == trained_with[1]
 
 
-def test_promised_names():
-    from trl_ext.data import PreferenceRow, PromptRow, load_benchmark, truncate_pair  # noqa: F401
-    from trl_ext.evaluation import PairwiseJudge, diagnose_generations, win_rate  # noqa: F401
-    from trl_ext.losses import (  # noqa: F401
-        PreferenceScores,
-        aot,
-        aot_paired,
-        apo_down,
-        apo_zero,
-        cdpo,
-        cpo,
-        dpo,
-        dpop,
-        hinge,
-        ipo,
-        nca,
-        orpo,
-        repo,
-        robust_dpo,
-        simpo,
-        sppo,
-    )
+def test_named_pairs_are_ordinary_classes():
+    """Made from the rows: importable where they say, and found again by pickle."""
+    import pickle
 
-    assert callable(win_rate), "the name of a module as well"
+    from trl_ext.trainers import POLICY_METHODS, PREFERENCE_METHODS, PolicyTrainer, PreferenceTrainer
+
+    for prefixes, base in ((PREFERENCE_METHODS, PreferenceTrainer), (POLICY_METHODS, PolicyTrainer)):
+        for prefix in prefixes:
+            config, trainer = getattr(trl_ext, f"{prefix}Config"), getattr(trl_ext, f"{prefix}Trainer")
+            assert issubclass(trainer, base) and issubclass(config, base._config_class)
+            assert trainer._config_class is config and trainer._name and isinstance(trainer._paper, dict)
+            for pair in (config, trainer):
+                assert pickle.loads(pickle.dumps(pair)) is pair and pair.__doc__ and pair.__qualname__ == pair.__name__
+    assert trl_ext.AOTTrainer._paper["id"] == "2406.05882" and trl_ext.AOTPairedTrainer._name == "AOT (paired)"
+    assert trl_ext.SimPOConfig.__dataclass_fields__["gamma"].default is None
+    assert "rloo" in trl_ext.RLOOTrainer._tag_names and "grpo" in trl_ext.GSPOTrainer._tag_names
+
+
+def test_one_trainer_does_not_load_the_others():
+    code = "import sys; from trl_ext import GRPOTrainer; print(*[m for m in sys.modules if m.startswith('trl_ext')])"
+    loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())
+    assert not loaded & {
+        f"trl_ext.trainers.{name}" for name in ("ppo.trainer", "preference.trainer", "reward.trainer", "sft", "kto")
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("data", "PreferenceRow PromptRow load_benchmark truncate_pair"),
+        ("evaluation", "PairwiseJudge diagnose_generations win_rate"),
+        (
+            "losses",
+            "PreferenceScores aot aot_paired apo_down apo_zero cdpo cpo dpo dpop hinge ipo nca orpo repo robust_dpo "
+            "simpo sppo",
+        ),
+    ],
+)
+def test_promised_names(module, names):
+    found = importlib.import_module(f"trl_ext.{module}")
+    assert all(callable(getattr(found, name)) for name in names.split()), "`win_rate` is the name of a module as well"
 
 
 def test_unknown_name_is_an_attribute_error():
@@ -78,13 +99,15 @@ def test_nothing_experimental_and_trl_only_where_it_belongs():
     for path in SOURCES:
         modules = {module for module in _imports(path) if module.split(".")[0] == "trl"}
         assert not any("experimental" in module for module in modules), path
-        if path.parent.name not in ("trainers", "models"):
+        if path.relative_to(PACKAGE).parts[0] not in ("trainers", "models", "held_out", "runs"):
             assert not modules, f"{path} imports {modules}"
 
 
 # From the bottom of the house to its top; a room imports from its own level and below.
 ROOMS = [
-    {"registry", "files"},
+    {"names", "files", "processes"},
+    {"settings"},
+    {"registry"},
     {"losses"},
     {"advantages"},
     {"algorithms"},
@@ -93,8 +116,11 @@ ROOMS = [
     {"models"},
     {"rewards"},
     {"rollouts"},
+    {"resilience"},
     {"evaluation"},
     {"trainers"},
+    {"held_out"},
+    {"runs"},
     {"course"},
     {"assignment"},
     {"cli"},
@@ -114,21 +140,82 @@ def test_imports_point_down():
                 assert level[parts[1]] <= level[room], f"{path} imports {module}, which stands above it"
 
 
-def test_the_trainer_repeats_no_two_lines_of_trl():
-    """The README says so: TRL's methods are called, and not copied."""
-    import inspect
+def _module(path: Path) -> str:
+    return ".".join(("trl_ext", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
 
-    from trl.trainer import dpo_trainer
+
+def _imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """The modules of the package that a file imports, inside functions too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names & modules or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return found & modules
+
+
+def test_no_circle_of_imports():
+    modules = {_module(path) for path in SOURCES}
+    TopologicalSorter(
+        {_module(path): _imported_modules(path, modules) - {_module(path)} for path in SOURCES}
+    ).prepare()
+
+
+def test_trainers_know_of_evaluation_only_how_to_ask_a_judge():
+    allowed = {"trl_ext.evaluation.judging.protocol", "trl_ext.evaluation.judging.pairs"}
+    for path in (PACKAGE / "trainers").rglob("*.py"):
+        found = {module for module in _imports(path) if module.startswith(("trl_ext.evaluation", "trl_ext.runs"))}
+        assert found <= allowed, path
+
+
+def test_a_folder_shows_at_most_12_files():
+    for folder in {path.parent for path in SOURCES}:
+        files = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= 12, f"{folder}: {sorted(files)}"
+
+
+def test_every_trainer_imports_without_what_windows_lacks():
+    code = (
+        "import os, signal, sys, trl_ext\n"
+        "import datasets, random, peft\n"
+        "from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer\n"
+        "sys.modules['fcntl'] = None\n"
+        "for name in ('SIGUSR1', 'SIGHUP', 'SIGALRM', 'setitimer', 'ITIMER_REAL'): delattr(signal, name)\n"
+        "del os.register_at_fork\n"
+        "for name in trl_ext.__all__: getattr(trl_ext, name)\n"
+        "import trl_ext.runs.training_run, trl_ext.runs.studies.processes"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_recipes_define_nothing_but_main():
+    for path in PACKAGE.parent.glob("recipes/*.py"):
+        defined = [node for node in ast.parse(path.read_text()).body if hasattr(node, "name")]
+        assert {node.name for node in defined} <= {"main"}, path
+
+
+def test_the_trainers_repeat_no_two_lines_of_trl():
+    """The README says so: TRL's methods are called, and not copied."""
+    import transformers
+    from trl.trainer import dpo_trainer, grpo_trainer, kto_trainer
+
+    def is_code(line: str) -> bool:
+        # Closing brackets, imports, and the signature of what is overridden are nobody's code.
+        return any(map(str.isalpha, line)) and not re.match(r"(import|from|def) |\w+,$", line)
 
     def pairs_of_lines(text: str) -> set[tuple[str, str]]:
         lines = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
-        return set(zip(lines, lines[1:], strict=False))
+        return {pair for pair in zip(lines, lines[1:], strict=False) if all(map(is_code, pair))}
 
-    own = pairs_of_lines((PACKAGE / "trainers" / "preference.py").read_text())
-    assert len(own) > 200
-    assert not own & pairs_of_lines(inspect.getsource(dpo_trainer))
+    paths = [path for path in SOURCES if {"trainers", "resilience"} & set(path.relative_to(PACKAGE).parts)]
+    own = {pair for path in paths for pair in pairs_of_lines(path.read_text())}
+    assert len(own) > 2000
+    for module in (dpo_trainer, grpo_trainer, kto_trainer, transformers.trainer):
+        assert not own & pairs_of_lines(inspect.getsource(module)), module.__name__
 
 
 def test_files_can_be_read_in_one_sitting():
-    for path in SOURCES:
+    for path in [*SOURCES, *PACKAGE.parent.glob("tests/**/*.py")]:
         assert len(path.read_text().splitlines()) <= 400, path

@@ -12,7 +12,7 @@ from tests import train_once
 from trl_ext.models import share_prefixes
 from trl_ext.models.packing import canary
 from trl_ext.models.packing.obstacles import has_active_dropout, widest_without_window
-from trl_ext.trainers.reference_cache import reference_key
+from trl_ext.trainers.preference.reference_cache import reference_key
 
 
 def config(window: int | None, kinds: list[str] | None) -> SimpleNamespace:

@@ -9,7 +9,7 @@ import torch
 import trl
 from datasets import Dataset
 
-import trl_ext.trainers.reference_cache as reference_cache
+import trl_ext.trainers.preference.reference_cache as reference_cache
 from tests import rollout_once, test_reward_trainer, train_once
 from tests.float64 import float32_again
 from tests.test_reward_trainer import lora, rows_with
@@ -84,11 +84,6 @@ def test_reward(adapter, tiny_model_path, tmp_path):
 
 
 # ---- Policy ----
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return rollout_once.save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
 
 
 POLICY = {

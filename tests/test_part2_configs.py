@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests import recipes
+from trl_ext.runs.folder import config_text
 
 CONFIGS = recipes.RECIPES / "configs" / "wildchat"
 # Removed from what the baseline's file says.
@@ -149,7 +150,7 @@ def test_every_file_is_here():
     assert {path.stem for path in (CONFIGS / "part2").glob("*.yaml")} - OF_SAMPLING == EXPECTED.keys()
 
 
-@pytest.mark.parametrize("name", [name for name, (recipe, *_) in EXPECTED.items() if recipe in recipes.ONLINE])
+@pytest.mark.parametrize("name", [name for name, (recipe, *_) in EXPECTED.items() if recipes.is_online(recipe)])
 def test_warm_up_and_evaluations_are_counted_in_responses(name, monkeypatch):
     """The course's 20 and 25 rollouts of 64 responses, however many updates a rollout serves."""
     parsed = recipes.parse(monkeypatch, EXPECTED[name][0], "--config", str(CONFIGS / "part2" / f"{name}.yaml"))
@@ -177,9 +178,6 @@ def test_what_a_run_has_differs_from_its_baselines_as_intended(path, monkeypatch
     follows from that."""
     recipe, baseline, expected = EXPECTED[path.stem]
     other_recipe = EXPECTED.get(Path(baseline).name, (baseline,))[0]
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    from run_folder import config_text
-
     own, other = (
         yaml.safe_load(config_text(*recipes.parse(monkeypatch, script, "--config", str(file))))
         for script, file in ((recipe, path), (other_recipe, CONFIGS / f"{baseline}.yaml"))
@@ -188,7 +186,7 @@ def test_what_a_run_has_differs_from_its_baselines_as_intended(path, monkeypatch
     # What only one of two configuration classes has, or only one of them sets.
     if {recipe, other_recipe} <= {"dpo", "preference"} or recipe == other_recipe:
         differs |= own.keys() ^ other.keys()
-    follows = FOLLOWS.get(path.stem, set()) | ({"algorithm"} if recipe in recipes.ONLINE else set())
+    follows = FOLLOWS.get(path.stem, set()) | ({"algorithm"} if recipes.is_online(recipe) else set())
     assert differs - follows <= {*expected, "output_dir"}
     told = {name for name, value in expected.items() if value is not GONE and name in own.keys() & other.keys()}
     assert told - SAME_WHEN_RESOLVED.get(path.stem, set()) <= differs

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 import trl_ext
 from tests.reward_adapters import save_adapter
-from tests.rollout_once import DEFAULTS, FixedRollouts, build, save_policy, train, train_in_processes
+from tests.rollout_once import DEFAULTS, FixedRollouts, build, train, train_in_processes
 from tests.train_once import largest_difference, relative_difference, result
 from trl_ext import PolicyConfig
 
@@ -32,11 +32,6 @@ OBJECTIVES = {
     # With two processes of four, the group of eight straddles them.
     "one group": {"epsilon": 0.01, "num_generations": 8, "aggregation": "token_mean"},
 }
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 import torch
 import trl
 
-from tests.rollout_once import build, prompts, save_policy, train
-from tests.test_policy_trainer import (
+from tests.rollout_once import build, prompts, train
+from tests.test_policy_arithmetic import (
     KINDS,
     Steps,
     clip,
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 # Of eight responses to two prompts: not of any group, so that the loss depends on each by itself.
 ADVANTAGES = [1.0, -0.5, 0.25, -1.5, 0.75, 2.0, -1.0, 0.5]
 CLIP = {"epsilon": 0.05, "epsilon_high": 0.05}
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture

@@ -11,16 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.rollout_once import build, save_policy, train
+from tests.rollout_once import build, train
 from tests.test_ppo_trainer import move_value_head, of_kind, specification
 from tests.tiny import save_tiny_model
 from tests.train_once import largest_difference, parameters, result
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
-
 
 # 3 special tokens and 256 bytes.
 VOCABULARY = "259"

@@ -9,18 +9,12 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.rollout_once import build, save_policy, thirds, train, train_in_processes
+from tests.rollout_once import build, thirds, train, train_in_processes
+from tests.test_policy_arithmetic import rows_of
 from tests.tiny import build_tokenizer
 from tests.train_once import largest_difference, relative_difference, result
 
 pytestmark = pytest.mark.usefixtures("in_float64")
-
-LENGTH = 8
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
 
 
 def specification(policy_path: str, *, args: dict | None = None, **rest) -> dict:
@@ -92,11 +86,6 @@ def plain_values(model, weights: dict, kind: str, prompt: list[int], response: l
     return hidden @ head[0][0] + head[1][0]
 
 
-def rows_of(batch: dict) -> list[tuple[list[int], list[int]]]:
-    keys = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-    return [(p[pm.bool()].tolist(), c[cm.bool()].tolist()) for p, pm, c, cm in zip(*map(batch.get, keys), strict=True)]
-
-
 def advantages_by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
     after = [*values[1:], 0.0]
     deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
@@ -118,11 +107,7 @@ CASES = {
     "adapter, padded": ("adapter", {"lora": True}, {"value_model": "adapter", "packing": "off"}),
     "separate": ("separate", {}, {"value_model": "separate", "value_clip": None}),
     "separate and LoRA": ("separate", {"lora": True}, {"value_model": "separate", "gradient_checkpointing": True}),
-    "adapter, layers computed again": (
-        "adapter",
-        {"lora": True},
-        {"value_model": "adapter", "gradient_checkpointing": True},
-    ),
+    "adapter, recomputed": ("adapter", {"lora": True}, {"value_model": "adapter", "gradient_checkpointing": True}),
 }
 
 
@@ -345,9 +330,8 @@ def some(completion_ids, row_id, **_):
 
 
 def few(completion_ids, row_id, **_):
-    return [
-        r if row in ("row0", "row3", "row4") else None for row, r in zip(row_id, thirds(completion_ids), strict=True)
-    ]
+    kept = ("row0", "row3", "row4")
+    return [r if row in kept else None for row, r in zip(row_id, thirds(completion_ids), strict=True)]
 
 
 def test_what_could_not_be_scored_is_left_out(policy_path, tmp_path):

@@ -1,4 +1,4 @@
-"""The README's commands run in order in a fresh folder: what one leaves is what the next ones take.
+"""The commands of the README and then of the tour run in order in a fresh folder: each finds what it needs.
 
 The folder holds a copy of the repository without anything that was made in it. Each command runs as it stands there,
 with flags that cut it short. Every one has a process of its own; these are forked from one that has imported the
@@ -13,7 +13,6 @@ import os
 import re
 import runpy
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -23,12 +22,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.recipes import copy_repository
+
 # Why a command is not run, by how it begins; `tests/test_readme.py` parses these too.
 NOT_RUN = {
     "make ": "sets up an environment; `make demo` is the first command that is run, and the others run the tests",
     "time make ": "runs the tests",
     "pip install ": "installs; tests/test_wheel.py does that",
+    "python recipes/one_file/": "trains for a minute and has no flags; tests/test_one_file.py runs its steps",
     "python -m benchmarks.": "measures, for minutes to hours; tests/test_benchmark_*.py have short ones",
     "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
@@ -50,7 +51,7 @@ FLAGS = {
     "online_preference": f"{SHORT} --generation_batch_size 8",
     "policy": f"{SHORT} --generation_batch_size 16 --max_completion_length 16",
     **dict.fromkeys(("grpo", "rloo"), f"{SHORT} {ROLLOUT}"),
-    **dict.fromkeys(("aot", "dpo", "preference", "kto"), SHORT),
+    **dict.fromkeys(("aot", "dpo", "ipo", "preference", "kto"), SHORT),
     "public_eval.generate": "",
     "rlhf": "--config short-rlhf.yaml",
     "compare": "--config short-compare.yaml --seeds 0 --methods dpo,grpo",
@@ -65,27 +66,24 @@ def flags_for(command: str) -> list[str]:
     return []
 
 
-def copy_repository(folder: Path) -> None:
-    """What git keeps, or in a copy without git all but what it would ignore."""
-    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "wandb", "submission")
-    shutil.copytree(REPOSITORY, folder, ignore=ignored)
-
-
 @pytest.mark.slow
-def test_the_commands_of_the_readme_run_in_order(tmp_path):
-    from tests.test_readme import README, blocks, commands
+def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
+    from tests.test_readme import README, TEXTS, blocks, commands
+
+    tour = TEXTS["docs/tour.md"]
+    pages = f"{README}\n{tour}"
 
     clone, wheel = tmp_path / "clone", tmp_path / "wheel"
     copy_repository(clone)
     wheel.mkdir()
     # What its reader is told to write into these files.
     (clone / "my_losses.py").write_text(next(text for text in blocks("python", README) if "@preference_loss" in text))
-    (clone / "mine.yaml").write_text(next(text for text in blocks("yaml", README) if "my_losses.py" in text))
+    (clone / "mine.yaml").write_text(next(text for text in blocks("yaml", tour) if "my_losses.py" in text))
     write_short_studies(clone)
-    [elsewhere] = [block for block in blocks("bash", README) if "pip install" in block]
+    [elsewhere] = [block for block in blocks("bash", tour) if "pip install" in block]
     jobs = [
         {"command": command, "words": [*shlex.split(command), *flags_for(command)], "folder": str(place)}
-        for command in commands(README)
+        for command in commands(pages)
         if not command.startswith(tuple(NOT_RUN))
         for place in [wheel if command in elsewhere else clone]
     ]
@@ -103,7 +101,7 @@ def test_the_commands_of_the_readme_run_in_order(tmp_path):
         timeout=1500,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(README))]
+    assert not [start for start in NOT_RUN if not any(line.startswith(start) for line in commands(pages))]
     (talk,) = [
         number for number, job in enumerate(jobs) if job["command"] == "trl-ext chat runs/aot-toy --single_turn"
     ]
@@ -184,7 +182,6 @@ def _run(job: dict, clone: str, log: Path) -> int:
             sys.argv = words[1:]
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(clone, "recipes")))
             sys.argv = words
             runpy.run_path(words[0], run_name="__main__")
         import trl_ext

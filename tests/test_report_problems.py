@@ -1,250 +1,268 @@
-"""What the report says of damaged files, by file and field, and which folders it finds through links."""
+"""Results files: what recipes write is read back, damage is named in one line, and runs are found in folders."""
 
 from __future__ import annotations
 
 import json
-import os
-from pathlib import Path
+import subprocess
+import sys
 
 import pytest
+from pydantic import ValidationError
 
-from tests.test_report import Page, write_example, write_policy, write_reward_model, write_rows
-from trl_ext.evaluation import write_report
+from tests.report_runs import (
+    LOSS,
+    TIE,
+    WIN,
+    change,
+    report,
+    write_example,
+    write_policy,
+    write_reward_model,
+    write_rows,
+)
+from trl_ext.evaluation import (
+    GroundTruthJudge,
+    compare_generations,
+    reward_metrics,
+    true_order_metrics,
+    wilson_interval,
+    write_report,
+)
+from trl_ext.evaluation.reasoning.summary import summarize_reasoning
 from trl_ext.evaluation.report import main
+from trl_ext.evaluation.reporting.results import Results, read_results
 from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.rollouts import Generation
 
 
-def change(path: Path, *keys: str | int, to) -> None:
-    """Set the value under the keys of a JSON file; NaN is written as Python writes it."""
-    results = json.loads(path.read_text())
-    inner = results
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = to
-    path.write_text(json.dumps(results))
+class TestWhatTheLibraryWrites:
+    PAIRS = reward_metrics([2.0, 1.0, 0.5], [1.0, 2.0, 0.0])
 
-
-def problems(folder: Path) -> list[tuple[str, str, str]]:
-    summary = write_report(folder, folder.parent / "report.html")
-    return [(row["file"], row["field"], row["problem"]) for row in summary["problems"]]
-
-
-@pytest.fixture
-def policy(tmp_path) -> Path:
-    folder = tmp_path / "runs" / "dpo"
-    write_policy(folder, objective="dpo", responses=["x"] * 4, outcomes=["candidate", "base", "tie", "tie"])
-    return folder
-
-
-@pytest.fixture
-def reward_model(tmp_path) -> Path:
-    write_reward_model(tmp_path / "runs" / "rm")
-    return tmp_path / "runs" / "rm"
-
-
-class TestFieldsOfResults:
-    @pytest.mark.parametrize(
-        ("keys", "value", "problem"),
-        [
-            (("win_rate", "half", "rate"), float("nan"), "NaN, not a finite number"),
-            (("win_rate", "half", "low"), float("-inf"), "-Infinity, not a finite number"),
-            (("win_rate", "agreed"), "lost", '"lost", not an object'),
-            (("score", "gain", "mean"), "0.25", '"0.25", not a finite number'),
-            (("score", "by_kind", "say", "policy"), None, "null, not a finite number"),
-            (("rewards", "judge-rm", "gain", "high"), [1], "a list, not a finite number"),
-            (("kl", "mean"), True, "true, not a finite number"),
-            (("preferences", "after", "n"), {}, "an object, not a finite number"),
-            (("generations", "base", "distinct_2"), float("nan"), "NaN, not a finite number"),
-            (("run", "training_seconds"), "fast", '"fast", not a finite number'),
-            (("run", "model"), 3, "3, not text"),
-        ],
-    )
-    def test_a_damaged_field_is_named(self, policy, keys, value, problem):
-        change(policy / "results.json", *keys, to=value)
-        assert problems(policy.parent) == [("results.json", ".".join(keys), problem)]
-
-    def test_the_accuracy_on_verified_problems(self, policy):
-        change(policy / "results.json", "reasoning", to={"after": {"greedy": {"accuracy": {"mean": "high"}}}})
-        field = "reasoning.after.greedy.accuracy.mean"
-        assert problems(policy.parent) == [("results.json", field, '"high", not a finite number')]
-
-    def test_an_interval_beside_its_figure(self, policy):
-        """The gain is .25; its interval then goes from .3 to .28."""
-        change(policy / "results.json", "score", "gain", "low", to=0.3)
-        assert problems(policy.parent) == [
-            ("results.json", "score.gain", "0.25 is not in its interval, 0.3 to 0.28"),
-        ]
-
-    def test_an_interval_without_its_figure(self, policy):
-        change(policy / "results.json", "kl", to={"low": 1.0, "high": 2.0})
-        assert problems(policy.parent) == [("results.json", "kl.mean", "missing")]
-
-    def test_fields_of_a_reward_model(self, reward_model):
-        """The second bin is empty, so that its nulls are as they should be."""
-        change(reward_model / "results.json", "pairs", "ece", to=float("inf"))
-        change(reward_model / "results.json", "pairs", "calibration", 2, "accuracy", to=None)
-        change(reward_model / "results.json", "true_order", "label_agreement", to=[])
-        assert problems(reward_model.parent) == [
-            ("results.json", "pairs.ece", "Infinity, not a finite number"),
-            ("results.json", "pairs.calibration.2.accuracy", "null, not a finite number"),
-            ("results.json", "true_order.label_agreement", "a list, not a finite number"),
-        ]
-
-    def test_what_a_run_does_not_have_is_no_problem(self, tmp_path, reward_model):
-        """No judge, no known quality, no held-out pairs, pairs that are all ties in their true order."""
-        (tmp_path / "runs" / "bare").mkdir()
-        bare = {"run": {"objective": "dpo"}, "win_rate": None, "score": None, "rewards": None}
-        (tmp_path / "runs" / "bare" / "results.json").write_text(json.dumps(bare))
-        ties = {"n": 0, "ties": 8, "accuracy": None, "low": 0.0, "high": 1.0, "label_agreement": None}
-        change(reward_model / "results.json", "true_order", to=ties)
-        write_example(tmp_path / "runs" / "example")
-        assert problems(tmp_path / "runs") == []
-
-    def test_results_that_the_library_writes_have_no_problem(self, tmp_path):
-        """Of a policy and a base of one response each, the same: no spread, no agreed verdict, no ordered pair."""
-        from trl_ext.evaluation import GroundTruthJudge, compare_generations, reward_metrics, true_order_metrics
-        from trl_ext.rollouts import Generation
-
-        prompts = [{"row_id": "a", "prompt": [{"role": "user", "content": "p"}], "kind": "k"}]
-        same = [Generation([0], [], "", False)]
+    def compare(self, policy: list[str], base: list[str]):
+        prompts = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"p{i}"}]} for i in range(len(policy))]
+        texts = ([Generation([0], [0] * len(t), t, True) for t in of] for of in (policy, base))
 
         def score(prompt, response, finished=True):
-            return 0.5
+            return float(response == "good")
 
-        comparison = compare_generations(
-            prompts, same, same, max_new_tokens=8, judge=GroundTruthJudge(score), score_function=score
+        judge = GroundTruthJudge(score)
+        return compare_generations(prompts, *texts, max_new_tokens=8, judge=judge, score_function=score)
+
+    @pytest.mark.parametrize(
+        "results",
+        [
+            {"pairs": PAIRS, "true_order": true_order_metrics([2.0], [1.0], [1.0], [1.0]), "selection": None},
+            {"pairs": None, "true_order": None},
+            dict.fromkeys(("win_rate", "score", "rewards", "preferences", "kl", "generations")),
+            {"sweep": [{"setting": {}, "win_rate": None}], "best": None, "sft": {}, "best_of_n": {"curve": []}},
+            {"run": {"objective": "dpo", "sampling": {"temperature": 0}, "reward_models": ["runs/rm"], "own": [1]}},
+            {"kl": {"mean": 1, "low": 0.5, "high": 2, "per_token": 0.1, "n": 4, "estimator": "k1"}},
+            {"score": {"policy": 0.5}, "rewards": {"rm": {"policy": None, "reference": 1.5}}},
+        ],
+    )
+    def test_it_is_read_and_written_as_it_is(self, tmp_path, results):
+        results = {"run": {"objective": "a"}, **results}
+        (tmp_path / "results.json").write_text(json.dumps(results))
+        assert read_results(tmp_path / "results.json").model_dump(exclude_unset=True) == results
+        assert report(tmp_path)[0]["problems"] == []
+
+    def test_a_comparison(self, tmp_path):
+        """The win rate again from the outcomes of the rows: of 5 prompts 3 wins, a loss and a tie."""
+        comparison = self.compare(["good"] * 3 + ["bad"] * 2, ["bad"] * 3 + ["good", "bad"])
+        comparison.write(tmp_path / "policy", objective="dpo")
+        assert Results(run={}, **comparison.summary).model_dump(exclude_unset=True) == {
+            "run": {},
+            **comparison.summary,
+        }
+        assert [row["outcome"] for row in comparison.rows] == [WIN] * 3 + [LOSS, TIE]
+        summary, _ = report(tmp_path / "policy")
+        (row,) = summary["policies"]
+        low, high = wilson_interval(3, 4)
+        assert row["win_rate"]["agreed"] == {"value": 0.75, "low": low, "high": high, "n": 4}
+        assert row["win_rate"]["half"]["value"] == 0.7
+        assert row["score_gain"]["value"] == pytest.approx((3 - 1) / 5)
+        assert row["tokens"] == {"base": (3 * 3 + 4 + 3) / 5, "policy": (3 * 4 + 2 * 3) / 5}
+        assert summary["problems"] == []
+
+    def test_a_comparison_of_nothing(self, tmp_path):
+        """One response each, the same and empty: no spread, no agreed verdict, no length."""
+        self.compare([""], [""]).write(tmp_path / "policy", objective="dpo")
+        assert report(tmp_path / "policy")[0]["problems"] == []
+
+    def test_reward_metrics(self, tmp_path):
+        (tmp_path / "results.json").write_text(json.dumps({"run": {}, "pairs": self.PAIRS}))
+        (row,) = report(tmp_path)[0]["reward_models"]
+        assert (row["accuracy"]["value"], row["nll"]) == (pytest.approx(2 / 3), self.PAIRS["nll"])
+
+    @pytest.mark.parametrize(("temperature", "decoding"), [(0, "greedy"), (1.0, "sampled")])
+    def test_an_evaluation_on_verified_problems(self, tmp_path, temperature, decoding):
+        graded = {"category": "correct", "answer_reward": 1.0, "format_reward": 1.0, "generated_num_tokens": 3}
+        rows = [{"row_id": name, "finished": True, "sample": 0, "reward": 1.0, **graded} for name in "ab"]
+        found = {"run": {"sampling": {"temperature": temperature}}, "reasoning": summarize_reasoning(rows)}
+        (tmp_path / "results.json").write_text(json.dumps(found))
+        (row,) = report(tmp_path)[0]["policies"]
+        assert {name for name, value in row["accuracy"].items() if value} == {decoding}
+        assert row["accuracy"][decoding]["value"] == 1.0
+
+
+class TestDamage:
+    @pytest.mark.parametrize(
+        ("keys", "value", "reason"),
+        [
+            (("win_rate", "half", "rate"), float("nan"), "Input should be a finite number, got NaN"),
+            (("win_rate", "agreed"), "lost", 'Input should be an object, got "lost"'),
+            (("score", "gain", "mean"), "0.25", 'Input should be a valid number, got "0.25"'),
+            (("rewards", "judge-rm", "gain", "high"), [1], "Input should be a valid number, got [1]"),
+            (("kl", "mean"), True, "Input should be a valid number, got true"),
+            (("generations", "base", "distinct_2"), "x" * 50, f'Input should be a valid number, got "{"x" * 39}...'),
+            (("run", "model"), 3, "Input should be a valid string, got 3"),
+        ],
+    )
+    def test_a_damaged_field_is_named(self, tmp_path, capsys, keys, value, reason):
+        """The run is left out; the other one is shown."""
+        change(write_policy(tmp_path / "runs" / "bad"), *keys, to=value)
+        write_policy(tmp_path / "runs" / "good")
+        summary, page = report(tmp_path / "runs")
+        assert [row["run"] for row in summary["policies"]] == ["good"]
+        expected = f"results.json: {'.'.join(keys)}: {reason}"
+        assert [(row["run"], row["reason"]) for row in summary["incomplete"]] == [("bad", expected)]
+        assert page.column("incomplete", "why") == [expected]
+        with pytest.raises(SystemExit):
+            main([str(tmp_path / "runs" / "bad"), "--out", str(tmp_path / "r.html")])
+        assert capsys.readouterr().err.endswith(f"a results.json; bad: {expected}\n")
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            ("", "results.json: Invalid JSON: EOF while parsing a value at line 1 column 0"),
+            ('{"run": {"seed', "results.json: Invalid JSON: EOF while parsing"),
+            ("[1]", "results.json: Input should be an object, got [1]"),
+            ('{"recipe": "own"}', "results.json: run: Field required"),
+            ('{"run": {"seed": 1.5, "model": 1}}', "results.json: run.model: "),
+            ("[" * 100_000, "results.json: Invalid JSON: recursion limit exceeded"),
+            (b"\xff\xfe{}", "results.json: Invalid JSON: expected value"),
+        ],
+    )
+    def test_a_damaged_file(self, tmp_path, content, reason):
+        run = write_policy(tmp_path / "good").parent / "bad"
+        run.mkdir()
+        (run / "results.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        (row,) = write_report(tmp_path, tmp_path / "report.html")["incomplete"]
+        assert row["run"] == "bad" and row["reason"].startswith(reason)
+
+    def test_what_is_wrong_is_refused_where_it_is_written(self):
+        with pytest.raises(ValidationError, match="kl.mean"):
+            Results(run={}, kl={"mean": float("nan")})
+
+    def test_damaged_lines_are_left_out_and_said(self, tmp_path, capsys):
+        run = write_policy(tmp_path / "run")
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(
+                b'{"step": 41, "loss": NaN}\n{"step": 42, "loss": null}\n{"loss": 1}\n\xff\xfe\n{"step": 43, "lo'
+            )
+        row = {"prompt_text": "p", "response_text": "r"}
+        write_rows(run / "generations.jsonl", [row, {**row, "outcome": "draw"}, {**row, "score": "high"}])
+        main([str(tmp_path), "--out", str(tmp_path / "report.html")])
+        expected = [
+            "3 of 12 lines cannot be read and are left out; line 10: step: Field required",
+            "loss: not a finite number 2 times, first at step 41",
+            "2 of 3 lines cannot be read and are left out; line 2: outcome: Input should be 'candidate', 'base' or "
+            "'tie', got \"draw\"",
+        ]
+        printed = capsys.readouterr().out
+        assert all(text in printed for text in expected)
+        summary, page = report(run)
+        assert [row["problem"] for row in summary["problems"]] == page.column("problems", "problem") == expected
+        assert 'href="#problems">3 problems in the files of 1 run</a>' in page.source
+        assert "2 of 3 lines cannot be read" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+    def test_a_file_that_cannot_be_read(self, tmp_path):
+        run = write_policy(tmp_path / "run")
+        (run / "metrics.jsonl").unlink()
+        (run / "metrics.jsonl").mkdir()
+        assert report(run)[0]["problems"][0]["problem"] == "cannot be read: Is a directory"
+
+    def test_a_report_without_problems_does_not_speak_of_them(self, tmp_path):
+        assert report(write_example(tmp_path / "runs"))[0]["problems"] == []
+        for name in ("report.html", "report.md"):
+            assert "problem" not in (tmp_path / name).read_text(encoding="utf-8").lower()
+
+
+class TestFindingRuns:
+    def test_labels_are_the_shortest_ends_that_differ(self, tmp_path):
+        for path in ("one/aot", "two/aot", "two/dpo", "two/aot-10", "two/aot-9", "two/checkpoint-5/x", "two/.hidden"):
+            (tmp_path / path).mkdir(parents=True)
+            (tmp_path / path / "results.json").write_text('{"run": {}}')
+        runs, incomplete = find_runs([tmp_path, tmp_path / "two"])
+        assert [run.label for run in runs] == ["one/aot", "two/aot", "aot-9", "aot-10", "dpo"]
+        assert incomplete == []
+
+    def test_links_are_followed_and_a_run_counts_once(self, tmp_path):
+        """Links to a run elsewhere, to the folder that holds the link, to a run that is found itself, to nothing."""
+        for path in ("elsewhere/a1b2", "runs/one", "runs/two"):
+            (tmp_path / path).mkdir(parents=True)
+            (tmp_path / path / "results.json").write_text('{"run": {}}')
+        links = {"dpo": "../elsewhere/a1b2", "one/up": "..", "three": "two", "gone": "nowhere", ".hidden": "two"}
+        for link, target in links.items():
+            (tmp_path / "runs" / link).symlink_to(target)
+        assert [run.label for run in find_runs([tmp_path / "runs", tmp_path / "runs"])[0]] == ["dpo", "one", "three"]
+
+    def test_a_run_that_goes_on_is_incomplete(self, tmp_path):
+        write_policy(tmp_path / "done")
+        for name in ("now", "begun"):
+            (tmp_path / name).mkdir()
+        write_rows(tmp_path / "now" / "metrics.jsonl", [{"step": 5, "loss": 1.0}, {"step": 10, "loss": 0.5}])
+        (tmp_path / "begun" / "config.yaml").write_text("a: 1\n")
+        summary = write_report([tmp_path], tmp_path / "report.html")
+        assert [(row["run"], row["reason"]) for row in summary["incomplete"]] == [
+            ("begun", "no results.json, nothing logged"),
+            ("now", "no results.json, last logged at step 10"),
+        ]
+
+
+class TestCommand:
+    def test_prints_a_table_and_names_the_files(self, tmp_path, capsys):
+        example = write_example(tmp_path / "runs")
+        main([str(example), "--out", str(tmp_path / "a" / "report.html")])
+        printed = capsys.readouterr().out
+        assert "0.625 [0.515, 0.695]" in printed and "Reward models" in printed
+        assert f"{tmp_path / 'a' / 'report.html'} and {tmp_path / 'a' / 'report.md'}" in printed
+        assert {path.name for path in (tmp_path / "a").iterdir()} == {"report.html", "report.md"}
+
+    def test_json_is_the_summary(self, tmp_path, capsys):
+        main([str(write_example(tmp_path / "runs")), "--out", str(tmp_path / "report.html"), "--json"])
+        summary = json.loads(capsys.readouterr().out)
+        assert summary["policies"][0]["win_rate"]["half"]["value"] == 0.625
+        assert summary["policies"][0]["kl"] == {"value": 1.5, "low": 1.3, "high": 1.7, "n": 4}
+        assert summary["reward_models"][0]["ece"] == 0.18
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["nowhere"], "error: no folder nowhere; give folders that hold runs"),
+            (["."], "error: no finished run in .: a run folder holds a results.json; begun: no results.json, nothing"),
+            (["file"], "error: file is a file; give folders that hold runs"),
+            ([".", "--out", "x.txt"], "error: --out x.txt: must end in .html"),
+            ([".", "--max_prompts", "-1"], "error: --max_prompts must be at least 0, got -1"),
+        ],
+    )
+    def test_errors_are_one_line(self, tmp_path, monkeypatch, capsys, arguments, message):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "begun").mkdir()
+        (tmp_path / "begun" / "metrics.jsonl").write_text("")
+        (tmp_path / "file").write_text("")
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2
+        assert error.startswith(message) and error.count("\n") == 1
+        assert not list(tmp_path.glob("*.html"))
+
+    def test_loads_neither_torch_nor_matplotlib(self, tmp_path):
+        write_reward_model(tmp_path / "rm")
+        code = (
+            "import sys; from trl_ext.evaluation import write_report; "
+            f"write_report({str(tmp_path)!r}, {str(tmp_path / 'report.html')!r}); "
+            "print(sorted({'torch', 'transformers', 'trl', 'matplotlib'} & set(sys.modules)))"
         )
-        pairs = reward_metrics([2.0], [1.0])
-        order = true_order_metrics([2.0], [1.0], [1.0], [1.0])
-        for name, results in (("policy", comparison.summary), ("rm", {"pairs": pairs, "true_order": order})):
-            (tmp_path / "runs" / name).mkdir(parents=True)
-            (tmp_path / "runs" / name / "results.json").write_text(json.dumps({"run": {}, **results}))
-        write_rows(tmp_path / "runs" / "policy" / "generations.jsonl", comparison.rows)
-        assert problems(tmp_path / "runs") == []
-
-
-class TestFieldsOfRows:
-    def test_metrics(self, policy):
-        """A metric that is logged as NaN is null, as the trainers write it; one that no chart shows counts as well."""
-        rows = [
-            {"step": 1, "loss": None, "grad_norm": 1.0, "own/metric": "any"},
-            {"step": 2, "loss": float("nan"), "grad_norm": "big", "own/metric": float("inf")},
-            {"step": 3, "loss": 0.5, "grad_norm": 1.5, "seconds": "late"},
-        ]
-        write_rows(policy / "metrics.jsonl", rows)
-        assert problems(policy.parent) == [
-            ("metrics.jsonl", "loss", "null, not a finite number; first of 2 at step 1"),
-            ("metrics.jsonl", "grad_norm", '"big", not a finite number; at step 2'),
-            ("metrics.jsonl", "own/metric", "Infinity, not a finite number; at step 2"),
-            ("metrics.jsonl", "seconds", '"late", not a finite number; at step 3'),
-        ]
-
-    def test_generations_and_mistakes(self, policy, reward_model):
-        row = {"row_id": "a", "prompt_text": "p", "response_text": "r"}
-        bad = {"score": float("nan"), "outcome": "draw", "finished": "yes", "reward/rm": "high", "base_score": None}
-        write_rows(policy / "generations.jsonl", [row, {**row, "row_id": "b", **bad}])
-        row = {"row_id": "c", "prompt_text": "p", "chosen_text": "r", "rejected_text": "s", "margin": -1.0}
-        write_rows(reward_model / "reward_mistakes.jsonl", [{**row, "chosen_score": None, "rejected_score": 2.0}])
-        assert problems(policy.parent) == [
-            ("generations.jsonl", "score", 'NaN, not a finite number; at row_id "b"'),
-            ("generations.jsonl", "outcome", '"draw", none of candidate, base, tie; at row_id "b"'),
-            ("generations.jsonl", "finished", '"yes", neither true nor false; at row_id "b"'),
-            ("generations.jsonl", "reward/rm", '"high", not a finite number; at row_id "b"'),
-            ("reward_mistakes.jsonl", "chosen_score", 'null, not a finite number; at row_id "c"'),
-        ]
-
-    @pytest.mark.parametrize("content", ["", "\n\n"])
-    def test_an_emptied_file_of_responses(self, policy, reward_model, content):
-        """A reward model without mistakes leaves an empty file of them."""
-        (policy / "generations.jsonl").write_text(content)
-        (reward_model / "reward_mistakes.jsonl").write_text("")
-        assert problems(policy.parent) == [("generations.jsonl", "", "the file is empty")]
-
-    def test_a_file_that_cannot_be_read(self, policy):
-        (policy / "metrics.jsonl").unlink()
-        (policy / "metrics.jsonl").mkdir()
-        assert problems(policy.parent) == [("metrics.jsonl", "", "cannot be read: Is a directory")]
-
-
-def test_problems_are_in_the_page_the_markdown_the_json_and_the_terminal(policy, tmp_path, capsys):
-    change(policy / "results.json", "kl", "mean", to=float("nan"))
-    change(policy / "results.json", "run", "objective", to="<b>" * 40)
-    change(policy / "results.json", "run", "seed", to="<b>" * 40)
-    main([str(policy), "--out", str(tmp_path / "report.html")])
-    assert "Problems\n" in capsys.readouterr().out
-    main([str(policy), "--out", str(tmp_path / "report.html"), "--json"])
-    rows = json.loads(capsys.readouterr().out)["problems"]
-    assert rows[1] == {"run": "dpo", "file": "results.json", "field": "kl.mean", "problem": "NaN, not a finite number"}
-    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
-    assert page.column("table-problems", "run") == ["dpo", "dpo"]
-    assert page.column("table-problems", "field") == ["run.seed", "kl.mean"]
-    assert page.column("table-problems", "problem")[0] == '"' + "<b>" * 13 + "..., not a finite number"
-    assert ("a", {"href": "#problems"}) in page.tags
-    assert 'href="#problems">2 problems in the files of 1 run</a>' in (tmp_path / "report.html").read_text()
-    markdown = (tmp_path / "report.md").read_text()
-    assert "## Problems" in markdown
-    assert "| dpo | results.json | kl.mean | NaN, not a finite number |" in markdown
-
-
-def test_a_report_without_problems_does_not_speak_of_them(policy, tmp_path):
-    summary = write_report(policy, tmp_path / "report.html")
-    assert summary["problems"] == []
-    for name in ("report.html", "report.md"):
-        assert "problem" not in (tmp_path / name).read_text(encoding="utf-8").lower()
-
-
-class TestLinks:
-    def run(self, folder: Path) -> Path:
-        folder.mkdir(parents=True)
-        (folder / "results.json").write_text('{"run": {}}')
-        return folder
-
-    def labels(self, *folders: Path) -> list[str]:
-        return [run.label for run in find_runs(folders)[0]]
-
-    def test_links_to_runs_and_to_folders_of_runs_are_followed(self, tmp_path):
-        """A linked run goes by the name of its link, and lies where it lies."""
-        self.run(tmp_path / "elsewhere" / "a1b2")
-        self.run(tmp_path / "more" / "deep" / "grpo")
-        (tmp_path / "runs").mkdir()
-        (tmp_path / "runs" / "dpo").symlink_to(tmp_path / "elsewhere" / "a1b2")
-        (tmp_path / "runs" / "group").symlink_to(os.path.join("..", "more"))
-        runs, _ = find_runs([tmp_path / "runs"])
-        assert [run.label for run in runs] == ["dpo", "grpo"]
-        assert runs[0].folder == (tmp_path / "elsewhere" / "a1b2").resolve()
-
-    def test_a_run_that_is_reached_twice_counts_once_by_its_own_name(self, tmp_path):
-        self.run(tmp_path / "runs" / "z-run")
-        (tmp_path / "runs" / "a-link").symlink_to("z-run")
-        (tmp_path / "all").symlink_to("runs")
-        assert self.labels(tmp_path / "all", tmp_path / "runs") == ["z-run"]
-        assert self.labels(tmp_path / "runs") == ["z-run"]
-
-    def test_loops_end(self, tmp_path):
-        """Links to themselves, to each other, and to a folder that they lie in, from which nothing else is taken."""
-        self.run(tmp_path / "other")
-        inner = self.run(tmp_path / "runs" / "one") / "inner"
-        inner.mkdir()
-        (inner / "up").symlink_to(tmp_path / "runs")
-        (inner / "top").symlink_to(tmp_path)
-        (inner / "self").symlink_to("self")
-        self.run(tmp_path / "runs" / "two")
-        (inner / "two").symlink_to(tmp_path / "runs" / "two")
-        (tmp_path / "runs" / "two" / "one").symlink_to(tmp_path / "runs" / "one")
-        (tmp_path / "runs" / "gone").symlink_to("nowhere")
-        assert self.labels(tmp_path / "runs") == ["one", "two"]
-
-    def test_links_of_hidden_names_and_of_checkpoints_are_not_followed(self, tmp_path):
-        self.run(tmp_path / "elsewhere")
-        self.run(tmp_path / "runs" / "dpo")
-        for name in (".hidden", "checkpoint-7"):
-            (tmp_path / "runs" / name).symlink_to(tmp_path / "elsewhere")
-        assert self.labels(tmp_path / "runs") == ["dpo"]
-
-    def test_a_path_through_a_link_and_back_is_what_the_system_takes_it_for(self, tmp_path):
-        """`link/..` is the folder that holds the link's target, not the one that holds the link."""
-        self.run(tmp_path / "far" / "target")
-        self.run(tmp_path / "far" / "beside")
-        (tmp_path / "near").mkdir()
-        (tmp_path / "near" / "link").symlink_to(tmp_path / "far" / "target")
-        assert self.labels(tmp_path / "near" / "link" / "..") == ["beside", "target"]
+        assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

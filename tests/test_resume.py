@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from tests import recipes
 from tests.resume_once import KINDS, REPOSITORY, differences, environment, in_a_fork, metrics, run_jobs, save_models
-from trl_ext.trainers.preemption import REQUEUE
+from trl_ext.resilience.preemption import REQUEUE
 
 pytestmark = pytest.mark.slow
 
@@ -214,57 +214,13 @@ def test_a_second_notice_ends_the_run_at_once(tmp_path):
     assert "received SIGTERM again, and ended without a checkpoint" in (tmp_path / "log.txt").read_text()
 
 
-def test_workers_outlive_a_notice_to_the_process_group(tmp_path):
-    """While the run is in training; what they load comes, and they end with the run."""
-    log = tmp_path / "log.txt"
-    assert in_a_fork(_noticed_with_a_worker, log=log) == 0, log.read_text()
-
-
-def _noticed_with_a_worker() -> None:
-    import os
-    import signal
-    import time
-    from types import SimpleNamespace
-
-    from torch.utils.data import DataLoader
-
-    from trl_ext.trainers.preemption import Preemption
-
-    os.setpgid(0, 0)
-    preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
-    loader = DataLoader(range(40), batch_size=None, num_workers=1, prefetch_factor=1)
-    preemption.on_train_begin(None, None, None, train_dataloader=loader)
-    rows, loaded = iter(loader), []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        loaded.append(next(rows))
-        os.killpg(0, number)
-        time.sleep(0.3)
-    assert [*loaded, *rows] == list(range(40))
-    assert preemption._asked == signal.SIGUSR1
-    # One that is not told ends when its parent does.
-    rows = iter(loader)
-    # Only one that has begun to load has the handlers that it keeps.
-    next(rows)
-    worker = rows._workers[0]
-    preemption._set_training(False)
-    worker.terminate()
-    try:
-        # It looks at what it was sent every 5 seconds, while it waits for rows to load.
-        worker.join(20)
-    except RuntimeError as error:
-        # torch's handler of SIGCHLD may be first to see it.
-        assert f"exit code {128 + signal.SIGTERM}" in str(error)
-    else:
-        assert worker.exitcode == 128 + signal.SIGTERM
-
-
 def _noticed_twice() -> None:
     import os
     import signal
     import time
     from types import SimpleNamespace
 
-    from trl_ext.trainers.preemption import Preemption
+    from trl_ext.resilience.preemption import Preemption
 
     preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
     preemption.on_train_begin(None, None, None)

@@ -13,24 +13,16 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.reward_adapters import save_adapter, save_full_model
-from tests.rollout_once import build, evens, prompts, save_policy, thirds, train
+from tests.rollout_once import build, evens, prompts, thirds, train
+from tests.train_once import entries
 from trl_ext import PolicyTrainer
+from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.rewards import RewardEnsemble, RewardModel
-from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
-from trl_ext.trainers.reward_functions import reward_columns
-from trl_ext.trainers.reward_guard import RewardError, RewardGuard
+from trl_ext.trainers.policy.reward_functions import reward_columns
 
 NO_FAULT = {"reward": 0, "loss": 0, "gradient": 0}
 NAN, INFINITY = float("nan"), float("inf")
-
-
-@pytest.fixture(scope="module")
-def policy_path(tiny_model_path, tmp_path_factory) -> str:
-    return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
-
-
-def entries(trainer) -> list[dict]:
-    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def a_rollout(trainer) -> dict:

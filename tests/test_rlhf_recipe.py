@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
 
 from tests import recipes
+from tests.tiny import save_tiny_gpt2
+from trl_ext.runs.studies import pipeline, pipeline_evaluation, pipeline_report
 
 TOY = recipes.RECIPES / "configs" / "toy" / "rlhf.yaml"
 POLICIES = ["ppo", "ppo-weak", "grpo", "dpo"]
@@ -27,30 +28,25 @@ class Recipe:
     """The recipe in this process, whose stages are made up; `calls` has the flags of each by the stage's name."""
 
     def __init__(self, monkeypatch):
-        monkeypatch.syspath_prepend(str(recipes.RECIPES))
-        import rlhf
-
-        self.module, self.monkeypatch, self.calls, self.failing = rlhf, monkeypatch, {}, {}
-        self.run = rlhf.run_or_stop
-        monkeypatch.setattr(rlhf, "run_or_stop", self._stage)
-        monkeypatch.setattr(rlhf, "evaluate_pipeline", lambda given, pipeline: {})
-        monkeypatch.setattr(rlhf, "write_pipeline_report", lambda *_: ["report.html"])
-        monkeypatch.setattr(rlhf, "print_tables", lambda summary: None)
+        self.monkeypatch, self.calls, self.failing = monkeypatch, {}, set()
+        monkeypatch.setattr(pipeline, "run_or_stop", self._stage)
+        monkeypatch.setattr(pipeline_evaluation, "evaluate_pipeline", lambda given, pipeline: {})
+        monkeypatch.setattr(pipeline_report, "write_pipeline_report", lambda *_: ["report.html"])
+        monkeypatch.setattr(pipeline_report, "print_tables", lambda summary: None)
 
     def _stage(self, command, place):
         given = flags(command)
         name = Path(given["output_dir"]).name
         self.calls[name] = given
         if name in self.failing:
-            return SimpleNamespace(code=3, error_output=f"error: {self.failing[name]}")
+            return 3
         (Path(given["output_dir"]) / "results.json").write_text("{}")
-        return SimpleNamespace(code=0, error_output="")
+        return 0
 
     def main(self, *words: str) -> int:
         self.calls.clear()
-        self.monkeypatch.setattr(sys, "argv", ["rlhf.py", *words])
         try:
-            self.module.main()
+            recipes.run(self.monkeypatch, "rlhf", *words)
         except SystemExit as stopped:
             return stopped.code
         return 0
@@ -120,14 +116,12 @@ def test_a_dry_run_prints_the_commands_and_runs_nothing(recipe, capsys):
     assert not recipe.calls and not Path("runs").exists()
 
 
-def test_a_failing_stage_is_one_line_with_its_error_and_its_command(recipe, capsys):
-    recipe.failing["ppo"] = "the reward is not finite"
+def test_a_failing_stage_is_one_line_with_its_command(recipe, capsys):
+    recipe.failing.add("ppo")
     assert recipe.main() == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith(
-        "error: the stage ppo failed with exit status 3: the reward is not finite -- repeat the same "
-    )
+    assert said.startswith("error: the stage ppo failed with exit status 3, for the reason above -- repeat the same ")
     alone = flags(shlex.split(said.partition("this stage alone: ")[2]))
     assert (alone["recipe"], alone["output_dir"]) == ("ppo", "runs/rlhf/ppo")
     # The same command goes on from the stage that failed, in the folder that it began.
@@ -138,7 +132,7 @@ def test_a_failing_stage_is_one_line_with_its_error_and_its_command(recipe, caps
 
 
 def test_an_interrupted_stage_is_taken_up_from_its_checkpoint(recipe):
-    recipe.failing["grpo"] = ""
+    recipe.failing.add("grpo")
     assert recipe.main() == 2
     state = Path("runs/rlhf/grpo/checkpoint-20/trainer_state.json")
     state.parent.mkdir()
@@ -183,14 +177,14 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
         (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, and only a method with rewards"),
         (["--policy_methods", "ppo:good"], "'ppo:good': only :weak may follow"),
-        (["--policy_methods", "ppo,ppo"], "'ppo' stands there twice"),
+        (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "'ppo:weak' needs weak_reward_model"),
         (["--policy_methods", ","], "name one or more of aot, dpo"),
         (["--polcy_methods", "ppo"], "unknown flag --polcy_methods"),
         (["--sft", "{"], "sft must be a mapping of arguments as JSON"),
         (["--sft", "[1]"], "sft must hold `argument: value` lines"),
         (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
-        (["--policy", '{"output_dir": "x"}'], "output_dir is settled"),
+        (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
         (["--prompt_split", "nope"], "toy has no split 'nope'"),
@@ -211,244 +205,6 @@ def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys):
 def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert recipe.main() == 2 and "start the pipeline with python" in capsys.readouterr().err
-
-
-def test_the_last_error_of_a_command_is_found(recipe):
-    """Of what a recipe says in one line, behind a progress bar; or else of the traceback, not the launcher's."""
-
-    def run(code):
-        ended = recipe.run([sys.executable, "-c", code], "there")
-        return ended.code, recipe.module._last_error(ended.error_output)
-
-    said = "50%|####\rerror: too few pairs\nTraceback\nsubprocess.CalledProcessError: Command died"
-    assert run(f"import sys; sys.stderr.write({said!r}); sys.exit(4)") == (4, "too few pairs")
-    assert run("import sys; sys.stderr.write('x\\nCalledProcessError: y\\n'); {}['key']") == (1, "KeyError: 'key'")
-    assert run("") == (0, "")
-
-
-# ---- The figures ----
-
-
-def test_patterns_of_pairs_by_hand(recipe):
-    """The words a b c against a b d e: 2 of 5 are shared (0.4), and they part after 2 of the shorter's 3 words.
-
-    The model prefers the rejected one, of one word more. Of its truth, 1 for an `e`, the label has it wrong.
-    """
-    from rlhf_mistakes import describe_pair, pattern_statistics
-
-    def truth(prompt, response):
-        return float("e" in response)
-
-    wrong = describe_pair("p", "a b c", "A b, d e!", -1.0, truth)
-    assert wrong == {"length": 1, "overlap": 0.4, "position": pytest.approx(2 / 3), "label_wrong": True}
-    # The model prefers the shorter: one word less; one begins with the other.
-    other = describe_pair("p", "a", "a b", 0.5, truth)
-    assert other == {"length": -1, "overlap": 0.5, "position": 1.0, "label_wrong": None}
-    assert describe_pair("p", "a", "b c", 0.0)["length"] == 0, "it prefers neither"
-    assert pattern_statistics([wrong, other]) == {
-        "n": 2,
-        "length": 0.0,
-        "longer": 0.5,
-        "overlap": pytest.approx(0.45),
-        "position": pytest.approx(5 / 6),
-        "label_wrong": 1.0,
-    }
-    assert pattern_statistics([])["longer"] is None
-
-
-def test_mistakes_are_read_from_the_scores_of_a_run(recipe, tmp_path):
-    from rlhf_mistakes import mistakes_of
-
-    rows = [("one", "a b", "a c d", 1.0, 2.5), ("two", "x", "y", 3.0, 0.0), ("three", "u v", "u", 0.0, 0.25)]
-    pairs = [{"row_id": name, "prompt": "p", "chosen": c, "rejected": r} for name, c, r, _, _ in rows]
-    keys = ("row_id", "chosen_score", "rejected_score")
-    scores = [dict(zip(keys, (name, c, r), strict=True)) for name, _, _, c, r in rows]
-    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
-    found = mistakes_of(pairs, tmp_path / "scores.jsonl", count=1)
-    assert found["n"] == 3
-    assert [row["row_id"] for row in found["worst"]] == ["one"], "the margin of -1.5 is worse than that of -0.25"
-    assert (found["worst"][0]["margin"], found["worst"][0]["length"]) == (-1.5, 1)
-    # Wrong: one (+1 word) and three (-1); right: two (no difference, nothing shared).
-    assert found["patterns"]["wrong"]["n"] == 2 and found["patterns"]["wrong"]["longer"] == 0.5
-    assert found["patterns"]["right"] == {
-        "n": 1,
-        "length": 0.0,
-        "longer": None,
-        "overlap": 0.0,
-        "position": 0.0,
-        "label_wrong": None,
-    }
-    with pytest.raises(ValueError, match="no score of row_id four"):
-        mistakes_of([{**pairs[0], "row_id": "four"}], tmp_path / "scores.jsonl", count=1)
-
-
-def test_figures_are_read_again_only_of_what_they_were_made_of(recipe, tmp_path, monkeypatch):
-    """The same paths and settings with other prompts, pairs or models below them are evaluated anew."""
-    import rlhf_evaluation
-    from rlhf_plan import RLHFArguments, plan_pipeline
-
-    asked = []
-    monkeypatch.setattr(rlhf_evaluation, "_evaluate_prompts", lambda given, pipeline, name, path, folder: name)
-    monkeypatch.setattr(rlhf_evaluation, "mistakes_of", lambda pairs, path, **options: asked.append(len(pairs)) or [])
-    data = tmp_path / "data"
-    data.mkdir()
-
-    def messages(text, role):
-        return [{"role": role, "content": text}]
-
-    def write_pairs(*answers):
-        same = {"prompt_messages": messages("p", "user"), "prompt_text": "p", "rejected_text": "x"}
-        rows = [{"row_id": str(i), "chosen_text": answer, **same} for i, answer in enumerate(answers)]
-        (data / "test_prefs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def write_prompts(path, *texts):
-        rows = [
-            {"row_id": str(i), "prompt": messages(text, "user"), "prompt_text": text} for i, text in enumerate(texts)
-        ]
-        path.write_text("".join(json.dumps({**row, "family": "long"}) + "\n" for row in rows))
-
-    write_pairs("a", "b")
-    write_prompts(data / "test_gen.jsonl", "one", "two")
-    write_prompts(tmp_path / "adversarial.jsonl", "evil")
-    given = RLHFArguments(dataset_name=str(data), policy_methods="dpo", adversarial_prompts="adversarial.jsonl")
-    pipeline = plan_pipeline(given)
-    for stage in pipeline.stages:
-        stage.folder.mkdir(parents=True)
-        (stage.folder / "results.json").write_text('{"accuracy": 0.5}')
-
-    def is_evaluated() -> bool:
-        asked.clear()
-        summary = rlhf_evaluation.evaluate_pipeline(given, pipeline)
-        assert summary["prompts"] == {"held_out": "held_out", "adversarial": "adversarial"}
-        return bool(asked)
-
-    assert is_evaluated() and not is_evaluated()
-    write_prompts(tmp_path / "adversarial.jsonl", "worse")
-    assert is_evaluated() and not is_evaluated()
-    write_prompts(data / "test_gen.jsonl", "one", "three")
-    assert is_evaluated() and not is_evaluated()
-    write_pairs("a", "c")
-    assert is_evaluated() and not is_evaluated()
-    for stage in pipeline.stages:
-        (stage.folder / "results.json").write_text('{"accuracy": 0.6}')
-        assert is_evaluated() and not is_evaluated()
-
-
-def test_the_front_of_reward_against_kl(recipe):
-    """SFT stands at no divergence. `b` has less reward at more KL than `a`; the base was no start of a policy."""
-    from rlhf_report import pareto_points
-
-    def model(name, kl, reward, true):
-        estimate = {key: {"mean": v, "low": v - 0.1, "high": v + 0.1} for key, v in (("kl", kl), ("r", reward))}
-        return {
-            "name": name,
-            "kl": None if name == "sft" else estimate["kl"],
-            "rewards": {"r": estimate["r"]},
-            "true_score": {"mean": true, "low": true, "high": true, "n": 4},
-        }
-
-    models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
-    points = pareto_points(models, "r")
-    assert [(p["run"], p["kl"]["value"], p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
-    # By the true score no policy is worth its divergence.
-    assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
-
-
-def test_tables_and_pictures_come_first_in_the_report(tmp_path):
-    """What a model wrote stays text, in the page and in Markdown."""
-    from trl_ext.evaluation.report import write_report
-    from trl_ext.evaluation.reporting.tables import Cell, Table
-
-    (tmp_path / "run").mkdir()
-    run = {"objective": "dpo", "model": "toy", "dataset": "toy"}
-    (tmp_path / "run" / "results.json").write_text(json.dumps({"run": run}))
-    table = Table("stages-own", "Own <title>", "A note.", ["model"], [[Cell("<b>sft</b>", prose=True)]])
-    write_report(tmp_path / "run", tmp_path / "r.html", stages=[table], pictures={'A "picture"': b"png"})
-    page = (tmp_path / "r.html").read_text()
-    assert "Own &lt;title&gt;" in page and "&lt;b&gt;sft&lt;/b&gt;" in page and "<b>sft" not in page
-    # Base 64 of the three bytes p, n, g.
-    assert '<img alt="A &quot;picture&quot;" src="data:image/png;base64,cG5n">' in page
-    assert page.index('id="stages"') < page.index('id="summary"')
-    report = (tmp_path / "r.md").read_text()
-    assert report.index("## Own <title>") < report.index("## Settings")
-    assert "\\<b\\>" in report or "&lt;b" in report
-
-
-def test_the_embedded_adversarial_prompts(recipe):
-    """Five families; what is graded is a prompt of the benchmark's test pool, and none is its prompt as a whole."""
-    from rlhf_evaluation import find_adversarial
-
-    from trl_ext.data import load_benchmark
-    from trl_ext.evaluation.submissions.assets import load_prompts
-    from trl_ext.toy.prompts import parse, pool_of
-
-    rows = load_prompts(find_adversarial("recipes/configs/toy/rlhf_adversarial.jsonl"))
-    assert len(rows) == 31
-    families = {row["family"] for row in rows}
-    assert families == {"length_hack", "long", "contradictory", "out_of_vocabulary", "near_empty"}
-    known = {row["prompt"][-1]["content"] for split in load_benchmark("toy").values() for row in split}
-    for row in rows:
-        assert row["prompt_text"] not in known
-        assert bool(row["graded_as"]) == (row["family"] in ("length_hack", "long"))
-        if row["graded_as"]:
-            assert row["graded_as"] in row["prompt_text"]
-            assert pool_of(row["graded_as"]) == "test" and parse(row["graded_as"])
-        with pytest.raises(ValueError, match="unknown prompt"):
-            parse(row["prompt_text"])
-
-
-def test_adversarial_prompts_for_gpt2_are_plain_text(recipe):
-    from rlhf_evaluation import find_adversarial
-
-    from trl_ext.evaluation.submissions.assets import load_prompts
-
-    rows = load_prompts(find_adversarial("recipes/configs/gpt2_hh/adversarial.jsonl"))
-    assert all(re.fullmatch(r"\n\nHuman: .+\n\nAssistant:", row["prompt"], flags=re.DOTALL) for row in rows)
-
-
-def test_label_noise_turns_the_share_that_is_asked_for(recipe):
-    """Of the first 10 pairs, 0.25 are 2.5, rounded to the even 2: two are turned round, the others as they were."""
-    from types import SimpleNamespace
-
-    from datasets import Dataset
-    from reward import training_pairs
-
-    pairs = Dataset.from_list([{"chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)])
-    given = SimpleNamespace(num_train_pairs=10, label_noise=0.25, train_split="train_prefs")
-    found = training_pairs(pairs, given, seed=3)
-    turned = [i for i, row in enumerate(found) if row["chosen"] == f"bad {i}" and row["rejected"] == f"good {i}"]
-    kept = [i for i, row in enumerate(found) if row["chosen"] == f"good {i}" and row["rejected"] == f"bad {i}"]
-    assert (len(turned), len(kept)) == (2, 8)
-    assert training_pairs(pairs, given, seed=3)["chosen"] == found["chosen"]
-    given = SimpleNamespace(num_train_pairs=None, label_noise=0.0, train_split="train_prefs")
-    assert training_pairs(pairs, given, seed=3)["chosen"] == pairs["chosen"]
-    with pytest.raises(ValueError, match="num_train_pairs 21: 'train_prefs' has 20 pairs"):
-        training_pairs(pairs, SimpleNamespace(num_train_pairs=21, label_noise=0.0, train_split="train_prefs"), 0)
-
-
-def test_demonstrations_are_chosen_responses_or_references(recipe):
-    from datasets import Dataset
-    from rlhf_sft import demonstrations
-
-    prompt, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
-    pairs = Dataset.from_list([{"row_id": "1", "prompt": prompt, "chosen": answer, "rejected": prompt}])
-    assert demonstrations(pairs, "x")[0] == {"row_id": "1", "prompt": prompt, "completion": answer}
-    prompts = Dataset.from_list([{"row_id": "1", "prompt": prompt, "reference_response_text": "a"}])
-    assert demonstrations(prompts, "x")[0]["completion"] == answer
-    plain = Dataset.from_list([{"row_id": "1", "prompt": "q:", "reference_response_text": " a"}] * 2)
-    assert demonstrations(plain, "x", 1)["completion"] == [" a"]
-    with pytest.raises(ValueError, match="num_examples 3: 'x' has 2 rows"):
-        demonstrations(plain, "x", 3)
-    with pytest.raises(ValueError, match="the split 'x' holds no demonstrations"):
-        demonstrations(plain.remove_columns("reference_response_text"), "x")
-
-
-def test_prompts_that_are_trained_on_are_counted(recipe):
-    from datasets import Dataset
-    from rlhf_sft import _shared_prompts
-
-    prompts = [[{"role": "user", "content": text}] for text in "abc"]
-    assert _shared_prompts(Dataset.from_dict({"prompt": prompts[:2]}), Dataset.from_dict({"prompt": prompts[1:]})) == 1
 
 
 # ---- Whole runs ----
@@ -620,23 +376,3 @@ def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
         assert (row["kl"] is None) == (row["name"] == "sft"), row["kl_note"]
     sample = json.loads((tmp_path / "out" / "evaluation" / "samples_held_out_ppo.jsonl").read_text().splitlines()[0])
     assert sample["prompt_text"] == "\n\nHuman: Say 0\n\nAssistant:"
-
-
-def save_tiny_gpt2(path: Path) -> None:
-    """Random weights, the tokenizer of bytes, and as in GPT-2 one special token and no chat template."""
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from tests.tiny import build_tokenizer
-
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = None
-    tokenizer.eos_token = "<|endoftext|>"
-    tokenizer.pad_token = None
-    torch.manual_seed(0)
-    end = tokenizer.eos_token_id
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=1024, n_embd=16, n_layer=2, n_head=2, bos_token_id=end, eos_token_id=end
-    )
-    GPT2LMHeadModel(config).save_pretrained(path)
-    tokenizer.save_pretrained(path)

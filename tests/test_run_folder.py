@@ -1,24 +1,26 @@
-"""The folder of a run in several processes, of which the first one decides, and the lines that a run prints."""
+"""The folder of a run: what the first of several processes decides, its settings, and the lines that it prints."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 
-from tests import recipes
+from trl_ext import files
+from trl_ext.runs import training_run
+from trl_ext.runs.folder import check_same_settings
 from trl_ext.trainers import callbacks
 
 
 @pytest.fixture
 def run_folder(monkeypatch):
     """The module as the second of two processes has it; `told` is what the first one sends."""
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import run_folder
-
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    return run_folder
+    return training_run
 
 
 def begin(run_folder, monkeypatch, told: list, folder) -> str | None:
@@ -62,6 +64,71 @@ def test_the_first_sends_its_choice_or_its_error(run_folder, monkeypatch):
     assert sent[0] == ["checkpoint-3", None]
     assert sent[1][0] is None and str(sent[1][1]) == "both flags"
 
+
+# ---- The settings of a resumed run ----
+
+BEGUN = {"algorithm": "grpo", "seed": 42, "learning_rate": 5e-4, "save_steps": 2, "max_steps": 30}
+
+
+@pytest.fixture
+def check(tmp_path):
+    """Check given settings against `BEGUN`."""
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(BEGUN))
+    return lambda **settings: check_same_settings(config, yaml.safe_dump({**BEGUN, **settings}))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"save_steps": 5, "per_device_train_batch_size": 4, "vllm_mode": "server", "eval_steps": 3}]
+)
+def test_what_does_not_change_the_run_may_change(check, settings):
+    check(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": "dr_grpo"}, "begun with algorithm 'grpo', and now it is 'dr_grpo': resume it with its own"),
+        ({"seed": 9, "learning_rate": 1e-5}, r"learning_rate 0.0005, and now it is 1e-05 \(and seed\)"),
+        ({"beta": 0.1}, "begun with beta None, and now it is 0.1"),
+    ],
+)
+def test_what_changes_it_is_refused(check, settings, message):
+    with pytest.raises(ValueError, match=message):
+        check(**settings)
+
+
+def test_a_longer_run_is_said(check, capsys, caplog):
+    check(max_steps=60)
+    assert "max_steps 60, and the run was begun with 30" in capsys.readouterr().out + caplog.text
+
+
+def test_without_a_configuration_nothing_is_refused_and_a_damaged_one_is_named(tmp_path):
+    check_same_settings(tmp_path / "config.yaml", "seed: 1")
+    (tmp_path / "config.yaml").write_text("- seed")
+    with pytest.raises(ValueError, match="does not hold the settings of a run: choose another --output_dir"):
+        check_same_settings(tmp_path / "config.yaml", "seed: 1")
+
+
+def test_full_disk_leaves_no_half_written_result(tmp_path, monkeypatch):
+    """The write fails half-way, as it does on a full disk: the earlier file stays, and nothing beside it."""
+    target = tmp_path / "results.json"
+    files.write_json(target, {"earlier": 1})
+
+    def half(self, text, **kwargs):
+        with open(self, "w") as file:
+            file.write(text[:5])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_json(target, {"later": 2})
+    monkeypatch.undo()
+    assert json.loads(target.read_text()) == {"earlier": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+# ---- Lines ----
 
 # A row as each kind of trainer logs it, what else it logs left out, and its line. 3 of 10 steps took 6 seconds.
 LINES = [

@@ -1,153 +1,24 @@
-"""`SFTTrainer`, and the recipe end to end: what it trains on, what it leaves, that it resumes, what it refuses."""
+"""The SFT recipe end to end: what it trains on, what it leaves, that it resumes, what it refuses."""
 
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 
 import pytest
 import torch
-import trl
 import yaml
-from datasets import Dataset
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import recipes
+from tests.recipes import read, refused
 from tests.train_once import in_processes
-from trl_ext import SFTConfig, SFTTrainer
 from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import category_of, grader
 from trl_ext.evaluation.report import write_report
-from trl_ext.models import packing_of
-from trl_ext.toy import MODEL_DIR
-
-ROWS = [
-    {"prompt": "one and ", "completion": "two"},
-    {"prompt": "a longer prompt, then ", "completion": "four words of completion"},
-    {"prompt": "ca", "completion": "t"},
-    {"prompt": "one and ", "completion": "three or four"},
-]
-
-
-def messages(rows: list[dict]) -> list[dict]:
-    roles = {"prompt": "user", "completion": "assistant"}
-    return [{name: [{"role": roles[name], "content": text}] for name, text in row.items()} for row in rows]
-
-
-def trainer_of(model: str, folder: Path, rows: list[dict], **args) -> SFTTrainer:
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 1,
-        "learning_rate": 1.0,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-    }
-    args = SFTConfig(output_dir=str(folder), **{**options, **args})
-    return SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows))
-
-
-# ---- The trainer ----
-
-
-@pytest.mark.parametrize("conversational", [False, True])
-def test_rows_are_the_tokens_of_prompt_and_completion(conversational, tmp_path):
-    """Tokenized apart: `ca` and `t` are not `cat`, which the model never generates from `ca`."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    rows = messages(ROWS) if conversational else ROWS
-    trainer = trainer_of(str(MODEL_DIR), tmp_path, rows)
-    for row, text, encoded in zip(rows, ROWS, trainer.train_dataset, strict=True):
-        if conversational:
-            prompt = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)
-            prompt = prompt["input_ids"]
-        else:
-            prompt = tokenizer(text["prompt"])["input_ids"]
-        completion = tokenizer(text["completion"])["input_ids"]
-        assert encoded["input_ids"][: len(prompt) + len(completion) + 1] == [
-            *prompt,
-            *completion,
-            tokenizer.eos_token_id,
-        ]
-        labels = encoded["labels"]
-        assert labels[: len(prompt)] == [-100] * len(prompt)
-        assert labels[len(prompt) :] == encoded["input_ids"][len(prompt) :]
-    ids = [tokenizer(text)["input_ids"] for text in ("ca", "t", "cat")]
-    assert ids[0] + ids[1] != ids[2], "or else the row proves nothing"
-
-
-def test_the_loss_is_the_mean_over_completion_tokens(tiny_model_path, tmp_path):
-    """Of the whole optimizer batch, with two micro-batches: their tokens count alike, whichever they are in."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    losses = []
-    for row in ROWS:
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        completion = [*tokenizer(row["completion"])["input_ids"], tokenizer.eos_token_id]
-        with torch.no_grad():
-            log_probs = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
-        places = range(len(prompt) - 1, len(prompt) + len(completion) - 1)
-        losses += [-log_probs[place, token].item() for place, token in zip(places, completion, strict=True)]
-    trainer = trainer_of(tiny_model_path, tmp_path, ROWS)
-    trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-
-
-def test_packed_passes_train_alike(tiny_model_path, tmp_path):
-    trained = {}
-    for share in (True, False):
-        trainer = trainer_of(tiny_model_path, tmp_path, ROWS, share_prefixes=share)
-        assert (packing_of(trainer.model) is not None) is share
-        trainer.train()
-        trained[share] = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-        if share:
-            assert trainer.packing.active and trainer.packing.packed_tokens < trainer.packing.padded_tokens
-    initial = load_file(Path(tiny_model_path) / "model.safetensors")
-    for name, value in trained[True].items():
-        assert (value - trained[False][name]).abs().max() < 1e-5
-    assert any((trained[True][name] - initial[name]).abs().max() > 1e-3 for name in initial), "it trains"
-
-
-def test_trls_own_packing_is_left_to_trl(tiny_model_path, tmp_path):
-    args = {"packing": True, "packing_strategy": "wrapped", "max_length": 32}
-    trainer = trainer_of(tiny_model_path, tmp_path, ROWS, **args)
-    assert trainer.packing is None and packing_of(trainer.model) is None
-    assert max(len(row["input_ids"]) for row in trainer.train_dataset) == 32
-
-
-def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
-    """One token for each byte, and one to end: rows of 12, 47, 4 and 22 tokens; the prompt of the second has 22."""
-    with caplog.at_level(logging.WARNING):
-        trainer = trainer_of(tiny_model_path, tmp_path, ROWS, max_length=20)
-    expected = "2 of 4 rows are longer than 20 max_length and lose their end; 1 of them have no completion left"
-    assert expected in caplog.text
-    assert len(trainer.train_dataset) == 3
-    with pytest.raises(ValueError, match="no row of the train dataset has a completion within 2 max_length"):
-        trainer_of(tiny_model_path, tmp_path, ROWS, max_length=2)
-
-
-def test_refusals(tiny_model_path, tmp_path):
-    with pytest.raises(TypeError, match="SFTTrainer takes an SFTConfig, got SFTConfig of trl"):
-        SFTTrainer(tiny_model_path, args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True))
-    bad = [{**ROWS[0], "row_id": "x"}, {"row_id": "y", "prompt": "a", "completion": None}]
-    with pytest.raises(ValueError, match="row_id y cannot be encoded"):
-        trainer_of(tiny_model_path, tmp_path, bad)
-    with pytest.raises(ValueError, match="'tools' of the train dataset would not be used"):
-        trainer_of(tiny_model_path, tmp_path, [{**ROWS[0], "tools": "[]"}])
-    for name, value in (("learning_rate", -1.0), ("max_length", 1), ("max_steps", 0)):
-        with pytest.raises(ValueError, match=name):
-            SFTConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
-
-
-# ---- The recipe ----
+from trl_ext.runs import reasoning
+from trl_ext.runs.folder import config_text, forget_other_base
 
 SHORT = [
     "--max_steps=6",
@@ -161,16 +32,10 @@ SHORT = [
 ]
 
 
-def read(folder: Path, name: str):
-    text = (folder / name).read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("sft")
-    done = recipes.launch("sft", *SHORT, folder=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    done = recipes.launch("sft", *SHORT, folder=folder)
     (folder / "stdout.txt").write_text(done.stdout)
     return folder
 
@@ -248,9 +113,8 @@ class TestARun:
     def test_the_configuration_reads_back(self, finished, monkeypatch):
         path = finished / "runs" / "sft-toy" / "config.yaml"
         parsed = recipes.parse(monkeypatch, "sft", "--config", str(path))
-        import run_folder
 
-        assert yaml.safe_load(run_folder.config_text(*parsed)) == yaml.safe_load(path.read_text())
+        assert yaml.safe_load(config_text(*parsed)) == yaml.safe_load(path.read_text())
 
     def test_the_report_finds_nothing_damaged(self, finished, tmp_path):
         summary = write_report([finished / "runs"], tmp_path / "report.html")
@@ -261,8 +125,7 @@ class TestARun:
 @pytest.mark.slow
 def test_a_run_of_the_defaults_learns_to_add(tmp_path):
     """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
-    done = recipes.launch("sft", folder=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    recipes.launch("sft", folder=tmp_path)
     results = read(tmp_path / "runs" / "sft-toy", "results.json")
     assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
     assert results["score"]["gain"]["low"] > 0.4
@@ -314,10 +177,8 @@ class TestChoosingDemonstrations:
     @staticmethod
     def choose(monkeypatch, *arguments: str):
         parsed = recipes.parse(monkeypatch, "sft", *arguments)[0]
-        import reasoning
-        import sft
-
-        return sft.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
+        rows, counts = reasoning.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
+        return rows.to_list(), counts
 
     def test_filtered_and_counted(self, monkeypatch, capsys):
         rows, counts = self.choose(monkeypatch, "--num_examples=100")
@@ -362,21 +223,12 @@ def test_a_run_out_of_time_goes_on_with_more(tmp_path, monkeypatch, capsys):
     run = read(tmp_path / "broken", "results.json")["run"]
     assert run["stopped_by_max_hours"] and run["optimizer_steps"] == 1
     assert (tmp_path / "broken" / "checkpoint-1" / "trainer_state.json").is_file()
-    assert "of its --max_hours 1e-07: give more" in refused(
-        monkeypatch, capsys, *SHORT, *spent, "--resume_from_checkpoint"
-    )
+    message = refused(monkeypatch, capsys, "sft", *SHORT, *spent, "--resume_from_checkpoint")
+    assert "of its --max_hours 1e-07: give more" in message
     recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint", "--max_hours", "1")
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
     assert all(one[name].equal(other[name]) for name in one)
     assert not read(tmp_path / "broken", "results.json")["run"]["stopped_by_max_hours"]
-
-
-def refused(monkeypatch, capsys, *arguments: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        recipes.run(monkeypatch, "sft", *arguments)
-    assert stopped.value.code == 2
-    (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    return message
 
 
 @pytest.mark.parametrize(
@@ -402,7 +254,7 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 )
 def test_refusals_before_training(arguments, expected, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert expected in refused(monkeypatch, capsys, *arguments)
+    assert expected in refused(monkeypatch, capsys, "sft", *arguments)
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
@@ -414,11 +266,11 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
         (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "run" / name).write_text("{}\n")
     names = ", ".join(Path(name).parts[0] for name in left)
-    assert refused(monkeypatch, capsys, "--output_dir=run") == (
+    assert refused(monkeypatch, capsys, "sft", "--output_dir=run") == (
         f"error: run holds an earlier run ({names}) and no checkpoint of it to resume: choose another --output_dir, "
         "or begin anew with --overwrite_output_dir"
     )
-    assert refused(monkeypatch, capsys, "--output_dir=run", "--resume_from_checkpoint") == (
+    assert refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint") == (
         f"error: run has no checkpoint to resume, only {names}: to begin anew, give --overwrite_output_dir in place "
         "of --resume_from_checkpoint"
     )
@@ -429,7 +281,7 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     (tmp_path / "run" / "checkpoint-1" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     # Whose learning rate can go on.
     torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
-    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "--output_dir=run")
+    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
 
 
 @pytest.mark.parametrize(
@@ -438,8 +290,6 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
 def test_responses_of_the_base_under_other_settings_are_not_taken_over(earlier, kept, monkeypatch, tmp_path):
     """A run that ended while its base was sampled left responses and config.yaml, and nothing that keeps the next
     run out of the folder. Under the same arguments the sampling goes on; a folder of the user's own is left alone."""
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import run_folder
 
     base, mine = tmp_path / "samples" / "base_greedy.jsonl", tmp_path / "samples" / "mine.jsonl"
     base.parent.mkdir()
@@ -447,12 +297,12 @@ def test_responses_of_the_base_under_other_settings_are_not_taken_over(earlier, 
         path.write_text("{}\n")
     if earlier is not None:
         (tmp_path / "config.yaml").write_text(earlier)
-    run_folder._forget_other_base(tmp_path, "beta: 1\n")
+    forget_other_base(tmp_path, "beta: 1\n")
     assert base.exists() == kept and mine.exists()
 
 
 def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text('{"question": "Sum?", "answer": "4"}\n{"row_id": "b", "question": "Sum?"}\n')
-    message = refused(monkeypatch, capsys, "--dataset_name", str(tmp_path))
+    message = refused(monkeypatch, capsys, "sft", "--dataset_name", str(tmp_path))
     assert "train.jsonl: 1 bad row: line 2, row_id b: answer:" in message

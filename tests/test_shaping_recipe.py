@@ -9,7 +9,8 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import recipes
-from tests.test_online_recipes import SHORT, read, write_rewards
+from tests.recipes import read
+from tests.test_online_recipes import SHORT, write_rewards
 
 SHAPING = '["center", {"kind": "clip", "limit": 0.25}]'
 
@@ -58,7 +59,7 @@ def test_a_shaped_run_resumes_with_what_it_has_learnt(known, tmp_path, monkeypat
     ("script", "shaping", "message"),
     [
         ("grpo", "[", "reward_shaping: bad JSON"),
-        ("grpo", '["clip"]', "reward_shaping, step 1: clip needs limit"),
+        ("grpo", '["clip"]', "reward_shaping, step 1: clip: limit: Field required"),
         ("remax", '["center"]', "center and whiten do not go with remax"),
     ],
 )

@@ -19,8 +19,8 @@ from tests.splits_once import CASES, STOCK, metric_differences, run_all, save_mo
 from tests.tiny import independent_scores, pairs, perturbed, response_log_prob, token_ids
 from trl_ext import SFTConfig, SFTTrainer
 from trl_ext.losses import PreferenceScores
-from trl_ext.trainers.step_metrics import StepMetrics, merged
-from trl_ext.trainers.window import map_scores
+from trl_ext.trainers.metrics import StepMetrics, merged
+from trl_ext.trainers.preference.optimizer_batch import map_scores
 
 OWN = [name for name in CASES if name not in STOCK]
 # One of each way in which rows are coupled; the others are slow tests.

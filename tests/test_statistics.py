@@ -1,6 +1,5 @@
 """Paired comparisons, chances at a threshold, length control and ratings, against values worked by hand."""
 
-import itertools
 import math
 
 import numpy
@@ -9,7 +8,7 @@ import scipy.stats
 from scipy.special import expit
 
 from trl_ext.evaluation import PairOutcome, mean_with_interval
-from trl_ext.evaluation.intervals import (
+from trl_ext.evaluation.statistics.intervals import (
     critical_value,
     gain_interval,
     mean_interval,
@@ -17,18 +16,9 @@ from trl_ext.evaluation.intervals import (
     rate_interval,
     wilson_interval,
 )
-from trl_ext.evaluation.length_control import (
-    fit_logistic,
-    length_controlled_win_rate,
-    length_term,
-)
-from trl_ext.evaluation.paired import (
-    chance_below,
-    mcnemar,
-    paired_difference,
-    row_credits,
-)
-from trl_ext.evaluation.ratings import bradley_terry, expected_score, ratings_with_intervals, resample_counts
+from trl_ext.evaluation.statistics.length_control import fit_logistic, length_controlled_win_rate, length_term
+from trl_ext.evaluation.statistics.paired import chance_below, mcnemar, paired_difference
+from trl_ext.evaluation.statistics.win_rate import row_credits
 
 C, B, T = "candidate", "base", "tie"
 
@@ -303,85 +293,31 @@ class TestLengthControl:
         """Differences 10, 20, 30 have the sample deviation 10."""
         assert length_term(numpy.array([10.0, 20.0, 30.0])) == pytest.approx(numpy.tanh([1.0, 2.0, 3.0]))
 
-    @pytest.mark.parametrize("with_difficulty", [False, True])
-    def test_recovers_a_planted_effect(self, with_difficulty):
-        """4000 comparisons, theta 0.2, length coefficient 1, difficulty coefficient 0.5, gap 300 -+ 400 characters.
+    def test_recovers_a_planted_effect(self):
+        """4000 comparisons, theta 0.2, length coefficient 1, gap 300 -+ 400 characters.
 
         The rate without the effect of length is known; the raw rate is more than 5 points above it.
         """
         generator = numpy.random.default_rng(0)
-        gamma, gap = generator.normal(size=4000), generator.normal(300, 400, 4000)
-        true = 1 / (1 + numpy.exp(-(0.2 + 0.5 * gamma)))
-        shown = 1 / (1 + numpy.exp(-(0.2 + numpy.tanh(gap / gap.std(ddof=1)) + 0.5 * gamma)))
-        wins = (generator.random(4000) < shown).astype(float)
-        result = length_controlled_win_rate(
-            wins.tolist(),
-            1000 + gap,
-            [1000] * 4000,
-            difficulty=gamma if with_difficulty else None,
-        )
-        assert result.raw - true.mean() > 0.05
-        assert abs(result.rate - true.mean()) < 0.02
-        assert result.low < true.mean() < result.high
+        gap, true = generator.normal(300, 400, 4000), expit(0.2)
+        wins = (generator.random(4000) < expit(0.2 + numpy.tanh(gap / gap.std(ddof=1)))).astype(float)
+        result = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * 4000)
+        assert result.raw - true > 0.05
+        assert abs(result.rate - true) < 0.02
+        assert result.low < true < result.high
         assert result.length_coefficient == pytest.approx(1.0, abs=0.15)
         assert result.mean_length == pytest.approx(1300, abs=25)
         assert result.base_mean_length == 1000
-        assert result.difficulty is with_difficulty
-        assert ("without its difficulty" in result.note) is not with_difficulty
-
-    def test_fit_is_where_the_posterior_is_highest(self):
-        """The gradient of the log-likelihood with its prior, written out anew, vanishes by finite differences."""
-        generator = numpy.random.default_rng(2)
-        design = numpy.stack([numpy.ones(40), generator.normal(size=40)], axis=1)
-        labels = generator.choice([0.0, 0.5, 1.0], size=40)
-
-        def log_posterior(theta):
-            total = -sum(value**2 for value in theta) / (2 * 10.0**2)
-            for row, label in zip(design, labels, strict=True):
-                logit = row @ theta
-                total -= label * math.log1p(math.exp(-logit)) + (1 - label) * math.log1p(math.exp(logit))
-            return total
-
-        fitted = fit_logistic(design, labels)
-        for direction in numpy.eye(2):
-            slope = (log_posterior(fitted + 1e-5 * direction) - log_posterior(fitted - 1e-5 * direction)) / 2e-5
-            assert slope == pytest.approx(0.0, abs=1e-5)
-
-    @pytest.mark.parametrize("scale, origin", [(1e-3, 0.0), (1e-9, 0.0), (1e4, 0.0), (1.0, 1e5)])
-    def test_the_unit_of_difficulty_does_not_matter(self, scale, origin):
-        """Against a grid in 64 bits that closes in on the mode of the posterior, which is written out anew."""
-        generator = numpy.random.default_rng(5)
-        gamma, gap = generator.normal(size=60), generator.normal(50, 200, size=60)
-        shown = 1 / (1 + numpy.exp(-(0.3 + numpy.tanh(gap / 200) + 1.5 * gamma)))
-        wins = (generator.random(60) < shown).astype(float)
-        term, standard = numpy.tanh(gap / gap.std(ddof=1)), (gamma - gamma.mean()) / gamma.std()
-
-        def log_posterior(thetas):
-            logits = thetas @ numpy.stack([numpy.ones(60), term, standard])
-            fit = (wins * logits - numpy.logaddexp(0, logits)).sum(axis=1)
-            return fit - (thetas**2).sum(axis=1) / (2 * 10.0**2)
-
-        mode, width = numpy.zeros(3), 4.0
-        offsets = numpy.array(list(itertools.product(numpy.linspace(-1, 1, 9), repeat=3)))
-        while width > 1e-9:
-            grid = mode + width * offsets
-            mode = grid[log_posterior(grid).argmax()]
-            width *= 0.7
-        expected = (1 / (1 + numpy.exp(-(mode[0] + mode[2] * standard)))).mean()
-        result = length_controlled_win_rate(wins.tolist(), 1000 + gap, [1000] * 60, difficulty=origin + scale * gamma)
-        assert result.rate == pytest.approx(expected, abs=1e-6)
-        assert result.length_coefficient == pytest.approx(mode[1], abs=1e-5)
-        assert result.low < result.rate < result.high
-        assert abs(result.rate - wins.mean()) > 0.005, "the fit says something that the raw rate does not"
 
     @pytest.mark.parametrize("scale", [1e-2, 1.0, 1e3])
-    @pytest.mark.parametrize("kind", ["mixed", "all won", "told by the feature"])
-    def test_the_fit_converges_at_any_scale(self, scale, kind):
+    @pytest.mark.parametrize("kind", ["mixed", "halves", "all won", "told by the feature"])
+    def test_the_fit_is_where_the_posterior_is_highest(self, kind, scale):
         """The gradient of the log-posterior, X'(y - p) - theta / 10^2, is 0 in units of each feature's scale."""
         generator = numpy.random.default_rng(3)
         feature = generator.normal(size=4000)
         labels = {
             "mixed": (generator.random(4000) < 1 / (1 + numpy.exp(-0.6 * feature))).astype(float),
+            "halves": generator.choice([0.0, 0.5, 1.0], size=4000),
             "all won": numpy.ones(4000),
             "told by the feature": (feature > 0).astype(float),
         }[kind]
@@ -389,14 +325,6 @@ class TestLengthControl:
         fitted = fit_logistic(design, labels)
         gradient = design.T @ (labels - expit(design @ fitted)) - fitted / 10.0**2
         assert gradient / [1, max(scale, 1)] == pytest.approx(numpy.zeros(2), abs=1e-6)
-
-    def test_difficulties_that_say_nothing(self):
-        credits, lengths, others = [1.0, 0.0, 1.0, 0.5], [5, 9, 7, 6], [6, 6, 6, 8]
-        equal = length_controlled_win_rate(credits, lengths, others, difficulty=[3.0] * 4)
-        without = length_controlled_win_rate(credits, lengths, others)
-        assert (equal.rate, equal.low, equal.high) == pytest.approx((without.rate, without.low, without.high))
-        with pytest.raises(ValueError, match="difficulty must be finite"):
-            length_controlled_win_rate(credits, lengths, others, difficulty=[3.0, math.nan, 1.0, 2.0])
 
     def test_without_differences_it_is_the_raw_rate(self):
         """75 wins of 100: the prior alone keeps the rate from being 0.75, and moves it by less than 0.001."""
@@ -425,132 +353,3 @@ class TestLengthControl:
             length_controlled_win_rate([1.0, 0.0], [1], [1, 2])
         with pytest.raises(ValueError, match="credits must lie between 0 and 1"):
             length_controlled_win_rate([2.0, 0.0], [1, 2], [1, 3])
-
-
-class TestBradleyTerry:
-    def test_two_systems_in_closed_form(self):
-        """7 to 3: 400 log10(7 / 3) = 147.190714 points apart."""
-        ratings, virtual = bradley_terry([[0, 7], [3, 0]])
-        assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(7 / 3), abs=1e-9)
-        assert ratings.mean() == pytest.approx(1000)
-        assert not virtual
-
-    def test_three_systems(self):
-        wins = [[0, 7, 8], [3, 0, 6], [2, 4, 0]]
-        ratings, _ = bradley_terry(wins)
-        assert ratings - 1000 == pytest.approx([128.650175, -25.901715, -102.748460], abs=1e-5)
-        anchored, _ = bradley_terry(wins, anchor=2)
-        assert anchored == pytest.approx([1231.398634, 1076.846745, 1000.0], abs=1e-5)
-
-    def test_expected_wins_are_the_observed_ones(self):
-        """What maximal likelihood means here, on many problems at once: sum_j n_ij P(i beats j) = wins of i."""
-        generator = numpy.random.default_rng(0)
-        wins = generator.integers(1, 30, size=(5, 4, 4)).astype(float) + 0.5
-        for table, ratings in zip(wins, bradley_terry(wins)[0], strict=True):
-            for i in range(4):
-                others = [j for j in range(4) if j != i]
-                expected = sum((table[i, j] + table[j, i]) * expected_score(ratings[i] - ratings[j]) for j in others)
-                assert expected == pytest.approx(sum(table[i, j] for j in others), abs=1e-6)
-
-    def test_ties_as_halves_are_duplicate_rows(self):
-        """2 wins, 1 loss and 3 ties: 3.5 to 2.5, as 7 to 5 of twelve half games."""
-        ratings, _ = bradley_terry([[0, 3.5], [2.5, 0]])
-        assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(7 / 5))
-
-    def test_a_system_that_wins_all_gets_a_virtual_draw(self):
-        """10 to 0 becomes 10.5 to 0.5: 400 log10(21)."""
-        ratings, virtual = bradley_terry([[0, 10], [0, 0]])
-        assert virtual
-        assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(21), abs=1e-6)
-
-    def test_a_cycle_needs_none(self):
-        """A beats B, B beats C, C beats A: each wins all against one, and yet the ratings are finite and equal."""
-        ratings, virtual = bradley_terry([[0, 5, 0], [0, 0, 5], [5, 0, 0]])
-        assert not virtual
-        assert ratings == pytest.approx([1000] * 3)
-
-    def test_a_group_that_wins_all_needs_them(self):
-        """A and B beat C whenever they meet, though both lose too: C cannot reach them."""
-        _, virtual = bradley_terry([[0, 3, 4], [2, 0, 4], [0, 0, 0]])
-        assert virtual
-
-    def test_systems_that_never_met(self):
-        with pytest.raises(ValueError, match="never met"):
-            bradley_terry([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
-
-    def test_no_table(self):
-        with pytest.raises(ValueError, match="square table"):
-            bradley_terry([[0, 1, 2], [1, 0, 2]])
-
-    def test_expected_score(self):
-        assert expected_score(200) == pytest.approx(0.759747, abs=1e-6)
-        assert expected_score(0) == 0.5
-
-    def test_intervals_of_two_systems(self):
-        """70 of 100: each resampled count k of wins gives 400 log10(k / (100 - k)), so the interval is that of a
-        bootstrap of the win rate, carried over."""
-        credits = [1.0] * 70 + [0.0] * 30
-        result = ratings_with_intervals([credits], [(0, 1)], 2, anchor=1)
-        rates = resample_counts(100) @ numpy.array(credits) / 100
-        points = [1000 + 400 * math.log10(rate / (1 - rate)) for rate in numpy.percentile(rates, [2.5, 97.5])]
-        assert (result.low[0], result.high[0]) == pytest.approx(tuple(points), abs=1e-6)
-        assert result.ratings[0] == pytest.approx(1000 + 400 * math.log10(7 / 3))
-        assert (result.low[1], result.high[1]) == (1000.0, 1000.0)
-
-    @pytest.mark.parametrize(
-        "credit, n, rate, low, high",
-        [
-            # Ten wins and the virtual draw are 10.5 of 11: odds of 21.
-            (1.0, 10, 10.5 / 11, 0.678552, 0.995236),
-            (0.0, 10, 0.5 / 11, 0.004764, 0.321448),
-            (1.0, 1, 1.5 / 2, 0.197867, 0.973323),
-            # Ties are even without one; the interval is that of 5.5 of 11.
-            (0.5, 10, 0.5, 0.245622, 0.754378),
-        ],
-    )
-    def test_comparisons_that_all_have_one_outcome(self, credit, n, rate, low, high):
-        """Wilson's bounds, in points: the interval of ten wins out of ten has a width.
-
-        Of 10.5 in 11: centre (0.954545 + 0.174612) / 1.349224 = 0.836894 and half-width 1.959964
-        sqrt(0.954545 x 0.045455 / 11 + 3.841459 / 484) / 1.349224 = 0.158342.
-        """
-        result = ratings_with_intervals([[credit] * n], [(0, 1)], 2, anchor=1)
-        expected = [1000 + 400 * math.log10(share / (1 - share)) for share in (rate, low, high)]
-        assert result.ratings[0] == pytest.approx(expected[0], abs=1e-6)
-        # The middle 95% of 2000 draws ends within a point or two of them.
-        assert (result.low[0], result.high[0]) == pytest.approx(expected[1:], abs=1.5)
-        assert (result.low[1], result.high[1]) == (1000.0, 1000.0)
-
-    def test_a_base_that_loses_everything_makes_all_ratings_uncertain(self):
-        """The two that beat it 10 to 0 are 7 to 3 against one another.
-
-        What is uncertain is the base, which is fixed at 1000. One match of 10 to 0 leaves 797 points open; each of the
-        two hangs on two such, its own and through the other, which halve the variance: 797 / sqrt(2) = 564. The mixed
-        match alone would leave less than 340.
-        """
-        mixed = [1.0] * 7 + [0.0] * 3
-        result = ratings_with_intervals([[0.0] * 10, [0.0] * 10, mixed], [(0, 1), (0, 2), (1, 2)], 3, anchor=0)
-        for system in (1, 2):
-            assert result.high[system] - result.low[system] > 564
-            assert result.low[system] < result.ratings[system] < result.high[system]
-
-    def test_a_match_that_is_won_throughout_among_others(self):
-        """Base, aot and dpo: aot has 5 wins, 3 ties and 2 losses against the base and ties 5 and loses 5 against dpo,
-        which beats the base 10 to 0: ratings are finite, through aot."""
-        aot, tied = [1.0] * 5 + [0.5] * 3 + [0.0] * 2, [0.5] * 5 + [0.0] * 5
-        result = ratings_with_intervals(
-            [[1 - credit for credit in aot], [0.0] * 10, tied], [(0, 1), (0, 2), (1, 2)], 3, anchor=0
-        )
-        assert not result.virtual_draws
-        # The wins taken for certain, which resampling alone does, leave 1395 to 1566; that they are not opens the
-        # lower end, and closes nothing.
-        assert result.low[2] < 1250 and result.high[2] == pytest.approx(1566.4, abs=0.1)
-
-    def test_a_cycle_has_intervals(self):
-        result = ratings_with_intervals([[1.0] * 10] * 3, [(0, 1), (1, 2), (2, 0)], 3, anchor=0)
-        assert result.ratings == pytest.approx([1000.0] * 3)
-        assert all(result.low[system] < 950 and result.high[system] > 1050 for system in (1, 2))
-
-    def test_rows_without_judgement_are_no_matches(self):
-        result = ratings_with_intervals([[1.0, None, 0.0, 1.0, 1.0, None]], [(0, 1)], 2, anchor=1)
-        assert result.ratings[0] - 1000 == pytest.approx(400 * math.log10(3))

@@ -13,14 +13,16 @@ import pytest
 import yaml
 
 from tests import recipes
+from trl_ext import cli
+from trl_ext.runs import training_run
+from trl_ext.runs.arguments import argument_types
 
 STUDIES = sorted((recipes.RECIPES / "configs" / "sweeps").glob("*.yaml"))
 
 
 @pytest.fixture
 def sweep(monkeypatch):
-    monkeypatch.syspath_prepend(str(recipes.RECIPES))
-    import sweep
+    from trl_ext.runs.studies import sweep
 
     return sweep
 
@@ -178,7 +180,7 @@ def test_a_grid_is_every_combination(sweep, tmp_path):
         ({"recipe": "sweep", "runs": []}, "runs must be a list"),
         ({"recipe": "sweep", "grid": {"a": 1}}, "grid: a must be a list of values, got 1"),
         ({"recipe": "sweep", "comon": {}, "runs": [{"a": 1}]}, "unknown key 'comon'"),
-        ({"recipe": "sweep", "runs": [{"output_dir": "x"}]}, "output_dir is settled by the sweep"),
+        ({"recipe": "sweep", "runs": [{"output_dir": "x"}]}, "output_dir is set by the sweep"),
         ({"recipe": "sweep", "runs": [{"name": "x", "a": 1}, {"name": "x", "a": 2}]}, "two runs are called 'x'"),
         ({"recipe": "sweep", "runs": [{"config": "nope.yaml"}]}, "no configuration file 'nope.yaml'"),
     ],
@@ -223,22 +225,22 @@ def test_the_keys_of_a_configuration_are_checked_too(sweep, tmp_path):
     config.write_text("bet: 0.1\n")
     found = sweep.read_study(study(tmp_path, recipe="dpo", runs=[{"name": "one", "config": str(config)}]))
     with pytest.raises(ValueError, match="the run one of recipes/dpo.py: .*config.yaml: unknown key 'bet'; did you"):
-        sweep.check_runs(found, found.runs)
+        sweep.check_runs([(found, run) for run in found.runs])
 
 
-@pytest.mark.parametrize("recipe", [*recipes.PREFERENCE, *recipes.ONLINE, *recipes.REASONING, "reward_model"])
-def test_arguments_are_checked_against_what_the_recipe_reads(recipe, sweep, monkeypatch):
-    """The table of the check against what the recipe's own parser makes."""
-    from recipe_arguments import argument_types
+@pytest.mark.parametrize("recipe", sorted({*cli.recipes()} - {*recipes.OTHERS}))
+def test_arguments_are_checked_against_what_the_recipe_reads(recipe, monkeypatch):
+    """The table of the check against what the recipe itself reads."""
+    read = []
 
-    if recipe in ("evaluate_math", "online_preference_replay"):
-        assert argument_types(recipe) is None, "no recipe that trains"
-        return
-    config = recipes.RECIPES / "configs" / "toy" / f"{recipe}.yaml"
-    types = argument_types(recipe)
-    if types is not None:
-        parts = recipes.parse(monkeypatch, recipe, "--config", str(config))
-        assert tuple(map(type, parts)) == types[:3]
+    def parse(types, **options):
+        read.append(types)
+        raise SystemExit
+
+    monkeypatch.setattr(training_run, "parse_arguments", parse)
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, recipe)
+    assert read == [argument_types(recipe)]
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)

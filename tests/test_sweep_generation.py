@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests import recipes
-from tests.test_online_recipes import read
+from tests.recipes import read, refused
 from trl_ext import load_benchmark
-from trl_ext.evaluation.generation_sweep import heat_map_cells, paired_gain, summarize_setting
+from trl_ext.evaluation.methods.generation_sweep import heat_map_cells, paired_gain, summarize_setting
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, generate_responses
+from trl_ext.runs.studies.generation_sweep import PromptBuilder
 from trl_ext.toy import MODEL_DIR, score
 
 SHORT = ["--num_prompts=6", "--generation_batch_size=12", "--save_every=4", "--use_cpu=true", "--max_new_tokens=12"]
@@ -155,11 +156,10 @@ def test_prompts_in_templates_and_behind_examples(monkeypatch, tmp_path):
     (tmp_path / "ask.txt").write_text("Q: {question}\nA:")
     name = str(tmp_path / "ask.txt")
     arguments = parse(monkeypatch, "--templates", "chat", f"chat+{name}", name, "--few_shots", "0", "1", "2")
-    import generation_prompts
 
     rows = load_benchmark("toy")["train_gen"]
     asked, answered = rows["prompt"], rows["reference_response_text"]
-    builder = generation_prompts.PromptBuilder(arguments, [rows[0]])
+    builder = PromptBuilder(arguments, [rows[0]])
     known = dict(zip((prompt[0]["content"] for prompt in asked), answered, strict=True))
     prompt = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Say it."}]
     assert builder.build(prompt, {"template": "chat", "few_shot": 0}) == prompt
@@ -234,11 +234,7 @@ def _goes_on(folder, results, options, monkeypatch, capsys):
 )
 def test_what_the_recipe_refuses_in_one_line(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        recipes.run(monkeypatch, "sweep_generation", *SHORT, *options)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert ended.value.code == 2
-    assert len([line for line in lines if line.startswith("error: ")]) == 1 and message in lines[-1]
+    assert message in refused(monkeypatch, capsys, "sweep_generation", *SHORT, *options)
     assert not (tmp_path / "runs").exists()
 
 

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from tests.test_grading import WORDS, plan, response_rows, write_assets
+from trl_ext.evaluation.methods.tournament import plot_tournament, run_tournament, tournament_pairs
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge
 from trl_ext.evaluation.submissions.rows import Response
-from trl_ext.evaluation.tournament import plot_tournament, run_tournament, tournament_pairs
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_picture(systems, tmp_path):
     """Every system is on both panels, the best first, and every rate in its cell."""
     from unittest.mock import patch
 
-    from trl_ext.evaluation import plots
+    from trl_ext.evaluation.reporting import plots
 
     prompts, responses = systems
     result = run_tournament(known_score_judge(prompts), prompts, responses)

@@ -24,10 +24,9 @@ from trl.trainer.utils import RepeatSampler
 from tests import rollout_once
 from tests.train_once import build
 
-RESUMABLE = "trl_ext.trainers.resumable.Resumable"
-SELECTION = "trl_ext.trainers.reward_selection"
-MEMORY = "trl_ext.trainers.out_of_memory"
-REFERENCE = "trl_ext.trainers.reference_cache"
+RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
+SELECTION = "trl_ext.held_out.reward_selection"
+REFERENCE = "trl_ext.trainers.preference.reference_cache"
 TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
 
 EPOCH = ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"]
@@ -43,7 +42,7 @@ SIGNATURES = {
     "_evaluate": (["self", "trial", "ignore_keys_for_eval", "skip_scheduler"], RESUMABLE),
     "_load_best_model": (["self"], f"{SELECTION}.CheckpointSelection.load_best"),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
-    "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.RewardTrainer._save"),
+    "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
 }
 
 
@@ -212,15 +211,6 @@ def test_a_first_evaluation_is_told_from_others():
     )
 
 
-def test_the_micro_batch_is_read_when_the_loader_is_made(run):
-    before, run._train_batch_size = run._train_batch_size, 1
-    rows = len(next(iter(run.get_train_dataloader()))["input_ids"])
-    run._train_batch_size = before
-    assert before == run.args.train_batch_size and rows == 2, (
-        f"with _train_batch_size 1, Trainer's loader gives {rows} rows and not one pair's 2: {MEMORY}._use sets it"
-    )
-
-
 # ---- TRL's own ----
 
 
@@ -246,15 +236,8 @@ def test_asynchronous_rewards_have_a_loop(tiny_model_path, tmp_path, monkeypatch
     spec = {"model": tiny_model_path, "trainer": "trl.GRPOTrainer", "rewards": ["later"]}
     loop = getattr(rollout_once.build(spec, str(tmp_path)), "async_loop", None)
     assert isinstance(loop, asyncio.AbstractEventLoop) and loop.is_running(), (
-        f"GRPOTrainer.async_loop is {loop} and no running loop: trl_ext.trainers.reward_functions.reward_columns "
+        f"GRPOTrainer.async_loop is {loop} and no running loop: trl_ext.trainers.policy.reward_functions "
         "runs asynchronous rewards on it"
-    )
-
-
-def test_vllm_has_the_weights_of_a_step():
-    source = inspect.getsource(trl.GRPOTrainer._generate_single_turn)
-    assert "self.state.global_step != self._last_loaded_step" in source, (
-        f"GRPOTrainer no longer tells by _last_loaded_step whether vLLM has the weights: {MEMORY}._GATHERED resets it"
     )
 
 
@@ -263,13 +246,13 @@ def test_calls_of_the_vllm_client():
     tree = ast.parse((Path(find_spec("trl").origin).with_name("generation") / "vllm_generation.py").read_text())
     clients = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr == "vllm_client"]
     assert clients and all(getattr(node.value, "id", None) == "self" for node in clients), (
-        "VLLMGeneration no longer keeps its client in vllm_client: trl_ext.trainers.vllm_server wraps it"
+        "VLLMGeneration no longer keeps its client in vllm_client: trl_ext.trainers.policy.vllm_server wraps it"
     )
     found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.value in clients}
     expected = {"init_communicator", "update_named_params", "reset_prefix_cache", "image_features", "generate"}
     assert found == expected, (
         f"VLLMGeneration calls {sorted(found ^ expected)} of its client anew or no more: "
-        "trl_ext.trainers.vllm_server._WatchedClient watches each call that is made while training"
+        "trl_ext.trainers.policy.vllm_server._WatchedClient watches each call that is made while training"
     )
 
 
@@ -309,12 +292,12 @@ def test_the_trace_of_zero_3(file, kind, name):
 def test_names_of_argparse():
     parser = trl.TrlParser((trl.DPOConfig,))
     assert parser._option_string_actions["--beta"].dest == "beta", (
-        "argparse no longer lists its flags in _option_string_actions: recipes/common.py names unknown flags by it"
+        "argparse no longer lists its flags in _option_string_actions, by which trl_ext/runs names unknown flags"
     )
     parser = argparse.ArgumentParser()
     parser.add_argument("--rate", type=float)
-    assert parser._negative_number_matcher.match("-1"), "argparse has no _negative_number_matcher: recipes/common.py"
+    assert parser._negative_number_matcher.match("-1"), "argparse has no _negative_number_matcher"
     parser._negative_number_matcher = re.compile(r"^-1e-3$")
     assert parser.parse_args(["--rate", "-1e-3"]).rate == -0.001, (
-        "argparse no longer tells negative numbers by _negative_number_matcher: recipes/common.py lets it take -1e-3"
+        "argparse no longer tells negative numbers by _negative_number_matcher, which trl_ext/runs lets take -1e-3"
     )

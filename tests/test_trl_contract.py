@@ -16,11 +16,11 @@ from transformers import Trainer
 from trl.trainer.utils import selective_log_softmax
 
 from tests.tiny import pairs, token_ids, token_log_probs
-from tests.train_once import build, largest_difference, result, train
+from tests.train_once import build
 
-SEAM_ONE = "trl_ext.trainers.preference.PreferenceTrainer.get_batch_samples"
-SEAM_TWO = "trl_ext.trainers.preference.PreferenceTrainer._compute_loss"
-FUSED_OUTPUT = "trl_ext.trainers.preference.PreferenceTrainer._scores"
+SEAM_ONE = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
+SEAM_TWO = "trl_ext.trainers.preference.trainer.PreferenceTrainer._compute_loss"
+FUSED_OUTPUT = "trl_ext.trainers.preference.trainer.PreferenceTrainer._scores"
 
 
 @pytest.fixture(scope="module")
@@ -280,7 +280,7 @@ def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatc
     reported = stock.training_step(stock.model, batch).item()
     assert reported == 2.0, (
         f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.window.Window.scale undoes a division by the number of micro-batches"
+        "trl_ext.trainers.preference.optimizer_batch.Window.scale undoes a division by the number of micro-batches"
     )
     stock.model.zero_grad()
 
@@ -300,36 +300,3 @@ def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_pat
     assert sizes == [2, 2, 1], (
         f"Trainer divides by {sizes} and not by the number of micro-batches in each window: Window.scale undoes that"
     )
-
-
-# ---- Both seams at once ----
-
-
-def test_the_seams_leave_stock_training_as_it_is(tiny_model_path, tmp_path):
-    """TRL's own loss moved from inside `_compute_loss` to behind it, in twelve lines without trl_ext."""
-
-    class Seam(trl.DPOTrainer):
-        def _compute_loss(self, model, inputs, return_outputs):
-            kept = []
-
-            def tap(**kwargs):
-                kept.append(model(**kwargs))
-                return kept[-1]
-
-            chosen, rejected = self.compute_ref_log_probs(self.ref_model or self.model, inputs)
-            inputs = {**inputs, "ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
-            saved = self.precompute_ref_logps, self.loss_types, self.loss_weights
-            self.precompute_ref_logps, self.loss_types, self.loss_weights = True, [], []
-            base = super()._compute_loss(tap, inputs, return_outputs)
-            self.precompute_ref_logps, self.loss_types, self.loss_weights = saved
-            own_chosen, own_rejected = kept[0].log_probs.sum(dim=1).chunk(2)
-            margin = (own_chosen - chosen) - (own_rejected - rejected)
-            return base - torch.nn.functional.logsigmoid(self.beta * margin).mean()
-
-    arguments = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
-    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "pairs": 12, "args": arguments}
-    expected = result(train(spec, str(tmp_path / "stock")))
-    trained = result(train(spec, str(tmp_path / "seam"), trainer_class=Seam))
-    difference = largest_difference(trained.parameters, expected.parameters)
-    assert difference == 0.0, f"the seam itself changes stock training, by {difference}: trl_ext stands on it"
-    assert trained.logs == expected.logs

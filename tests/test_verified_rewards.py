@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +18,7 @@ from trl_ext.rewards import (
     verified_reward,
 )
 from trl_ext.rewards.answers import last_boxed
-from trl_ext.rewards.time_limit import MathWorker, _worker, verify_in_worker
+from trl_ext.rewards.math_worker import _worker
 
 CORPUS = [json.loads(line) for line in Path(__file__).with_name("math_corpus.jsonl").read_text().splitlines()]
 TAGGED = "thoughts </think> <answer> {} </answer>"
@@ -161,14 +155,14 @@ def test_corpus(case):
 
 
 def test_corpus_with_math_verify():
-    """One process serves them all, without a refusal; what is correct by text stays correct."""
+    """One process serves them all, without reaching a limit; what is correct by text stays correct."""
     pytest.importorskip("math_verify")
-    started, refused = _worker.started, _worker.refused
+    started = _worker.started
     for case in CORPUS:
         expected = case.get("with_math_verify", case["verdict"])
         assert is_correct(case["answer"], case["truth"], fast=False) is expected, case
         assert expected or not case["verdict"]
-    assert _worker.started - started <= 1 and _worker.refused == refused
+    assert _worker.started - started <= 1
 
 
 def test_corpus_is_what_it_should_be():
@@ -234,204 +228,6 @@ def test_hostile_answers_are_refused_quickly(answer, fast):
     assert _worker.started - started <= (not fast)
 
 
-@pytest.mark.parametrize("answer", ["10^{100}!", "10^9!", "(10^{100})!", r"\frac{10^{100}}{2}!", "10**{100} !"])
-def test_factorials_of_powers_are_not_asked_about(answer, monkeypatch):
-    """Each took math-verify's process to its limit of 3 seconds; a power beside a factorial is asked about."""
-    pytest.importorskip("math_verify")
-    asked = []
-    monkeypatch.setattr("trl_ext.rewards.time_limit.verify_in_worker", lambda *pair: asked.append(pair))
-    assert not is_correct(answer, "5", fast=False) and not asked
-    assert not is_correct("x^2+3!", "5", fast=False) and len(asked) == 1
-
-
-@pytest.fixture
-def worker():
-    pytest.importorskip("math_verify")
-    worker = MathWorker(seconds=1.0)
-    yield worker
-    worker.close()
-
-
-# Hours for a computer algebra system; asked of the process directly, past the checks that come before it.
-ENDLESS = "(x+y+z+w)^{9999}"
-
-
-def test_a_question_without_end_ends_at_the_limit(worker):
-    assert worker.verify("2/4", r"\frac{1}{2}") is True
-    process = worker.process
-    start = time.monotonic()
-    assert worker.verify(ENDLESS, "(x+y+z+w)^{9998}(x+y+z+w+0.5)") is None
-    assert time.monotonic() - start < 5
-    assert worker.refused == 1 and process.returncode == -signal.SIGKILL
-    assert worker.verify("2/4", r"\frac{1}{3}") is False
-    assert worker.started == 2
-    # The same question again is answered from memory: neither asked, nor the process ended.
-    assert worker.verify(ENDLESS, "(x+y+z+w)^{9998}(x+y+z+w+0.5)") is None
-    assert worker.refused == 1 and worker.started == 2 and worker.process.poll() is None
-
-
-# In math-verify's place: what a question of each kind would do to the process, without the wait for it.
-STUB = """
-LatexExtractionConfig = object
-def parse(text, **settings):
-    return text
-def verify(truth, answer, **settings):
-    print("0")
-    if "memory" in answer:
-        bytearray(1 << 31)
-    if "caught" in answer:
-        try:
-            kept = [bytearray(b"x" * (1 << 24)) for _ in range(100)]
-        except MemoryError:
-            return False
-    if "depth" in answer:
-        return verify(truth, answer)
-    if "C code" in answer:
-        sum(range(10 ** 12))
-    if "crash" in answer:
-        import os
-        os.abort()
-    return truth == answer
-"""
-
-
-@pytest.mark.parametrize("kind", ["memory", "caught", "depth", "C code", "crash"])
-def test_what_takes_too_much_ends_the_process(kind, tmp_path, monkeypatch):
-    """2 GiB at once and piece by piece where 1 GiB is allowed, endless recursion, C code that sees no signal."""
-    (tmp_path / "math_verify.py").write_text(STUB)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    worker = MathWorker(seconds=1.0)
-    try:
-        assert worker.verify("1", "1") is True
-        start = time.monotonic()
-        assert worker.verify(kind, "1") is None
-        assert time.monotonic() - start < 10
-        assert worker.refused == 1 and worker.process is None
-        assert worker.verify("2", "2") is True and worker.verify("2", "1") is False
-        assert worker.started == 2
-    finally:
-        worker.close()
-
-
-def test_a_large_program_refuses_no_wrong_answer(tmp_path):
-    """The program that trains has more memory than the worker may; Linux hands its peak on to what it starts."""
-    (tmp_path / "math_verify.py").write_text(STUB)
-    script = (
-        "from trl_ext.rewards.time_limit import MathWorker\n"
-        "ballast = bytearray(b'x') * (700 * 2**20)\n"
-        "worker = MathWorker(seconds=1.0); print(worker.verify('2', '1'), worker.started); worker.close()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        cwd=Path(__file__).parent.parent,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.stdout.split() == ["False", "1"], done.stderr
-
-
-def test_an_orphan_ends_itself(tmp_path):
-    """Its program is killed while it computes: SIGALRM ends it, 2 seconds after the limit of 1 second."""
-    (tmp_path / "math_verify.py").write_text(STUB)
-    script = (
-        "import os, threading, time; from trl_ext.rewards.time_limit import MathWorker\n"
-        "worker = MathWorker(seconds=1.0); worker.verify('1', '1')\n"
-        "threading.Thread(target=worker.verify, args=('C code', '1'), daemon=True).start(); time.sleep(0.3)\n"
-        "print(worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
-    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, timeout=60)
-    assert run.returncode == -signal.SIGKILL
-    pid = int(run.stdout)
-    assert _runs_math_worker(pid)
-    _wait_until_gone([pid], 10)
-
-
-def test_threads_share_the_process(worker):
-    """signal.alarm, math-verify's own limit, raises in any thread but the main one."""
-    worker.seconds = 30.0
-    questions = [(f"{2 * n}/4", f"{n + n % 3}/2") for n in range(1, 61)]
-    with ThreadPoolExecutor(8) as pool:
-        verdicts = list(pool.map(lambda question: worker.verify(*question), questions))
-    assert verdicts == [n % 3 == 0 for n in range(1, 61)]
-    assert worker.started == 1
-
-
-def test_a_killed_process_is_replaced_and_none_is_left(worker):
-    assert worker.verify("2/4", "1/2")
-    first = worker.process
-    os.kill(first.pid, signal.SIGKILL)
-    assert worker.verify("4/8", "1/2")
-    assert worker.started == 2 and first.returncode == -signal.SIGKILL
-    second = worker.process.pid
-    worker.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(second, 0)
-
-
-def test_an_interrupted_question_does_not_answer_the_next(worker, monkeypatch):
-    assert worker.verify("2/4", "1/2")
-
-    def interrupted(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(worker, "_read_line", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        worker.verify("4/8", "1/2")
-    monkeypatch.undo()
-    assert worker.process is None
-    assert worker.verify("1/8", "1/2") is False
-
-
-SCRIPT = """
-import multiprocessing, os, sys
-from trl_ext.rewards import time_limit
-
-def grade(n):
-    return time_limit.verify_in_worker(f"{2 * n}/4", f"{n}/2"), time_limit._worker.process.pid
-
-if __name__ == "__main__":
-    here = grade(1)
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        there = pool.map(grade, range(2, 6), chunksize=2)
-    again = grade(7)
-    assert all(verdict for verdict, _ in [here, *there, again]), there
-    assert here[1] == again[1] and here[1] not in {pid for _, pid in there}
-    print(*{pid for _, pid in [here, *there]})
-"""
-
-
-def test_forks_have_processes_of_their_own_and_all_end(tmp_path):
-    """Nothing is left a moment after the program, neither its worker nor those of its forks."""
-    pytest.importorskip("math_verify")
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
-    run = subprocess.run(
-        [sys.executable, "-W", "error", script], capture_output=True, text=True, env=environment, timeout=120
-    )
-    assert run.returncode == 0 and not run.stderr, run.stderr
-    pids = [int(pid) for pid in run.stdout.split()]
-    assert len(pids) >= 2
-    _wait_until_gone(pids, 10)
-
-
-def _wait_until_gone(pids: list[int], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while any(_runs_math_worker(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlived its program"
-        time.sleep(0.05)
-
-
-def _runs_math_worker(pid: int) -> bool:
-    try:
-        return b"math_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'trl_ext\[math\]'"):
@@ -439,15 +235,6 @@ def test_without_math_verify_the_message_says_what_to_install(monkeypatch):
     with pytest.raises(ValueError, match=r"pip install 'trl_ext\[math\]'"):
         verified_reward(fast=False)
     assert r1_zero_reward(TAGGED.format("1/2"), "1/2")["reward"] == 1
-
-
-def test_a_worker_thread_can_grade():
-    pytest.importorskip("math_verify")
-    verdicts = []
-    thread = threading.Thread(target=lambda: verdicts.append(verify_in_worker(r"\{2,1\}", r"\{1,2\}")))
-    thread.start()
-    thread.join()
-    assert verdicts == [True]
 
 
 def test_as_a_reward_function_of_trl():

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import REPOSITORY
+from tests.recipes import REPOSITORY, copy_repository
 
 pytestmark = pytest.mark.slow
 setuptools = pytest.importorskip("setuptools")
@@ -65,9 +64,7 @@ def built(tmp_path_factory) -> Built:
     """A source distribution, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
-    # What git keeps, or in a copy without git all but what it would ignore.
-    ignored = shutil.ignore_patterns(".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "wandb")
-    shutil.copytree(REPOSITORY, source, ignore=ignored)
+    copy_repository(source)
     # What must stay out of both.
     for name in ("runs/model.safetensors", *(f"recipes/{name}" for name in LEFT_BEHIND)):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +138,7 @@ def test_wheel_holds_the_scripts_and_nothing_beside_the_package(built):
         }
         assert wanted and wanted - files == set()
     assert "trl_ext/toy/model/model.safetensors" in files and "trl_ext/py.typed" in files
-    assert not [name for name in files if "__pycache__" in name or "/runs/" in name or "tests/" in name]
+    assert not [name for name in files if "__pycache__" in name or "scripts/recipes/runs" in name or "tests/" in name]
     assert not files & {f"trl_ext/scripts/recipes/{name}" for name in LEFT_BEHIND}
 
 

@@ -135,3 +135,21 @@ def independent_scores(tokenizer, policy, reference, rows: list[dict]):
             for side in (1, 2)
         ]
     return PreferenceScores(*sums, *(torch.tensor([len(row[side]) for row in ids]) for side in (1, 2)))
+
+
+def save_tiny_gpt2(path: Path) -> None:
+    """Random weights, the tokenizer of bytes, and as in GPT-2 one special token and no chat template."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.pad_token = None
+    torch.manual_seed(0)
+    end = tokenizer.eos_token_id
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=1024, n_embd=16, n_layer=2, n_head=2, bos_token_id=end, eos_token_id=end
+    )
+    GPT2LMHeadModel(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)

@@ -16,8 +16,7 @@ from typing import Any
 
 from tests.float64 import precision
 
-DEFAULTS = {
-    "per_device_train_batch_size": 2,
+ONE_STEP = {
     "max_steps": 1,
     "learning_rate": 1.0,
     # Plain SGD without clipping: the change of the parameters is minus the gradient.
@@ -30,10 +29,10 @@ DEFAULTS = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
-    # The order of the rows, so that how they are split is the only difference.
-    "train_sampling_strategy": "sequential",
     "seed": 0,
 }
+# The order of the rows, so that how they are split is the only difference.
+DEFAULTS = {**ONE_STEP, "per_device_train_batch_size": 2, "train_sampling_strategy": "sequential"}
 
 
 @dataclass
@@ -133,10 +132,15 @@ def parameters(trainer) -> dict:
     return {name: p.detach().clone().contiguous() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def entries(trainer) -> list[dict]:
+    """What a trainer logged of its steps."""
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
 def result(trainer) -> Run:
     """The `Run` of a trainer that has trained; an entry of its logs for each step."""
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return Run(parameters(trainer), [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in logs])
+    logs = [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in entries(trainer)]
+    return Run(parameters(trainer), logs)
 
 
 def in_processes(processes: int, *command: str, cwd: Path) -> None:
@@ -153,13 +157,13 @@ def in_processes(processes: int, *command: str, cwd: Path) -> None:
     assert launched.returncode == 0, launched.stderr[-8000:]
 
 
-def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[Run]:
-    """Train each specification in turn in one launch of several processes on the CPU."""
+def train_in_processes(specs: list[dict], processes: int, folder: Path, module: str = "tests.train_once") -> list[Run]:
+    """Train each specification in turn, by the `main` of a module, in one launch of several processes on the CPU."""
     from safetensors import safe_open
 
     (folder / "specs.json").write_text(json.dumps(specs))
     repository = Path(__file__).resolve().parent.parent
-    in_processes(processes, "-m", "tests.train_once", str(folder / "specs.json"), str(folder), cwd=repository)
+    in_processes(processes, "-m", module, str(folder / "specs.json"), str(folder), cwd=repository)
     runs = []
     for index in range(len(specs)):
         with safe_open(folder / f"{index}.safetensors", "pt") as file:
@@ -168,7 +172,7 @@ def train_in_processes(specs: list[dict], processes: int, folder: Path) -> list[
     return runs
 
 
-def main() -> None:
+def main(train=train) -> None:
     from safetensors.torch import save_file
 
     from trl_ext.rollouts import end_processes

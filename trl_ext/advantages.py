@@ -1,9 +1,9 @@
-"""From rewards to advantages: pure functions of the rewards of groups of responses to one prompt each.
+"""Advantages as pure functions of rewards, in groups of responses to one prompt.
 
-Rewards are [N], the `group_size` responses to a prompt standing together; advantages are [N]. A reward that is not
-finite (NaN, or an infinity, which no statistic survives) marks a response that could not be scored: it is left out of
-the statistics of its group, and its advantage is 0. Where an estimator compares the responses of a group, a group in
-which all rewards are equal, or fewer than two could be scored, has advantages of exactly 0.
+Rewards are [N], with the `group_size` responses to a prompt consecutive; advantages are [N]. A reward that is not
+finite (NaN or an infinity) marks a response that could not be scored: it is left out of the statistics of its group,
+and its advantage is 0. Estimators that compare the responses of a group give advantages of exactly 0 if all rewards of
+the group are equal, or fewer than two responses could be scored.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_ext.losses.policy_objective import check_choice, check_number
+from trl_ext.names import check_choice, load_function
 
 
 @dataclass
 class _Groups:
-    """Rewards as one row per group, [N / group_size, group_size]; what could not be scored is 0 in `values`."""
+    """Rewards as one row per group, [N / group_size, group_size]; `values` is 0 where a reward is not finite."""
 
     values: Tensor
     scorable: Tensor
@@ -34,7 +33,7 @@ class _Groups:
             raise ValueError(
                 f"{rewards.numel()} rewards do not divide into groups of {group_size}: group_size must divide them"
             )
-        # Means and deviations of rewards in half precision would lose what tells responses apart.
+        # In half precision, means and deviations would round away the differences between responses.
         values = rewards.detach().to(torch.promote_types(rewards.dtype, torch.float32)).reshape(-1, group_size)
         scorable = values.isfinite()
         return cls(values.masked_fill(~scorable, 0), scorable)
@@ -49,7 +48,7 @@ class _Groups:
 
     @property
     def varied(self) -> Tensor:
-        """Whether a group has two different rewards, [groups, 1]. Rounding can leave equal ones off their mean."""
+        """Whether a group has two different rewards, [groups, 1]. Rounding can move equal ones off their mean."""
         lowest = self.values.masked_fill(~self.scorable, float("inf")).amin(1, keepdim=True)
         return self.values.masked_fill(~self.scorable, float("-inf")).amax(1, keepdim=True) > lowest
 
@@ -72,10 +71,10 @@ def group_normalized(rewards: Tensor, group_size: int, std_ddof: int = 0, eps: f
     """GRPO: `(r - mean) / (std + eps)` within the group. [N].
 
     Args:
-        rewards: [N]; those that are not finite have no part in the statistics and advantages 0.
+        rewards: [N]; those that are not finite are left out of the statistics and have advantages 0.
         group_size: responses per prompt.
         std_ddof: 0 for the population's standard deviation, 1 for the sample's. The paper does not say; TRL and verl
-            take the sample's. Their ratio is `sqrt((G - 1) / G)`.
+            use the sample's. Their ratio is `sqrt((G - 1) / G)`.
         eps: 1e-4 in TRL.
 
     Raises:
@@ -97,7 +96,7 @@ def group_centered(rewards: Tensor, group_size: int) -> Tensor:
 def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
     """RLOO: `r` minus the mean of the group's other rewards, unbiased. [N]. Ahmadian et al. 2024, arXiv 2402.14740."""
     groups = _Groups.of(rewards, group_size)
-    # Multiplied first: a quotient of two counts would be in single precision.
+    # Multiply first: the quotient of two counts would be in single precision.
     scaled = groups.count * (groups.values - groups.mean)
     return groups.finish(scaled / (groups.count - 1).clamp(min=1), groups.varied)
 
@@ -105,8 +104,8 @@ def leave_one_out(rewards: Tensor, group_size: int) -> Tensor:
 def group_rank(rewards: Tensor, group_size: int, scale: float = 1.0) -> Tensor:
     """Centred rank: `scale (below - above) / (G - 1)`, counting the group's smaller and larger rewards. [N].
 
-    From `-scale` for the worst to `scale` for the best, and the same for equal rewards; no monotone transform of the
-    rewards changes it. `scale=2` is GOPO, arXiv 2602.03876.
+    The values range from `-scale` for the worst to `scale` for the best, and are the same for equal rewards; they are
+    invariant under monotone transforms of the rewards. `scale=2` is GOPO, arXiv 2602.03876.
     """
     groups = _Groups.of(rewards, group_size)
     own, others = groups.values.unsqueeze(2), groups.values.unsqueeze(1)
@@ -121,7 +120,7 @@ def greedy_baseline(rewards: Tensor, group_size: int, greedy_rewards: Tensor) ->
 
     Args:
         rewards: [N].
-        group_size: responses per prompt; 1 will do.
+        group_size: responses per prompt; may be 1.
         greedy_rewards: [N / group_size]; a group whose greedy response could not be scored has advantages 0.
 
     Li et al. 2023, arXiv 2310.10505.
@@ -146,13 +145,13 @@ def batch_normalized(
 ) -> Tensor:
     """`(r - baseline) / (std + eps)` with the standard deviation of the whole batch. [N].
 
-    - As it stands: Lite-PPO, arXiv 2508.08221.
-    - `std_of="advantages"`: REINFORCE++-baseline, arXiv 2501.03262: the centred rewards are what is normalised.
-    - `baseline="batch"`: REINFORCE++, same paper, for one response per prompt. Groups play no part in it, so that a
-      group of equal rewards has a signal; a batch of equal rewards has none.
+    - By default: Lite-PPO, arXiv 2508.08221.
+    - `std_of="advantages"`: REINFORCE++-baseline, arXiv 2501.03262: divides by the std of the centred rewards.
+    - `baseline="batch"`: REINFORCE++, same paper, for one response per prompt. It ignores groups, so a group of equal
+      rewards has a signal; a batch of equal rewards has none.
 
     Args:
-        rewards: [N], of the whole batch, over all processes; each counts once, whatever the response's length.
+        rewards: [N], the whole batch over all processes; each counts once, whatever the response's length.
         group_size, std_ddof, eps: see `group_normalized`.
         baseline: mean of the `group` or of the `batch`.
         std_of: whether the deviation is that of the `rewards` or of the centred ones, the `advantages`.
@@ -177,12 +176,12 @@ def batch_normalized(
 def mean_normalized(rewards: Tensor, group_size: int, eps: float = 1e-6) -> Tensor:
     """MaxRL: `(r - mean) / (mean + eps)` of the group, for rewards of 0 and 1 or from 0 up. [N].
 
-    For binary rewards the expected update is that of a sum of pass@k, and of the log-likelihood as the group grows.
+    For binary rewards, the expected update is that of a sum of pass@k, and of the log-likelihood as the group grows.
     arXiv 2602.02710.
 
     Raises:
-        ValueError: `group_size` does not divide N, or a reward is negative: the mean could then be, and would turn
-            the advantages' signs.
+        ValueError: `group_size` does not divide N, or a reward is negative: a negative mean would flip the signs of
+            the advantages.
     """
     groups = _Groups.of(rewards, group_size)
     lowest = groups.values.amin() if groups.values.numel() else 0.0
@@ -211,7 +210,7 @@ def length_weighted(rewards: Tensor, group_size: int, lengths: Tensor) -> Tensor
 
 
 def no_baseline(rewards: Tensor, group_size: int) -> Tensor:
-    """The rewards themselves, 0 for those that are not finite. [N]. Unbiased, with the most variance."""
+    """The rewards themselves, 0 for those that are not finite. [N]. Unbiased, with the highest variance."""
     groups = _Groups.of(rewards, group_size)
     return groups.finish(groups.values, groups.scorable)
 
@@ -225,7 +224,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     Args:
         rewards: reward at each token, [B, T].
         values: estimated value before each token, [B, T].
-        mask: 1 where a token counts, [B, T]; others are passed over, wherever they stand.
+        mask: 1 where a token counts, [B, T]; other tokens are skipped, wherever they are.
         gamma: discount per token, in [0, 1].
         lam: from 0 for one-step differences to 1 for whole returns, in [0, 1].
 
@@ -260,7 +259,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def clip_advantages(advantages: Tensor, limit: float) -> Tensor:
-    """Advantages clipped to plus and minus `limit`, which must be positive."""
+    """Advantages clipped to `[-limit, limit]`; `limit` must be positive."""
     if not limit > 0:
         raise ValueError(f"advantages are clipped to plus and minus limit, which must be positive, got {limit}")
     return advantages.clamp(-limit, limit)
@@ -282,118 +281,17 @@ ADVANTAGES: dict[str, Callable] = {
 }
 
 
-def _function_of(advantage: str | Callable) -> Callable:
+def function_of(advantage: str | Callable) -> Callable:
+    """The function with this name or from `file.py:function`; your own function is returned unchanged."""
     if callable(advantage):
         return advantage
-    check_choice("advantage", advantage, tuple(ADVANTAGES))
+    if ":" in advantage:
+        return load_function(advantage, "advantage")
+    check_choice("advantage", advantage, ADVANTAGES)
     return ADVANTAGES[advantage]
 
 
 def options_of(advantage: str | Callable) -> Mapping[str, inspect.Parameter]:
-    """Parameters of an advantage function beside `rewards` and `group_size`."""
-    parameters = inspect.signature(_function_of(advantage)).parameters
+    """Parameters of an advantage function other than `rewards` and `group_size`."""
+    parameters = inspect.signature(function_of(advantage)).parameters
     return dict(list(parameters.items())[2:])
-
-
-class AdvantageEstimator:
-    """An advantage function with its options, and a clip of what it returns.
-
-    Args:
-        advantage: a name of `ADVANTAGES`, or one's own `f(rewards, group_size, ...) -> [N]`, which is given
-            `greedy_rewards` and `lengths` where it has such parameters.
-        std_ddof, eps: options of that name; None for the function's defaults.
-        options: its other options.
-        clip: advantages are clipped to plus and minus this; None for no clip.
-
-    Attributes:
-        needs_greedy: whether it reads the reward of a greedy response to each prompt.
-        group_relative: whether a group of one response has no signal.
-
-    Raises:
-        ValueError: an unknown name, an option that the function does not read or that is out of range, or a function
-            that does not return one advantage per reward.
-    """
-
-    def __init__(
-        self,
-        advantage: str | Callable,
-        *,
-        std_ddof: int | None = None,
-        eps: float | None = None,
-        options: Mapping[str, Any] | None = None,
-        clip: float | None = None,
-    ):
-        self._function = _function_of(advantage)
-        self._parameters = options_of(advantage)
-        self._options = dict(options or {})
-        self.name = getattr(self._function, "__name__", str(advantage))
-        self.std_ddof = self._resolve("std_ddof", "std_ddof", std_ddof)
-        self.eps = self._resolve("advantage_eps", "eps", eps)
-        self.clip = clip
-        if clip is not None:
-            check_number("advantage_clip", clip)
-        self.needs_greedy = "greedy_rewards" in self._parameters
-        self.group_relative = self._compares_responses()
-
-    def __call__(
-        self,
-        rewards: Tensor,
-        group_size: int,
-        *,
-        greedy_rewards: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Advantages, [N], of rewards, [N].
-
-        Args:
-            rewards: one that is not finite marks a response that could not be scored.
-            group_size: responses per prompt.
-            greedy_rewards: [N / group_size], where `needs_greedy`.
-            lengths: tokens of each response, [N], for an estimator that weighs by length.
-
-        Raises:
-            ValueError: what the function needs is missing, or it refuses the rewards.
-        """
-        known = {}
-        for name, value in (("greedy_rewards", greedy_rewards), ("lengths", lengths)):
-            if name in self._parameters:
-                if value is None:
-                    raise ValueError(f"the advantage {self.name!r} needs {name}, and there are none")
-                known[name] = value
-        advantages = self._function(rewards, group_size, **known, **self._options)
-        return advantages if self.clip is None else clip_advantages(advantages, self.clip)
-
-    def _resolve(self, flag: str, option: str, value: float | None) -> float | None:
-        parameter = self._parameters.get(option)
-        if parameter is None:
-            if value is not None:
-                raise ValueError(
-                    f"--{flag} {value} and --advantage {self.name} contradict each other: this estimator does not "
-                    f"read {flag}; leave it out, or use --advantage group_normalized"
-                )
-            return None
-        value = parameter.default if value is None else value
-        check_number(flag, value)
-        self._options[option] = value
-        return value
-
-    def _try(self, group_size: int) -> Tensor:
-        rewards, greedy_rewards = torch.tensor([1.0, 2.0, 4.0, 3.0]), torch.zeros(4 // group_size)
-        advantages = self(rewards, group_size, greedy_rewards=greedy_rewards, lengths=torch.tensor([3, 5, 2, 4]))
-        if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
-            got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
-            raise ValueError(f"returned {got} for 4 rewards; it must return one advantage for each")
-        return advantages
-
-    def _compares_responses(self) -> bool:
-        """Whether a group of one has no signal, by trial, which tries a function of one's own as well."""
-        try:
-            self._try(2)
-        except Exception as error:
-            raise ValueError(f"the advantage {self.name!r} fails on groups of two made-up rewards: {error}") from error
-        try:
-            advantages = self._try(1)
-            return not bool(advantages[advantages.isfinite()].any())
-        except Exception:
-            # A division by the number of other responses, for one.
-            return True

@@ -1,6 +1,6 @@
 """The `trl-ext` command: the recipes, the evaluation and the report, wherever the package is installed.
 
-A recipe runs as the script that it is, and the other commands as their modules do; nothing of them is repeated here.
+Each command runs the script or module behind it and repeats nothing of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from pathlib import Path
 
 from trl_ext import __version__
 from trl_ext.registry import nearest
+from trl_ext.runs import RECIPES, SCRIPTS
 
-PACKAGE = Path(__file__).resolve().parent
-# A wheel holds the recipes and the public evaluation inside the package, a clone beside it.
-SCRIPTS = PACKAGE / "scripts" if (PACKAGE / "scripts").is_dir() else PACKAGE.parent
-RECIPES = SCRIPTS / "recipes"
 CONFIGS = RECIPES / "configs"
 
 MODULES = {
@@ -35,7 +32,7 @@ MODULES = {
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
     "assignment": ("trl_ext.assignment", "write a course's assignment from a specification"),
 }
-# Recipes that run other recipes, and are no recipes to launch themselves.
+# Recipes that run other recipes. They are not launched themselves.
 STUDIES = {
     "sweep": ("sweep", "one recipe under a list or a grid of settings"),
     "compare": ("compare", "train methods over seeds and compare them with a baseline"),
@@ -45,18 +42,18 @@ FILE_FLAGS = ("--config", "--study", "--sweep", "--accelerate_config")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command that the arguments name (those of the process by default)."""
+    """Run the command that the arguments name; the default is the process's own arguments."""
     try:
         _run(list(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
-        # A launcher's processes all fail alike.
+        # All processes of a launcher fail in the same way.
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
 class UsageError(ValueError):
-    """A command line that names what is not there; its message is one line."""
+    """A command line that names something that does not exist; its message is one line."""
 
 
 def _run(arguments: list[str]) -> None:
@@ -98,7 +95,7 @@ def _help() -> str:
 
 
 def recipes() -> dict[str, str]:
-    """Names of the recipes, with the first sentence of each one's docstring."""
+    """Names of the recipes, each with the first sentence of its docstring."""
     found = {}
     for path in sorted(RECIPES.glob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -129,12 +126,10 @@ def run_script(name: str, arguments: Sequence[str]) -> None:
     """Run `recipes/{name}.py` in this process, as Python runs a script.
 
     Raises:
-        UsageError: a flag names a file that is neither there nor among those that come along.
+        UsageError: a flag names a file that neither exists nor is shipped with the package.
     """
     script = RECIPES / f"{name}.py"
     sys.argv = [str(script), *_with_files_found(arguments)]
-    # Scripts import their neighbours.
-    sys.path.insert(0, str(RECIPES))
     runpy.run_path(str(script), run_name="__main__")
 
 
@@ -154,7 +149,7 @@ def _with_files_found(arguments: Sequence[str]) -> list[str]:
 
 
 def shipped_configs() -> list[str]:
-    """The recipes' configurations that come along, such as `toy/aot.yaml`."""
+    """The recipes' configurations that are shipped with the package, such as `toy/aot.yaml`."""
     return sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.yaml"))
 
 
@@ -163,10 +158,10 @@ def _launcher_configs() -> list[str]:
 
 
 def find_file(name: str) -> str:
-    """The path of a file as it is given, or else of the one that comes along under this name.
+    """The path of a file as given, or else of the shipped file with this name.
 
     Raises:
-        UsageError: there is neither; the message has the nearest name.
+        UsageError: neither exists; the message suggests the nearest name.
     """
     for place in (Path(name), CONFIGS / name, SCRIPTS / name):
         if place.is_file():
@@ -195,7 +190,7 @@ def run_module(command: str, arguments: Sequence[str]) -> None:
     """Run the module behind a command, as `python -m` does.
 
     Raises:
-        UsageError: this installation has no such module.
+        UsageError: this installation does not have the module.
     """
     module, _ = MODULES[command]
     if module.startswith("public_eval."):

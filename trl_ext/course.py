@@ -1,8 +1,8 @@
-"""The functions that a course on reasoning has its students write, over the library's own, to check theirs against.
+"""Reference versions of the functions that students write in a course on reasoning, built on the library's own.
 
-They have the arguments, the shapes and the conventions of Stanford's CS336, assignment 5; what differs from the
-library's elsewhere stands in each docstring. Shapes: B responses of up to T tokens, N = B responses of a rollout.
-Masks are 1 (or True) where a token counts.
+They follow the arguments, shapes and conventions of Stanford's CS336, assignment 5. Each docstring says where these
+differ from the rest of the library. Shapes: B responses of up to T tokens, N = B responses of a rollout. Masks are 1
+(or True) where a token counts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trl_ext.advantages import group_centered, group_normalized
 from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
 from trl_ext.registry import nearest
 
-# These need more than torch, or not even that, so they load when they are first used.
+# These are imported on first use: some need more than torch, some not even torch.
 _MODULE_OF_NAME = {
     "PackedSFTDataset": "trl_ext.data.packed_sft",
     "iterate_batches": "trl_ext.data.packed_sft",
@@ -43,7 +43,7 @@ __all__ = [
     *_MODULE_OF_NAME,
 ]
 
-# What each loss type reads beside the policy's log-probabilities.
+# The arguments that each loss type reads in addition to the policy's log-probabilities.
 LOSS_TYPES = {
     "no_baseline": ("raw_rewards",),
     "reinforce_with_baseline": ("advantages",),
@@ -93,21 +93,21 @@ def compute_group_normalized_rewards(
     of equal rewards, and one of a single response, has advantages of exactly 0.
 
     Args:
-        reward_fn: gives a response and its ground truth a dict of numbers, `reward` among them.
-        rollout_responses: N responses, those to one prompt standing together.
-        repeated_ground_truths: the ground truth of each, N.
+        reward_fn: maps a response and its ground truth to a dict of numbers, including `reward`.
+        rollout_responses: N responses, grouped by prompt.
+        repeated_ground_truths: the ground truth of each response, N.
         group_size: responses per prompt, G.
-        advantage_eps: added to the standard deviation; not read where `normalize_by_std` is False.
+        advantage_eps: added to the standard deviation; ignored if `normalize_by_std` is False.
         normalize_by_std: whether to divide by the deviation.
 
     Returns:
-        Advantages [N] and rewards [N], float32, and metadata: the mean of each number that every response was given,
-        `reward_std`, the groups' mean sample deviation, and `frac_reward_zero_std`, the fraction of groups without
-        signal.
+        Advantages [N] and rewards [N], float32, and metadata: the mean of each number that `reward_fn` returns for
+        every response, `reward_std`, the groups' mean sample deviation, and `frac_reward_zero_std`, the fraction of
+        groups without signal.
 
     Raises:
-        ValueError: lists of different length, a `group_size` that does not divide it, or a reward that is missing or
-            not finite, with the number of its response.
+        ValueError: the lists differ in length, `group_size` does not divide it, or a reward is missing or not finite;
+            the message names the response.
     """
     if len(rollout_responses) != len(repeated_ground_truths) or not len(rollout_responses):
         raise ValueError(
@@ -153,12 +153,12 @@ def grpo_clip_loss(
     Args:
         advantages: [B, 1], [B] or [B, T].
         policy_log_probs: [B, T].
-        old_log_probs: when the responses were sampled, [B, T]; no gradient flows into them.
+        old_log_probs: log-probabilities at sampling time, [B, T]; no gradient flows into them.
         cliprange: how far the ratio may move from 1 before it gives no gradient.
 
     Returns:
         Losses, and metadata: `clipped`, [B, T], True where the clip made the loss larger, so that the token gives no
-        gradient; `clip_fraction`, the mean of it over all B T positions, padding among them.
+        gradient; `clip_fraction`, its mean over all B T positions, including padding.
 
     Raises:
         ValueError: other shapes, or a negative `cliprange`.
@@ -179,7 +179,7 @@ def policy_gradient_loss(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token by its name. [B, T].
+    """The loss of each token for a loss type. [B, T].
 
     | loss_type                 | loss                         | reads                                      |
     |---------------------------|------------------------------|--------------------------------------------|
@@ -188,13 +188,13 @@ def policy_gradient_loss(
     | `grpo_clip`               | `grpo_clip_loss`             | `advantages`, `old_log_probs`, `cliprange` |
     | `grpo_no_clip`            | `-ratio A`                   | `advantages`, `old_log_probs`              |
 
-    Arguments that the loss type does not read are left alone.
+    Arguments that the loss type does not read are ignored.
 
     Returns:
         Losses, and metadata as in `grpo_clip_loss`; without a clip, no token is clipped.
 
     Raises:
-        ValueError: an unknown loss type, a missing argument, or shapes that are not those of the functions above.
+        ValueError: the loss type is unknown, an argument is missing, or a shape is wrong.
     """
     given = {
         "raw_rewards": raw_rewards,
@@ -226,21 +226,21 @@ def sft_microbatch_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of one micro-batch, with its backward pass.
 
-    Each row's sum over the response divided by `normalize_constant`, averaged over the rows and divided by
+    Each row's sum over the response is divided by `normalize_constant`; the rows are averaged and divided by
     `gradient_accumulation_steps`.
 
     Args:
         policy_log_probs: with gradient, [B, T].
         response_mask: [B, T].
         gradient_accumulation_steps: micro-batches per optimizer step.
-        normalize_constant: what each row's sum is divided by.
+        normalize_constant: divisor of each row's sum.
 
     Returns:
-        The loss that was differentiated, a scalar without gradient, and metadata: `token_count`, the response tokens,
-        and `mean_log_prob` over them, NaN where there are none.
+        The loss, a scalar without gradient, and metadata: `token_count`, the number of response tokens, and
+        `mean_log_prob` over them, NaN if there are none.
 
     Raises:
-        ValueError: other shapes, log-probabilities without gradient, or a divisor that is not positive.
+        ValueError: a shape is wrong, the log-probabilities have no gradient, or a divisor is not positive.
     """
     _check_step(policy_log_probs, response_mask, gradient_accumulation_steps)
     row_losses = -masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=1)
@@ -263,8 +263,8 @@ def policy_microbatch_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy-gradient loss of one micro-batch, with its backward pass.
 
-    Each row's mean over the response, averaged over the rows and divided by `gradient_accumulation_steps`. A row
-    without response tokens counts as 0 and as one of the B: its mean would be NaN, and every gradient with it.
+    Each row's mean over the response is averaged over the rows and divided by `gradient_accumulation_steps`. A row
+    without response tokens counts as 0 and is one of the B rows: its mean would be NaN and so would every gradient.
 
     Args:
         policy_log_probs: with gradient, [B, T].
@@ -273,8 +273,8 @@ def policy_microbatch_step(
         loss_type, raw_rewards, advantages, old_log_probs, cliprange: see `policy_gradient_loss`.
 
     Returns:
-        The loss that was differentiated, a scalar without gradient, and metadata as in `grpo_clip_loss`, here over
-        response tokens only; the fraction is NaN where there are none.
+        The loss, a scalar without gradient, and metadata as in `grpo_clip_loss`, but over response tokens only; the
+        fraction is NaN if there are none.
 
     Raises:
         ValueError: see `policy_gradient_loss` and `sft_microbatch_step`.
@@ -294,18 +294,18 @@ def per_instance_dpo_loss(
 ) -> Tensor:
     """DPO loss of one pair of responses; a scalar, with gradient to `lm`.
 
-    Prompt and response stand in the Alpaca template, followed by the end-of-text token. Log-probabilities are of the
-    whole text: the prompt's part is the same in both and cancels.
+    Prompt and response are put into the Alpaca template, followed by the end-of-text token. Log-probabilities cover
+    the whole text: the prompt's part is the same in both and cancels.
 
     Args:
-        lm: the model that is trained, in the mode in which it is.
+        lm: the model to train; its mode is not changed.
         lm_ref: the reference, without gradient; put it into evaluation mode.
-        tokenizer: of both models.
+        tokenizer: the tokenizer of both models.
         beta: strength of the preference signal.
         prompt, response_chosen, response_rejected: plain texts.
 
     Raises:
-        ValueError: a `beta` that is not positive, or a tokenizer without an end-of-text token.
+        ValueError: `beta` is not positive, or the tokenizer has no end-of-text token.
 
     Rafailov et al. 2023, arXiv 2305.18290, equation 7.
     """

@@ -1,48 +1,53 @@
-"""Names for objectives: a table from a name to a pure function and to what that function needs.
+"""Names for objectives: tables from a name to a pure function and its requirements.
 
 A course or a notebook adds its own with `@preference_loss("name")` or `@policy_algorithm("name")`; the command line
-takes `file.py:function` as well.
+also accepts `file.py:function`.
 """
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import importlib.util
 import inspect
-import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from trl_ext.files import brief
+from trl_ext.names import load_function, load_module, nearest
+from trl_ext.settings import LOSS_SETTINGS, SETTINGS, AdvantageFields, LossFields
 
 
-def nearest(name: str, valid: list[str]) -> str:
-    """The end of an error message: `; did you mean 'aot'?`, or a full stop where nothing is near."""
-    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
-    return f"; did you mean {matches[0]!r}?" if matches else "."
-
-
-@dataclass(frozen=True)
+@dataclass
 class Entry:
-    """A registered function. Its keyword-only parameters are its options, and their defaults the paper's."""
+    """A registered function. Its keyword-only parameters are its options, and their defaults are the paper's.
+
+    Attributes:
+        paper: the arXiv number of its paper, or another source.
+        title: the paper's title.
+        label: the displayed name, where it differs from a named trainer's prefix.
+    """
 
     name: str
     function: Callable
+    paper: str = ""
+    title: str = ""
+    label: str = ""
+
+    @property
+    def inputs(self) -> list[str]:
+        """Positional parameters."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword-only parameters except `beta`, with their defaults (`Parameter.empty` where there is none)."""
+        """Keyword-only parameters except `beta`, with their defaults (`Parameter.empty` if there is none)."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "beta"}
 
     @property
     def default_beta(self) -> float | None:
-        """The function's default for `beta`, None where it has none."""
+        """The function's default for `beta`; None if it has none."""
         parameter = inspect.signature(self.function).parameters.get("beta")
         return None if parameter is None or parameter.default is parameter.empty else parameter.default
 
@@ -50,8 +55,13 @@ class Entry:
     def takes_beta(self) -> bool:
         return "beta" in inspect.signature(self.function).parameters
 
+    @property
+    def citation(self) -> dict[str, str]:
+        """The paper in the form of TRL's trainers; empty without a title."""
+        return {"title": self.title, "id": self.paper} if self.title else {}
+
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse an option that the function does not have, or one without a default that is missing.
+        """Reject an option that the function does not have, and a missing option without a default.
 
         Raises:
             ValueError: names the option, the function and the nearest valid option.
@@ -66,7 +76,7 @@ class Entry:
             raise ValueError(f"{self.name!r} needs the option {missing[0]!r}, which has no default")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreferenceLoss(Entry):
     """A loss on `PreferenceScores`.
 
@@ -81,7 +91,7 @@ class PreferenceLoss(Entry):
     columns: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreferenceWeighting(Entry):
     """A weight per pair, multiplied with any preference loss.
 
@@ -97,60 +107,38 @@ class PreferenceWeighting(Entry):
     column_option: str | None = None
 
 
-@dataclass(frozen=True)
-class Algorithm(Entry):
-    """An online algorithm as data; the function is its surrogate loss. `trl_ext.algorithms` holds the table.
+@dataclass
+class Algorithm(LossFields, AdvantageFields, Entry):
+    """A row of the table of online algorithms, `trl_ext.algorithms`: a function, its surrogate loss, and settings.
+
+    A setting of None uses the default in `SETTINGS`; an `epsilon_high` of None equals `epsilon`. `advantage` may be a
+    function `f(rewards, group_size, ...) -> [N]`. If you register your own function of `PolicyScores`, its `surrogate`
+    is `own`.
 
     Attributes:
         summary: one line for the table.
-        paper: where it comes from.
-        advantage: a name of `trl_ext.algorithms.ADVANTAGES`, or a function `f(rewards, group_size, ...) -> [N]`.
-        std_ddof, advantage_eps: `std_ddof` and `eps` of that function; None for its own defaults.
-        advantage_options: its other options.
-        advantage_clip: advantages are clipped to plus and minus this; None for no clip.
-        ratio: importance ratio per `token` or per `sequence`, or `none`.
-        surrogate: `clip`, `no_clip`, `cispo`, `reinforce`, `quadratic_ratio`, or `own` for a function of
-            `PolicyScores`.
-        epsilon, epsilon_high, dual_clip: for `clip`; an `epsilon_high` of None is `epsilon`.
-        ratio_cap: for `cispo`.
-        aggregation: `sequence_mean`, `token_mean`, `constant` or `sum`.
-        beta: coefficient of the KL divergence to the reference; 0 for none.
-        kl_estimator: `k1`, `k2` or `k3`.
-        kl_in: whether the divergence is a term of the `loss` or taken off the `reward`.
-        kl_ratio_correction: whether it is multiplied by the importance ratio.
-        kl_aggregation: None for a term of each token's loss; `token_mean` for a mean of its own beside it.
+        advantage_options: options of the advantage that are not settings.
         group_size: responses per prompt.
-        fixed: what makes the name: a setting, its permitted values, and why no other.
+        fixed: the settings that define the algorithm: each with its permitted values, and why no others are.
     """
 
     summary: str = ""
-    paper: str = ""
-    advantage: str | Callable = "group_normalized"
-    std_ddof: int | None = None
-    advantage_eps: float | None = None
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
-    advantage_clip: float | None = None
-    ratio: str = "token"
-    surrogate: str = "own"
-    epsilon: float | None = None
-    epsilon_high: float | None = None
-    dual_clip: float | None = None
-    ratio_cap: float | None = None
-    aggregation: str = "sequence_mean"
-    beta: float = 0.0
-    kl_estimator: str = "k3"
-    kl_in: str = "loss"
-    kl_ratio_correction: bool = False
-    kl_aggregation: str | None = None
     group_size: int = 8
     fixed: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.surrogate = self.surrogate or "own"
+        for name, setting in SETTINGS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, setting.default)
 
 
 EntryType = TypeVar("EntryType", bound=Entry)
 
 
 class Registry(Generic[EntryType]):
-    """A table from names to entries in which a name is given once."""
+    """A table from names to entries in which each name occurs once."""
 
     def __init__(self, kind: str):
         self.kind = kind
@@ -189,29 +177,22 @@ class Registry(Generic[EntryType]):
         return iter(self._entries)
 
     def find(self, name: str) -> EntryType:
-        """The entry called `name`, or the one that `file.py:function` or `module:function` defines.
+        """The entry with this name, or the one that `file.py:function` or `module:function` defines.
 
         Raises:
-            ValueError: no such name, file, module or function; the message lists what there is.
+            ValueError: no such name, file, module or function; the message lists what is available.
         """
         if ":" not in name:
             return self[name]
         source, _, function_name = name.rpartition(":")
-        module = _load_module(source)
+        module = load_module(source)
         for entry in self._entries.values():
             if entry.function.__module__ == module.__name__ and function_name in (entry.name, entry.function.__name__):
                 return entry
-        function = getattr(module, function_name, None)
-        if callable(function):
-            raise ValueError(
-                f"{source} defines {function_name!r}, but not as a {self.kind}: "
-                f"decorate it with @trl_ext.{self.kind.replace(' ', '_')}({function_name!r})"
-            )
-        own = [e.name for e in self._entries.values() if e.function.__module__ == module.__name__]
-        others = [n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__]
-        defined = f"it defines {', '.join(sorted({*own, *others}))}" if own or others else "it defines no function"
+        load_function(name, self.kind)
         raise ValueError(
-            f"{source} has no {self.kind} {function_name!r}: {defined}{nearest(function_name, [*own, *others])}"
+            f"{source} defines {function_name!r}, but not as a {self.kind}: "
+            f"decorate it with @trl_ext.{self.kind.replace(' ', '_')}({function_name!r})"
         )
 
 
@@ -221,63 +202,9 @@ def _origin(function: Callable) -> tuple[str, str]:
 
 
 def _same(one: Callable, other: Callable) -> bool:
-    """Whether two functions are one definition, run again or loaded under a second module name."""
+    """Whether two functions have the same definition, executed again or loaded under a second module name."""
     file, other_file = (Path(f.__code__.co_filename).resolve() for f in (one, other))
     return one.__qualname__ == other.__qualname__ and (one.__module__ == other.__module__ or file == other_file)
-
-
-def _load_module(source: str) -> ModuleType:
-    """Import `source`, a path to a .py file (the ending may be left out) or a module name."""
-    path = Path(source if source.endswith(".py") else f"{source}.py")
-    if not path.is_file():
-        if source.endswith(".py"):
-            # Of a run's config.yaml it may be as seen from another folder.
-            seen = "" if path.is_absolute() else f" in {Path.cwd().name or '/'}, the folder that this runs in"
-            raise ValueError(f"no file {source!r} to take a function from{seen}")
-        try:
-            return importlib.import_module(source)
-        except ModuleNotFoundError as error:
-            if not f"{source}.".startswith(f"{error.name}."):
-                raise
-            raise ValueError(f"no file {str(path)!r} and no module {source!r} to take a function from") from error
-    # The name carries the path, so that two files called losses.py do not stand in for each other.
-    module_name = f"trl_ext_user_{zlib.crc32(str(path.resolve()).encode())}_{path.stem}"
-    modified = path.stat().st_mtime_ns
-    loaded = sys.modules.get(module_name)
-    # An edited file is run again, so that a notebook trains what the file says now.
-    if loaded is not None and loaded.__modified__ == modified:
-        return loaded
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    module = importlib.util.module_from_spec(spec)
-    module.__modified__ = modified
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
-
-
-def load_function(name: str, kind: str) -> Callable:
-    """The function that `file.py:function` or `module:function` names.
-
-    Args:
-        name: where it is.
-        kind: what error messages call it, such as "reward function".
-
-    Raises:
-        ValueError: no such file, module or function.
-    """
-    source, separator, function_name = name.rpartition(":")
-    if not separator:
-        raise ValueError(f"the {kind} {name!r} must be given as file.py:function or module:function")
-    module = _load_module(source)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        defined = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
-        raise ValueError(f"{source} has no {kind} {function_name!r}{nearest(function_name, defined)}")
-    return function
 
 
 preference_losses: Registry[PreferenceLoss] = Registry("preference loss")
@@ -286,23 +213,32 @@ policy_algorithms: Registry[Algorithm] = Registry("policy algorithm")
 
 
 def preference_loss(
-    name: str, *, needs_reference: bool = True, batch_coupled: bool = False, columns: tuple[str, ...] = ()
+    name: str,
+    *,
+    needs_reference: bool = True,
+    batch_coupled: bool = False,
+    columns: tuple[str, ...] = (),
+    paper: str = "",
+    title: str = "",
+    label: str = "",
 ) -> Callable[[Callable], Callable]:
     """Register a preference loss `f(scores, *, beta, ...) -> [B]` under `name`.
 
     Args:
-        name: what `--loss` and `PreferenceConfig(loss=...)` call it.
-        needs_reference: set to False for a loss that reads no reference log-probabilities: none are then computed.
+        name: its name in `--loss` and `PreferenceConfig(loss=...)`.
+        needs_reference: set to False for a loss that does not read reference log-probabilities; none are computed.
         batch_coupled: set to True if a pair's loss depends on the other pairs; the trainer then evaluates it on the
             whole optimizer batch, over all ranks and accumulated micro-batches.
         columns: names of dataset columns to pass in `scores.columns`, each a tensor of shape [B].
+        paper, title, label: its paper's arXiv number and title, and its displayed name; see `Entry`.
 
     Raises:
         ValueError: the name is taken.
     """
 
     def register(function: Callable) -> Callable:
-        preference_losses.add(PreferenceLoss(name, function, needs_reference, batch_coupled, tuple(columns)))
+        needs = {"needs_reference": needs_reference, "batch_coupled": batch_coupled, "columns": tuple(columns)}
+        preference_losses.add(PreferenceLoss(name, function, paper, title, label, **needs))
         return function
 
     return register
@@ -314,21 +250,18 @@ def preference_weighting(
     """Register a weighting `f(scores, ...) -> [B]` under `name`; see `PreferenceWeighting` for what the flags mean.
 
     Raises:
-        ValueError: the name is taken, or a weighting that reads policy weights asks to be normalised: its mean over
-            the optimizer batch is not known before the batch has been trained on.
+        ValueError: the name is taken, or a weighting that reads policy weights requests normalisation: its mean over
+            the optimizer batch is unknown before training on that batch.
     """
     if normalize and needs_policy_weights:
         raise ValueError(f"the weighting {name!r} cannot both read policy weights and be normalised")
 
     def register(function: Callable) -> Callable:
-        preference_weightings.add(PreferenceWeighting(name, function, normalize, needs_policy_weights, column_option))
+        needs = {"normalize": normalize, "needs_policy_weights": needs_policy_weights, "column_option": column_option}
+        preference_weightings.add(PreferenceWeighting(name, function, **needs))
         return function
 
     return register
-
-
-# Settings of a built-in surrogate; a function of one's own has keyword options for such things.
-_OF_BUILT_IN_SURROGATES = ("surrogate", "epsilon", "epsilon_high", "dual_clip", "ratio_cap", "fixed")
 
 
 def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callable]:
@@ -337,14 +270,16 @@ def policy_algorithm(name: str, **settings: Any) -> Callable[[Callable], Callabl
     The function takes `trl_ext.losses.PolicyScores` and returns one loss per token, or one per response.
 
     Args:
-        name: what `--algorithm` and `PolicyConfig(algorithm=...)` call it.
+        name: its name in `--algorithm` and `PolicyConfig(algorithm=...)`.
         settings: `advantage` (a name, or a function), `ratio`, `aggregation`, `beta`, `group_size` and the other
-            attributes of `Algorithm` that are not of a built-in surrogate.
+            attributes of `Algorithm` that do not belong to a built-in surrogate.
 
     Raises:
         ValueError: the name is taken, or there is no such setting.
     """
-    known = [f.name for f in fields(Algorithm) if f.name not in ("name", "function", *_OF_BUILT_IN_SURROGATES)]
+    # Your own function has keyword options where a built-in surrogate has settings.
+    of_built_in = [n for n, setting in LOSS_SETTINGS.items() if setting.option or n == "surrogate"]
+    known = [f.name for f in fields(Algorithm) if f.name not in ("name", "function", "fixed", *of_built_in)]
     for setting in settings:
         if setting not in known:
             raise ValueError(

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# One node's part of a job: node.sh RECIPE [flags]. The sbatch files beside it start it by srun, once on each node.
+# One node's part of a job: node.sh RECIPE [flags]. The sbatch files in this folder start it with srun, once per node.
 #
-# A notice that the node is about to be taken away (USR1 some minutes ahead, TERM on preemption) goes on to the training
-# processes as USR1, which save and end: again and again, as they hear none before they train. torchrun, which would end at once on the first and kill them 30 seconds after
-# the second, stands apart and does not see it. Then the exit code is 75, for the job to be requeued.
+# When SLURM announces the end of the job (USR1 some minutes ahead, TERM on preemption), this script sends USR1 to the
+# training processes, which save and exit. It repeats the signal, because they ignore it until training starts. torchrun
+# runs in a separate session, where it does not receive the notices: it would exit at the first and kill its workers 30
+# seconds after the second. After a notice the exit code is 75, so that the job is requeued.
 #
-# Takes from the environment: MAIN_NODE, MAIN_PORT, NODES, NODE_RANK (SLURM_NODEID without), GPUS (of a node), ENGINE (a
-# file of accelerate_configs), NOTICE_EVERY (seconds between two notices, 10 without).
+# Environment variables: MAIN_NODE, MAIN_PORT, NODES, NODE_RANK (default SLURM_NODEID), GPUS (per node), ENGINE (a file
+# in accelerate_configs), NOTICE_EVERY (seconds between two signals, default 10).
 set -uo pipefail
 
 recipe=$1
@@ -14,7 +15,7 @@ shift
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 rank=${NODE_RANK:-$SLURM_NODEID}
 
-# In a session of its own, deaf to USR1; its workers listen again once they train.
+# In a separate session that ignores USR1; its workers handle the signal once they train.
 (
 	trap '' USR1
 	exec setsid accelerate launch --config_file "$root/accelerate_configs/$ENGINE.yaml" \
@@ -23,7 +24,7 @@ rank=${NODE_RANK:-$SLURM_NODEID}
 ) &
 launcher=$!
 
-# Deaf itself to the notices of the group.
+# Ignores notices sent to the process group.
 pass_on() {
 	trap '' USR1 TERM
 	while kill -0 "$launcher" 2>/dev/null; do

@@ -1,1 +1,1 @@
-"""An assignment from a specification: a starter to fill in, its tests, a grader, and the training runs on both."""
+"""Create an assignment from a specification: a starter to fill in, its tests, a grader, and training runs."""

@@ -25,15 +25,15 @@ def main(arguments: list[str] | None = None) -> None:
     with one_line_errors():
         options = parser.parse_args(arguments)
         if options.list:
-            from trl_ext.assignment.catalog import TASKS
+            from trl_ext.assignment.catalog.catalog import TASKS
 
             print(format_table(("function", "kind", "task"), [(x.name, x.kind, x.summary) for x in TASKS.values()]))
             return
         if options.spec is None or options.out is None:
             raise ValueError("give --spec and --out, or --list")
-        from trl_ext.assignment.recipe_rules import check_settings
-        from trl_ext.assignment.spec import load_spec
-        from trl_ext.assignment.writing import grader_folder, write_assignment
+        from trl_ext.assignment.builder.spec import load_spec
+        from trl_ext.assignment.builder.writing import grader_folder, write_assignment
+        from trl_ext.assignment.train.recipe import check_settings
 
         spec = load_spec(options.spec)
         check_settings(spec.recipes)

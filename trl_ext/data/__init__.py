@@ -1,4 +1,4 @@
-"""Benchmark rows: their schemas, the loader that checks them, truncation, and problems, templates and packing."""
+"""Data: schemas and a checked loader for benchmark rows, truncation, math problems, templates and packing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trl_ext.data.conversation import encode_turn
 from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow
 from trl_ext.data.truncation import truncate_pair
 
-# Loaded when they are first used: packing imports torch.
+# Imported on first use: packing imports torch.
 _MODULE_OF_NAME = {
     "PackedSFTDataset": "trl_ext.data.packed_sft",
     "load_math": "trl_ext.data.math",
@@ -31,3 +31,7 @@ def __getattr__(name: str):
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'trl_ext.data' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""`load_benchmark`: the embedded toy benchmark, local JSONL files or a hub data set, in the format TRL trains on."""
+"""Load the embedded toy benchmark, local JSONL files or a hub data set in the format that TRL trains on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from trl_ext.data.rows import RawSplit, build_split, read_jsonl
 from trl_ext.data.schemas import has_label_fields, has_response_field
-from trl_ext.files import local_path
 
 if TYPE_CHECKING:
     import datasets
@@ -25,33 +24,33 @@ def load_benchmark(
     splits: str | Sequence[str] | None = None,
     skip_bad_rows: bool = False,
 ) -> datasets.DatasetDict:
-    """Load preference pairs and prompts, with every row checked.
+    """Load preference pairs and prompts, and check every row.
 
-    Sources, in the order in which `name_or_path` is tried:
+    `name_or_path` is tried in this order:
 
     - `"toy"`, the benchmark that comes with the library;
-    - a folder of `{split}.jsonl` files, of which the known splits are loaded: `train_prefs`, `validation_prefs`,
+    - a folder of `{split}.jsonl` files, from which the known splits are loaded: `train_prefs`, `validation_prefs`,
       `test_prefs`, `train_gen`, `validation_gen`, `test_gen`;
     - one JSONL file, which becomes `train_prefs` if its first row is a pair or a labelled response, and `train_gen` if
       it is a prompt;
-    - a data set of the Hugging Face hub. Its splits `train`, `validation` and `test` become `*_prefs` or `*_gen` by
-      their content; the known splits keep their names.
+    - a data set on the Hugging Face hub. Its splits `train`, `validation` and `test` become `*_prefs` or `*_gen`
+      according to their content; the known splits keep their names.
 
-    Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`, or where their first row has a `label`
-    `row_id`, `prompt`, `completion`, `label`; prompt splits `row_id` and `prompt`: messages, or strings where the
-    source is in TRL's plain format (`PreferenceRow`, `UnpairedRow`, `PromptRow`). Further columns of
-    strings, numbers or booleans are kept if every row has them, otherwise dropped with a warning. The data sets lie in
+    Preference splits have the columns `row_id`, `prompt`, `chosen`, `rejected`, or, if their first row has a `label`,
+    `row_id`, `prompt`, `completion`, `label`. Prompt splits have `row_id` and `prompt`. Texts are messages, or strings
+    if the source is in TRL's plain format (`PreferenceRow`, `UnpairedRow`, `PromptRow`). Other columns of strings,
+    numbers or booleans are kept if every row has them, otherwise dropped with a warning. The data sets are held in
     memory.
 
     Args:
         name_or_path: the source.
-        splits: what to load instead of the known splits; may name any file of a folder, without its `.jsonl`, and any
-            split of a hub data set.
+        splits: the splits to load instead of the known ones; any file of a folder, without `.jsonl`, or any split of
+            a hub data set.
         skip_bad_rows: drop bad rows, with a count of each reason in the log, instead of raising.
 
     Raises:
-        FileNotFoundError: no such file, folder, split file or hub data set.
-        ValueError: a split is empty or has bad rows; the message gives file, line, row_id and field of five.
+        FileNotFoundError: the file, folder, split file or hub data set does not exist.
+        ValueError: a split is empty or has bad rows; the message gives file, line, row_id and field of up to five.
     """
     wanted = None if splits is None else [splits] if isinstance(splits, str) else list(splits)
     if wanted is not None and not wanted:
@@ -73,7 +72,7 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
         from trl_ext.toy import DATA_DIR
 
         return _read_folder(Path(DATA_DIR), wanted)
-    path = local_path(name_or_path)
+    path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _read_folder(path, wanted)
     if path.is_file():
@@ -104,9 +103,6 @@ def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
             f"none of {known} is there: give a file of these names or alone, or choose others with splits=[...]; "
             f"{_listing(folder)}"
         )
-    for name in names:
-        if not path_of_split[name].is_file():
-            raise FileNotFoundError(f"{path_of_split[name]} is no file, but a folder or a link that leads nowhere")
     return {name: read_jsonl(path_of_split[name]) for name in names}
 
 
@@ -138,7 +134,7 @@ def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
 
 
 def _hub_split_name(split_name: str, source: datasets.DatasetDict) -> str:
-    """`train`, `validation` and `test` named by what they hold; every other name as it is."""
+    """Rename `train`, `validation` and `test` according to their content; keep other names."""
     if split_name not in GENERIC_SPLITS:
         return split_name
     columns = source[split_name].column_names
@@ -152,14 +148,14 @@ def _read_hub_split(name: str, split_name: str, source: datasets.DatasetDict) ->
 
 
 def _looks_like_path(name_or_path: str | os.PathLike) -> bool:
-    """True for what cannot be the name of a hub data set, which has at most one slash."""
+    """True if the text cannot be the name of a hub data set, which has at most one slash."""
     name = os.fspath(name_or_path).replace(os.sep, "/")
     is_text = isinstance(name_or_path, str)
     return not is_text or name.endswith(".jsonl") or name.count("/") > 1 or name.startswith((".", "/", "~"))
 
 
 def _nearby(path: Path) -> str:
-    """What the folder that should hold `path` holds, if that folder exists."""
+    """The contents of the folder that should contain `path`, if that folder exists."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent} either"
     return _listing(path.parent)

@@ -1,4 +1,4 @@
-"""What a solution in LaTeX states as its answer, in its last `\\boxed{}`."""
+"""Extract the answer of a LaTeX solution from its last `\\boxed{}`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 
 ESCAPE_OR_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 SPACED_BOX = re.compile(r"\\boxed\s+\{")
-# TeX takes a single sign or command without braces; authors mean all of the formula that follows.
+# Without braces, TeX boxes a single token, but authors mean the whole formula that follows.
 BARE_BOX = re.compile(r"\\boxed(?![A-Za-z{])\s*([^\s$]+)")
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last `\\boxed{...}` holds; None if there is no box, or the last is not closed or has no brace."""
+    """The content of the last `\\boxed{...}`; None if there is no box, or the last has no brace or is not closed."""
     start = text.rfind("\\boxed")
     if start < 0 or not text.startswith("{", start + len("\\boxed")):
         return None
@@ -26,7 +26,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def boxed_answer(solution: str) -> str | None:
-    """The answer that a written solution boxes: `last_boxed`, or of `\\boxed 5$` what stands before `$` or a space.
+    """The boxed answer of a written solution: `last_boxed`, or for `\\boxed 5$` the text before `$` or a space.
 
     Returns:
         The answer, or None if there is none or it is empty.

@@ -1,4 +1,4 @@
-"""A prompt and a response as token ids, cut separately: what reward models read, in training and in scoring alike."""
+"""Encode a prompt and a response for reward models, truncated separately, in training and in scoring."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def encode_turn(
     max_response_tokens: int | None = None,
     template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt and of the response to it, the two tokenized apart, as in generation.
+    """Token ids of a prompt and its response, tokenized separately as in generation.
 
     Args:
-        tokenizer: with a chat template where the prompt is messages.
+        tokenizer: a tokenizer, with a chat template if the prompt is messages.
         prompt: messages, or plain text.
-        response: text, or the one assistant message that holds it.
-        finished: False for a response that was cut at a length limit: it then has no end-of-turn token.
+        response: text, or a list of one assistant message.
+        finished: False for a response that was cut at a length limit, which has no end-of-turn token.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         max_response_tokens: longer responses lose their end, the end-of-turn token included; None for no limit.
-        template_kwargs: what the chat template is given beside the messages, such as `tools`.
+        template_kwargs: arguments for the chat template in addition to the messages, such as `tools`.
 
     Returns:
-        Prompt ids and response ids; joined, they are what a reward model reads.
+        Prompt ids and response ids; a reward model reads their concatenation.
 
     Raises:
         ValueError: the chat template does not render a conversation as its prompt followed by the response, or a limit
             is below 1.
     """
     text = response if isinstance(response, str) else _text(response)
-    # The tokenizer warns of texts that are too long for the model; those that are cut here are not.
+    # The tokenizer warns about texts that are too long for the model, but they are cut here.
     warn_of_prompts, warn_of_responses = (
         {"verbose": limit is None} for limit in (max_prompt_tokens, max_response_tokens)
     )
@@ -68,7 +68,7 @@ def _text(response: Sequence[dict[str, Any]]) -> str:
 
 
 def _render(tokenizer, prompt: Messages, response: Messages | str, text: str, options: dict) -> tuple[str, str]:
-    """The prompt as rendered for generation, and what a full conversation adds to it."""
+    """The prompt as rendered for generation, and the text that the full conversation adds to it."""
     message = {"role": "assistant", "content": text} if isinstance(response, str) else response[0]
     rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **options)
     conversation = tokenizer.apply_chat_template([*prompt, message], tokenize=False, **options)

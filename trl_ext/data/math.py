@@ -1,4 +1,4 @@
-"""Problems with known answers: loading them from the embedded additions or from files, their prompts and solutions."""
+"""Math problems with known answers, from the embedded additions or from files, and their prompts and solutions."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.boxes import boxed_answer, last_boxed
-from trl_ext.data.rows import SHOWN_CHARACTERS, Problem, RawSplit, first_few, read_jsonl
+from trl_ext.data.rows import SHOWN_CHARACTERS, Problem, RawSplit, read_jsonl
 from trl_ext.data.templates import render
-from trl_ext.files import brief, local_path
+from trl_ext.files import brief
 
 Row = dict[str, Any]
 SPLITS_OF_TOY = ("train", "validation", "test")
@@ -27,36 +27,36 @@ _FINAL_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 
 def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Row]:
-    """Load problems with their answers, every row checked.
+    """Load problems with their answers, and check every row.
 
     Sources: `toy`, the embedded additions, with splits `train` (and worked traces to fine-tune on, a quarter of them
     wrong), `validation` and `test`; a folder of `{split}.jsonl` files; or one JSONL file, whatever the split.
 
-    A row of a file is laid out as one of: `prompt_text` and `answer`; GSM8K's `question` and `answer` with `####`;
-    MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` is the answer (or `\\boxed 5`, as
-    some of MATH's write it); Countdown's `nums` (or
-    `numbers`) and `target`; `prompt`, a whole prompt that no template is put around, and `ground_truth`. Beside these
-    it may have a `row_id`, and a `response`: a demonstration, word for word what follows the prompt.
+    A row of a file has one of these layouts: `prompt_text` and `answer`; GSM8K's `question` and `answer` with `####`;
+    MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` (or `\\boxed 5`, as in some of MATH's
+    solutions) is the answer; Countdown's `nums` (or `numbers`) and `target`; `prompt`, a whole prompt that is used
+    without a template, and `ground_truth`. A row may also have a `row_id` and a `response`, a demonstration that is
+    used verbatim after the prompt.
 
     Returns:
-        Rows with `row_id`, `prompt_text` (the question) and `answer` (text), and where there are any: `response`,
-        `solution` (worked, without the tags that a prompt asks for), `numbers` (of a countdown, whose answer is the
-        target), `prompt` (a whole prompt).
+        Rows with `row_id`, `prompt_text` (the question) and `answer` (text), and, if present, `response`, `solution`
+        (worked, without the tags that a prompt asks for), `numbers` (for Countdown, whose answer is the target) and
+        `prompt` (a whole prompt).
 
     Raises:
-        FileNotFoundError: no such file, folder or split.
+        FileNotFoundError: the file, folder or split does not exist.
         ValueError: a file has no rows or bad ones; the message gives file, line, row_id and field of up to five.
     """
     if name_or_path == "toy":
         return _load_toy(split)
-    return _checked(read_jsonl(_path_of(local_path(name_or_path), split)))
+    return _checked(read_jsonl(_path_of(Path(name_or_path).expanduser(), split)))
 
 
 def math_prompt(row: Mapping[str, Any], template: str | None) -> list[dict[str, str]] | str:
-    """What the model is given: the question in its template, or as a message to the chat template without one.
+    """The model's input: the question in a prompt template, or as a message for the chat template.
 
     Args:
-        row: of `load_math`; one with a whole `prompt` keeps it.
+        row: a row of `load_math`; a whole `prompt` in it is returned unchanged.
         template: the text of a prompt template; None for a conversation.
     """
     if "prompt" in row:
@@ -67,15 +67,15 @@ def math_prompt(row: Mapping[str, Any], template: str | None) -> list[dict[str, 
 
 
 def demonstration(row: Mapping[str, Any], template: str | None, *, boxed: bool = False) -> str | None:
-    """The response to fine-tune on: the row's own, or its solution and answer in the form that is asked for.
+    """The response to fine-tune on: the row's own, or its solution and answer in the required form.
 
     Args:
-        row: of `load_math`.
-        template: of the prompt; thinking is opened by the response unless the template ends with `<think>`.
-        boxed: state the answer in `\\boxed{}`, where the solution does not do so already, instead of in tags.
+        row: a row of `load_math`.
+        template: the prompt template; the response opens the thinking unless the template ends with `<think>`.
+        boxed: state the answer in `\\boxed{}` instead of tags, unless the solution already does.
 
     Returns:
-        The response; None for a row that has neither a response nor a solution.
+        The response; None if the row has neither a response nor a solution.
     """
     if "response" in row:
         return row["response"]
@@ -131,18 +131,12 @@ def _checked(split: RawSplit) -> list[Row]:
                 raise ValueError(f"row_id: already used on line {line_of_row_id[row_id]}")
             rows.append({"row_id": row_id, **_row(raw)})
         except ValueError as error:
-            problems.append(Problem(line, row_id, "bad row", str(error)))
+            problems.append(Problem(line, str(error), row_id))
     if problems:
-        problems.sort(key=lambda problem: problem.position)
-        lines = [
-            f"line {one.position}{f', row_id {brief(one.row_id)}' if one.row_id else ''}: {one.message}"
-            for one in problems
-        ]
-        # What a row may hold is said once, in the room that problems leave.
-        unknown = any(one.message.startswith(_UNKNOWN) for one in problems)
-        shown = first_few(lines, SHOWN_CHARACTERS // 2 if unknown else SHOWN_CHARACTERS)
-        advice = f"; a row holds {_LAYOUTS}" if unknown else ""
-        raise ValueError(f"{split.source}: {len(problems)} bad row{'s' * (len(problems) > 1)}: {shown}{advice}")
+        # List the layouts once, and shorten the problems to make room for them.
+        unknown = any(problem.message.startswith(_UNKNOWN) for problem in problems)
+        shown = split.describe(sorted(problems), SHOWN_CHARACTERS // 2 if unknown else SHOWN_CHARACTERS)
+        raise ValueError(shown + f"; a row holds {_LAYOUTS}" * unknown)
     if not rows:
         raise ValueError(f"{split.source}: empty; expected at least one problem")
     return rows
@@ -158,7 +152,7 @@ def _row_id(raw: Mapping[str, Any], default: str) -> str:
 
 
 def _row(raw: Mapping[str, Any]) -> Row:
-    """A row of a file in the library's fields; a ValueError names the field."""
+    """Convert a row of a file to the library's fields; a ValueError names the bad field."""
     if "target" in raw:
         row = _countdown(raw)
     elif "question" in raw:
@@ -226,7 +220,7 @@ def _text(raw: Mapping[str, Any], field: str) -> str:
 
 def _answer(raw: Mapping[str, Any], field: str) -> str:
     value = raw.get(field)
-    # Whole numbers may be too large for a float, and none is infinite.
+    # Integers are always finite, and may be too large for a float.
     if _is_whole(value) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
     return _text(raw, field)

@@ -1,31 +1,28 @@
-"""Instruction examples joined into one stream of tokens and cut into sequences of constant length, without padding."""
+"""Pack instruction examples: join them into one stream of tokens and cut it into sequences of constant length."""
 
 from __future__ import annotations
 
-import gzip
 import os
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trl_ext.data.rows import parse_row
+from trl_ext.data.rows import read_jsonl
 from trl_ext.data.templates import load_prompt_template, render
-from trl_ext.files import brief, numbered_lines, refuse_other_formats
+from trl_ext.files import brief
 
 FIELDS = ("prompt", "response")
-# Documents tokenized in one call: enough for the tokenizer's threads, few enough for its intermediate objects.
+# Documents per tokenizer call: enough to use its threads, few enough to limit the memory of intermediate objects.
 DOCUMENTS_PER_CALL = 1000
 
 
 def encode_documents(tokenizer, rows: list[dict[str, str]]) -> list[list[int]]:
-    """Token ids of each example in the Alpaca template, ended by one end-of-text token.
+    """Token ids of each example in the Alpaca template, followed by one end-of-text token.
 
     Args:
-        tokenizer: a tokenizer of transformers; what it puts before a text stands before each document.
+        tokenizer: a tokenizer of transformers; any tokens that it puts before a text precede each document.
         rows: examples with the texts `prompt` and `response`.
 
     Raises:
@@ -36,7 +33,7 @@ def encode_documents(tokenizer, rows: list[dict[str, str]]) -> list[list[int]]:
         raise ValueError("the tokenizer has no end-of-text token to end a document with: set tokenizer.eos_token")
     template = load_prompt_template("alpaca_sft")
     texts = [render(template, row["prompt"]) + row["response"] for row in rows]
-    # Documents longer than the model's context are fine here, so that no warning is due.
+    # Documents may be longer than the model's context here, so the warning is suppressed.
     documents = tokenizer(texts, verbose=False)["input_ids"] if texts else []
     return [ids if ids and ids[-1] == end else [*ids, end] for ids in documents]
 
@@ -44,27 +41,27 @@ def encode_documents(tokenizer, rows: list[dict[str, str]]) -> list[list[int]]:
 class PackedSFTDataset(Dataset):
     """Instruction examples in the Alpaca template, packed: every item is full of tokens.
 
-    Documents are tokenized, each ended by the end-of-text token, joined, and cut into sequences; what is left at the
-    end and does not fill one is dropped. An item is a dict of `input_ids` and `labels`, int64 of shape [seq_length]
-    each; a label is the token after its input, so that the last label of an item is the first input of the next.
-    The stream lies in memory, 8 bytes per token.
+    Documents are tokenized, each followed by the end-of-text token, joined, and cut into sequences; an incomplete
+    last sequence is dropped. An item is a dict of `input_ids` and `labels`, int64 of shape [seq_length] each. A label
+    is the token after its input, so the last label of an item is the first input of the next. The stream is held in
+    memory, at 8 bytes per token.
 
     Args:
         tokenizer: a tokenizer of transformers with an end-of-text token.
         dataset_path: a file of one JSON object with the texts `prompt` and `response` per line; `.gz` is decompressed.
-        seq_length: tokens of an item.
-        shuffle: whether to shuffle the documents before they are joined, by torch's random state.
+        seq_length: tokens per item.
+        shuffle: whether to shuffle the documents before joining them, with torch's random state.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: a bad line, with its number; too few tokens for one sequence; a `seq_length` below 1; a tokenizer
-            without an end-of-text token.
+        FileNotFoundError: the file does not exist.
+        ValueError: a line is bad (the message gives its number), there are too few tokens for one sequence,
+            `seq_length` is below 1, or the tokenizer has no end-of-text token.
     """
 
     def __init__(self, tokenizer, dataset_path: str | os.PathLike, seq_length: int, shuffle: bool):
         if seq_length < 1:
             raise ValueError(f"seq_length must be at least 1, got {seq_length}")
-        rows = list(_read_rows(Path(dataset_path)))
+        rows = _read_rows(Path(dataset_path))
         if shuffle:
             rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
         pieces = [torch.empty(0, dtype=torch.long)]
@@ -80,23 +77,23 @@ class PackedSFTDataset(Dataset):
             )
 
     def __len__(self) -> int:
-        # The last label needs a token of its own.
+        # The last label needs one more token.
         return max(len(self._tokens) - 1, 0) // self.seq_length
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         start = range(len(self))[index] * self.seq_length
         end = start + self.seq_length
-        # Copies, so that a change in an item is none in its neighbours.
+        # Copy, so that changing an item does not change its neighbours.
         return {"input_ids": self._tokens[start:end].clone(), "labels": self._tokens[start + 1 : end + 1].clone()}
 
 
 def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoader:
-    """Batches of one pass over the data set; the last one holds what is left.
+    """Batches of one pass over the data set; the last one may be smaller.
 
     Args:
-        dataset: items are dicts of tensors of one shape, such as those of `PackedSFTDataset`.
+        dataset: a data set whose items are dicts of tensors of the same shape, such as `PackedSFTDataset`.
         batch_size: items per batch, B.
-        shuffle: whether each pass takes the items in a new order.
+        shuffle: whether each pass visits the items in a new order.
 
     Returns:
         An iterable with a length, over dicts of tensors of shape [B, ...].
@@ -104,27 +101,16 @@ def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoa
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
 
 
-def _read_rows(path: Path) -> Iterator[dict[str, str]]:
+def _read_rows(path: Path) -> list[dict[str, str]]:
     if not path.is_file():
         raise FileNotFoundError(f"no such file of examples: {path}")
-    number = 0
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
-            refuse_other_formats(file, path)
-            for number, line in numbered_lines(file):
-                yield _parse_row(line, f"{path}: line {number}")
-    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise ValueError(f"{path}: cannot be decompressed after line {number}: {error}") from error
-
-
-def _parse_row(line: bytes | None, place: str) -> dict[str, str]:
-    try:
-        row = parse_row(line)
-    except ValueError as error:
-        raise ValueError(f"{place}: {error}") from None
-    for field in FIELDS:
-        if not isinstance(row.get(field), str):
-            there = brief(", ".join(row) or "none", 80)
-            got = f"got {type(row[field]).__name__}" if field in row else f"the line has {there}"
-            raise ValueError(f"{place}: the field {field!r} must be a text; {got}")
-    return {field: row[field] for field in FIELDS}
+    split = read_jsonl(path)
+    if split.problems:
+        raise ValueError(f"{path}: line {split.problems[0].position}: {split.problems[0].message}")
+    for line, row in split.rows:
+        for field in FIELDS:
+            if not isinstance(row.get(field), str):
+                there = brief(", ".join(row) or "none", 80)
+                got = f"got {type(row[field]).__name__}" if field in row else f"the line has {there}"
+                raise ValueError(f"{path}: line {line}: the field {field!r} must be a text; {got}")
+    return [row for _, row in split.rows]

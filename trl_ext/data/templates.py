@@ -1,4 +1,4 @@
-"""Prompt templates: text files around the place of the question, the library's by name and a user's own by path."""
+"""Prompt templates: text files with a placeholder for the question, built in (by name) or your own (by path)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def load_prompt_template(name_or_path: str | Path) -> str:
     """A template's text, without the newline that ends its file.
 
     Args:
-        name_or_path: a name of `template_names()`, or the path of a text file with `{question}` in it.
+        name_or_path: a name in `template_names()`, or the path of a text file that contains `{question}`.
 
     Raises:
-        FileNotFoundError: neither a name nor a file.
+        FileNotFoundError: it is neither a known name nor a file.
         ValueError: the file is not text, or has no `{question}`.
     """
     names = template_names()
@@ -42,7 +42,7 @@ def load_prompt_template(name_or_path: str | Path) -> str:
 
 
 def render(template: str, question: str) -> str:
-    """The prompt: the question in its place; other braces, of the template or the question, stay as they are.
+    """Insert the question into the template; other braces in the template or the question are unchanged.
 
     Raises:
         ValueError: the template has no `{question}`.

@@ -1,4 +1,4 @@
-"""Preference pairs as single labelled responses, in an order that losses over neighbours can use."""
+"""Convert preference pairs to labelled responses, in an order suited to losses that use neighbouring rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
 
 def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
-    """Take pairs apart: a row with `prompt`, `completion` and `label` for each of the two responses.
+    """Split each pair into two rows with `prompt`, `completion` and `label`.
 
-    Desirable and undesirable rows alternate, and neighbours answer different prompts (with four pairs or more): KTO
-    estimates a divergence from each prompt with its neighbour's response, in batches of consecutive rows, each of
-    which then holds both labels. The pairs are shuffled first.
+    The pairs are shuffled. Desirable and undesirable rows then alternate, and neighbours answer different prompts
+    (with four pairs or more): KTO estimates a divergence from each prompt with its neighbour's response, in batches
+    of consecutive rows, so that every batch contains both labels.
 
     Args:
-        dataset: columns `prompt`, `chosen` and `rejected`; other columns are kept for both responses.
-        seed: of the shuffling.
+        dataset: a data set with columns `prompt`, `chosen` and `rejected`; both rows keep the other columns.
+        seed: seed of the shuffling.
 
     Raises:
         ValueError: a column is missing, or there are no pairs.
@@ -35,7 +35,7 @@ def pairs_to_unpaired(dataset: Dataset, *, seed: int = 0) -> Dataset:
     if not count:
         raise ValueError("the data holds no pairs to take apart")
     order = random.Random(seed).sample(range(count), count)
-    # Half way round from where the chosen response of the same pair stands.
+    # Half the data set away from the chosen response of the same pair.
     half = count // 2
     rows = []
     for position, index in enumerate(order):

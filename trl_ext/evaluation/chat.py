@@ -1,4 +1,4 @@
-"""Talk to a trained model in the terminal, beside the model that it was trained from."""
+"""Talk to a trained model in the terminal, side by side with the model it was trained from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from typing import Any
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, one_line_errors
-from trl_ext.evaluation.submissions.policy_models import DTYPES, find_policy, load_policy
 from trl_ext.files import read_yaml
+from trl_ext.models.loading import DTYPES, find_policy, load_policy
 
 DESCRIPTION = """\
 Talk to a trained model, beside the model that it was trained from. Each line that you type, or that comes through a
@@ -32,12 +32,12 @@ writes  nothing.
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Read the arguments, load the models, and answer until the questions end."""
+    """Read the arguments, load the models, and answer until there are no more questions."""
     parser = CommandParser(prog="python -m trl_ext.evaluation.chat", description=DESCRIPTION)
     parser.add_argument("model", metavar="RUN", help="a run's folder, a model or adapter, a hub model, or toy")
     parser.add_argument("--base", help="the model beside it, or none (default: what the run or adapter started from)")
     parser.add_argument("--prompt", help="ask this alone, and end")
-    parser.add_argument("--temperature", type=_not_negative, default=0.0, help="0 is greedy (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=at_least_one, default=256, help="(default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     parser.add_argument("--single_turn", action="store_true", help="ask each line by itself")
@@ -53,10 +53,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def load_speakers(options: argparse.Namespace) -> list[Speaker]:
-    """The model that was asked for and, where one is known, its base.
+    """The requested model and, if known, its base.
 
     Raises:
-        FileNotFoundError, ValueError: a model that is not there, or is no language model.
+        FileNotFoundError, ValueError: a model does not exist or is not a language model.
     """
     path, shown = _saved_model(options.model)
     base = options.base or _base_of(path)
@@ -82,13 +82,13 @@ def load_speakers(options: argparse.Namespace) -> list[Speaker]:
     if base_path is None:
         return speakers
     if is_adapter and not base_is_adapter and Path(base_path) == Path(found):
-        # The adapter's own base is in memory already.
+        # The adapter's base is already in memory.
         return [Speaker(f"{base} (base)", model, tokenizer, options, without_adapter=True), *speakers]
     return [Speaker(f"{base} (base)", *load_policy(base, dtype=options.dtype), options), *speakers]
 
 
 def _saved_model(name: str) -> tuple[str, str]:
-    """The folder to load, and what it is called; of a run that did not end, the last checkpoint."""
+    """The folder to load and its display name; for an unfinished run, the last checkpoint."""
     folder = Path(name)
     if not folder.is_dir() or any((folder / file).is_file() for file in ("config.json", "adapter_config.json")):
         return name, name if not folder.is_dir() else folder.resolve().name
@@ -103,7 +103,7 @@ def _saved_model(name: str) -> tuple[str, str]:
 
 
 def _base_of(path: str) -> str | None:
-    """What the run's config.yaml or the adapter's says that it was trained from."""
+    """The base model according to the run's or the adapter's configuration."""
     for config in (Path(path) / "config.yaml", Path(path).parent / "config.yaml"):
         if config.is_file():
             settings = read_yaml(config)
@@ -118,35 +118,26 @@ class Speaker:
     """A model and its side of the conversation.
 
     Args:
-        name: shown above its answers.
+        name: name shown above its answers.
         model: a causal language model.
-        tokenizer: its tokenizer; without a chat template every question is asked by itself, as plain text.
-        options: of the command line.
-        without_adapter: whether to switch the model's adapter off.
+        tokenizer: its tokenizer; without a chat template, every question is asked on its own, as plain text.
+        options: command-line options.
+        without_adapter: whether to disable the model's adapter.
     """
 
     def __init__(self, name: str, model, tokenizer, options: argparse.Namespace, without_adapter: bool = False):
         self.name, self.model, self.tokenizer, self.options = name, model, tokenizer, options
         self.without_adapter = without_adapter
         self.messages: list[dict[str, str]] = []
-        self.remembers = not options.single_turn and self._takes_turns()
-
-    def _takes_turns(self) -> bool:
-        roles = ("user", "assistant", "user")
-        try:
-            self.tokenizer.apply_chat_template([{"role": role, "content": role} for role in roles], tokenize=False)
-        # A template may refuse in any way, and without one there is an error too.
-        except Exception:
-            return False
-        return True
+        self.remembers = bool(tokenizer.chat_template) and not options.single_turn
 
     def answer(self, question: str, seed: int) -> dict[str, Any]:
-        """Its answer to the question after what was said before: `text`, `tokens` and `finished`.
+        """Answer a question in the context of the conversation so far: `text`, `tokens` and `finished`.
 
         Raises:
-            ValueError: an empty prompt, or no room for it beside `max_new_tokens`.
+            ValueError: the prompt is empty, or leaves no room for `max_new_tokens`.
         """
-        from trl_ext.rollouts.generation import generate_responses, prompt_tokens
+        from trl_ext.rollouts.generation import generate_responses
 
         turn = {"role": "user", "content": question}
         if not self.remembers:
@@ -159,15 +150,13 @@ class Speaker:
                 f"{context} tokens in all"
             )
         conversation = [*self.messages, turn]
-        while room and conversation[2:] and len(prompt_tokens(self.tokenizer, conversation, None)) > room:
-            # The oldest question and its answer are forgotten first.
-            conversation = conversation[2:]
         with self.model.disable_adapter() if self.without_adapter else nullcontext():
             [given] = generate_responses(
                 self.model,
                 self.tokenizer,
                 [conversation if self.tokenizer.chat_template else question],
                 max_new_tokens=self.options.max_new_tokens,
+                # Drop the beginning of a conversation that is too long.
                 max_prompt_tokens=room,
                 temperature=self.options.temperature,
                 seed=seed,
@@ -177,7 +166,7 @@ class Speaker:
 
 
 def questions(options: argparse.Namespace) -> Iterator[str]:
-    """What is asked, from --prompt, the terminal or a pipe; ends with `exit`, `quit` or the end of the input."""
+    """Questions from --prompt, the terminal or a pipe; ends with `exit`, `quit` or the end of the input."""
     if options.prompt is not None:
         yield options.prompt
         return
@@ -222,13 +211,6 @@ def side_by_side(texts: dict[str, str], width: int | None = None) -> str:
     ]
     rows = itertools.zip_longest(*wrapped, fillvalue="")
     return "\n".join("  ".join(cell.ljust(column) for cell in row).rstrip() for row in rows) + "\n"
-
-
-def _not_negative(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be 0 or more, got {value}")
-    return value
 
 
 if __name__ == "__main__":

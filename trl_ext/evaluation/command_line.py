@@ -1,4 +1,4 @@
-"""What the commands of the evaluation share: errors in one line, tables, and JSON for other programs."""
+"""Shared by the evaluation's commands: one-line errors, tables, and JSON for other programs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from trl_ext.evaluation.judge import JudgeError
+from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.registry import nearest
 
 
@@ -18,14 +18,14 @@ class CommandParser(argparse.ArgumentParser):
     """Raises ValueError for a wrong command line, with the nearest flag, instead of printing all the usage."""
 
     def __init__(self, **keywords: Any):
-        # A command of the installed package says its own name in --help.
+        # A command of the installed package shows its own name in --help.
         if sys.argv[0].startswith("trl-ext "):
             keywords["prog"] = sys.argv[0]
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **keywords)
 
     def parse_args(self, args=None, namespace=None):
         args = sys.argv[1:] if args is None else list(args)
-        # Before argparse complains of a required flag that was misspelt.
+        # Check this before argparse complains about a required flag that was misspelt.
         for argument in args:
             flag = argument.split("=")[0]
             if flag.startswith("--") and flag not in self._option_string_actions:
@@ -47,7 +47,7 @@ def at_least_one(text: str) -> int:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End with `error: ...` and code 2 for what a user can mend; TRL_EXT_TRACEBACK=1 shows the traceback."""
+    """Exit with `error: ...` and code 2 on errors that a user can fix; TRL_EXT_TRACEBACK=1 shows the traceback."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -62,7 +62,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Rows under a header in aligned columns; numbers to the right, with three decimals where they have any."""
+    """Rows under a header in aligned columns; numbers are right-aligned and have three decimals unless whole."""
     cells = [[_cell(value) for value in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
     right = [all(_is_number(value) for value in column) for column in zip(*rows, strict=True)] or [False] * len(header)
@@ -81,12 +81,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def format_interval(rate: float | None, low: float | None, high: float | None, digits: int = 3) -> str:
-    """`rate  [low, high]`, or a dash where there is no rate."""
+    """`rate  [low, high]`, or a dash if there is no rate."""
     return "-" if rate is None else f"{rate:.{digits}f}  [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def print_json(value: Any) -> None:
-    """Print a result for another program to read. NaN and infinities are refused, since JSON has none."""
+    """Print a result for another program to read. NaN and infinities raise an error, since JSON has none."""
     print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))
 
 

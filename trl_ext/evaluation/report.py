@@ -1,7 +1,7 @@
-"""The report of any number of runs: `python -m trl_ext.evaluation.report runs/ --out report.html`.
+"""The report on any number of runs: `python -m trl_ext.evaluation.report runs/ --out report.html`.
 
-It compares the runs found in and below the folders in one HTML file that needs no network, with tables, charts and the
-models' responses side by side, and writes the tables as Markdown beside it. It only reads files: no model is loaded.
+It compares the runs found in and below the folders in one self-contained HTML file with tables, charts and the models'
+responses side by side. It also writes the tables as Markdown. It only reads files and does not load any model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, format_table, one_line_errors, print_json
-from trl_ext.evaluation.reporting.markdown import render_markdown
 from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.evaluation.reporting.summary import by_task, summarize
@@ -21,25 +20,15 @@ from trl_ext.evaluation.reporting.tables import (
     faults,
     method_table,
     policy_table,
+    render_markdown,
     reward_model_table,
 )
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
-# Columns that the terminal has no room for.
-UNPRINTED = {
-    "model",
-    "data",
-    "steps",
-    "n",
-    "n without ties",
-    "win rate, ties dropped",
-    "accuracy on held-out pairs",
-    "training (s)",
-    "labels, true order",
-    "mean margin",
-    "Brier",
-}
+# Columns for which the terminal has no room.
+UNPRINTED = ("model", "data", "steps", "n", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
+UNPRINTED += ("training (s)", "labels, true order", "mean margin", "Brier")
 
 
 def write_report(
@@ -50,23 +39,23 @@ def write_report(
     stages: Sequence[Table] = (),
     pictures: Mapping[str, bytes] | None = None,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Write the report of runs as HTML, and its tables as Markdown beside it.
+    """Write the report on runs as HTML, and its tables as Markdown.
 
     Args:
-        run_folders: a folder or several; the runs in and below them are found by their `results.json`.
-        out: the HTML file; the Markdown has the same name with `.md`. Both are replaced atomically.
-        max_prompts: how many prompts the browser of generations holds; the page says how many it leaves out.
-        stages: further tables, which come first in both files.
-        pictures: PNG pictures by title, which come behind these tables in the HTML.
+        run_folders: one or several folders; the runs in and below them are found by their `results.json`.
+        out: the HTML file; the Markdown file has the same name with `.md`. Both are replaced atomically.
+        max_prompts: maximum number of prompts in the browser of generations; the page says how many are left out.
+        stages: additional tables, which come first in both files.
+        pictures: PNG pictures by title, which follow these tables in the HTML.
 
     Returns:
         The summary as JSON-ready rows: `policies`, `reward_models`, `methods` (over seeds), `incomplete` runs, and
-        `problems`, the damaged fields by `run`, `file` and `field`.
+        `problems`, the unreadable parts of a `file` of a `run`.
 
     Raises:
-        FileNotFoundError: a folder that does not exist.
-        NotADirectoryError: a file in the place of a folder.
-        ValueError: no finished run, an `out` that does not end in `.html`, or a `max_prompts` below 0.
+        FileNotFoundError: a folder does not exist.
+        NotADirectoryError: a path is a file, not a folder.
+        ValueError: there is no finished run, `out` does not end in `.html`, or `max_prompts` is below 0.
     """
     out = Path(out)
     if out.suffix != ".html":
@@ -76,18 +65,13 @@ def write_report(
     runs, incomplete = find_runs([run_folders] if isinstance(run_folders, (str, Path)) else run_folders)
     summary = summarize(runs, incomplete)
     page = render_page(runs, summary, max_prompts=max_prompts, stages=stages, pictures=pictures)
-    write_text(out, _encodable(page))
-    write_text(out.with_suffix(".md"), _encodable(render_markdown(runs, summary, stages)))
+    write_text(out, page)
+    write_text(out.with_suffix(".md"), render_markdown(runs, summary, stages))
     return summary
 
 
-def _encodable(text: str) -> str:
-    """JSON may hold halves of surrogate pairs, which no file of UTF-8 does; they become question marks."""
-    return text.encode("utf-8", errors="replace").decode("utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Ends with code 2 and one line where there is nothing to report."""
+    """The command. It exits with code 2 and one line if there is nothing to report."""
     with one_line_errors():
         parser = CommandParser(
             prog="python -m trl_ext.evaluation.report",
@@ -115,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
-    """The columns that fit a terminal, task by task; the files have them all."""
+    """Print the columns that fit a terminal, task by task; the files contain all of them."""
     found = []
     for task in by_task(summary):
         makers = {"policies": policy_table, "methods": method_table, "reward_models": reward_model_table}

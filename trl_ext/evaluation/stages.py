@@ -1,4 +1,4 @@
-"""The stages of a training, such as base, SFT and PPO, on the same prompts: reward, divergence, length, samples."""
+"""Compares training stages, such as base, SFT and PPO, on the same prompts: reward, KL, length, samples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trl_ext.evaluation.command_line import (
     one_line_errors,
     print_json,
 )
-from trl_ext.evaluation.intervals import mean_interval
+from trl_ext.evaluation.statistics.intervals import mean_interval
 from trl_ext.evaluation.submissions.assets import MAX_PROMPT_TOKENS, default_max_new_tokens, load_prompts
 from trl_ext.files import write_json, write_json_lines, write_text
 
@@ -34,14 +34,15 @@ HEADER = ("model", "n", "reward  95% interval", "std", "KL to the reference (nat
 
 @dataclass(frozen=True)
 class StageComparison:
-    """What a comparison of stages found.
+    """The result of a comparison of stages.
 
     Attributes:
-        rows: one for each model, JSON-ready: `name`, `model`, `n`; `reward` with `mean`, `std` (of the sample) and the
-            mean's 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` gives it, or None with
-            `kl_note` that says why; `tokens` with `mean` and `std`; `finished`, the share that ended by themselves.
-        samples: for each model, a row for each of the first prompts: prompt, response, length and reward.
-        settings: how responses were sampled, and the reference and reward model.
+        rows: one JSON-ready row for each model: `name`, `model`, `n`; `reward` with `mean`, `std` (of the sample) and
+            the mean's 95% interval `low`, `high`, or None; `kl`, as `approximate_kl` returns it, or None with the
+            reason in `kl_note`; `tokens` with `mean` and `std`; and `finished`, the share of responses that were not
+            truncated.
+        samples: for each model, a row for each prompt: prompt, response, length and reward.
+        settings: how responses were sampled, the reference and the reward model.
     """
 
     rows: list[dict[str, Any]]
@@ -60,7 +61,6 @@ def compare_stages(
     reference: str | None = None,
     prompts_jsonl: str | Path | None = None,
     num_prompts: int | None = None,
-    num_samples: int = 10,
     max_prompt_tokens: int = MAX_PROMPT_TOKENS,
     max_new_tokens: int | None = None,
     temperature: float = 1.0,
@@ -69,41 +69,37 @@ def compare_stages(
     dtype: str = "auto",
     progress: bool = False,
 ) -> StageComparison:
-    """Sample one response of each model to each prompt, and measure reward, divergence from a reference, and length.
+    """Sample one response from each model to each prompt, and measure reward, KL from a reference, and length.
 
     Args:
         models: `toy`, a folder or a hub name, by stage.
         reward_model: scores the responses; None for no rewards.
-        reference: the stage from which divergences are measured; None for the first.
+        reference: the stage from which the KL is measured; None for the first.
         prompts_jsonl: prompts; None for the embedded ones.
-        num_prompts: the first so many; None for all.
-        num_samples: rows of `samples` for each model.
+        num_prompts: number of prompts to use, from the first; None for all.
         max_prompt_tokens: longer prompts lose their beginning.
-        max_new_tokens: longest response; None for 256, or 48 for the embedded prompts.
-        temperature: of the sampling. The divergence can be estimated at 1 only, and is left out at any other.
+        max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
+        temperature: sampling temperature. The KL can be estimated only at 1, and is omitted otherwise.
         batch_size: prompts per batch.
-        seed: of the sampling.
-        dtype: of the policies' weights.
+        seed: seed of the sampling.
+        dtype: type of the policies' weights.
         progress: whether to show progress bars.
 
     Raises:
-        FileNotFoundError: no such model or prompts.
-        ValueError: fewer than one model, a reference that is none of them, or an argument out of range.
+        FileNotFoundError: a model or the file of prompts does not exist.
+        ValueError: there is no model, the reference is not one of them, or an argument is out of range.
     """
-    from trl_ext.evaluation.submissions.policy_models import find_policy, load_policy, require_on_hub
     from trl_ext.models import resolve_model_path
+    from trl_ext.models.loading import find_policy, load_policy, require_on_hub
 
     if not models:
         raise ValueError("give at least one model as name=folder")
     reference = next(iter(models)) if reference is None else reference
     if reference not in models:
         raise ValueError(f"the reference {reference!r} is none of the models: {', '.join(models)}")
-    for name, value in (("num_prompts", num_prompts), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
-    # Before anything is imported or loaded for them, which takes seconds.
+    # Check the names before importing or loading anything for them, which takes seconds.
     for source in models.values():
         find_policy(source, dtype=dtype)
     if reward_model is not None and not Path(path := resolve_model_path(str(reward_model))).is_dir():
@@ -134,12 +130,16 @@ def compare_stages(
             seed=seed,
             progress=f"{name}: responses" if progress else None,
         )
-        kl, note = _divergence(
-            name, reference, (policy, tokenizer), reference_model, generations, temperature, batch_size, progress
-        )
-        rewards = None
+        if name == reference or temperature != 1.0:
+            unsampled = f"samples at temperature {temperature} give no estimate; sample at 1"
+            kl, note = None, "the reference itself" if name == reference else unsampled
+        elif tokenizer.get_vocab() != reference_model[1].get_vocab():
+            kl, note = None, "its tokenizer is not the reference's"
+        else:
+            kl, note = _divergence(name, (policy, tokenizer), reference_model, generations, batch_size, progress), None
+        rewards = [None] * len(generations)
         if scorer is not None:
-            texts, finished = [g.text for g in generations], [g.finished for g in generations]
+            texts, finished = [one.text for one in generations], [one.finished for one in generations]
             bar = f"{name}: rewards" if progress else None
             rewards = scorer.score(messages, texts, finished=finished, progress=bar).tolist()
         rows.append(
@@ -147,14 +147,24 @@ def compare_stages(
                 "name": name,
                 "model": str(source),
                 "n": len(generations),
-                "reward": None if rewards is None else mean_and_std(rewards),
+                "reward": None if scorer is None else mean_and_std(rewards),
                 "kl": kl,
                 "kl_note": note,
                 "tokens": mean_and_std([len(generation.response_ids) for generation in generations]),
                 "finished": sum(generation.finished for generation in generations) / len(generations),
             }
         )
-        samples[name] = _samples(prompts[:num_samples], generations, rewards)
+        samples[name] = [
+            {
+                "row_id": row["row_id"],
+                "prompt_text": row["prompt_text"],
+                "response_text": generation.text,
+                "generated_num_tokens": len(generation.response_ids),
+                "finished": generation.finished,
+                "reward": reward,
+            }
+            for row, generation, reward in zip(prompts, generations, rewards, strict=True)
+        ]
     settings = {
         "reference": reference,
         "reward_model": None if reward_model is None else str(reward_model),
@@ -175,45 +185,23 @@ def mean_and_std(values: Sequence[float]) -> dict[str, float]:
     return {"mean": mean, "std": deviation, "low": low, "high": high}
 
 
-def _divergence(name, reference, own, other, generations, temperature, batch_size, progress):
-    """The KL of a model from the reference on its own samples, and why there is none."""
-    if name == reference:
-        return None, "the reference itself"
-    if temperature != 1.0:
-        return None, f"samples at temperature {temperature} give no estimate; sample at 1"
-    if own[1].get_vocab() != other[1].get_vocab():
-        return None, "its tokenizer is not the reference's"
-    from trl_ext.evaluation.preferences import approximate_kl
+def _divergence(name, own, reference, generations, batch_size, progress) -> dict[str, Any]:
+    """The KL of a model from the reference on its own samples; `own` and `reference` are (model, tokenizer)."""
+    from trl_ext.evaluation.methods.preferences import approximate_kl
     from trl_ext.models import score_responses
 
-    prompt_ids = [generation.prompt_ids for generation in generations]
-    response_ids = [generation.response_ids for generation in generations]
     log_probs = [
         score_responses(
             model,
-            prompt_ids,
-            response_ids,
+            [generation.prompt_ids for generation in generations],
+            [generation.response_ids for generation in generations],
             batch_size=batch_size,
             pad_token_id=tokenizer.pad_token_id or 0,
             progress=f"{name}: scoring under {who}" if progress else None,
         )
-        for (model, tokenizer), who in ((own, "itself"), (other, f"the reference {reference}"))
+        for (model, tokenizer), who in ((own, "itself"), (reference, "the reference"))
     ]
-    return approximate_kl(*log_probs), None
-
-
-def _samples(prompts, generations, rewards) -> list[dict[str, Any]]:
-    return [
-        {
-            "row_id": row["row_id"],
-            "prompt_text": row["prompt_text"],
-            "response_text": generation.text,
-            "generated_num_tokens": len(generation.response_ids),
-            "finished": generation.finished,
-            "reward": None if rewards is None else rewards[index],
-        }
-        for index, (row, generation) in enumerate(zip(prompts, generations, strict=False))
-    ]
+    return approximate_kl(*log_probs)
 
 
 # ---- The command ----
@@ -228,9 +216,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", default="stages", help="folder for the results (default: %(default)s)")
     parser.add_argument("--prompts_jsonl", help="prompts (default: the embedded ones)")
     parser.add_argument("--num_prompts", type=at_least_one, help="the first so many prompts (default: all)")
-    parser.add_argument(
-        "--num_samples", type=at_least_one, default=10, help="samples written per model (default: %(default)s)"
-    )
     parser.add_argument("--max_prompt_tokens", type=at_least_one, default=700, help="(default: %(default)s)")
     parser.add_argument("--max_new_tokens", type=at_least_one, help="(default: 256; 48 for the embedded prompts)")
     parser.add_argument(
@@ -286,15 +271,12 @@ def _table_row(row: dict) -> tuple:
 
 
 def _how(comparison: StageComparison) -> str:
-    """The reference, how responses were decoded, and how many of them the files of samples hold."""
-    settings, rows = comparison.settings, comparison.rows
-    held, n = len(comparison.samples[rows[0]["name"]]), rows[0]["n"]
-    greedy = settings["temperature"] == 0
-    decoding = "greedy" if greedy else f"sampled at temperature {settings['temperature']:g}, seed {settings['seed']}"
-    which = f"all {n} prompts" if held == n else f"the first {held} of {n} prompts"
+    """The reference, and how responses were decoded."""
+    settings = comparison.settings
+    sampled = f"sampled at temperature {settings['temperature']:g}, seed {settings['seed']}"
     return (
-        f"Reference: {settings['reference']}. Decoding: {decoding}, one response per prompt, at most "
-        f"{settings['max_new_tokens']} tokens. Samples: the files samples_*.jsonl hold {which}."
+        f"Reference: {settings['reference']}. Decoding: {sampled if settings['temperature'] else 'greedy'}, one "
+        f"response per prompt, at most {settings['max_new_tokens']} tokens."
     )
 
 

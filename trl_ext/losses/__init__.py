@@ -1,4 +1,4 @@
-"""Losses as pure functions of tensors; none of them knows a trainer."""
+"""Losses as pure functions of tensors, independent of any trainer."""
 
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import masked_mean, masked_normalize, masked_sum

@@ -9,7 +9,7 @@ from trl_ext.registry import nearest
 
 KL_ESTIMATORS = ("k1", "k2", "k3")
 
-# exp(20) is 5e8: what exceeds it is a fault of the numbers and not a probability ratio.
+# exp(20) is 5e8: a larger value is a numerical fault, not a probability ratio.
 MAX_EXPONENT = 20.0
 
 
@@ -22,7 +22,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     - `k2 = d^2 / 2`: biased, never negative, low variance;
     - `k3 = exp(-d) - 1 + d`: unbiased, never negative.
 
-    They estimate one quantity and have different gradients. On-policy, the expected gradient is that of
+    They estimate the same quantity but have different gradients. On-policy, the expected gradient is that of
 
     | kind | as a loss                | in the reward (detached, times the score function) |
     |------|--------------------------|----------------------------------------------------|
@@ -30,14 +30,14 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     | k2   | the reverse KL           | neither                                            |
     | k3   | the forward KL           | neither                                            |
 
-    and k1 or k3 as a loss, times the importance ratio with its gradient, is that of the reverse KL, off-policy as
-    well. Token by token, a loss ignores how a token changes the divergence at later ones; k1 summed over the response
+    With the importance ratio and its gradient as a factor, k1 or k3 as a loss has the gradient of the reverse KL, also
+    off-policy. Per token, a loss ignores how a token changes the divergence at later ones; k1 summed over the response
     and put in the reward does not.
 
     Args:
         log_probs: log-probabilities of the sampled tokens under the policy, in nats, any shape.
         ref_log_probs: the same under the reference.
-        kind: `k1`, `k2` or `k3`. The exponent of k3 is held at 20: a token whose d is below -20 has no gradient, and
+        kind: `k1`, `k2` or `k3`. The exponent of k3 is clamped at 20: a token with d below -20 has no gradient, and
             trainers count it in `log_ratio/clamped`.
 
     Raises:
@@ -52,7 +52,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     if kind == "k2":
         return difference.square() / 2
     if kind == "k3":
-        # Bounded in both terms: with the exponential alone bounded, the gradient beyond would have the wrong sign.
+        # Clamped in both terms: clamping only the exponential would leave a gradient of the wrong sign beyond.
         inverse = (-difference).clamp(max=MAX_EXPONENT)
         return torch.expm1(inverse) - inverse
     raise ValueError(

@@ -1,6 +1,6 @@
 """Sums and means over the positions that a mask selects. A mask is 1 (or True) where a token counts.
 
-Values at positions that do not count are never read, so that a NaN or an infinity there does no harm.
+Values at other positions are ignored, even if they are NaN or infinite.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `values` where `mask` is 1; NaN where the mask selects nothing, as a mean of nothing is not a number.
+    """Mean of `values` where `mask` is 1; NaN if the mask selects nothing.
 
     `aggregate` is the reduction that counts an empty row as 0.
 
@@ -43,7 +43,7 @@ def masked_normalize(values: Tensor, mask: Tensor, constant: float, dim: int | N
     Args:
         values: any shape.
         mask: a shape that broadcasts with that of `values`.
-        constant: what the sum is divided by.
+        constant: the divisor of the sum.
         dim: the dimension to reduce; None for all of them.
 
     Raises:

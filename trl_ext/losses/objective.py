@@ -1,4 +1,4 @@
-"""The one place where a preference loss, its options and its weightings become a loss per pair."""
+"""Combines a preference loss, its options and its weightings into a loss per pair."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class PreferenceObjective:
 
     Args:
         loss: a registered name, or `file.py:function`.
-        beta: strength of the preference signal; None for the loss's own default (0.1 where it has none).
+        beta: strength of the preference signal; None for the loss's own default (0.1 if it has none).
         loss_options: the loss's keyword options, such as `{"label_smoothing": 0.1}`.
         weightings: names of registered weightings.
-        weighting_options: keyword options, each given to the weightings that have it.
-        columns: dataset columns to pass to the loss, beside those that it declares.
+        weighting_options: keyword options, each passed to the weightings that have it.
+        columns: dataset columns to pass to the loss, in addition to those that it declares.
 
     Raises:
         ValueError: an unknown name or option, a beta that is not positive, or a loss that does not return one value
@@ -63,7 +63,7 @@ class PreferenceObjective:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Dataset columns that are passed to the loss and the weightings."""
+        """Dataset columns passed to the loss and the weightings."""
         weighting_columns = (
             options.get(weighting.column_option, weighting.options[weighting.column_option])
             for weighting, options in self.weightings
@@ -77,7 +77,7 @@ class PreferenceObjective:
         return any(weighting.normalize for weighting, _ in self.weightings)
 
     def raw_weights(self, scores: PreferenceScores) -> Tensor:
-        """Product of the weights that are to be divided by their mean over the optimizer batch. [B]."""
+        """Product of the weights to be divided by their mean over the optimizer batch. [B]."""
         weights = torch.ones_like(scores.chosen)
         for weighting, options in self.weightings:
             if weighting.normalize:
@@ -88,8 +88,8 @@ class PreferenceObjective:
         """Weighted losses of the batch, shape [B]; their mean over the optimizer batch is the loss to minimise.
 
         Args:
-            scores: what is known of B pairs.
-            mean_raw_weight: mean of `raw_weights` over the optimizer batch; None when `scores` is that whole batch.
+            scores: the scores of B pairs.
+            mean_raw_weight: mean of `raw_weights` over the optimizer batch; None if `scores` is that whole batch.
         """
         beta = {"beta": self.beta} if self.loss.takes_beta else {}
         losses = self.loss.function(scores, **beta, **self.loss_options)
@@ -106,7 +106,7 @@ class PreferenceObjective:
             weights = self.raw_weights(scores)
             mean = weights.mean() if mean_raw_weight is None else mean_raw_weight
             mean = torch.as_tensor(mean, dtype=weights.dtype, device=weights.device)
-            # Weights that are all zero make a loss of zero.
+            # If all weights are zero, the loss is zero.
             losses = losses * weights / mean.clamp(min=torch.finfo(weights.dtype).tiny)
         return losses
 
@@ -170,7 +170,7 @@ class PreferenceObjective:
             raise ValueError(
                 f"the preference loss {self.loss.name!r} fails on {size} made-up pairs: {problem}"
             ) from error
-        # Some made-up pair may be outside what a loss is for; not all of them.
+        # A loss may not support every made-up pair, but it must support some.
         if not bool(losses.isfinite().any()):
             raise ValueError(f"the preference loss {self.loss.name!r} returns {losses.tolist()} for made-up pairs")
         self._check_normalised_weights()
@@ -185,9 +185,9 @@ class PreferenceObjective:
         return {column: values.clone() for column in self.columns}
 
     def _check_normalised_weights(self) -> None:
-        """Weights that are divided by their mean must be known from the columns, before the batch is trained on."""
+        """Require weights that are divided by their mean to depend only on columns, which are known in advance."""
         high, low, columns = torch.linspace(-2.0, -1.0, 8), torch.linspace(-9.0, -5.0, 8), self._made_up_columns()
-        # Columns alone cannot tell these two apart.
+        # These two batches differ only in their scores.
         one = self.raw_weights(PreferenceScores(high, low, low, high, -low, -high, columns))
         other = self.raw_weights(PreferenceScores(low, high, high, low, -high, -low, columns))
         if not torch.equal(one, other):

@@ -1,12 +1,13 @@
-"""Policy-gradient losses: from token log-probabilities and advantages to losses per token, and their one reduction.
+"""Policy-gradient losses: from token log-probabilities and advantages to token losses, and their reduction.
 
 Shapes: B responses of up to T tokens. A log-ratio is new minus old: [B, T] for one per token, [B, 1] for one per
-response. Advantages are [B], [B, 1] or [B, T]. Every loss is minimised and returned unreduced; at ratio 1 the gradient
-of each is `-advantage` times that of the log-probability.
+response. Advantages are [B], [B, 1] or [B, T]. Every loss is minimised and returned unreduced; at ratio 1 its gradient
+is `-advantage` times that of the log-probability.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,15 +22,15 @@ AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sum")
 
 @dataclass
 class PolicyScores:
-    """What a policy loss sees of B responses.
+    """The inputs of a policy loss for B responses.
 
     Attributes:
         log_probs: token log-probabilities under the policy, with gradient, in nats, [B, T].
-        old_log_probs: the same when the responses were sampled, without gradient, [B, T]; None only where the
-            algorithm has no ratio.
+        old_log_probs: the same when the responses were sampled, without gradient, [B, T]; None only if the algorithm
+            has no ratio.
         mask: 1 where a token counts, [B, T].
-        advantages: [B, 1] or [B, T]; [B] is taken as [B, 1].
-        ratio: what `log_ratio` is of: each `token`, the whole `sequence`, or `none`.
+        advantages: [B, 1] or [B, T]; [B] is treated as [B, 1].
+        ratio: the unit of `log_ratio`: each `token`, the whole `sequence`, or `none`.
     """
 
     log_probs: Tensor
@@ -73,12 +74,12 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -
 
 
 def _column(advantages: Tensor) -> Tensor:
-    """Advantages as [B, 1], where they are [B]."""
+    """Advantages of shape [B] as [B, 1]; others unchanged."""
     return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """`exp(log_ratio)` with the exponent clamped at 20 against overflow. Beyond it there is no gradient."""
+    """`exp(log_ratio)` with the exponent clamped at 20 against overflow. Clamped values have no gradient."""
     return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
@@ -92,15 +93,15 @@ def clipped_surrogate(
 ) -> Tensor:
     """PPO's clipped surrogate, `-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A)`.
 
-    A ratio beyond the clip in the direction in which the advantage pushes gives a gradient of exactly zero: above
-    `1 + clip_high` where the advantage is positive, below `1 - clip_low` where it is negative. A log-ratio above 20 is
-    held there and has no gradient either; trainers log the share of such tokens as `log_ratio/clamped`.
+    The gradient is exactly zero where the ratio is beyond the clip in the direction that the advantage favours: above
+    `1 + clip_high` if the advantage is positive, below `1 - clip_low` if it is negative. A log-ratio above 20 is
+    clamped and has no gradient either; trainers log the share of such tokens as `log_ratio/clamped`.
 
     Args:
         log_ratio: [B, T] or [B, 1].
         advantages: [B], [B, 1] or [B, T].
         clip_low, clip_high: how far the ratio may fall and rise. Unequal ones: DAPO, arXiv 2503.14476.
-        dual_clip: where the advantage is negative, the loss is at most this many times `-advantage`; above 1
+        dual_clip: if the advantage is negative, the loss is at most this many times `-advantage`; above 1
             (Ye et al. 2019, arXiv 1912.09729).
 
     Schulman et al. 2017, arXiv 1707.06347, equation 7.
@@ -115,14 +116,14 @@ def clipped_surrogate(
 
 
 def unclipped_surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
-    """`-ratio A`: the importance-weighted policy gradient, which nothing keeps near the old policy.
+    """`-ratio A`: the importance-weighted policy gradient, without a constraint towards the old policy.
 
-    A log-ratio above 20 is held there and has no gradient, as in `clipped_surrogate`.
+    A log-ratio above 20 is clamped and has no gradient, as in `clipped_surrogate`.
     """
     return -bounded_ratio(log_ratio) * _column(advantages)
 
 
-def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, ratio_cap: float) -> Tensor:
+def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, ratio_cap: float = 5.0) -> Tensor:
     """CISPO: `-min(ratio, ratio_cap) A log_prob`, with no gradient through the capped ratio; no token is dropped.
 
     Args:
@@ -143,13 +144,23 @@ def reinforce(log_probs: Tensor, advantages: Tensor) -> Tensor:
 
 
 def quadratic_ratio(log_ratio: Tensor, advantages: Tensor, *, strength: float) -> Tensor:
-    """`-ratio A + strength / 2 (ratio - 1)^2`: a quadratic pull to ratio 1 in place of a clip.
+    """`-ratio A + strength / 2 (ratio - 1)^2`: a quadratic penalty on the distance to ratio 1 instead of a clip.
 
     The loss of Group Orthogonalized Policy Optimization, arXiv 2602.21269, as its abstract suggests it; the paper's
-    strength was not available. A log-ratio above 20 is held there and has no gradient, as in `clipped_surrogate`.
+    strength was not available. A log-ratio above 20 is clamped and has no gradient, as in `clipped_surrogate`.
     """
     ratio = bounded_ratio(log_ratio)
     return -ratio * _column(advantages) + strength / 2 * (ratio - 1).square()
+
+
+# Values of the setting `surrogate`. Positional parameters are attributes of `PolicyScores`.
+SURROGATES: dict[str, Callable[..., Tensor]] = {
+    "clip": clipped_surrogate,
+    "no_clip": unclipped_surrogate,
+    "cispo": cispo,
+    "reinforce": reinforce,
+    "quadratic_ratio": quadratic_ratio,
+}
 
 
 def aggregate(
@@ -163,10 +174,10 @@ def aggregate(
     """Reduce token losses to the scalar that is minimised.
 
     - `sequence_mean`: the mean over each response's tokens, then over the B responses (GRPO). A token weighs less in
-      a longer response, so that long wrong responses are pushed down less.
-    - `token_mean`: the sum over all tokens over their number (DAPO).
-    - `constant`: the sum over all tokens over `B constant` (Dr.GRPO).
-    - `sum`: the mean over the responses of the sums over their tokens, the policy-gradient theorem's form.
+      a longer response, so long wrong responses are pushed down less.
+    - `token_mean`: the sum over all tokens, divided by their number (DAPO).
+    - `constant`: the sum over all tokens, divided by `B constant` (Dr.GRPO).
+    - `sum`: the mean over responses of the sum over their tokens, the form of the policy-gradient theorem.
 
     A response without tokens counts as 0 and as one of the B.
 
@@ -174,10 +185,10 @@ def aggregate(
         losses: [B, T], or [B, 1] for the same loss at each of a response's tokens.
         mask: 1 where a token counts, [B, T].
         kind: one of the four.
-        constant: what `constant` divides by: the generation budget in tokens.
-        token_count: what `token_mean` divides by in place of `mask.sum()`, where these rows are one part of an
-            optimizer batch: the whole batch's number of tokens where the parts are summed, and this over the number of
-            parts where their mean is taken.
+        constant: the divisor of `constant`: the generation budget in tokens.
+        token_count: the divisor of `token_mean` instead of `mask.sum()`, if these rows are one part of an optimizer
+            batch: the token count of the whole batch if the parts are summed, or that count divided by the number of
+            parts if they are averaged.
 
     Raises:
         ValueError: an unknown kind, or `constant` without a positive constant.

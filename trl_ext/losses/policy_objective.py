@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,110 +11,77 @@ from torch import Tensor
 
 from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
 from trl_ext.losses.masking import masked_sum
-from trl_ext.losses.policy import (
-    AGGREGATIONS,
-    PolicyScores,
-    aggregate,
-    bounded_ratio,
-    cispo,
-    clipped_surrogate,
-    quadratic_ratio,
-    reinforce,
-    unclipped_surrogate,
-)
-from trl_ext.registry import Entry, nearest
+from trl_ext.losses.policy import AGGREGATIONS, SURROGATES, PolicyScores, aggregate, bounded_ratio
+from trl_ext.names import check_choice
+from trl_ext.registry import Entry
+from trl_ext.settings import LOSS_SETTINGS, LossFields
 
-# Settings that a surrogate reads, beside the ratio.
-KNOBS = {
-    "clip": ("epsilon", "epsilon_high", "dual_clip"),
-    "no_clip": (),
-    "cispo": ("ratio_cap",),
-    "reinforce": (),
-    "quadratic_ratio": (),
-    "own": (),
-}
-SURROGATES = tuple(name for name in KNOBS if name != "own")
-CHOICES = {
+# Setting -> its values, each of which is a function or a branch of one.
+KINDS: dict[str, Iterable[str]] = {
     "surrogate": SURROGATES,
-    "ratio": ("token", "sequence", "none"),
     "aggregation": AGGREGATIONS,
     "kl_estimator": KL_ESTIMATORS,
-    "kl_in": ("loss", "reward"),
-    "kl_aggregation": ("inside", "token_mean"),
-}
-_RANGES = {
-    "epsilon": (lambda value: value >= 0, "a number from 0 up"),
-    "epsilon_high": (lambda value: value >= 0, "a number from 0 up"),
-    "dual_clip": (lambda value: value > 1, "above 1, where it would cut off the unclipped loss"),
-    "ratio_cap": (lambda value: value >= 1, "at least 1: it is the cap itself and not its distance from 1"),
-    "loss_constant": (lambda value: value > 0, "positive"),
-    "beta": (lambda value: value >= 0, "a number from 0 up"),
-    "std_ddof": (lambda value: value in (0, 1), "0 (population) or 1 (sample)"),
-    "advantage_eps": (lambda value: value >= 0, "a number from 0 up"),
-    "advantage_clip": (lambda value: value > 0, "positive"),
 }
 
 
-def check_choice(flag: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuse a value that is not one of the choices, with the nearest and the list."""
-    if value not in choices:
-        raise ValueError(f"unknown --{flag} {value!r}{nearest(str(value), list(choices))} Known: {', '.join(choices)}")
+def check_setting(name: str, value: Any) -> None:
+    """Reject an unknown or out-of-range value of a loss setting.
+
+    Raises:
+        ValueError: names the flag and its permitted values.
+    """
+    if name in KINDS:
+        check_choice(name, value, KINDS[name])
+    LOSS_SETTINGS[name].check(name, value)
 
 
-def check_number(flag: str, value: Any) -> None:
-    """Refuse a setting that is not a finite number or out of its range."""
-    permitted, description = _RANGES[flag]
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not permitted(value):
-        raise ValueError(f"--{flag} must be {description}, got {value!r}")
+def settings_of(function: Callable) -> dict[str, Any]:
+    """Settings that a built-in surrogate reads as keyword parameters, with its defaults."""
+    options = Entry("", function).options
+    return {name: options[s.option] for name, s in LOSS_SETTINGS.items() if s.option in options}
 
 
 @dataclass(kw_only=True)
-class PolicyLoss:
-    """From `PolicyScores` to the scalar to minimise. Attributes are those of `trl_ext.registry.Algorithm`, and
+class PolicyLoss(LossFields):
+    """Computes the scalar to minimise from `PolicyScores`. Its settings are `trl_ext.settings.LOSS_SETTINGS`.
 
     Attributes:
-        loss_constant: what the aggregation `constant` divides by; None for what the caller gives.
-        options: keyword options of a surrogate of one's own, or `strength` of `quadratic_ratio`.
-        function: the surrogate of one's own.
+        options: keyword options of the surrogate that are not settings: those of your own function, or `strength` of
+            `quadratic_ratio`.
+        function: the surrogate; if given, your own `f(scores, ...)`, which makes the setting `surrogate` `own`.
 
     Raises:
         ValueError: an unknown name, a value out of range, settings that contradict each other or that nothing would
             read; the message names the flags.
     """
 
-    surrogate: str = "clip"
-    ratio: str = "token"
-    aggregation: str = "sequence_mean"
-    epsilon: float | None = None
-    epsilon_high: float | None = None
-    dual_clip: float | None = None
-    ratio_cap: float | None = None
-    loss_constant: float | None = None
-    beta: float = 0.0
-    kl_estimator: str = "k3"
-    kl_in: str = "loss"
-    kl_ratio_correction: bool = False
-    kl_aggregation: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     function: Callable | None = None
 
     def __post_init__(self):
-        for flag, choices in CHOICES.items():
-            own = self.function is not None and flag == "surrogate"
-            if not own and getattr(self, flag) is not None:
-                check_choice(flag, getattr(self, flag), choices)
+        if self.function is None:
+            self.surrogate = self.surrogate or "clip"
+            check_setting("surrogate", self.surrogate)
+            self.function = SURROGATES[self.surrogate]
+        else:
+            self.surrogate = "own"
+        for name, setting in LOSS_SETTINGS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, setting.default)
+            elif name != "surrogate":
+                check_setting(name, getattr(self, name))
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
-        for flag in (*KNOBS["clip"], "ratio_cap", "loss_constant", "beta"):
-            if getattr(self, flag) is not None:
-                check_number(flag, getattr(self, flag))
-        self._check_knobs()
+        self._check_what_is_read()
         self._check_ratio()
         if self.needs_reference:
             self._check_kl()
         self._check_options()
-        self._fill_knobs()
-        if self.function is not None:
+        if self.epsilon_high is None:
+            self.epsilon_high = self.epsilon
+        for name, default in self._read.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        if self.surrogate == "own":
             self._dry_run()
 
     @property
@@ -135,15 +101,15 @@ class PolicyLoss:
         """The scalar to minimise.
 
         Args:
-            scores: what is known of B responses.
+            scores: the scores of B responses.
             ref_log_probs: token log-probabilities under the reference, [B, T]; needed for a KL term in the loss.
-            weights: further factors of the surrogate, though not of the KL term, [B, T] or [B, 1]: importance weights
+            weights: further factors of the surrogate, but not of the KL term, [B, T] or [B, 1]: importance weights
                 for another sampler, or a mask of tokens.
-            token_count: see `aggregate`; used for the KL term's own mean as well.
+            token_count: see `aggregate`; also used for a separate mean of the KL term.
             constant: the generation budget, for the aggregation `constant`.
 
         Raises:
-            ValueError: no reference log-probabilities or no constant where they are needed.
+            ValueError: reference log-probabilities or the constant are needed and missing.
         """
         padding = scores.mask == 0
         scores = replace(
@@ -173,8 +139,8 @@ class PolicyLoss:
         """
         has_divergence = self.needs_reference and self.kl_in == "loss"
         beyond = torch.zeros_like(scores.mask, dtype=torch.bool)
-        # CISPO caps its ratio far below, and lets no gradient through it.
-        is_bounded = self.function is None and self.surrogate in ("clip", "no_clip", "quadratic_ratio")
+        # No gradient is lost if it flows through log_probs, as in CISPO.
+        is_bounded = self._reads_ratio and "log_probs" not in self._inputs
         if is_bounded or (has_divergence and self.kl_ratio_correction):
             beyond = beyond | (scores.log_ratio > MAX_EXPONENT)
         if has_divergence and self.kl_estimator == "k3":
@@ -182,7 +148,7 @@ class PolicyLoss:
         return beyond & (scores.mask != 0)
 
     def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
-        """What the KL divergence takes off each response's reward: beta times its sum over the tokens. [B].
+        """The KL penalty on each response's reward: beta times the sum of its KL estimates over the tokens. [B].
 
         Args:
             log_probs: log-probabilities of the sampled tokens under the policy that sampled them, [B, T].
@@ -192,25 +158,31 @@ class PolicyLoss:
         divergence = kl_estimate(log_probs.detach(), ref_log_probs.detach(), self.kl_estimator)
         return self.beta * masked_sum(divergence, mask, dim=-1)
 
+    # ---- The surrogate, by its signature ----
+
+    @property
+    def _inputs(self) -> list[str]:
+        """Positional parameters: `scores` for your own function, its attributes for a built-in one."""
+        return ["scores"] if self.surrogate == "own" else Entry("", self.function).inputs
+
+    @property
+    def _read(self) -> dict[str, Any]:
+        """Settings that the surrogate reads, with its defaults; your own function has options instead."""
+        return {} if self.surrogate == "own" else settings_of(self.function)
+
+    @property
+    def _reads_ratio(self) -> bool:
+        return "log_ratio" in self._inputs
+
+    @property
+    def _function_name(self) -> str:
+        return self.function.__name__ if self.surrogate == "own" else self.surrogate
+
     def _surrogate_losses(self, scores: PolicyScores) -> Tensor:
-        if self.function is not None:
-            losses = self.function(scores, **self.options)
-            return self._checked_shape(losses, scores)
-        if self.surrogate == "reinforce":
-            return reinforce(scores.log_probs, scores.advantages)
-        if self.surrogate == "cispo":
-            return cispo(scores.log_ratio, scores.log_probs, scores.advantages, ratio_cap=self.ratio_cap)
-        if self.surrogate == "no_clip":
-            return unclipped_surrogate(scores.log_ratio, scores.advantages)
-        if self.surrogate == "quadratic_ratio":
-            return quadratic_ratio(scores.log_ratio, scores.advantages, **self.options)
-        return clipped_surrogate(
-            scores.log_ratio,
-            scores.advantages,
-            clip_low=self.epsilon,
-            clip_high=self.epsilon_high,
-            dual_clip=self.dual_clip,
-        )
+        inputs = [getattr(scores, name, scores) for name in self._inputs]
+        settings = {LOSS_SETTINGS[name].option: getattr(self, name) for name in self._read}
+        losses = self.function(*inputs, **settings, **self.options)
+        return self._checked_shape(losses, scores) if self.surrogate == "own" else losses
 
     def _divergence(self, scores: PolicyScores, ref_log_probs: Tensor | None) -> Tensor:
         if ref_log_probs is None:
@@ -224,24 +196,24 @@ class PolicyLoss:
         flags = " and ".join(f"--{flag} {getattr(self, flag)}" for flag in (one, other))
         raise ValueError(f"{flags} contradict each other: {reason}")
 
-    def _check_knobs(self) -> None:
-        for owner, knobs in KNOBS.items():
-            for knob in knobs:
-                if getattr(self, knob) is None or knob in KNOBS[self.surrogate]:
-                    continue
-                instead = f"use --surrogate {owner}"
-                if self.function is not None:
-                    instead = "give your function an option for it"
-                self._refuse(knob, "surrogate", f"this surrogate does not read {knob}; leave it out, or {instead}")
+    def _check_what_is_read(self) -> None:
+        for name, setting in LOSS_SETTINGS.items():
+            if not setting.option or getattr(self, name) is None or name in self._read:
+                continue
+            instead = "give your function an option for it"
+            if self.surrogate != "own":
+                readers = [known for known, function in SURROGATES.items() if name in settings_of(function)]
+                instead = f"use --surrogate {readers[0]}"
+            self._refuse(name, "surrogate", f"this surrogate does not read {name}; leave it out, or {instead}")
         if self.loss_constant is not None and self.aggregation != "constant":
             reason = "only a constant aggregation divides by it; leave it out, or use --aggregation constant"
             self._refuse("loss_constant", "aggregation", reason)
 
     def _check_ratio(self) -> None:
-        if self.surrogate == "reinforce" and self.ratio != "none":
+        if self.surrogate != "own" and not self._reads_ratio and self.ratio != "none":
             reason = "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"
             self._refuse("surrogate", "ratio", reason)
-        if self.ratio == "none" and self.surrogate not in ("reinforce", "own"):
+        if self.ratio == "none" and self._reads_ratio:
             reason = "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"
             self._refuse("ratio", "surrogate", reason)
         if self.ratio == "sequence" and self.aggregation == "token_mean":
@@ -272,24 +244,16 @@ class PolicyLoss:
             self._refuse("kl_ratio_correction", "kl_estimator", reason)
 
     def _check_options(self) -> None:
-        if self.function is not None:
-            Entry(self._function_name, self.function).check_options(self.options)
-        elif self.surrogate == "quadratic_ratio":
-            Entry("quadratic_ratio", quadratic_ratio).check_options(self.options)
-        elif self.options:
+        entry = Entry(self._function_name, self.function)
+        free = set(entry.options) - {LOSS_SETTINGS[name].option for name in self._read}
+        if self.surrogate != "own" and self.options and not free:
             raise ValueError(
                 f"the surrogate {self.surrogate!r} takes no options, and {', '.join(self.options)} would not be read: "
                 "leave them out"
             )
+        entry.check_options(self.options)
 
-    def _fill_knobs(self) -> None:
-        if self.surrogate == "clip":
-            self.epsilon = 0.2 if self.epsilon is None else self.epsilon
-            self.epsilon_high = self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.surrogate == "cispo" and self.ratio_cap is None:
-            self.ratio_cap = 5.0
-
-    # ---- A surrogate of one's own ----
+    # ---- Your own surrogate ----
 
     def _checked_shape(self, losses: Any, scores: PolicyScores) -> Tensor:
         rows, tokens = scores.log_probs.shape
@@ -301,10 +265,6 @@ class PolicyLoss:
                 "without reducing them"
             )
         return losses
-
-    @property
-    def _function_name(self) -> str:
-        return getattr(self.function, "__name__", "own")
 
     def _dry_run(self) -> None:
         """Evaluate the function once on made-up scores, so that a wrong shape or option shows before training."""

@@ -14,18 +14,25 @@ from torch.nn.functional import logsigmoid
 
 from trl_ext.registry import preference_loss
 
+# The papers that define two losses each.
+_AOT = {"paper": "2406.05882", "title": "Distributional Preference Alignment of LLMs via Optimal Transport"}
+_APO = {
+    "paper": "2408.06266",
+    "title": "Anchored Preference Optimization and Contrastive Revisions: Addressing Underspecification in Alignment",
+}
+
 
 @dataclass
 class PreferenceScores:
-    """What a preference loss sees of a batch of B pairs; every tensor has the shape [B].
+    """The inputs of a preference loss for a batch of B pairs; every tensor has the shape [B].
 
     Attributes:
         chosen, rejected: sums of the policy's token log-probabilities over the response, in nats.
         ref_chosen, ref_rejected: the same under the frozen reference; None for a reference-free loss.
-        chosen_length, rejected_length: response tokens, the end-of-turn token included where it is trained on.
+        chosen_length, rejected_length: response tokens, including the end-of-turn token if it is trained on.
         columns: dataset columns by name.
-        chosen_policy_weight, rejected_policy_weight: WPO's length-normalised policy probability of each response, in
-            which 1 is a typical sample; no gradient flows through it. None unless a weighting asks for it.
+        chosen_policy_weight, rejected_policy_weight: WPO's length-normalised policy probability of each response,
+            which is 1 for a typical sample; no gradient flows through it. None unless a weighting needs it.
     """
 
     chosen: Tensor
@@ -87,13 +94,15 @@ def _check_label_smoothing(label_smoothing: float) -> None:
         )
 
 
-@preference_loss("dpo")
+@preference_loss(
+    "dpo", paper="2305.18290", title="Direct Preference Optimization: Your Language Model is Secretly a Reward Model"
+)
 def dpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """DPO: `l(beta margin)`. Rafailov et al. 2023, arXiv 2305.18290, equation 7."""
     return -logsigmoid(beta * scores.margin)
 
 
-@preference_loss("cdpo")
+@preference_loss("cdpo", label="Conservative DPO")
 def cdpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """Conservative DPO: `(1-e) l(beta margin) + e l(-beta margin)`, minimal at `margin = logit(1-e) / beta`.
 
@@ -105,7 +114,12 @@ def cdpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: float 
     return -(1 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
 
 
-@preference_loss("robust_dpo")
+@preference_loss(
+    "robust_dpo",
+    paper="2403.00409",
+    title="Provably Robust DPO: Aligning Language Models with Noisy Feedback",
+    label="Robust DPO",
+)
 def robust_dpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """Robust DPO: an unbiased estimate of the DPO loss under labels flipped with probability e.
 
@@ -118,12 +132,14 @@ def robust_dpo(scores: PreferenceScores, *, beta: float = 0.1, label_smoothing: 
     return ((1 - label_smoothing) * kept - label_smoothing * flipped) / (1 - 2 * label_smoothing)
 
 
-@preference_loss("ipo")
+@preference_loss(
+    "ipo", paper="2310.12036", title="A General Theoretical Paradigm to Understand Learning from Human Preferences"
+)
 def ipo(scores: PreferenceScores, *, beta: float = 0.1, length_normalized: bool = False) -> Tensor:
     """IPO: squared distance of the margin from `1 / (2 beta)`. Azar et al. 2023, arXiv 2310.12036, equation 17.
 
-    The margin is of summed log-probabilities, as in the paper. `length_normalized` averages each log-ratio over its
-    tokens first, as TRL does; the target is then per token, so that beta does not carry over between the two.
+    The margin uses summed log-probabilities, as in the paper. `length_normalized` first averages each log-ratio over
+    its tokens, as TRL does. The target is then per token, so the two forms need different values of beta.
     """
     if length_normalized:
         chosen = scores.chosen_log_ratio / scores._length(scores.chosen_length)
@@ -132,22 +148,27 @@ def ipo(scores: PreferenceScores, *, beta: float = 0.1, length_normalized: bool 
     return (scores.margin - 1 / (2 * beta)).square()
 
 
-@preference_loss("hinge")
+@preference_loss("hinge", paper="2309.06657", title="Statistical Rejection Sampling Improves Preference Optimization")
 def hinge(scores: PreferenceScores, *, beta: float = 0.05) -> Tensor:
     """Hinge on the margin: `max(0, 1 - beta margin)`. Liu et al. 2023 (RSO), arXiv 2309.06657."""
     return torch.relu(1 - beta * scores.margin)
 
 
-@preference_loss("dpop")
+@preference_loss(
+    "dpop",
+    paper="2402.13228",
+    title="Smaug: Fixing Failure Modes of Preference Optimisation with DPO-Positive",
+    label="DPO-Positive",
+)
 def dpop(scores: PreferenceScores, *, beta: float = 0.3, penalty: float = 50.0) -> Tensor:
     """DPO-Positive: DPO whose margin loses `penalty * max(0, -h_w)`, which keeps chosen responses likely.
 
-    Pal et al. 2024 (Smaug), arXiv 2402.13228. The penalty stands inside the sigmoid.
+    Pal et al. 2024 (Smaug), arXiv 2402.13228. The penalty is inside the sigmoid.
     """
     return -logsigmoid(beta * (scores.margin - penalty * torch.relu(-scores.chosen_log_ratio)))
 
 
-@preference_loss("apo_zero")
+@preference_loss("apo_zero", **_APO, label="APO-zero")
 def apo_zero(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """APO-zero: `1 - sigmoid(beta h_w) + sigmoid(beta h_l)`; for chosen responses better than the model's own.
 
@@ -156,7 +177,7 @@ def apo_zero(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     return 1 - torch.sigmoid(beta * scores.chosen_log_ratio) + torch.sigmoid(beta * scores.rejected_log_ratio)
 
 
-@preference_loss("apo_down")
+@preference_loss("apo_down", **_APO, label="APO-down")
 def apo_down(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """APO-down: `sigmoid(beta h_w) + 1 - sigmoid(beta margin)`; for chosen responses worse than the model's own.
 
@@ -165,7 +186,9 @@ def apo_down(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     return torch.sigmoid(beta * scores.chosen_log_ratio) + 1 - torch.sigmoid(beta * scores.margin)
 
 
-@preference_loss("nca")
+@preference_loss(
+    "nca", paper="2402.05369", title="Noise Contrastive Alignment of Language Models with Explicit Rewards"
+)
 def nca(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """NCA for pairs: `l(beta h_w) + l(-beta h_w)/2 + l(-beta h_l)/2`, which bounds `h_w` at `log 2 / beta`.
 
@@ -175,7 +198,7 @@ def nca(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
 
 
-@preference_loss("sppo")
+@preference_loss("sppo", paper="2405.00675", title="Self-Play Preference Optimization for Language Model Alignment")
 def sppo(
     scores: PreferenceScores,
     *,
@@ -185,8 +208,8 @@ def sppo(
 ) -> Tensor:
     """SPPO: regress each log-ratio to its win probability, `((h - (P - 1/2) / beta)^2)` summed over the pair, halved.
 
-    Wu et al. 2024, arXiv 2405.00675, equation 4.7; beta is the paper's `1 / eta`. The defaults are the hard labels; a
-    string names the dataset column that holds a pair's probability. TRL's `sppo_hard` lacks the factor one half.
+    Wu et al. 2024, arXiv 2405.00675, equation 4.7; beta is the paper's `1 / eta`. The defaults are hard labels; a
+    string names the dataset column with a pair's probability. TRL's `sppo_hard` lacks the factor one half.
     """
 
     def target(probability: float | str) -> float | Tensor:
@@ -197,20 +220,20 @@ def sppo(
     return 0.5 * (chosen.square() + rejected.square())
 
 
-@preference_loss("aot", batch_coupled=True)
+@preference_loss("aot", batch_coupled=True, **_AOT)
 def aot(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """AOT: the chosen log-ratios should dominate the rejected ones as distributions, quantile by quantile.
 
-    Chosen and rejected log-ratios are sorted over the batch, each chosen meets the rejected one of its own rank, and
-    the loss is `l(beta d)` of their difference d; entry i is the loss of chosen response i. Which response was
-    rejected for which prompt plays no part. Melnyk et al. 2024, arXiv 2406.05882, the unpaired form (TRL's
-    `aot_unpaired`); the Berkeley course takes beta 0.2.
+    Chosen and rejected log-ratios are sorted over the batch and matched by rank. The loss is `l(beta d)` of the
+    difference d between a chosen log-ratio and the rejected one of equal rank; entry i is the loss of chosen response
+    i. Which prompt a rejected response belongs to does not matter. Melnyk et al. 2024, arXiv 2406.05882, the unpaired
+    form (TRL's `aot_unpaired`); the Berkeley course uses beta 0.2.
     """
     chosen, rejected = scores.chosen_log_ratio, scores.rejected_log_ratio
     return -logsigmoid(beta * (chosen - _of_equal_rank(chosen, rejected)))
 
 
-@preference_loss("aot_paired", batch_coupled=True)
+@preference_loss("aot_paired", batch_coupled=True, **_AOT, label="AOT (paired)")
 def aot_paired(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
     """AOT on paired data: the policy's margins should dominate the reference's, quantile by quantile.
 
@@ -224,12 +247,17 @@ def aot_paired(scores: PreferenceScores, *, beta: float = 0.01) -> Tensor:
 
 
 def _of_equal_rank(values: Tensor, others: Tensor) -> Tensor:
-    """For each of `values`, the one of `others` that has its rank; gradients flow to both. Ties keep their order."""
+    """For each of `values`, the element of `others` with the same rank; gradients flow to both. The sort is stable."""
     rank = values.detach().argsort(stable=True).argsort()
     return others.sort(stable=True).values[rank]
 
 
-@preference_loss("simpo", needs_reference=False)
+@preference_loss(
+    "simpo",
+    needs_reference=False,
+    paper="2405.14734",
+    title="SimPO: Simple Preference Optimization with a Reference-Free Reward",
+)
 def simpo(
     scores: PreferenceScores,
     *,
@@ -239,7 +267,7 @@ def simpo(
 ) -> Tensor:
     """SimPO: `l(beta (mean chosen - mean rejected) - gamma)`, reference-free. Meng et al. 2024, arXiv 2405.14734.
 
-    The paper tabulates `gamma / beta` (the default, 0.5, is Llama-3 Base's); give that or `gamma` itself, not both.
+    The paper tabulates `gamma / beta` (the default, 0.5, is for Llama-3 Base); give that or `gamma` itself, not both.
     """
     if gamma is not None and gamma_beta_ratio is not None:
         raise ValueError("give gamma or gamma_beta_ratio, not both: gamma = gamma_beta_ratio * beta")
@@ -248,17 +276,22 @@ def simpo(
     return -logsigmoid(beta * (scores.chosen_mean - scores.rejected_mean) - gamma)
 
 
-@preference_loss("repo", needs_reference=False)
+@preference_loss("repo", needs_reference=False, paper="2503.07426", title="RePO: ReLU-based Preference Optimization")
 def repo(scores: PreferenceScores, *, gamma: float = 0.6, beta: float = 1.0) -> Tensor:
     """ReLU-based preference optimisation: `max(0, gamma - (mean chosen - mean rejected))`.
 
-    SimPO's limit of large beta; `beta` has no part in the loss and only scales the logged rewards.
+    SimPO's limit of large beta; `beta` does not affect the loss and only scales the logged rewards.
     Wu et al. 2025, arXiv 2503.07426 (gamma 0.6 for Llama-3, 0.4 for Mistral and Gemma).
     """
     return torch.relu(gamma - (scores.chosen_mean - scores.rejected_mean))
 
 
-@preference_loss("cpo", needs_reference=False)
+@preference_loss(
+    "cpo",
+    needs_reference=False,
+    paper="2401.08417",
+    title="Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+)
 def cpo(scores: PreferenceScores, *, beta: float = 0.1, nll_weight: float = 1.0) -> Tensor:
     """CPO: `l(beta (chosen - rejected))` plus `nll_weight` times the chosen response's mean token loss.
 
@@ -267,7 +300,12 @@ def cpo(scores: PreferenceScores, *, beta: float = 0.1, nll_weight: float = 1.0)
     return -logsigmoid(beta * (scores.chosen - scores.rejected)) - nll_weight * scores.chosen_mean
 
 
-@preference_loss("orpo", needs_reference=False)
+@preference_loss(
+    "orpo",
+    needs_reference=False,
+    paper="2403.07691",
+    title="ORPO: Monolithic Preference Optimization without Reference Model",
+)
 def orpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
     """ORPO: the chosen response's mean token loss plus `beta` (the paper's lambda) times a log-odds-ratio loss.
 
@@ -278,6 +316,6 @@ def orpo(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
 
 
 def _log_odds(log_probability: Tensor) -> Tensor:
-    """`p - log(1 - exp(p))` for p < 0, accurate near 0; at 0, where it is infinite, that of the dtype's smallest p."""
+    """`p - log(1 - exp(p))` for p < 0, accurate near 0; at p = 0, where it is infinite, its largest finite value."""
     log_probability = log_probability.clamp(max=-torch.finfo(log_probability.dtype).tiny)
     return log_probability - torch.log(-torch.expm1(log_probability))

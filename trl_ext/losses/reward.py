@@ -23,10 +23,10 @@ def bradley_terry(
 
     Args:
         chosen, rejected: scores of the two responses, [B].
-        margin: by how much the chosen one should be ahead, [B] or a number (Llama 2, arXiv 2307.09288, equation 2).
+        margin: the required lead of the chosen response, [B] or a number (Llama 2, arXiv 2307.09288, equation 2).
         label_smoothing: `e`, the probability that a label is wrong, in [0, 0.5).
-        centering: pulls the two scores' sum to zero, as only their difference is identified; 0.01 in Eisenstein et al.
-            2023, arXiv 2312.09244.
+        centering: pulls the sum of the two scores to zero, since only their difference is identified; 0.01 in
+            Eisenstein et al. 2023, arXiv 2312.09244.
 
     Raises:
         ValueError: shapes that differ, or an option out of range.

@@ -1,4 +1,4 @@
-"""Losses of single responses that are labelled desirable or undesirable: pure functions, one loss per response."""
+"""Losses of single responses labelled desirable or undesirable: pure functions, one loss per response."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def kto(
 def recommended_undesirable_weight(
     desirable: int, undesirable: int, desirable_weight: float = 1.0
 ) -> tuple[float, float]:
-    """Bounds of the undesirable weight for which both labels count about alike.
+    """Bounds of the undesirable weight for which both labels have about equal influence.
 
-    Those between which `desirable_weight * desirable : undesirable_weight * undesirable` lies in [1, 4/3] (arXiv
-    2402.01306, equation 8).
+    Within them, `desirable_weight * desirable : undesirable_weight * undesirable` lies in [1, 4/3] (arXiv 2402.01306,
+    equation 8).
 
     Args:
         desirable, undesirable: numbers of responses.

@@ -1,4 +1,4 @@
-"""PPO's value function: the loss that it is fitted with, and the statistics that whiten its advantages."""
+"""PPO's value loss, and the statistics that whiten its advantages."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 from trl_ext.losses.masking import masked_sum
 
-# Added to the standard deviation that values are divided by.
+# Added to the standard deviation before dividing by it.
 WHITENING_EPS = 1e-8
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> Tensor:
-    """Half the squared error of values, the larger of that of the value and that of the value kept near the old one.
+    """Half the squared error of a value or of its clipped version, whichever is larger.
 
     `1/2 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2)`: a value that has moved further than `clip`
-    towards its return has a gradient of exactly zero; one that has moved away from it is drawn back.
+    towards its return has a gradient of exactly zero; one that has moved away from it is pulled back.
 
     Args:
         values: estimates before each token, with gradient, [B, T].
         old_values: the estimates when the responses were sampled, [B, T].
-        returns: what the values should be, [B, T].
+        returns: the targets of the values, [B, T].
         clip: how far a value may move from the old one; None for half the squared error alone.
 
     Returns:
@@ -44,13 +44,13 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
         return errors / 2
     if not clip > 0:
         raise ValueError(f"values are clipped to old_values plus and minus clip, which must be positive, got {clip}")
-    # Chosen and not a maximum, which would halve the gradient at ties.
+    # A selection instead of a maximum, which would halve the gradient at ties.
     clipped = is_value_clipped(values, old_values, returns, clip=clip)
     return torch.where(clipped, (_near(values, old_values, clip) - returns).square(), errors) / 2
 
 
 def is_value_clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> Tensor:
-    """Where `clipped_value_loss` takes the clipped value, so that there is no gradient. Boolean, [B, T]."""
+    """Where `clipped_value_loss` uses the clipped value, so that there is no gradient. Boolean, [B, T]."""
     return (_near(values, old_values, clip) - returns).square() > (values - returns).square()
 
 
@@ -66,7 +66,7 @@ def moments(
     Args:
         values: any shape.
         mask: 1 where a value counts, the same shape.
-        reduce: adds a tensor up over all processes; None where there is one.
+        reduce: sums a tensor over all processes; None for a single process.
     """
     reduce = reduce or (lambda tensor: tensor)
     wide = values.detach().double()
@@ -83,11 +83,11 @@ def whiten(
     Args:
         values: [B, T].
         mask: 1 where a token counts, [B, T].
-        shift_mean: False to give the values their mean back, as for rewards.
-        reduce: adds a tensor up over all processes, for the statistics of the global batch; None where there is one.
+        shift_mean: False to add the mean back to the values, as for rewards.
+        reduce: sums a tensor over all processes, for the statistics of the global batch; None for a single process.
 
     Returns:
-        Of the values' type, without gradient, 0 where the mask is 0, [B, T].
+        Whitened values of the same dtype, without gradient, 0 where the mask is 0, [B, T].
     """
     count, mean, squares = moments(values, mask, reduce)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
@@ -103,7 +103,7 @@ def explained_variance(
 ) -> float:
     """`1 - Var(returns - values) / Var(returns)` over the tokens that count: 1 at best, 0 for a constant.
 
-    NaN where the returns do not vary. Arguments are those of `whiten`.
+    NaN if the returns do not vary. The arguments are those of `whiten`.
     """
     *_, unexplained = moments(returns - values, mask, reduce)
     *_, squares = moments(returns, mask, reduce)

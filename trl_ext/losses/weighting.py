@@ -1,6 +1,6 @@
 """Weights per pair that compose with any preference loss. Pure functions on `PreferenceScores`; no gradient flows.
 
-A loss that pairs responses anew, as AOT does, is weighted by the pair of the chosen response.
+For a loss that pairs responses differently, as AOT does, the weight is that of the chosen response's pair.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Models: where they are loaded from, packed passes, log-probabilities of texts, one base under many adapters."""
+"""Models: loading, packed passes, log-probabilities of texts, and one base under several adapters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 from trl_ext.models.loading import resolve_model_path
 
-# These import torch, so they load when they are first used.
+# These import torch, so they load on first use.
 _MODULE_OF_NAME = {
     "Packing": "trl_ext.models.packing",
     "SharedBackbone": "trl_ext.models.shared_backbone",
@@ -27,3 +27,7 @@ def __getattr__(name: str):
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'trl_ext.models' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,17 +1,25 @@
-"""Where a model comes from: the embedded one, a local folder, or the hub."""
+"""Loads saved models and adapters from the package, a folder or the hub, and hashes their weights."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 from trl_ext.toy import MODEL_DIR
 
+# Files that change a model's answers. Pickled files are never read.
+HASHED = ("*.safetensors", "config.json", "adapter_config.json", "tokenizer.json", "*.jinja", "tokenizer_config.json")
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 def resolve_model_path(name_or_path: str) -> str:
-    """Turn `toy` into the folder of the embedded model; return a hub name or an existing folder as it is.
+    """Turn `toy` into the folder of the embedded model; return a hub name or an existing folder unchanged.
 
-    What cannot be a hub name, or stands in a folder that is there (`runs/aot-tyo` beside `runs/aot-toy`), is taken for
-    a mistyped path and refused at once: the hub would be asked for it again and again, for over a minute offline.
+    A name that cannot be on the hub, or whose parent folder exists (`runs/aot-tyo` next to `runs/aot-toy`), is treated
+    as a mistyped path and rejected at once. Otherwise, the hub would be asked repeatedly, for over a minute offline.
 
     Raises:
         FileNotFoundError: the name looks like a path, and no such folder exists or it holds no `config.json`.
@@ -38,9 +46,133 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _siblings(path: Path) -> str:
-    """The saved models in the folder that was named, for the eye to find the right one."""
+    """List the saved models in the parent folder, to help the user find the right one."""
     if not path.parent.is_dir():
         return ""
     files = ("config.json", "adapter_config.json")
     names = sorted(child.name for child in path.parent.iterdir() if any((child / file).is_file() for file in files))
     return f"; {path.parent} holds {', '.join(names[:5])}{' and others' if len(names) > 5 else ''}" if names else ""
+
+
+def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
+    """A causal language model in evaluation mode, and its tokenizer.
+
+    Args:
+        name_or_path: `toy`, a folder of a full model or of an adapter, or a hub name.
+        dtype: dtype of the weights: auto (as saved), float32, bfloat16 or float16.
+        device: None for the GPU if there is one, otherwise the CPU.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: it is not a causal language model but, for example, a reward model; its adapter does not fit its
+            base; or an unknown dtype.
+    """
+    path, base, is_adapter = find_policy(name_or_path, dtype=dtype)
+
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        has_tokenizer = not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").is_file()
+        tokenizer = AutoTokenizer.from_pretrained(path if has_tokenizer else base)
+    except (OSError, SafetensorError) as error:
+        raise FileNotFoundError(f"the model {str(name_or_path)!r} could not be loaded: {error}") from error
+    if tokenizer.pad_token is None:
+        # As in GPT-2; the attention mask separates padding from the end of a text.
+        tokenizer.pad_token = tokenizer.eos_token
+    if is_adapter:
+        model = _with_adapter(model, path)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.requires_grad_(False).eval().to(device), tokenizer
+
+
+def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:
+    """Locate a policy and its base without loading them, and say whether it is an adapter.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: a reward model, or an unknown dtype.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    path = resolve_model_path(str(name_or_path))
+    adapter = _read(Path(path) / "adapter_config.json")
+    base = resolve_model_path(adapter["base_model_name_or_path"]) if adapter else path
+    _refuse_reward_models(name_or_path, adapter, _read(Path(base) / "config.json"))
+    if not Path(base).is_dir():
+        require_on_hub(base)
+    return path, base, bool(adapter)
+
+
+def model_sha256(name_or_path: str | Path) -> str:
+    """A hash of a saved model's weights, configuration and tokenizer; for a model on the hub, of its name alone.
+
+    The hash of an adapter includes its base.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    path = Path(resolve_model_path(str(name_or_path)))
+    digest = hashlib.sha256()
+    if not path.is_dir():
+        digest.update(str(name_or_path).encode())
+        return digest.hexdigest()
+    adapter = _read(path / "adapter_config.json")
+    if adapter:
+        digest.update(model_sha256(adapter["base_model_name_or_path"]).encode())
+    for file in sorted({file for pattern in HASHED for file in path.glob(pattern)}):
+        digest.update(file.name.encode())
+        with open(file, "rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: bad JSON: {error.msg} at line {error.lineno}") from error
+
+
+def _refuse_reward_models(name: str | Path, adapter: dict[str, Any] | None, config: dict[str, Any] | None) -> None:
+    """Reject reward models: a missing language-model head would be random, with only a warning."""
+    architecture = ((config or {}).get("architectures") or [""])[0]
+    if (adapter or {}).get("task_type") == "SEQ_CLS" or architecture.endswith("ForSequenceClassification"):
+        raise ValueError(f"{name} is a reward model, which cannot generate: name a policy")
+
+
+def require_on_hub(name: str) -> None:
+    """Query the hub once: loading a missing model requests file after file, for over a minute offline."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "adapter_config.json")):
+        return
+    try:
+        HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the hub's, of the network's and of the name's several kinds
+        reason = " ".join(str(error).split())[:200]
+        raise FileNotFoundError(
+            f"no model {name!r}: there is no such folder, none of that name was downloaded before, and the hub gives "
+            f"none: {reason}"
+        ) from error
+
+
+def _with_adapter(model, path: str):
+    import warnings
+
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    with warnings.catch_warnings():
+        # PEFT only warns, and keeps missing weights at their initial value: the answers would be the base's.
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            return PeftModel.from_pretrained(model, path)
+        except (UserWarning, RuntimeError, SafetensorError) as error:
+            problem = " ".join(line.strip() for line in str(error).splitlines()[:2])
+            raise ValueError(f"{path}: the adapter does not fit its base {model.name_or_path}: {problem}") from error

@@ -1,4 +1,4 @@
-"""Log-probabilities that a causal language model gives to responses."""
+"""Log-probabilities that a causal language model assigns to responses."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def score_responses(
 ) -> list[Tensor]:
     """Log-probability of every token of each response, given its prompt and the response so far.
 
-    Rows are batched with others of similar length and padded on the left, so that logits are computed for response
-    positions only; where the model's passes are packed, with others that begin alike. The model is put into
-    evaluation mode for the while.
+    Batches hold rows of similar length, padded on the left so that logits are computed only at response positions. If
+    the model's passes are packed, batches hold rows with a common beginning. The model is temporarily put into
+    evaluation mode.
 
     Args:
         model: a causal language model of transformers.
@@ -34,7 +34,7 @@ def score_responses(
         response_ids: N responses as token ids; an empty one scores as an empty tensor.
         batch_size: rows per forward pass.
         pad_token_id: any id of the vocabulary; padding is masked out.
-        progress: what a progress bar calls the work; None for no bar.
+        progress: label of the progress bar; None for no bar.
 
     Returns:
         N float32 tensors on the CPU, in nats; the i-th has the shape [len(response_ids[i])].
@@ -95,7 +95,7 @@ def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> li
     ).logits[:, -kept - 1 : -1]
     results = []
     for row, response in enumerate(responses):
-        # Row by row: the whole batch of logits in float32 would be the largest tensor of all.
+        # Row by row, since float32 logits of the whole batch would be the largest tensor of all.
         own_logits = logits[row : row + 1, kept - len(response) :].float()
         targets = input_ids[row : row + 1, width - len(response) :]
         results.append(selective_log_softmax(own_logits, targets)[0].cpu())
@@ -103,7 +103,7 @@ def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> li
 
 
 def _score_packed(packing, input_ids: Tensor, attention_mask: Tensor, counts: list[int]) -> list[Tensor] | None:
-    """The same on a packed row; None where the batch is left padded. `counts` are the response tokens of each row."""
+    """The same on a packed row; None if the batch stays padded. `counts` are the response tokens of each row."""
     width = input_ids.shape[1]
     labels = torch.full_like(input_ids, -100)
     for row, count in enumerate(counts):
@@ -115,7 +115,7 @@ def _score_packed(packing, input_ids: Tensor, attention_mask: Tensor, counts: li
     places = (targets != -100).nonzero().flatten()
     logits = packing.call(**packed_inputs(plan), use_cache=False, logits_to_keep=places).logits[0]
     log_probs = torch.zeros(plan.tokens)
-    # In pieces: the whole batch of logits in float32 would be the largest tensor of all.
+    # In chunks, since float32 logits of the whole batch would be the largest tensor of all.
     for start in range(0, len(places), 256):
         piece = slice(start, start + 256)
         scored = selective_log_softmax(logits[piece].float(), targets[places[piece]])

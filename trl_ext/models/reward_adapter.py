@@ -1,4 +1,4 @@
-"""What a saved LoRA reward model holds, and what keeps one from sharing a base with other adapters."""
+"""The contents of a saved LoRA reward model, and what prevents one from sharing a base with other adapters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from safetensors import safe_open
 from trl_ext.models.loading import resolve_model_path
 
 HEADS = ("score", "classifier")
-# Beside the weights of a reward model: the token limits that it was trained with.
+# Saved with the weights of a reward model: the token limits that it was trained with.
 LIMITS_FILE = "reward_model.json"
 
-# Initialisations that leave the base's weights as they are; the others move a part of them into the adapter.
+# Initialisations that leave the base's weights unchanged; the others move a part of them into the adapter.
 HARMLESS_INITIALISATIONS = (True, False, "gaussian", "orthogonal", "eva")
 
 # Settings of an adapter that change the base for every adapter on it.
@@ -26,7 +26,7 @@ CHANGES_BASE = {
     "kasa_config": "KaSA rewrites the base",
 }
 
-# Settings that keep a reward adapter from running on the plain forward pass of another model's base.
+# Settings that prevent a reward adapter from running on the plain forward pass of another model's base.
 NEEDS_ITS_OWN_MODEL = {
     "alora_invocation_tokens": "it switches itself on at invocation tokens",
     "arrow_config": "it routes between adapters",
@@ -39,10 +39,10 @@ NEEDS_ITS_OWN_MODEL = {
 
 @dataclass(frozen=True)
 class RewardAdapter:
-    """A LoRA reward model as it lies on disk.
+    """A saved LoRA reward model.
 
     Attributes:
-        folder: where it lies.
+        folder: its folder.
         config: its LoRA settings.
         base: folder or hub name of the model it was trained on.
         head: the name of its head's tensor, [1, H].
@@ -66,7 +66,7 @@ def read_reward_adapter(folder: str | Path, *, base: str | None = None) -> Rewar
 
     Args:
         folder: a local folder.
-        base: the base's folder or hub name, in place of the one that the configuration names.
+        base: the base's folder or hub name, instead of the one that the configuration names.
 
     Raises:
         FileNotFoundError: a file is missing.
@@ -154,14 +154,14 @@ def adapter_obstacle(adapter: RewardAdapter) -> str | None:
 
 
 def sharing_obstacle(model, model_base: str, adapter: RewardAdapter) -> str | None:
-    """Why this reward adapter cannot sit on a model whose base is `model_base`, in one line; None if it can."""
+    """Why this reward adapter cannot be added to a model with base `model_base`, in one line; None if it can."""
     if not _same_model(adapter.base, model_base):
         return f"it was trained on {adapter.base}, and the backbone is {model_base}"
     return adapter_obstacle(adapter) or _weights_obstacle(model, adapter.base)
 
 
 def policy_obstacle(model) -> str | None:
-    """Why no reward adapter can sit on this policy's base, in one line; None if one can."""
+    """Why no reward adapter can be added to this policy's base, in one line; None if one can."""
     if not isinstance(model, PeftModel):
         return f"the policy is a {type(model).__name__}, not a model with a LoRA adapter: its own weights are trained"
     for name, config in model.peft_config.items():
@@ -206,9 +206,9 @@ def _same_model(first: str, second: str) -> bool:
 def _weights_obstacle(model, base: str) -> str | None:
     """Why the weights in memory are not those of the saved base, in one line; None if they are.
 
-    A policy says by name which base it was loaded from. That an adapter was merged into it in memory, or that its
-    weights were trained on, shows in the weights only: the first row of each is compared. A base whose files are not
-    safetensors on this machine is believed.
+    A policy only names the base that it was loaded from. Whether an adapter was merged into it in memory, or its
+    weights were trained, shows only in the weights: the first row of each is compared. A base without local
+    safetensors files is not checked.
     """
     inner = model.get_base_model() if isinstance(model, PeftModel) else model
     prefix = f"{inner.base_model_prefix}."

@@ -1,4 +1,4 @@
-"""Scores that a reward model gives to token sequences."""
+"""Scores that a reward model assigns to token sequences."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def score_sequences(
     pad_token_id: int = 0,
     progress: str | None = None,
 ) -> Tensor:
-    """One score per sequence, in batches padded on the right: of similar length, or, where the model's passes are
-    packed, of sequences that begin alike.
+    """One score per sequence, in right-padded batches of similar length, or of sequences with a common beginning if
+    the model's passes are packed.
 
     Args:
         model: called with `input_ids` and `attention_mask`, returns an output whose `logits` have the shape [B, 1]: a
-            transformers model for sequence classification with one label. Put into evaluation mode for the while.
+            transformers model for sequence classification with one label. Temporarily put into evaluation mode.
         sequences: N lists of token ids, none empty.
         batch_size: rows per forward pass.
-        pad_token_id: the model's padding token, by which it finds the last token of a row.
-        progress: what a progress bar calls the work; None for no bar.
+        pad_token_id: the model's padding token, which it uses to find the last token of a row.
+        progress: label of the progress bar; None for no bar.
 
     Returns:
         Float32 scores on the CPU, in the order of the sequences, [N].

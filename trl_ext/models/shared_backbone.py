@@ -1,4 +1,4 @@
-"""One frozen base under many LoRA adapters: the policy's, and those of reward models, each with a score head."""
+"""One frozen base with several LoRA adapters: the policy's, and those of reward models, each with a score head."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from trl_ext.models.sequence_scores import score_sequences
 class SharedBackbone:
     """Scores sequences with several LoRA reward models on one copy of the base they were trained on.
 
-    The base is the policy's own, whose adapter goes on training, or a frozen copy that no policy uses (`load`). Only
-    the reward adapters' LoRA weights are added to the model; their heads stay outside of it, so that no checkpoint,
-    optimizer or engine sees them. `model.save_pretrained` saves the other adapters only.
+    The base is the policy's own, whose adapter is still trained, or a frozen copy that no policy uses (`load`). Only
+    the reward adapters' LoRA weights are added to the model. Their heads stay outside it, so that no checkpoint,
+    optimizer or engine sees them. `model.save_pretrained` saves only the other adapters.
 
     Args:
         model: a `PeftModel` of a causal language model, unwrapped, with exactly one active LoRA adapter.
@@ -54,9 +54,9 @@ class SharedBackbone:
     def load(
         cls, base_name_or_path: str, *, dtype: torch.dtype = torch.float32, device=None, packed: bool = True
     ) -> SharedBackbone:
-        """A frozen copy of a base for reward adapters alone, where no policy with an adapter holds one.
+        """A frozen copy of a base, only for reward adapters, if no policy with an adapter holds one.
 
-        `packed` lets it score without padding and encode common prefixes once, where the model allows it.
+        `packed` lets it score without padding and encode common prefixes once, if the model supports it.
         """
         backbone = cls.__new__(cls)
         backbone.base_name_or_path = resolve_model_path(base_name_or_path)
@@ -72,15 +72,15 @@ class SharedBackbone:
         return tuple(self._heads)
 
     def add_reward_adapter(self, folder: str | Path, name: str | None = None, *, base: str | None = None) -> str:
-        """Put a saved LoRA reward model onto the backbone, frozen, and keep its head beside it.
+        """Add a saved LoRA reward model to the backbone, frozen, and keep its head separately.
 
-        Nothing else changes: not the active adapter, nor what requires gradients or is in training mode, nor the
-        state of the random number generators.
+        Nothing else changes: not the active adapter, nor which parameters require gradients, nor which modules are in
+        training mode, nor the state of the random number generators.
 
         Args:
             folder: a folder with `adapter_config.json` and `adapter_model.safetensors`.
-            name: what PEFT is to call the adapter; None for `reward0`, `reward1` and so on.
-            base: the folder or hub name of the base, where the adapter's configuration names one that has moved.
+            name: PEFT's name for the adapter; None for `reward0`, `reward1` and so on.
+            base: the folder or hub name of the base, if it has moved from where the adapter's configuration says.
 
         Returns:
             The name, for `score`.
@@ -104,8 +104,9 @@ class SharedBackbone:
     def adapter(self, name: str | None) -> Iterator[PeftModel]:
         """The model in evaluation mode under one of its adapters, or under none (None: the base itself).
 
-        On leaving, and after an exception as well, the active adapter, whether adapters are disabled, what requires
-        gradients and what is in training mode are as before. It may be entered inside `disable_adapter()`.
+        On exit, even after an exception, it restores the active adapter, whether adapters are disabled, which
+        parameters require gradients and which modules are in training mode. It may be entered inside
+        `disable_adapter()`.
 
         Raises:
             ValueError: no such adapter, or an adapter is merged into the base.
@@ -131,12 +132,12 @@ class SharedBackbone:
         pad_token_id: int = 0,
         progress: str | None = None,
     ) -> Tensor:
-        """Scores of token sequences by one reward adapter, as `score_sequences` gives for a separate copy of it.
+        """Scores of token sequences under one reward adapter, equal to those of `score_sequences` on a separate copy.
 
         Args:
-            name: what `add_reward_adapter` returned.
+            name: the name that `add_reward_adapter` returned.
             sequences, batch_size, progress: as for `score_sequences`.
-            pad_token_id: the reward model's padding token; a score is read at the last token that is another.
+            pad_token_id: the reward model's padding token; the score is read at the last token that is not padding.
 
         Returns:
             Float32 scores on the CPU, without gradient, [N].
@@ -166,7 +167,7 @@ class SharedBackbone:
     def _inject(self, adapter: RewardAdapter, name: str, tensors: dict[str, Tensor]) -> None:
         config = deepcopy(adapter.config)
         config.modules_to_save, config.task_type, config.inference_mode = None, None, True
-        # Every weight is loaded over; other initialisations would look at the base or at data first.
+        # Loading replaces every weight; other initialisations would first look at the base or at data.
         config.init_lora_weights = True
         existing = {id(part) for part in (*self.model.parameters(), *self.model.modules())}
         first = not isinstance(self.model, PeftModel)
@@ -206,10 +207,10 @@ class _Scorer:
         return self.transformer.parameters()
 
     def eval(self) -> None:
-        """The backbone is in evaluation mode already."""
+        """Does nothing: the backbone is already in evaluation mode."""
 
     def train(self, mode: bool) -> None:
-        """The backbone returns to its modes when the adapter is left."""
+        """Does nothing: the backbone restores its modes when the adapter is left."""
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
         last = last_tokens(input_ids, self.pad_token_id)
@@ -220,17 +221,17 @@ class _Scorer:
             with torch.autocast(hidden.device.type, enabled=False):
                 return SimpleNamespace(logits=linear(hidden.float(), self.head))
         hidden = self.transformer(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
-        # At every position, as a separate copy does it: picking rows first would change the last bits.
+        # At every position, as in a separate copy: selecting rows first would change the rounding.
         with torch.autocast(hidden.device.type, enabled=False):
             scores = linear(hidden.float(), self.head)
         return SimpleNamespace(logits=scores[torch.arange(len(scores), device=scores.device), last])
 
 
 def load_classifier(name_or_path: str, *, dtype: torch.dtype, device=None, has_head: bool = False):
-    """A frozen model for sequence classification with one label, whole on this process, in evaluation mode.
+    """A frozen model for sequence classification with one label, unsharded on this process, in evaluation mode.
 
-    Without `has_head` it is the base of an adapter that brings the head: its own is random, and nothing warns of it.
-    The random state is left as it was. The device is by default this process's GPU, or the CPU where there is none.
+    Without `has_head` it is the base of an adapter that brings the head: its own is random, without a warning. The
+    random state does not change. The device defaults to this process's GPU, or the CPU if there is none.
     """
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -252,7 +253,7 @@ def load_classifier(name_or_path: str, *, dtype: torch.dtype, device=None, has_h
 
 @contextmanager
 def _unsharded() -> Iterator[None]:
-    """Models that are loaded here are whole; under ZeRO-3 they would be sharded, and no engine would gather them."""
+    """Load models unsharded here; under ZeRO-3 they would otherwise be sharded, and no engine would gather them."""
     from transformers.integrations import deepspeed
 
     reference = getattr(deepspeed, "_hf_deepspeed_config_weak_ref", None)
@@ -268,14 +269,14 @@ def _unsharded() -> Iterator[None]:
 
 
 def preserved_random_state():
-    """A context after which torch's generators, on the CPU and on this process's GPU, are as before."""
+    """A context that restores torch's generators, on the CPU and on this process's GPU."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     return torch.random.fork_rng(devices=devices)
 
 
 @contextmanager
 def _restored(model) -> Iterator[None]:
-    """Afterwards the active adapter, its being disabled, gradients and training modes are as before."""
+    """Restore the active adapter, whether it is disabled, gradients and training modes on exit."""
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     if any(layer.merged for layer in layers):
         raise ValueError("an adapter is merged into the base: unmerge it before another one is used")
@@ -300,7 +301,7 @@ def _restored(model) -> Iterator[None]:
 
 
 def _has_float32_adapter(model: PeftModel) -> bool:
-    """Whether the adapters there are have float32 weights: under ZeRO-3 all of them must have the base's type."""
+    """Whether the model's adapters have float32 weights: under ZeRO-3 all of them must have the base's dtype."""
     return any(p.dtype == torch.float32 for name, p in model.named_parameters() if ".lora_" in name)
 
 
@@ -317,16 +318,16 @@ def _load_exactly(model: PeftModel, name: str, tensors: dict[str, Tensor], folde
 
 
 def save_without(model: PeftModel, heads: MutableMapping[str, Tensor]) -> None:
-    """Let `model.save_pretrained` leave out the adapters that `heads` names unless the caller selects adapters."""
-    # Of every backbone that was ever made of this model.
+    """Make `model.save_pretrained` omit the adapters that `heads` names unless the caller selects adapters."""
+    # A list, since several backbones may have been made of this model.
     model.reward_heads = [*getattr(model, "reward_heads", []), heads]
 
     def save_pretrained(self, save_directory, safe_serialization=True, selected_adapters=None, *args, **kwargs):
-        """As `PeftModel.save_pretrained`; by default without the reward adapters."""
+        """Like `PeftModel.save_pretrained`, but without the reward adapters by default."""
         if selected_adapters is None:
             rewards = {name for own in self.reward_heads for name in own}
             selected_adapters = [name for name in self.peft_config if name not in rewards]
         return type(self).save_pretrained(self, save_directory, safe_serialization, selected_adapters, *args, **kwargs)
 
-    # A bound method, and not a closure over the model, so that a deep copy of the model saves the copy.
+    # A bound method instead of a closure over the model, so that a deep copy of the model saves the copy.
     model.save_pretrained = types.MethodType(save_pretrained, model)

@@ -1,4 +1,4 @@
-"""Prompts and responses as padded token batches, and what a causal language model says about each of their tokens."""
+"""Prompts and responses as padded token batches, and a causal language model's predictions for their tokens."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, Tensor]:
-    """Tokenize prompts and outputs apart, join them, and shift them for next-token prediction.
+    """Tokenize prompts and outputs separately, concatenate them, and shift them for next-token prediction.
 
-    The special tokens that the tokenizer puts before a text stand before the prompt, once; no end-of-text token is
-    added after the output. Rows are padded on the right with the padding token, or with the end-of-text token where
-    the tokenizer has none.
+    The special tokens that the tokenizer adds before a text occur once, before the prompt. No end-of-text token is
+    added after the output. Rows are padded on the right with the padding token, or with the end-of-text token if the
+    tokenizer has none.
 
     Args:
         prompt_strs: B prompts, each of at least one token.
-        output_strs: B outputs; an empty one has a row of zeros for a mask.
+        output_strs: B outputs; the mask of an empty one is all zeros.
         tokenizer: a tokenizer of transformers.
 
     Returns:
@@ -51,12 +51,12 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
         end = len(prompt) + len(output)
         tokens[row, :end] = torch.tensor([*prompt, *output])
         is_output[row, len(prompt) : end] = True
-    # Copies, so that a change in one of them is none in another.
+    # Copies, so that changing one in place does not change the other.
     return {"input_ids": tokens[:, :-1].clone(), "labels": tokens[:, 1:].clone(), "response_mask": is_output[:, 1:]}
 
 
 def _prompt_ids(tokenizer, prompt: str) -> list[int]:
-    """Ids of a text that something follows: one beginning-of-text token if the tokenizer uses one, and no end."""
+    """Ids of a text that another follows: one beginning-of-text token if the tokenizer uses one, and no end token."""
     has_beginning = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     ids = tokenizer(prompt, add_special_tokens=not has_beginning)["input_ids"]
     ended_by_tokenizer = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token)
@@ -80,11 +80,11 @@ def token_entropy(logits: Tensor) -> Tensor:
 def response_log_probs(
     model, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
 ) -> dict[str, Tensor]:
-    """Log-probability of each label under the model, and the entropy of what the model predicted in its place.
+    """Log-probability of each label under the model, and the entropy of the model's prediction at its position.
 
-    Prompt and padding positions are computed like the others: mask them afterwards. The model sees no attention mask,
-    so padding must stand on the right, as in `tokenize_prompt_and_output`. It is called in the mode in which it is,
-    and with gradient unless the caller switches it off.
+    Prompt and padding positions are computed like the others: mask them afterwards. The model receives no attention
+    mask, so padding must be on the right, as in `tokenize_prompt_and_output`. The function does not change the model's
+    mode, and computes gradients unless the caller disables them.
 
     Args:
         model: a causal language model, whose output for [B, T] ids has `logits` of [B, T, V].
@@ -93,7 +93,7 @@ def response_log_probs(
         return_token_entropy: whether to compute the entropies too.
 
     Returns:
-        `log_probs`, [B, T], in nats, and where asked for `token_entropy`, [B, T]; in float32 or finer.
+        `log_probs`, [B, T], in nats, and if requested `token_entropy`, [B, T]; in float32 or finer.
 
     Raises:
         ValueError: shapes that differ, or a label that is not a token of the vocabulary, such as -100.
@@ -134,10 +134,10 @@ def _entropy(log_probs: Tensor) -> Tensor:
 
 
 def completion_mask(completion_ids: Tensor, eos_token_id: int | Sequence[int]) -> Tensor:
-    """True up to and including the first end-of-text token of each completion, everywhere where there is none. [B, T].
+    """True up to and including each completion's first end-of-text token, or everywhere without one. [B, T].
 
     Args:
-        completion_ids: generated tokens with what was padded behind them, [B, T].
+        completion_ids: generated tokens and the padding after them, [B, T].
         eos_token_id: the token that ends a completion, or several.
 
     Raises:

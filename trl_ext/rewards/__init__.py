@@ -1,10 +1,10 @@
-"""Rewards: who scores a completion. Saved reward models, ensembles of any reward functions, and verified answers."""
+"""Reward functions: saved reward models, ensembles of any reward functions, and verified answers."""
 
 from __future__ import annotations
 
 import importlib
 
-# Reward models import torch, so every name loads when it is first used.
+# Reward models import torch, so names are loaded on first use.
 _MODULE_OF_NAME = {
     "RewardEnsemble": "trl_ext.rewards.ensemble",
     "RewardModel": "trl_ext.rewards.reward_model",
@@ -31,3 +31,7 @@ def __getattr__(name: str):
     if name not in _MODULE_OF_NAME:
         raise AttributeError(f"module 'trl_ext.rewards' has no attribute {name!r}")
     return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

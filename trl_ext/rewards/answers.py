@@ -1,4 +1,4 @@
-"""Whether a mathematical answer is the true one: by its text, its parts, its value and, if asked, math-verify."""
+"""Compare a mathematical answer with the truth: its text, its parts, its value and, on request, with math-verify."""
 
 from __future__ import annotations
 
@@ -10,56 +10,53 @@ from numbers import Real
 
 from trl_ext.data.boxes import last_boxed
 from trl_ext.rewards.expression import FUNCTIONS, MAX_CHARACTERS, nesting, values_agree
+from trl_ext.rewards.math_worker import require_math_verify, verify_in_worker
 from trl_ext.rewards.normalization import Answer, clean
 
 MAX_NESTING = 30
 INTEGER = re.compile(r"[+-]?[0-9]+")
-DECIMAL = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)")
-SCIENTIFIC = re.compile(r"([+-]?[0-9]+)(?:\.([0-9]*))?e([+-]?[0-9]{1,3})")
+DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?")
 FRACTION = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}|([0-9]+)/([0-9]+))")
 MIXED = re.compile(r"(-?)([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<=\s)([0-9]+)/([0-9]+))")
-# Digits under a bar repeat.
+# Repeating decimals: the digits under a bar.
 REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\(?:bar|overline)\s*(?:\{([0-9]+)\}|([0-9]))")
 MATRIX = re.compile(r"\\begin\{([a-z]*matrix)\}(.*)\\end\{\1\}", re.DOTALL)
-# Of a list without spaces it cannot be told whether it is one number.
+# `100,200` may be a list or one number.
 NUMBERS = re.compile(r"[+-]?[0-9]+(?:,\s*[+-]?[0-9]+)+")
-# Spaces that do not count: not those between digits, around a word, or after a command that a letter follows.
+# Spaces to remove. Spaces between digits, around a word, and between a command and a letter are kept.
 WORD = r"[a-z]{3,}"
 SPACES = re.compile(
     rf"(\\[a-z]+)\s+(?=[a-z])|(?<![\\a-z])({WORD})\s+(?=[a-z])|([a-z])\s+(?={WORD})|(?<![0-9])\s+|\s+(?![0-9])"
 )
 SUBSCRIPT = re.compile(r"(?<!log)_\s*([0-9]+|[a-z](?![a-z]))")
 PAIRS = {"(": ")", "[": "]", "⦃": "⦄"}
-# What takes a computer algebra system long: towers of powers, long exponents, factorials of large numbers or of each
-# other.
+# Towers of powers, long exponents, and factorials of large numbers, of powers or of factorials would keep a computer
+# algebra system busy until the time limit.
 EXPLOSIVE = re.compile(
-    r"(?:\^|\*\*)\s*[{(]?\s*[0-9.]+\s*[})]?\s*(?:\^|\*\*)|(?:\^|\*\*)\s*[{(]?[0-9,\s]{4,}"
-    r"|[)}]\s*(?:\^|\*\*)\s*[{(]?[0-9]{3}|[0-9]{4,}\s*[)}]*\s*!|![\s)}]*!"
-    r"|(?:\^|\*\*)\s*[0-9a-z]+\s*!|(?:\^|\*\*)[^!]*[)}]\s*!"
+    r"(?:\^|\*\*)[\s{(]*[0-9.]+[\s})]*(?:\^|\*\*)|(?:\^|\*\*)[\s{(]*[0-9,\s]{4,}|[)}]\s*(?:\^|\*\*)[\s{(]*[0-9]{3}"
+    r"|[0-9]{4}[\s)}]*!|(?:\^|\*\*|!).*!"
 )
 
 
 def is_correct(answer: str, truth: str | float | Iterable[str | float], *, fast: bool = True) -> bool:
-    """Whether an answer is the truth, or one of several truths.
+    """Whether an answer is correct: equal to the truth, or to one of several truths.
 
-    By text: notation is normalised, lists, tuples and intervals are compared part by part and in order, explicit sets
-    in any order. By value, where the text differs: `1/2` is `0.5` and `2\\sqrt{2}` is `\\sqrt{8}`. An integer must
-    be given as one and a fraction in the truth's terms: `14/2` is not `7`, and `2/4` is not `1/2`. A unit may be left
-    out but not be another one. The value is computed by a small parser in this process, within limits.
+    Notation is normalised, and answers are first compared as text. Lists, tuples and intervals are compared part by
+    part in order, explicit sets in any order. Parts whose texts differ are compared by value: `1/2` equals `0.5`, and
+    `2\\sqrt{2}` equals `\\sqrt{8}`. An integer must be written as an integer and a fraction in the truth's terms:
+    `14/2` is not `7`, and `2/4` is not `1/2`. A unit may be omitted, but a different unit is wrong.
 
     Args:
-        answer: what stands in the answer's place; at most 1,000 characters, unless it is the truth letter for letter.
-        truth: text, a number, `\\boxed{...}`, or a list of those of which any one will do.
-        fast: False to ask math-verify as well, in a process with a time and a memory limit; it accepts unreduced
-            fractions, lists in any order, equivalent equations and matrices, but also what only computes to the
-            truth, as `\\int_0^1 x dx` for `1/2`, and decimals of few digits, as `1.41421356` for `\\sqrt2`.
+        answer: at most 1,000 characters, unless it matches the truth letter for letter.
+        truth: text, a number, `\\boxed{...}`, or a list of alternatives.
+        fast: False to ask math-verify as well, in a process with a time and a memory limit. It accepts unreduced
+            fractions, lists in any order, equivalent equations and matrices. It also accepts expressions that evaluate
+            to the truth, such as `\\int_0^1 x dx` for `1/2`, and rounded decimals, such as `1.41421356` for `\\sqrt2`.
 
     Raises:
-        ValueError: the truth is none, or math-verify is asked for and not installed.
+        ValueError: the truth is not an answer, or math-verify is required and not installed.
     """
     if not fast:
-        from trl_ext.rewards.time_limit import require_math_verify
-
         require_math_verify()
     truths = truth_texts(truth)
     return any(_matches(answer, text) for text in truths) or (
@@ -68,10 +65,10 @@ def is_correct(answer: str, truth: str | float | Iterable[str | float], *, fast:
 
 
 def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
-    """The truths as texts; of a boxed one, what is in the box.
+    """The truths as texts; for a boxed one, the content of its box.
 
     Raises:
-        ValueError: not text, a finite number or a list of those; empty; or a box that is not closed.
+        ValueError: a truth is not text, a finite number or a list of those, is empty, or has an unclosed box.
     """
     if isinstance(truth, (list, tuple)):
         if not truth:
@@ -90,7 +87,7 @@ def truth_texts(truth: str | float | Iterable[str | float]) -> list[str]:
 
 
 def _readable(text: str) -> bool:
-    """Short enough, and nested little enough, for a parser."""
+    """Whether a text is short and shallow enough to parse."""
     return 0 < len(text) <= MAX_CHARACTERS and nesting(text) <= MAX_NESTING
 
 
@@ -107,7 +104,7 @@ def _matches(answer: str, truth: str) -> bool:
 
 
 def _same_numbers(answer: str, truth: str) -> bool:
-    """`100, 200` is a list, and `100,200` may be the same."""
+    """Whether lists have the same numbers: `100, 200` is a list, and `100,200` may be the same list."""
     answer, truth = answer.strip("$ "), truth.strip("$ ")
     if not (NUMBERS.fullmatch(answer) and NUMBERS.fullmatch(truth)):
         return False
@@ -115,35 +112,35 @@ def _same_numbers(answer: str, truth: str) -> bool:
 
 
 def _verified(answer: str, truth: str) -> bool:
-    """By math-verify, for what it can judge: formulas of bounded size, and no words."""
-    from trl_ext.rewards.time_limit import verify_in_worker
-
+    """Ask math-verify, but only about formulas of bounded size without words, for which it is not too lenient."""
     if not (_readable(answer.strip()) and _readable(truth)):
         return False
     given, true = clean(answer), clean(truth)
-    if given.contradicts(true) or not (_is_formula(given) and _is_formula(true)):
-        return False
-    if INTEGER.fullmatch(given.body) and INTEGER.fullmatch(true.body):
-        return False
-    if _are_names(given.body, true.body, answer + truth):
-        return False
-    if _hides_a_unit(given, true) or _hides_a_unit(true, given) or _bases(given) != _bases(true):
+    if (
+        given.contradicts(true)
+        or not (_is_formula(given) and _is_formula(true))
+        or (INTEGER.fullmatch(given.body) and INTEGER.fullmatch(true.body))
+        or _are_names(given.body, true.body, answer + truth)
+        or _hides_a_unit(given, true)
+        or _hides_a_unit(true, given)
+        or _bases(given) != _bases(true)
+    ):
         return False
     if "=" in given.body + true.body:
-        return verify_in_worker(given.equation, true.equation) is True
-    return verify_in_worker(given.formula, true.formula) is True
+        return verify_in_worker(given.equation, true.equation)
+    return verify_in_worker(given.formula, true.formula)
 
 
 def _is_formula(answer: Answer) -> bool:
     if nesting(answer.body.replace("[", "(").replace("]", ")")) < 0 or EXPLOSIVE.search(answer.body):
         return False
-    # To math-verify a word is a product of its letters, and `act` is `cat`.
+    # math-verify reads a word as the product of its letters, so `act` would equal `cat`.
     words = re.findall(r"[A-Za-z]{3,}", re.sub(r"\\[A-Za-z]+", " ", answer.body))
     return bool(answer.body) and all(word.lower() in FUNCTIONS for word in words if "matrix" not in word)
 
 
 def _hides_a_unit(one: Answer, other: Answer) -> bool:
-    """math-verify drops the letter of `5 m`, and `5 cm` would be the same."""
+    """Whether math-verify would ignore a unit: it drops the letter of `5 m`, so `5 cm` would be equal."""
     return bool(one.unit and not other.unit and re.search(r"[0-9]\s*[A-Za-z]$", other.body))
 
 
@@ -176,14 +173,13 @@ def _groups_match(answer: str, truth: str) -> bool:
 def _brackets_and_parts(text: str) -> tuple[str, list[str]]:
     """The brackets around a list and its parts; brackets that only group, as in `(B)` or `(x+1)`, are dropped."""
     text = text.strip()
-    brackets = ""
-    if text and text[0] in PAIRS and text[-1] in (*PAIRS.values(),) and _closes_at_the_end(text):
+    if text and text[0] in PAIRS and text[-1] in PAIRS.values() and _closes_at_the_end(text):
         inside = _split(text[1:-1])
         if len(inside) > 1 or text[0] != "(":
             return text[0] + text[-1], inside
         if text[-1] == ")":
-            return brackets, inside
-    return brackets, _split(text)
+            return "", inside
+    return "", _split(text)
 
 
 def _closes_at_the_end(text: str) -> bool:
@@ -196,7 +192,7 @@ def _closes_at_the_end(text: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    """At commas that stand in no brackets."""
+    """Split at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for position, character in enumerate(text):
         depth += (character in "([{⦃") - (character in ")]}⦄")
@@ -214,25 +210,22 @@ def _elements_match(answer: str, truth: str) -> bool:
         return False
     if FRACTION.fullmatch(given) and FRACTION.fullmatch(true):
         return False
-    if (INTEGER.fullmatch(given) is None) != (INTEGER.fullmatch(true) is None):
-        return False
-    if _are_names(given, true, answer + truth):
+    if INTEGER.fullmatch(given) or INTEGER.fullmatch(true) or _are_names(given, true, answer + truth):
         return False
     return values_agree(given, true) is True
 
 
 def _are_names(given: str, true: str, written: str) -> bool:
-    """Letters alone, capitals or a word such as `no`: not a product, in which their order would not matter."""
+    """Whether a text is only capitals, or a word such as `no`: not a product, whose factors could change order."""
     return given.isalpha() and true.isalpha() and (written != written.lower() or "o" in written)
 
 
 def _canonical(text: str) -> str:
-    """One way to write numbers, fractions and mixed numbers; lower case and no spaces for everything else."""
+    """A canonical spelling of numbers, fractions and mixed numbers; everything else in lower case without spaces."""
     text = text.strip().lower()
     if INTEGER.fullmatch(text):
-        return _number(text)
-    matrix = MATRIX.fullmatch(text)
-    if matrix:
+        return str(int(text))
+    if matrix := MATRIX.fullmatch(text):
         rows = (row.split("&") for row in matrix[2].split(r"\\"))
         return f"{matrix[1]}:" + r"\\".join("&".join(map(_canonical, row)) for row in rows)
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
@@ -241,8 +234,7 @@ def _canonical(text: str) -> str:
     text = re.sub(r"\\sqrt\s*([0-9a-z])", r"\\sqrt{\1}", text)
     text = re.sub(r"\\([lg]e)(?:qslant|qq|q)(?![a-z])|\\(ne)q(?![a-z])", r"\\\1\2", text).replace("<=", r"\le ")
     text = text.replace(">=", r"\ge ").replace(r"\lt ", "<").replace(r"\gt ", ">")
-    mixed = MIXED.fullmatch(text)
-    if mixed:
+    if mixed := MIXED.fullmatch(text):
         sign, whole, *parts = (part for part in mixed.groups() if part is not None)
         return f"{sign}({whole}+{parts[0]}/{parts[1]})"
     text = SUBSCRIPT.sub(r"_{\1}", text)
@@ -254,32 +246,20 @@ def _canonical(text: str) -> str:
 
 
 def _number(text: str) -> str:
-    if INTEGER.fullmatch(text):
-        digits = text.lstrip("+-").lstrip("0") or "0"
-        return f"-{digits}" if text[0] == "-" and digits != "0" else digits
-    decimal = DECIMAL.fullmatch(text)
-    if decimal and (decimal[2] or decimal[3]) and not decimal[3].strip("0"):
-        return _number(f"{decimal[1]}{decimal[2]}")
-    repeating = REPEATING.fullmatch(text)
-    if repeating:
-        return _repeating_number(*repeating.groups(default=""))
-    scientific = SCIENTIFIC.fullmatch(text)
-    if scientific:
-        decimals = scientific[2] or ""
-        exponent = int(scientific[3]) - len(decimals)
-        digits = scientific[1] + decimals
-        return _number(digits + "0" * exponent) if exponent >= 0 else f"{digits}/10^{{{-exponent}}}"
-    fraction = FRACTION.fullmatch(text)
-    if fraction:
+    """A canonical spelling of a whole number, a fraction, a repeating decimal, or a number with an exponent."""
+    if DECIMAL.fullmatch(text):
+        if "e" not in text and text.partition(".")[2].strip("0"):
+            # Decimals are compared by value: `0.5` is `2/4`, and `1/2` is not.
+            return text
+        return str(int(text) if INTEGER.fullmatch(text) else Fraction(text))
+    if fraction := FRACTION.fullmatch(text):
         sign, *parts = (part for part in fraction.groups() if part is not None)
         negative = (sign == "-") ^ (parts[0][0] == "-") ^ (parts[1][0] == "-")
         return "-" * negative + "/".join(_number(part.lstrip("+-")) for part in parts)
+    if repeating := REPEATING.fullmatch(text):
+        # 0.1666... is (16 - 1)/90.
+        sign, whole, before, *repeated = repeating.groups(default="")
+        start, digits = int(f"{whole}{before}" or "0"), "".join(repeated)
+        value = Fraction(int(f"{start}{digits}") - start, (10 ** len(digits) - 1) * 10 ** len(before))
+        return _number(f"{sign}{value}")
     return text
-
-
-def _repeating_number(sign: str, whole: str, before: str, *repeated: str) -> str:
-    """`0.1(6)` is (16 - 1)/90."""
-    digits = "".join(repeated)
-    start = int(f"{whole}{before}" or "0")
-    value = Fraction(int(f"{start}{digits}") - start, (10 ** len(digits) - 1) * 10 ** len(before))
-    return _number(sign + str(value))

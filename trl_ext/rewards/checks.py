@@ -1,4 +1,4 @@
-"""Whether a folder holds a reward model, from its configuration and the headers of its weights."""
+"""Check that a folder holds a reward model, from its configuration and the headers of its weights."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 from trl_ext.models import resolve_model_path
 from trl_ext.models.reward_adapter import HEADS, LIMITS_FILE, RewardAdapter, read_reward_adapter, tensor_shapes
 
-# What a reward model is loaded from; pickled weights are left on the hub.
+# Files that a reward model is loaded from. Pickled weights are not downloaded.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None) -> tuple[Path, RewardAdapter | None]:
-    """The folder of a reward model and, where it is one, its adapter; None for a full model.
+    """The folder of a reward model, and its adapter; None for a full model.
 
-    A hub name is downloaded, or taken from the hub's cache; of a folder no weights are read.
+    A hub name is downloaded, or taken from the hub's cache. No weights are read.
 
     Raises:
-        FileNotFoundError: no such folder, or nothing that is a model in it.
-        ValueError: not a reward model of one label.
+        FileNotFoundError: the folder does not exist or holds no model.
+        ValueError: the model is not a reward model with one label.
     """
     folder = _local_folder(str(folder_or_hub_name))
     if (folder / "adapter_config.json").is_file():
@@ -35,10 +35,10 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
 
 
 def read_limits(folder: Path) -> dict[str, int | None]:
-    """`max_prompt_tokens` and `max_response_tokens` that a reward model was trained with; 512 where it does not say.
+    """The `max_prompt_tokens` and `max_response_tokens` that a reward model was trained with; 512 if not recorded.
 
     Raises:
-        ValueError: the file that says so is damaged.
+        ValueError: the file that records them is damaged.
     """
     limits: dict[str, int | None] = {"max_prompt_tokens": 512, "max_response_tokens": 512}
     path = folder / LIMITS_FILE
@@ -55,10 +55,10 @@ def read_limits(folder: Path) -> dict[str, int | None]:
 
 
 def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
-    """The folder or hub name whose tokenizer the reward model uses: its own, else its base's."""
+    """The folder or hub name of the reward model's tokenizer: its own, otherwise its base's."""
     candidates = [str(folder)] if adapter is None else [str(folder), adapter.base]
     for name in candidates:
-        # What a base on the hub holds shows when it is loaded.
+        # A base on the hub is checked when it is loaded.
         if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
             return name
     raise FileNotFoundError(

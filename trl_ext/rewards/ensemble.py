@@ -1,4 +1,4 @@
-"""Several rewards as one: aggregation over an ensemble's members, and the calibration that makes it meaningful."""
+"""Reward ensembles: aggregation over members, and the calibration that makes their scores comparable."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def combine(
     quantile: float = 0.25,
     ddof: int = 0,
 ) -> Tensor:
-    """One reward per completion from the scores of K members.
+    """Combine the scores of K members into one reward per completion.
 
     `mean`; `min`, the worst case; `uwo`, uncertainty-weighted: mean minus coefficient times *variance*;
     `mean_minus_std`, a lower confidence bound: mean minus coefficient times standard deviation; `quantile` over the
-    members, linearly interpolated. Coste et al. 2023, arXiv 2310.02743, section 3, has the mean, the worst case and
-    the uncertainty-weighted form; its code takes the sample variance in PPO and the population's in best-of-n.
+    members, linearly interpolated. Coste et al. 2023, arXiv 2310.02743, section 3, defines the mean, the worst case
+    and the uncertainty-weighted form; its code uses the sample variance in PPO and the population's in best-of-n.
 
     Args:
         scores: members' scores, [K, N]; a NaN makes its completion's reward NaN.
         aggregate: as above.
-        coefficient: at least 0; by default 0.5 for `uwo` and 1 for `mean_minus_std`, and none for the others.
+        coefficient: at least 0; the default is 0.5 for `uwo` and 1 for `mean_minus_std`. Other aggregates use none.
         quantile: in [0, 1].
         ddof: 0 for the variance of the population of members, 1 for the sample's.
 
@@ -45,7 +45,7 @@ def combine(
         Rewards, [N].
 
     Raises:
-        ValueError: a shape, a name or a value that does not fit.
+        ValueError: a shape, a name or a value is invalid.
     """
     coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
     if scores.ndim != 2 or not len(scores):
@@ -63,7 +63,7 @@ def combine(
 
 
 def check_aggregate(aggregate: str, coefficient: float | None, quantile: float, ddof: int) -> float | None:
-    """The coefficient to use; raises ValueError where the settings do not go together."""
+    """Return the coefficient to use; raise ValueError if the settings are incompatible."""
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
     if not 0 <= quantile <= 1:
@@ -81,23 +81,23 @@ def check_aggregate(aggregate: str, coefficient: float | None, quantile: float, 
 
 
 class RewardEnsemble:
-    """A reward function for TRL's trainers that aggregates the rewards of several.
+    """A reward function for TRL's trainers that aggregates several rewards.
 
-    Scores of different reward models have neither a common zero nor a common scale: `calibrate` them before their
-    minimum, mean or spread is taken. A completion that any member cannot score (None) has no reward as a whole: it is
-    None; one for which a member returns a number that is not finite gets NaN, a fault for the trainer to see.
+    Different reward models share neither a zero nor a scale, so call `calibrate` before taking their minimum, mean or
+    spread. If any member cannot score a completion (None), its reward is None. If a member returns a number that is
+    not finite, the reward is NaN, which the trainer reports.
 
     Args:
-        members: `RewardModel`s, or any functions with TRL's signature of a reward function that are not async.
+        members: `RewardModel`s, or any synchronous functions with TRL's reward signature.
         aggregate, coefficient, quantile, ddof: as for `combine`.
-        names: one for each member, all different; None for the members' own, told apart by a number where they agree.
+        names: a distinct name for each member; None for the members' own names, numbered where they collide.
 
     Attributes:
         members, names: as above.
-        shifts, scales: what is subtracted from each member's scores, and what they are then divided by.
+        shifts, scales: for each member, the value subtracted from its scores and the divisor applied afterwards.
 
     Raises:
-        ValueError: no members, a member that is not a function, names that agree, or settings as for `combine`.
+        ValueError: no members, a member that is not a function, duplicate names, or settings as for `combine`.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class RewardEnsemble:
         scale: bool = True,
         **columns: Any,
     ) -> RewardEnsemble:
-        """Give every member the same mean (0) and the same standard deviation (1, the population's) on this set.
+        """Shift and scale every member to mean 0 and population standard deviation 1 on these completions.
 
-        An earlier calibration is replaced. `columns` are passed on to the members.
+        Replaces any earlier calibration. `columns` are passed on to the members.
 
         Raises:
-            ValueError: fewer than two completions, one that a member cannot score, or a member that scores all alike.
+            ValueError: there are fewer than two completions, a member cannot score one, or a member scores all alike.
         """
         if len(completions) < 2:
             raise ValueError(f"calibration needs at least 2 completions, got {len(completions)}")
@@ -160,7 +160,7 @@ class RewardEnsemble:
                 )
         shifts, scales = raw.mean(dim=1), raw.std(dim=1, correction=0)
         for name, scores, spread in zip(self.names, raw, scales.tolist(), strict=True):
-            # Equal scores can differ in the last bits of float32.
+            # Scores that should be equal can differ in the last bits of float32.
             if scale and spread <= 1e-6 * max(1.0, scores.abs().max().item()):
                 raise ValueError(
                     f"member {name}: all {len(scores)} calibration completions score {scores[0].item():.6g}, so it "
@@ -174,7 +174,7 @@ class RewardEnsemble:
     def member_scores(
         self, prompts: Sequence, completions: Sequence, finished: Sequence[bool] | None = None, **kwargs: Any
     ) -> Tensor:
-        """The members' calibrated scores, float32, [K, N]; NaN where there is none, infinite where one is at fault."""
+        """Calibrated scores of the members, float32, [K, N]; NaN for no score, infinite for a non-finite score."""
         raw = self._raw_scores(prompts, completions, finished, **kwargs).double()
         shifts, scales = (torch.tensor(values).double()[:, None] for values in (self.shifts, self.scales))
         return ((raw - shifts) / scales).float()
@@ -188,11 +188,11 @@ class RewardEnsemble:
         log_metric: Callable[[str, float], None] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """TRL's signature of a reward function; everything that it passes goes to the members as well.
+        """TRL's reward signature; all arguments are passed on to the members.
 
         Logs each member's scores as the column `reward/<name>` and their mean as `rewards/<name>/mean`, calibrated
-        where the ensemble is, and as `ensemble_std` the standard deviation over the members, averaged over the
-        completions: that it grows in training is the first sign of over-optimisation.
+        if the ensemble is. Logs the standard deviation over members, averaged over completions, as `ensemble_std`;
+        its growth during training is the first sign of over-optimisation.
         """
         hooks = {"log_extra": log_extra, "log_metric": log_metric}
         kwargs |= {name: hook for name, hook in hooks.items() if hook is not None}
@@ -224,7 +224,7 @@ class RewardEnsemble:
         return {**settings, "calibrated_on": self.calibrated_on, "members": members}
 
     def describe(self) -> str:
-        """Settings, members and calibration, a line each."""
+        """Settings, members and calibration, one per line."""
         settings = {
             "mean_minus_std": f" (coefficient {self.coefficient})",
             "uwo": f" (coefficient {self.coefficient})",
@@ -240,7 +240,7 @@ class RewardEnsemble:
         return "\n".join(lines)
 
     def _raw_scores(self, prompts, completions, finished, **kwargs) -> Tensor:
-        # Reward functions written for TRL do not expect the flags, so they come only where there are any.
+        # Reward functions written for TRL do not expect the flags, so they are passed only if given.
         if finished is not None:
             kwargs["finished"] = finished
         rows = []
@@ -285,14 +285,14 @@ def _member_names(members: Sequence, names: Sequence[str] | None) -> list[str]:
     unique: list[str] = []
     for name in own:
         numbered = (f"{name}-{number}" for number in itertools.count(2))
-        # A number must not make a name that another member has.
+        # A numbered name must not collide with another member's name.
         free = (candidate for candidate in numbered if candidate not in (*own, *unique))
         unique.append(name if name not in unique else next(free))
     return unique
 
 
 def _as_number(value: float | None) -> float:
-    """A member's score: NaN where it gave none, infinite where it gave anything else that is not finite."""
+    """A member's score as a float: NaN for None, infinity for any value that is not finite."""
     if value is None:
         return math.nan
     return float(value) if math.isfinite(value) else math.inf

@@ -1,4 +1,4 @@
-"""Notation that does not change a mathematical answer is taken out of it: LaTeX layout, units, separators, labels."""
+"""Normalise a mathematical answer: remove LaTeX layout, units, thousands separators and labels."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ UNIT_SYNONYMS = {
     "mph": "", "unit": "units",
 }  # fmt: skip
 UNITS = {word: unit for unit, synonyms in UNIT_SYNONYMS.items() for word in (unit, *synonyms.split())}
-# A letter beside a number is a variable, unless it stands in \text{}.
+# A single letter next to a number is a variable, unless it is in \text{}.
 PLAIN_UNITS = "|".join(sorted((word for word in UNITS if len(word) > 1), key=len, reverse=True))
 UNIT = rf"(?:(?:square|cubic|sq)\.?\s+)?(?:{PLAIN_UNITS})\.?(?:\s*\^\s*\{{?[23]\}}?)?"
-# Of one letter each, and yet together a speed or an acceleration.
+# Units of one letter are recognised only in a speed or an acceleration.
 RATE = r"(?:(?:[kcm]?m|ft|mi)\s*/\s*(?:sec|s|min|hr)|(?:km|mi)\s*/\s*h)(?:\s*\^\s*\{?2\}?)?"
 TRAILING_UNIT = re.compile(rf"(?<=[\d}})\s])({RATE}|{UNIT}(?:\s*(?:/|per)\s*{UNIT})?)$", re.IGNORECASE)
-# Words that make another number of the one before them, or a statement about it.
+# Words that change the preceding number or make a statement about it.
 NO_UNIT = re.compile(
     r"\b(?:or|and|not|no|plus|minus|times|over|base|mod|modulo|choose|factorial|zero|one|two|three|four|five|six|seven|eight"
     r"|nine|ten|eleven|twelve|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|dozen"
@@ -49,11 +49,11 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer without its notation.
+    """A normalised answer.
 
     Attributes:
-        body: what remains, still LaTeX.
-        unit: the unit that was taken off, in one spelling; empty for none.
+        body: the remaining text, still in LaTeX.
+        unit: the unit that was removed, in a canonical spelling; empty for none.
         variable: the `x` of `x = 5`; empty for none.
     """
 
@@ -63,24 +63,22 @@ class Answer:
 
     @property
     def formula(self) -> str:
-        """The answer for a reader of formulas, with what is a part of its value: a percent sign is a hundredth."""
+        """The answer for math-verify, including the percent sign, which is part of the value."""
         return self.body + (r"\%" if self.unit == "percent" else "")
 
     @property
     def equation(self) -> str:
-        """The formula with its variable, where it has one."""
+        """The formula, with its variable if it has one."""
         return f"{self.variable}={self.formula}" if self.variable else self.formula
 
     def contradicts(self, other: Answer) -> bool:
-        """Both name a unit, or a variable, and it is not the same."""
-        return any(one and two and one != two for one, two in zip(self._labels(), other._labels(), strict=True))
-
-    def _labels(self) -> tuple[str, str]:
-        return self.unit, self.variable.lower()
+        """Whether both name a unit, or both a variable, and the names differ."""
+        pairs = (self.unit, other.unit), (self.variable.lower(), other.variable.lower())
+        return any(one and two and one != two for one, two in pairs)
 
 
 def clean(text: str) -> Answer:
-    """Take layout, delimiters, units and a leading `x =` off an answer of ordinary length."""
+    """Remove layout, delimiters, units and a leading `x =` from an answer of ordinary length."""
     text = _without_layout(text)
     variable = ""
     label = LABEL.match(text)
@@ -111,7 +109,7 @@ def _without_layout(text: str) -> str:
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """What is left, and the unit."""
+    """The text without its unit, and the unit."""
     currency = re.match(r"^(-?)\s*(\\?\$|£|€)\s*(?=[-\d.\\])", text)
     if currency:
         text = currency[1] + text[currency.end() :]
@@ -131,7 +129,7 @@ def _without_unit(text: str) -> tuple[str, str]:
 
 
 def _names_a_unit(words: str) -> bool:
-    """Words after a number, rather than a conjunction before another, a choice's letter or the imaginary unit."""
+    """Whether words after a number are a unit, not a conjunction, an option letter or the imaginary unit."""
     words = words.strip().lower()
     if not re.fullmatch(r"[a-z .,/]*", words) or NO_UNIT.search(words):
         return False
@@ -139,7 +137,7 @@ def _names_a_unit(words: str) -> bool:
 
 
 def _one_spelling(unit: str) -> str:
-    """`square feet` and `ft^2` as one; empty for words that are no unit of the list."""
+    """The canonical spelling of a unit, such as `square feet` and `ft^2`; empty for words not in the list."""
     power = "2" if re.search(r"\b(?:square|sq)\b|\^\s*\{?2", unit, re.IGNORECASE) else ""
     power = "3" if re.search(r"\bcubic\b|\^\s*\{?3", unit, re.IGNORECASE) else power
     words = [word for word in re.findall(r"[a-z]+", unit.lower()) if word not in ("square", "sq", "cubic", "per")]
@@ -149,7 +147,7 @@ def _one_spelling(unit: str) -> str:
 
 
 def _without_separators(text: str) -> str:
-    """Conjunctions become commas; the commas inside of numbers go; `3 million` is written out."""
+    """Turn conjunctions into commas, remove commas inside numbers, and write out `3 million`."""
     parts = re.split(r"\s*,?\s+(?:or|and)\s+", text)
     return ",".join(_plain_number(part.strip()) for part in parts)
 

@@ -1,16 +1,15 @@
-"""Answers read out of free text: the last number, a choice's letter, an equation of given numbers."""
+"""Extract answers from free text: the last number, an option letter, an equation of given numbers."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from trl_ext.rewards.expression import evaluate_arithmetic
-
-# A minus is a sign where nothing stands before it that it could be taken from.
+# A minus is a sign if no operand precedes it.
 NUMBER = re.compile(
     r"((?<![\w)\]}.])[-\u2212])?(?:\\?\$)?((?<![0-9])(?<![0-9]\.)[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
 )
@@ -24,16 +23,18 @@ LEADING_CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])(?=\s|$)")
 MARKED_CHOICE = re.compile(r"\(([A-Z])\)|\b(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\b|\\boxed\{\s*([A-Z])\s*\}")
 MAX_CHOICE_CHARACTERS = 20_000
 MAX_EQUATION_CHARACTERS = 300
+EQUATION = re.compile(r"[0-9.+\-*/() ]+")
+SIGNS = {"−": "-", "×": "*", "·": "*", "÷": "/", r"\times": "*", r"\cdot": "*", r"\div": "/"}
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
-    """The last number in a response, without thousands separators and currency; None if there is none."""
+    """The last number in a response, without thousands separators or currency; None if there is none."""
     last = deque(NUMBER.finditer(model_output), maxlen=1)
     return "-" * bool(last[0][1]) + last[0][2].replace(",", "") if last else None
 
 
 def gsm8k_truth(answer: str) -> str:
-    """The final number of a GSM8K solution, which stands after its last `####`, without thousands separators.
+    """The final number of a GSM8K solution, after its last `####`, without thousands separators.
 
     Raises:
         ValueError: there is no such number.
@@ -48,15 +49,15 @@ def gsm8k_truth(answer: str) -> str:
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The letter of the option that a response chooses.
 
-    Taken from, in this order: the last `answer is B`; a response that is or begins with a letter, as `B` or `(B) ...`;
-    the only letter that is marked, as `(B)` or `option B`; an option's text as the whole response.
+    The forms are tried in this order: the last `answer is B`; a response that is a letter or begins with one, as `B`
+    or `(B) ...`; the only letter that is marked, as `(B)` or `option B`; the text of an option as the whole response.
 
     Args:
         mmlu_example: a row with its `options`, the first of which is A.
         model_output: the response.
 
     Returns:
-        The letter, or None if none is chosen, more than one is, or there is no such option.
+        The letter; None if no letter or more than one is chosen, or there is no such option.
 
     Raises:
         ValueError: the row has no options.
@@ -88,7 +89,7 @@ def _chosen_letter(text: str) -> str | None:
 
 
 def _is_article(text: str, match: re.Match) -> bool:
-    """`the answer is a dog` and `my answer: I think`: a small letter, or an I, that a word follows."""
+    """Whether a letter is a word, as in `the answer is a dog` and `my answer: I think`."""
     return (match[1].islower() or match[1] == "I") and re.match(
         r"\s+[A-Za-z]", text[match.end(1) : match.end(1) + 10]
     ) is not None
@@ -99,12 +100,12 @@ def _plain(text: str) -> str:
 
 
 def countdown_is_solved(equation: str, numbers: Sequence[int], target: float) -> bool:
-    """Whether a formula of `+ - * /` uses each of the numbers exactly once and makes the target, exactly.
+    """Whether a formula of `+ - * /` uses each number exactly once and equals the target exactly.
 
-    `= target` after the formula is allowed where it is right. `\\times`, `\\div` and their signs are read too.
+    A correct `= target` may follow the formula. `\\times`, `\\div` and the signs × and ÷ are also accepted.
 
     Raises:
-        ValueError: the numbers are none, or the target is not a number.
+        ValueError: the numbers are missing, or the target is not a number.
     """
     try:
         given = Counter(Fraction(number) for number in numbers)
@@ -115,11 +116,38 @@ def countdown_is_solved(equation: str, numbers: Sequence[int], target: float) ->
         raise ValueError("numbers: an empty list; a countdown needs at least one number")
     if len(equation) > MAX_EQUATION_CHARACTERS:
         return False
-    left, equals, right = equation.replace("−", "-").strip().strip("$").partition("=")
+    for sign, operator in SIGNS.items():
+        equation = equation.replace(sign, operator)
+    left, equals, right = equation.strip().strip("$").partition("=")
     try:
-        value, used = evaluate_arithmetic(left)
-        if equals and evaluate_arithmetic(right)[0] != wanted:
-            return False
-    except ValueError:
+        used: list[Fraction] = []
+        value = _arithmetic(left, used)
+        return value == wanted and Counter(used) == given and (not equals or _arithmetic(right, []) == wanted)
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError, MemoryError):
         return False
-    return value == wanted and Counter(used) == given
+
+
+def _arithmetic(text: str, used: list[Fraction]) -> Fraction:
+    """Evaluate a formula of numbers, `+ - * /` and brackets exactly; append its numbers to `used`."""
+    if not EQUATION.fullmatch(text):
+        raise ValueError(f"not arithmetic: {text!r}")
+    text = text.strip()
+
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.Constant():
+                used.append(Fraction(ast.get_source_segment(text, node)))
+                return used[-1]
+            case ast.UnaryOp(op, operand):
+                return -value(operand) if isinstance(op, ast.USub) else value(operand)
+            case ast.BinOp(left, ast.Add(), right):
+                return value(left) + value(right)
+            case ast.BinOp(left, ast.Sub(), right):
+                return value(left) - value(right)
+            case ast.BinOp(left, ast.Mult(), right):
+                return value(left) * value(right)
+            case ast.BinOp(left, ast.Div(), right):
+                return value(left) / value(right)
+        raise ValueError(f"not arithmetic: {text!r}")
+
+    return value(ast.parse(text, mode="eval").body)

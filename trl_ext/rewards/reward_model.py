@@ -1,4 +1,4 @@
-"""A saved reward model as a reward function: on a copy of its own, or on a base that it shares with others."""
+"""Use a saved reward model as a reward function, on its own copy or on a base shared with other models."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class RewardModel:
     """Scores completions of prompts with a saved reward model: a full model with a score head, or a LoRA adapter.
 
-    Making one reads and checks configuration files and the headers of weights; the weights follow at the first score,
-    on `load`, or never, where `share` puts the adapter on a backbone that is there already. It is also a reward
-    function for TRL's trainers.
+    The constructor reads and checks only configuration files and the headers of weights. The weights are loaded at
+    the first score or by `load`; they are not loaded if `share` puts the adapter on an existing backbone. The object
+    is also a reward function for TRL's trainers.
 
     Args:
         folder_or_hub_name: where the model was saved.
-        name: what its rewards are logged as; None for the folder's name, with its parent's before one that says
-            little (`reward-model-toy/best` becomes `reward-model-toy-best`).
+        name: the name to log rewards under; None for the folder's name, preceded by its parent's if the folder has a
+            generic name (`reward-model-toy/best` becomes `reward-model-toy-best`).
         max_prompt_tokens, max_response_tokens: longer prompts lose their beginning, longer completions their end; None
-            for no limit. By default as in training, which `RewardTrainer` saves with the model; 512 where it is not
-            known.
+            for no limit. The default is the limit used in training, which `RewardTrainer` saves with the model, or
+            512 if unknown.
         batch_size: completions per forward pass.
-        dtype: of a copy of its own: float32, bfloat16 or float16. A shared backbone has its owner's.
-        base: folder or hub name of an adapter's base, where it is not where the adapter's configuration says.
-        tokenizer: None for the one saved with the model, or with its base.
-        packing: `auto` to score without padding and to encode common prefixes once, where the model allows it; `off`
-            for padded batches. A shared backbone has its owner's.
+        dtype: the type of its own copy: float32, bfloat16 or float16. A shared backbone keeps its owner's type.
+        base: folder or hub name of an adapter's base, if it differs from the one in the adapter's configuration.
+        tokenizer: None for the one saved with the model or with its base.
+        packing: `auto` to score without padding and to encode common prefixes once, if the model allows it; `off`
+            for padded batches. A shared backbone keeps its owner's setting.
 
     Attributes:
         name: as above.
@@ -51,8 +51,8 @@ class RewardModel:
         base_name_or_path: an adapter's base; None for a full model.
 
     Raises:
-        FileNotFoundError: no such folder, nothing that is a model in it, or its base or tokenizer is missing.
-        ValueError: not a reward model of one label, or an argument out of range.
+        FileNotFoundError: the folder does not exist or holds no model, or the base or tokenizer is missing.
+        ValueError: the model is not a reward model with one label, or an argument is out of range.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RewardModel:
 
     @property
     def tokenizer(self):
-        """The tokenizer that completions are read with."""
+        """The tokenizer that encodes completions."""
         if self._tokenizer is None:
             from transformers import AutoTokenizer
 
@@ -112,7 +112,7 @@ class RewardModel:
 
     @cached_property
     def pad_token_id(self) -> int:
-        """The padding token, by which the last token of a row is found, as in training."""
+        """The padding token, used to find the last token of a row, as in training."""
         if self.adapter is None:
             from transformers import AutoConfig
 
@@ -123,13 +123,13 @@ class RewardModel:
         return tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def load(self, device=None) -> RewardModel:
-        """Load a copy of its own, or move the one there is. Does nothing where it shares a backbone.
+        """Load the model, or move the loaded copy. Does nothing if the model shares a backbone.
 
         Args:
-            device: None for where it is, and at first for this process's GPU, or the CPU where there is none.
+            device: None to leave a loaded copy in place, or to load onto this process's GPU, or the CPU without one.
 
         Raises:
-            ValueError: an adapter does not fit its base, in shape or because tensors are missing.
+            ValueError: an adapter does not match its base in shape, or tensors are missing.
         """
         if self.backbone is not None:
             return self
@@ -145,7 +145,7 @@ class RewardModel:
         return self
 
     def can_share(self, policy) -> str | None:
-        """None if it can be scored on this policy's backbone; otherwise the reason why not, in one line.
+        """None if the model can run on this policy's backbone; otherwise a one-line reason.
 
         Args:
             policy: the policy, unwrapped: a `PeftModel` of a causal language model.
@@ -159,10 +159,10 @@ class RewardModel:
         return sharing_obstacle(policy, base, self.adapter)
 
     def share(self, backbone: SharedBackbone) -> RewardModel:
-        """Score on this backbone from now on; a copy of its own is dropped.
+        """Score on this backbone from now on, and drop the model's own copy.
 
         Raises:
-            ValueError: it cannot.
+            ValueError: the model cannot run on this backbone.
         """
         if self.adapter is None:
             raise ValueError(f"{self.folder}: a full model cannot share a backbone; only adapters can")
@@ -188,17 +188,17 @@ class RewardModel:
         Args:
             prompts: messages, or plain texts.
             completions: texts, or lists of the one assistant message.
-            finished: False where a completion was cut at a length limit: it then has no end-of-turn token, and is
-                scored at its last one. None where all ended.
-            refuse_empty: raise for a completion without text, for texts that were given and not sampled. Otherwise
-                it is scored by the tokens around it, since a policy may sample it.
-            progress: what a progress bar calls the work; None for no bar.
+            finished: False for a completion that was cut at a length limit: it has no end-of-turn token and is
+                scored at its last token. None if all completions ended.
+            refuse_empty: raise for a completion without text; meant for texts that were not sampled. Otherwise an
+                empty completion is scored by the tokens around it, since a policy may sample one.
+            progress: label of the progress bar; None for no bar.
 
         Returns:
             Float32 scores on the CPU, [N].
 
         Raises:
-            ValueError: the lengths differ, a completion cannot be encoded, or one that has no text is to be refused.
+            ValueError: the lengths differ, a completion cannot be encoded, or an empty completion is refused.
         """
         if finished is not None and not all(finished):
             self._say_whether_ends_show()
@@ -211,12 +211,12 @@ class RewardModel:
         return score_sequences(self.load().model, sequences, **options)
 
     def __call__(self, prompts, completions, finished: Sequence[bool] | None = None, **kwargs: Any) -> list[float]:
-        """TRL's signature of a reward function; columns and hooks that it passes beside are not used."""
+        """TRL's reward signature; other columns and hooks that it passes are not used."""
         return self.score(prompts, completions, finished=finished).tolist()
 
     def _refuse_empty(self, completions: Sequence[Messages | str]) -> None:
         for index, completion in enumerate(completions):
-            # What is no message at all is for the encoding to refuse.
+            # The encoding rejects anything that is not a message.
             text = completion if isinstance(completion, str) else completion[-1]["content"] if completion else "?"
             if not text.strip():
                 raise ValueError(
@@ -253,19 +253,19 @@ class RewardModel:
 
 
 def telling_name(path: str) -> str:
-    """The last part of a path, with its parent's name before one that many runs have, such as `best`."""
+    """The last part of a path, preceded by its parent's name if the last part is generic, such as `best`."""
     *parents, last = [part for part in Path(path).absolute().parts if part not in ("/", "\\")] or ["reward"]
     says_little = last in ("best", "last", "final", "model", "adapter") or last.startswith("checkpoint-")
     return f"{parents[-1]}-{last}" if says_little and parents else last
 
 
 def _with_adapter(model, folder: Path):
-    """The base under a saved adapter and its head."""
+    """The base with a saved adapter and its head."""
     from peft import PeftModel
 
     # `AutoModelForSequenceClassification.from_pretrained(folder)` leaves the head random in transformers 5.17.
     with preserved_random_state(), warnings.catch_warnings():
-        # PEFT only warns, and leaves what is missing at its initial value: the scores would be wrong.
+        # PEFT only warns about missing tensors and keeps their initial values, so the scores would be wrong.
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
             adapted = PeftModel.from_pretrained(model, str(folder))

@@ -1,4 +1,4 @@
-"""A reward with steps of shaping behind it, in order: any reward function, reward model or ensemble."""
+"""Reward shaping: any reward function, reward model or ensemble, followed by a sequence of steps."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from trl_ext.files import brief, parse_json
@@ -20,28 +21,27 @@ REFERENCE_COLUMN = "reference_response_text"
 
 
 class ShapedReward:
-    """A reward function whose rewards go through steps, the first one first.
+    """A reward function that applies shaping steps, in order, to the rewards of another.
 
-    It has TRL's signature, and what it is given reaches the reward inside as it is. A response without a reward (None)
-    stays one; a number that is not finite is handed on as it is, for the trainer to report; and so it is where the
-    reference response to subtract has no reward, or no finite one. The name in metrics is the inner name with the
-    steps behind it, `reward-model+whiten+clip`; the mean before shaping is logged under the inner name, as
-    `rewards/<name>/mean`.
+    It has TRL's signature and passes its arguments unchanged to the inner reward. A missing reward (None) stays None,
+    and a number that is not finite stays as it is, for the trainer to report. The same holds if the reference response
+    to subtract has no reward or no finite one. The name in metrics is the inner name followed by the steps,
+    `reward-model+whiten+clip`; the mean before shaping is logged under the inner name, as `rewards/<name>/mean`.
 
-    A reward function sees the rows of its own process. The statistics of a batch and running ones are summed over all
-    processes, by a collective operation in every call: each process must call it equally often, which TRL's rollouts
-    do. A process whose inner reward raises, of responses or of references, takes part with no rows before it raises,
-    so that none waits for it; calls for its single rows that follow, as a trainer makes to find the bad one, go by the
-    statistics of that batch. One whose reward is interrupted, at a time limit, does not take part.
+    A reward function sees only the rows of its own process. Batch and running statistics are summed over all processes
+    by a collective operation in every call, so every process must call the reward equally often, as TRL's rollouts do.
+    If the inner reward raises on one process, for responses or for references, that process takes part with no rows
+    and then raises, so that no other process waits. Later calls for its single rows, which a trainer makes to find
+    the bad row, use the statistics of that batch. A process interrupted by a time limit does not take part.
 
     Args:
         reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`, or another shaped reward.
-        steps: of `trl_ext.rewards.shaping_steps`, or as settings: see `parse_shaping`.
-        name: None for the one above.
+        steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
+        name: None for the name described above.
 
     Raises:
-        ValueError: no steps, settings that are none, an asynchronous reward, or references of each prompt for a
-            reward that depends on a batch.
+        ValueError: there are no steps, settings are invalid, the reward is asynchronous, or references per prompt are
+            used with a reward that depends on its batch.
     """
 
     def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str], *, name: str | None = None):
@@ -60,12 +60,12 @@ class ShapedReward:
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = name or "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
-        # Numbers of all processes of a batch that failed, for the calls that follow for its rows by themselves.
+        # Statistics of a failed batch over all processes, for the later calls with its single rows.
         self._failed: tuple[int, list[list[list[float]]]] | None = None
 
     @property
     def of_batch(self) -> bool:
-        """Whether a response's reward depends on which others are scored with it, or before it."""
+        """Whether a response's reward depends on other responses scored with it or before it."""
         return any(step.of_batch for step in self.steps) or getattr(self.reward, "of_batch", False)
 
     @property
@@ -80,7 +80,7 @@ class ShapedReward:
         log_metric: Callable[[str, float], None] | None = None,
         **kwargs: Any,
     ) -> list[float | None]:
-        """Shaped rewards, by TRL's signature of a reward function."""
+        """Shaped rewards; TRL's reward signature."""
         given = {"prompts": prompts, "completions": completions, **kwargs}
         if log_metric is not None and _takes(self.reward, "log_metric"):
             given["log_metric"] = log_metric
@@ -98,7 +98,7 @@ class ShapedReward:
         return self._finish(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references))
 
     def calibrate(self, prompts: Sequence, completions: Sequence, **columns: Any) -> ShapedReward:
-        """Set the value of each `center_reference` without one: the mean reward of these responses, at its place.
+        """Set the value of each `center_reference` without one to the mean reward of these responses before that step.
 
         Raises:
             ValueError: none of the responses has a reward.
@@ -113,17 +113,17 @@ class ShapedReward:
         return self
 
     def state_dict(self) -> dict[str, Any]:
-        """What the steps have learnt, ready for JSON; equal on all processes."""
+        """The state of the steps, ready for JSON; equal on all processes."""
         state: dict[str, Any] = {"steps": [{"kind": step.kind, **step.state()} for step in self.steps]}
         if isinstance(self.reward, ShapedReward):
             state["inner"] = self.reward.state_dict()
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`.
+        """Restore a `state_dict`.
 
         Raises:
-            ValueError: it is of other steps.
+            ValueError: the state belongs to other steps.
         """
         saved, own = ([entry["kind"] for entry in state["steps"]], [step.kind for step in self.steps])
         if saved != own or ("inner" in state) != isinstance(self.reward, ShapedReward):
@@ -138,7 +138,7 @@ class ShapedReward:
         return {"name": self.__name__, "reward": self.inner_name, "steps": [settings_of(step) for step in self.steps]}
 
     def _score(self, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Rewards before shaping, and those of the references where a step subtracts them."""
+        """Rewards before shaping, and the references' rewards if a step subtracts them."""
         raw = _as_tensor(self.reward(**given), len(given["completions"]))
         return raw, self._references(given) if self._per_prompt else None
 
@@ -163,7 +163,7 @@ class ShapedReward:
         self._failed = count, gathered
 
     def _single_row(self, given: dict[str, Any]) -> list[float | None]:
-        """One row of a batch that failed, by the batch's statistics and without a collective operation."""
+        """Score one row of a failed batch with the batch's statistics, without a collective operation."""
         left, gathered = self._failed
         self._failed = (left - 1, gathered) if left > 1 else None
         raw, references = self._score(given)
@@ -191,19 +191,20 @@ class ShapedReward:
 
 
 def innermost(reward: Any) -> Any:
-    """The reward inside of any shaping; what is not shaped itself."""
+    """The reward inside any shaping; a reward without shaping is returned as it is."""
     while isinstance(reward, ShapedReward):
         reward = reward.reward
     return reward
 
 
 def parse_shaping(text: str) -> list[Step]:
-    """The steps that a JSON text names, in order.
+    """Build the steps listed in a JSON text, in order.
 
-    Each is a name, as `"sigmoid"`, or an object with `kind` and settings, as `{"kind": "clip", "limit": 5}`.
+    Each step is a name, such as `"sigmoid"`, or an object with `kind` and settings, such as
+    `{"kind": "clip", "limit": 5}`.
 
     Raises:
-        ValueError: it is not a list of steps; the message names the step and the setting.
+        ValueError: the text is not a list of steps; the message names the step and the setting.
     """
     try:
         found = parse_json(text)
@@ -217,10 +218,10 @@ def parse_shaping(text: str) -> list[Step]:
 
 
 def build_step(entry: Any, number: int | None = None) -> Step:
-    """A step from its name or its settings; `number` is its place, for messages.
+    """Build a step from its name or its settings; `number` is its position, for messages.
 
     Raises:
-        ValueError: an unknown kind or setting, a setting that is missing, or a value out of range.
+        ValueError: a kind or setting is unknown, a setting is missing, or a value is out of range.
     """
     where = "reward_shaping" if number is None else f"reward_shaping, step {number}"
     entry = {"kind": entry} if isinstance(entry, str) else entry
@@ -228,37 +229,19 @@ def build_step(entry: Any, number: int | None = None) -> Step:
     if kind not in STEPS:
         known = ", ".join(STEPS)
         raise ValueError(f"{where}: unknown kind {brief(repr(kind))}{nearest(str(kind), [*STEPS])} Known: {known}")
-    fields = {field.name: field for field in dataclasses.fields(STEPS[kind]) if field.init}
-    given = {name: value for name, value in entry.items() if name != "kind"}
-    for name, value in given.items():
-        if name not in fields:
-            raise ValueError(f"{where}: {kind} has no {brief(name)!r}: it takes {', '.join(fields) or 'no settings'}")
-        _check_type(where, kind, name, value, str(fields[name].type))
-    required = [name for name, field in fields.items() if field.default is dataclasses.MISSING and name not in given]
-    if required:
-        raise ValueError(f"{where}: {kind} needs {', '.join(required)}")
     try:
-        return STEPS[kind](**given)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _check_type(where: str, kind: str, name: str, value: Any, wanted: str) -> None:
-    if value is None and "None" in wanted:
-        return
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if wanted.startswith("bool"):
-        fits, what = isinstance(value, bool), "true or false"
-    elif wanted.startswith("int"):
-        fits, what = is_number and isinstance(value, int), "a whole number"
-    else:
-        fits, what = is_number, "a number"
-    if not fits:
-        raise ValueError(f"{where}: {kind}: {name} must be {what}, got {brief(repr(value))}")
+        return STEPS[kind](**{name: value for name, value in entry.items() if name != "kind"})
+    except ValidationError as error:
+        # Report a misspelled setting first, because it explains a missing one.
+        fault = max(error.errors(include_url=False), key=lambda fault: fault["type"] == "unexpected_keyword_argument")
+        setting = "".join(f"{name}: " for name in fault["loc"][:1])
+        takes = ", ".join(field.name for field in dataclasses.fields(STEPS[kind]) if field.init) or "no settings"
+        message = fault["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}: {kind}: {brief(setting + message, 160)} (it takes {takes})") from None
 
 
 def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
-    """The numbers of each process of the run, in the order of their ranks, so that sums have the same bits on all."""
+    """Gather numbers from all processes in rank order, so that sums are identical on all of them."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return [numbers]
     from accelerate.utils import gather_object
@@ -275,7 +258,7 @@ def _as_tensor(rewards: Sequence[float | None], count: int) -> Tensor:
     values = [math.nan if value is None else float(value) for value in rewards]
     if len(values) != count:
         raise ValueError(f"the reward returned {len(values)} values for {count} completions")
-    # A None and a NaN that the function gave must be told apart afterwards: a fault is infinite from here on.
+    # Represent a fault by infinity from here on, so that NaN means only a missing reward.
     return torch.tensor(
         [math.inf if v != v and r is not None else v for v, r in zip(values, rewards, strict=True)],
         dtype=torch.float64,
@@ -283,6 +266,6 @@ def _as_tensor(rewards: Sequence[float | None], count: int) -> Tensor:
 
 
 def _as_list(raw: Tensor, shaped: Tensor) -> list[float | None]:
-    """None where there was no reward, and what was not finite as it was: no step may make a number of it."""
+    """Restore None for missing rewards and the original values that were not finite: no step may hide them."""
     pairs = zip(raw.tolist(), shaped.tolist(), strict=True)
     return [None if math.isnan(given) else given if math.isinf(given) else value for given, value in pairs]

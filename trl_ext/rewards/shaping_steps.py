@@ -1,7 +1,7 @@
-"""The steps that rewards are shaped by: centring, whitening, squashing, clipping, penalties on length and repetition.
+"""Steps of reward shaping: centring, whitening, squashing, clipping, penalties on length and repetition.
 
-A step takes the rewards of one batch of this process and what is known of its responses, and gives rewards of the same
-shape. NaN stands for a response without a reward, stays NaN, and is in no statistic.
+A step maps this process's rewards of one batch to rewards of the same shape. NaN marks a response without a reward;
+it stays NaN and enters no statistic.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from dataclasses import field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 EPSILON = 1e-8
+# Settings are checked when a step is created: bools and infinities are not accepted as numbers.
+settings = dataclass(config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
 
 
 class Moments(NamedTuple):
-    """Of the rewards of a batch over all processes; of none, the lowest is infinite and the highest minus that."""
+    """Statistics of a batch's rewards over all processes. Without rewards, lowest is inf and highest is -inf."""
 
     count: float
     total: float
@@ -29,16 +33,16 @@ class Moments(NamedTuple):
     highest: float
 
 
-@dataclass
+@dataclasses.dataclass
 class Batch:
-    """What a step may ask of a batch.
+    """Information about a batch that a step may use.
 
     Attributes:
-        of_all_ranks: gives a list of numbers of this process and those of the others, in the order of their ranks;
-            every process calls it as often as the others.
-        completion_ids: the responses as token ids; None where the caller does not give them.
-        references: rewards of the rows' reference responses before any shaping, [N]; None where nothing needs them.
-        learns: whether running statistics take this batch in.
+        of_all_ranks: gathers this process's list of numbers and those of the others, in rank order; all processes
+            must call it equally often.
+        completion_ids: the responses as token ids; None if the caller does not pass them.
+        references: rewards of the rows' reference responses before any shaping, [N]; None if no step needs them.
+        learns: whether running statistics include this batch.
     """
 
     of_all_ranks: Callable[[list[float]], list[list[float]]]
@@ -60,11 +64,11 @@ class Batch:
 
 
 class Step:
-    """One step; a dataclass whose fields are its settings.
+    """A shaping step; its fields are its settings.
 
     Attributes:
-        kind: its name in settings and in the names of metrics.
-        of_batch: whether a response's reward depends on which others are scored with it.
+        kind: its name in settings and metrics.
+        of_batch: whether a response's reward depends on other responses scored with it.
     """
 
     kind: ClassVar[str]
@@ -74,14 +78,14 @@ class Step:
         raise NotImplementedError
 
     def calibrate(self, references: Tensor) -> None:
-        """Take in rewards of reference responses, as they are where this step stands."""
+        """Calibrate on rewards of reference responses, as the preceding steps return them."""
 
     def state(self) -> dict[str, float]:
-        """What the step has learnt, for `load_state`."""
+        """The step's state, for `load_state`."""
         return {}
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Go on from a `state`."""
+        """Restore a `state`."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -89,7 +93,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-@dataclass
+@settings
 class Center(Step):
     """Subtracts the running mean, this batch included: of all rewards so far, or an exponential average of batches.
 
@@ -100,15 +104,9 @@ class Center(Step):
 
     kind = "center"
     of_batch = True
-    momentum: float | None = None
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     count: float = field(default=0.0, init=False)
     mean: float = field(default=0.0, init=False)
-
-    def __post_init__(self):
-        _require(
-            self.momentum is None or 0 <= self.momentum < 1,
-            f"center: momentum must lie in [0, 1), got {self.momentum}",
-        )
 
     def __call__(self, rewards, batch):
         found = batch.moments(rewards)
@@ -129,13 +127,13 @@ class Center(Step):
         self.count, self.mean = float(state["count"]), float(state["mean"])
 
 
-@dataclass
+@settings
 class CenterReference(Step):
     """Subtracts the reward of reference responses (Eisenstein et al. 2023, arXiv 2312.09244).
 
     Attributes:
-        value: what to subtract; None for the mean that `calibrate` finds.
-        per_prompt: subtract each prompt's own, of its column `reference_response_text`.
+        value: the value to subtract; None for the mean computed by `calibrate`.
+        per_prompt: subtract the reward of each prompt's own reference, from the column `reference_response_text`.
     """
 
     kind = "center_reference"
@@ -144,8 +142,7 @@ class CenterReference(Step):
     calibrated: bool = field(default=False, init=False)
 
     def __post_init__(self):
-        _require(self.value is None or math.isfinite(self.value), "center_reference: value must be a finite number")
-        _require(self.value is None or not self.per_prompt, "center_reference: give value or per_prompt, not both")
+        _require(self.value is None or not self.per_prompt, "give value or per_prompt, not both")
 
     @property
     def needs_calibration(self) -> bool:
@@ -181,7 +178,7 @@ class CenterReference(Step):
             self.value, self.calibrated = saved, True
 
 
-@dataclass
+@settings
 class Whiten(Step):
     """`(r - mean) / (std + 1e-8)` over the batch of all processes; 0 for a batch without spread.
 
@@ -191,25 +188,22 @@ class Whiten(Step):
 
     kind = "whiten"
     of_batch = True
-    ddof: int
-
-    def __post_init__(self):
-        _require(self.ddof in (0, 1), f"whiten: ddof must be 0 (population) or 1 (sample), got {self.ddof}")
+    ddof: Literal[0, 1]
 
     def __call__(self, rewards, batch):
         found = batch.moments(rewards)
         if found.lowest == found.highest:
-            # Rounding can leave equal rewards off their mean.
+            # With rounding, the mean of equal rewards can differ from them.
             return rewards - rewards
         mean = found.total / found.count if found.count else 0.0
-        # Squares of what is left: of large rewards that differ by little, sums of squares lose the difference.
+        # Square the deviations: for large rewards with small differences, sums of squares lose precision.
         squares = batch.moments(rewards - mean).squares
         if not found.count:
             return rewards - mean
         return (rewards - mean) / (math.sqrt(squares / (found.count - self.ddof)) + EPSILON)
 
 
-@dataclass
+@settings
 class Sigmoid(Step):
     """`sigmoid(r - reference)`, in (0, 1) (Fu et al. 2025, arXiv 2502.18770)."""
 
@@ -220,7 +214,7 @@ class Sigmoid(Step):
         return (rewards - self.reference).sigmoid()
 
 
-@dataclass
+@settings
 class LogSigmoid(Step):
     """`log sigmoid(r - reference)`, below 0 (Wang et al. 2024, arXiv 2402.00742)."""
 
@@ -231,52 +225,46 @@ class LogSigmoid(Step):
         return logsigmoid(rewards - self.reference)
 
 
-@dataclass
+@settings
 class Clip(Step):
-    """Holds rewards within [-limit, limit] (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """Clips rewards to [-limit, limit] (Ziegler et al. 2019, arXiv 1909.08593)."""
 
     kind = "clip"
-    limit: float
-
-    def __post_init__(self):
-        _require(self.limit > 0, f"clip: limit must be above 0, got {self.limit}")
+    limit: Annotated[float, Field(gt=0)]
 
     def __call__(self, rewards, batch):
         return rewards.clamp(-self.limit, self.limit)
 
 
-@dataclass
+@settings
 class LengthPenalty(Step):
     """Subtracts `per_token` for each token beyond the first `free` ones.
 
     Attributes:
-        per_token: reward that a token costs; below 0 it earns.
-        free: tokens that cost nothing.
+        per_token: penalty per token; a negative value rewards length.
+        free: number of tokens without penalty.
     """
 
     kind = "length_penalty"
     per_token: float
-    free: int = 0
-
-    def __post_init__(self):
-        _require(self.free >= 0, f"length_penalty: free must be at least 0, got {self.free}")
+    free: Annotated[int, Field(ge=0)] = 0
 
     def __call__(self, rewards, batch):
         lengths = torch.tensor([len(ids) for ids in batch.tokens(self.kind)], dtype=rewards.dtype)
         return rewards - self.per_token * (lengths - self.free).clamp(min=0)
 
 
-@dataclass
+@settings
 class SoftOverlong(Step):
     """DAPO's soft punishment of long responses, times `weight` (Yu et al. 2025, arXiv 2503.14476, equation 13).
 
-    Added is 0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, and -1 beyond
-    `max_tokens`.
+    The punishment is 0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, and -1
+    beyond `max_tokens`.
 
     Attributes:
-        max_tokens: the longest response without the whole punishment.
-        buffer: tokens over which it grows.
-        weight: of the punishment.
+        max_tokens: the length from which the full punishment applies.
+        buffer: number of tokens over which it grows.
+        weight: factor of the punishment.
     """
 
     kind = "soft_overlong"
@@ -287,7 +275,7 @@ class SoftOverlong(Step):
     def __post_init__(self):
         _require(
             0 < self.buffer <= self.max_tokens,
-            f"soft_overlong: buffer must lie between 1 and max_tokens {self.max_tokens}, got {self.buffer}",
+            f"buffer must lie between 1 and max_tokens {self.max_tokens}, got {self.buffer}",
         )
 
     def __call__(self, rewards, batch):
@@ -295,7 +283,7 @@ class SoftOverlong(Step):
         return rewards + self.weight * ((self.max_tokens - self.buffer - lengths) / self.buffer).clamp(-1, 0)
 
 
-@dataclass
+@settings
 class RepetitionPenalty(Step):
     """Subtracts `weight` times the share of repeated n-grams of tokens: 1 - distinct / all, 0 for fewer than n tokens.
 
@@ -304,10 +292,7 @@ class RepetitionPenalty(Step):
 
     kind = "repetition_penalty"
     weight: float
-    ngram: int = 4
-
-    def __post_init__(self):
-        _require(self.ngram >= 1, f"repetition_penalty: ngram must be at least 1, got {self.ngram}")
+    ngram: Annotated[int, Field(ge=1)] = 4
 
     def __call__(self, rewards, batch):
         shares = [_repeated(ids, self.ngram) for ids in batch.tokens(self.kind)]
@@ -319,22 +304,9 @@ def _repeated(ids: Sequence[int], n: int) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-STEPS: dict[str, type[Step]] = {
-    step.kind: step
-    for step in (
-        Center,
-        CenterReference,
-        Whiten,
-        Sigmoid,
-        LogSigmoid,
-        Clip,
-        LengthPenalty,
-        SoftOverlong,
-        RepetitionPenalty,
-    )
-}
+STEPS: dict[str, type[Step]] = {step.kind: step for step in Step.__subclasses__()}
 
 
 def settings_of(step: Step) -> dict[str, Any]:
-    """A step's kind and settings, from which it can be built again."""
+    """A step's kind and settings, from which `build_step` can rebuild it."""
     return {"kind": step.kind, **{f.name: getattr(step, f.name) for f in dataclasses.fields(step) if f.init}}

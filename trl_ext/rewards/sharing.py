@@ -1,4 +1,4 @@
-"""Where reward models sit: on the policy's backbone, together on one frozen base, or each on a copy of its own."""
+"""Place reward models on the policy's backbone, on a shared frozen base, or each on its own copy."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ def share_or_load(
     policy_reason: str | None = None,
     device=None,
 ) -> list[str]:
-    """Load reward models with as few copies of their bases as can be.
+    """Load reward models with as few copies of their bases as possible.
 
-    Adapters that can go onto the policy's backbone do. Of those that cannot, two or more with one base share a frozen
-    copy of it. Every other model gets a copy of its own.
+    Adapters go onto the policy's backbone if they can. Otherwise, adapters with the same base share a frozen copy of
+    it. Every other model gets its own copy.
 
     Args:
-        models: the reward models; those that share a backbone already stay there.
-        policy: the policy under training, unwrapped; None where there is none to share with.
-        mode: `auto`; `never` for copies of their own throughout; `always` to raise where the policy's backbone cannot
-            be used.
-        policy_reason: why the policy's backbone cannot be used, where the caller knows (a sharded engine).
-        device: where copies are loaded to; None for this process's GPU, or the CPU where there is none.
+        models: the reward models; those that already share a backbone keep it.
+        policy: the policy under training, unwrapped; None if there is none to share with.
+        mode: `auto`; `never` to give every model its own copy; `always` to raise if a model cannot use the policy's
+            backbone.
+        policy_reason: why the policy's backbone cannot be used, if the caller knows (a sharded engine).
+        device: the device for copies; None for this process's GPU, or the CPU without one.
 
     Returns:
-        For each model a line that says where it is and, where it is not on the policy's backbone, why.
+        For each model, a line that says where it was placed and, if not on the policy's backbone, why.
 
     Raises:
-        ValueError: `mode` is `always` and a model cannot sit on the policy's backbone.
+        ValueError: `mode` is `always` and a model cannot use the policy's backbone.
     """
     if mode not in ("auto", "always", "never"):
         raise ValueError(f"mode must be auto, always or never, got {mode!r}")
@@ -78,7 +78,7 @@ def _obstacle(model: RewardModel, policy, policy_reason: str | None) -> str | No
 
 
 def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device) -> dict[int, str]:
-    """Put adapters with one base onto one frozen copy of it; the lines of those that it was done for."""
+    """Put adapters with the same base onto one frozen copy; return a line for each adapter placed."""
     by_base = defaultdict(list)
     for index in reasons:
         model = models[index]

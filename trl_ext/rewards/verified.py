@@ -1,12 +1,15 @@
-"""Verified rewards: 1 for a response in the asked form with the right answer, else 0; also as TRL reward functions."""
+"""Verified rewards: 1 for a correct answer in the required form, else 0; also as TRL reward functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from trl_ext.registry import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
+from trl_ext.rewards.math_worker import require_math_verify
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
@@ -15,14 +18,14 @@ KINDS: tuple[str, ...] = get_args(Kind)
 
 
 def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
-    """The reward of a response that thinks, and answers in tags: `... </think> <answer> 5 </answer>`.
+    """The reward of a response that thinks and then answers in tags: `... </think> <answer> 5 </answer>`.
 
-    The form is strict: `</think> <answer>` with one space between, and `</answer>`. The answer is what follows the
-    last `<answer>`, and where a `\\boxed` is in it, what the last of them holds.
+    The form is strict: `</think> <answer>` with one space between, and `</answer>`. The answer is the text after the
+    last `<answer>`, or the content of the last `\\boxed` in it, if there is one.
 
     Args:
-        response: what follows the prompt, whose end is `<think>`.
-        ground_truth: text, a number, `\\boxed{...}`, or a list of those of which any one will do.
+        response: the text after the prompt, which ends with `<think>`.
+        ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
         fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
 
     Returns:
@@ -30,7 +33,7 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
         the wrong form earns nothing.
 
     Raises:
-        ValueError: the truth is none, or math-verify is asked for and not installed.
+        ValueError: the truth is not an answer, or math-verify is asked for and not installed.
     """
     answer = _tagged_answer(response)
     return _graded(answer is not None, _unboxed(answer), ground_truth, fast)
@@ -39,12 +42,12 @@ def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dic
 def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
     """The reward of a response whose answer is in its last `\\boxed{...}`.
 
-    Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1; the reward is that of the answer. The form is
-    right where that box is closed. `\\fbox{}` and `\\boxed 5` are no boxes.
+    Returns `format_reward`, `answer_reward` and `reward`, each 0 or 1; `reward` equals `answer_reward`. The form is
+    correct if that box is closed. `\\fbox{}` and `\\boxed 5` do not count as boxes.
 
     Args:
-        response: what follows the prompt.
-        ground_truth: text, a number, `\\boxed{...}`, or a list of those of which any one will do.
+        response: the text after the prompt.
+        ground_truth: text, a number, `\\boxed{...}`, or a list of alternatives.
         fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
     """
     answer = last_boxed(response)
@@ -54,12 +57,12 @@ def question_only_reward(response: str, ground_truth: Truth, fast: bool = True) 
 def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
     """The reward of a response whose answer is its last number.
 
-    Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1; to have a number is all of the form, and the
-    reward is that of the answer. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
+    Returns `format_reward`, `answer_reward` and `reward`, each 0 or 1. The form is correct if there is a number, and
+    `reward` equals `answer_reward`. This is the grading of GSM8K (https://arxiv.org/abs/2110.14168).
 
     Args:
-        response: what follows the prompt.
-        ground_truth: text, a number, or a list of those of which any one will do.
+        response: the text after the prompt.
+        ground_truth: text, a number, or a list of alternatives.
         fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
     """
     answer = parse_gsm8k_response(response)
@@ -69,26 +72,26 @@ def gsm8k_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[
 def countdown_reward(response: str, numbers: Sequence[int], target: float) -> dict[str, float]:
     """The reward of a response in tags, `... </think> <answer> 2 * 3 + 4 </answer>`, that makes the target.
 
-    Given are `format_reward`, `answer_reward` and `reward`, each 0 or 1. The form is strict, as in `r1_zero_reward`:
-    `</think> <answer>` with one space between, and `</answer>`. The answer is a formula of `+ - * /` and brackets with
-    each number exactly once; `= target` may follow it, and a `\\boxed` may hold it. The reward is that of the answer.
+    Returns `format_reward`, `answer_reward` and `reward`, each 0 or 1. The form is strict, as in `r1_zero_reward`. The
+    answer is a formula of `+ - * /` and brackets that uses each number exactly once; `= target` may follow it, and it
+    may be in a `\\boxed`. `reward` equals `answer_reward`.
 
     Raises:
-        ValueError: the numbers or the target are not numbers.
+        ValueError: the numbers or the target are not numeric.
     """
     answer = _tagged_answer(response)
     inside = _unboxed(answer)
     return _scores(answer is not None, countdown_is_solved(inside or "", numbers, target) and inside is not None)
 
 
-# Those of a response and its truth alone.
+# Rewards that need only a response and its truth.
 ANSWER_REWARDS: dict[str, Callable[..., dict[str, float]]] = {
     "r1_zero": r1_zero_reward,
     "question_only": question_only_reward,
     "gsm8k": gsm8k_reward,
 }
 
-# What each kind reads out of a response as its answer; None where there is none.
+# How each kind extracts the answer from a response; None if there is no answer.
 ANSWER_READERS: dict[str, Callable[[str], str | None]] = {
     "r1_zero": lambda response: _unboxed(_tagged_answer(response)),
     "question_only": last_boxed,
@@ -98,10 +101,7 @@ ANSWER_READERS: dict[str, Callable[[str], str | None]] = {
 
 
 class VerifiedReward:
-    """A verified reward with TRL's signature of a reward function. It can be pickled.
-
-    Made by `verified_reward`.
-    """
+    """A verified reward with TRL's reward signature, created by `verified_reward`. It can be pickled."""
 
     def __init__(self, kind: Kind, truth_column: str, numbers_column: str, name: str, fast: bool):
         self.kind, self.truth_column, self.numbers_column, self.fast = kind, truth_column, numbers_column, fast
@@ -115,13 +115,13 @@ class VerifiedReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        """One reward per completion, a text or a list of messages.
+        """Return one reward per completion, which is a text or a list of messages.
 
         Logs the two parts of each reward as the columns `reward/<name>/format` and `reward/<name>/answer`, and their
         means as `rewards/<name>/format` and `rewards/<name>/answer`.
 
         Raises:
-            ValueError: the truth's column is missing or of another length, or one of its rows holds no truth.
+            ValueError: the truth's column is missing or has another length, or a row has no truth.
         """
         truths = self._column(self.truth_column, columns, len(completions))
         numbers = [None] * len(completions)
@@ -170,26 +170,29 @@ def verified_reward(
 
     Args:
         kind: `r1_zero`, `question_only` and `gsm8k` for `r1_zero_reward`, `question_only_reward` and `gsm8k_reward`;
-            `countdown` for `countdown_reward`, whose target is in the truth's column.
+            `countdown` for `countdown_reward`, which reads its target from the truth's column.
         truth_column: the dataset's column with the truth of each row: a text, a number or a list of those.
-        name: under which TRL logs it; None for the kind.
+        name: the name that TRL logs it under; None for the kind.
         fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
         numbers_column: for `countdown`, the column with the numbers to use.
 
     Raises:
         ValueError: there is no such kind, or math-verify is asked for and not installed.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}{nearest(str(kind), list(KINDS))}")
-    if not fast:
-        from trl_ext.rewards.time_limit import require_math_verify
-
-        require_math_verify()
+    check_kind(kind, fast)
     return VerifiedReward(kind, truth_column, numbers_column, name or kind, fast)
 
 
+def check_kind(kind: str, fast: bool) -> None:
+    """Raise ValueError if the kind is unknown, or if `fast` is False and math-verify is not installed."""
+    if kind not in KINDS:
+        raise ValueError(f"the reward must be one of {', '.join(KINDS)}, got {kind!r}{nearest(str(kind), [*KINDS])}")
+    if not fast:
+        require_math_verify()
+
+
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
-    """The text of a completion: as it is, or that of the last of its messages."""
+    """The text of a completion: the string itself, or its last message."""
     if isinstance(completion, str):
         return completion
     content = completion[-1].get("content") if completion else None
@@ -199,20 +202,20 @@ def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
 
 
 def _tagged_answer(response: str) -> str | None:
-    """What follows the last `<answer>`, less the closing tag; None where the form is wrong."""
+    """The text after the last `<answer>`, without the closing tag; None if the form is wrong."""
     if "</think> <answer>" not in response or "</answer>" not in response:
         return None
     return response.rpartition("<answer>")[2].replace("</answer>", "")
 
 
 def _unboxed(answer: str | None) -> str | None:
-    """What is in the answer's last box; the answer itself where it has none, None where the box is not closed."""
+    """The content of the answer's last box; the answer itself if it has no box, None if the box is not closed."""
     return last_boxed(answer) if answer is not None and "\\boxed" in answer else answer
 
 
 def _graded(formatted: bool, answer: str | None, truth: Truth, fast: bool) -> dict[str, float]:
     if answer is None:
-        # A truth that is none must show at the first response, whatever it is like.
+        # A bad truth must raise at the first response, even at one without an answer.
         truth_texts(truth)
         return _scores(formatted, False)
     return _scores(formatted, is_correct(answer, truth, fast=fast))
@@ -220,3 +223,78 @@ def _graded(formatted: bool, answer: str | None, truth: Truth, fast: bool) -> di
 
 def _scores(formatted: bool, correct: bool) -> dict[str, float]:
     return {"reward": float(correct), "format_reward": float(formatted), "answer_reward": float(correct)}
+
+
+# Category -> format and answer reward. An answer in the wrong form is never graded, so (0, 1) does not occur.
+CATEGORIES = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format": (0.0, 0.0)}
+# f(response, row) -> `reward`, `format_reward` and `answer_reward`, each 0 or 1.
+Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
+
+
+@dataclass(frozen=True)
+class VerifiedGrader:
+    """A verified reward for rows of `trl_ext.data.math.load_math`, created by `grader`."""
+
+    kind: str
+    fast: bool
+
+    def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
+        """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
+        if self.kind == "countdown":
+            return _countdown(response, row)
+        return ANSWER_REWARDS[self.kind](response, row["answer"], fast=self.fast)
+
+    def parsed_answer(self, response: str) -> str | None:
+        """The answer that the reward extracts from a response; None if there is none."""
+        return ANSWER_READERS[self.kind](response)
+
+
+def grader(kind: str = "r1_zero", *, fast: bool = True) -> VerifiedGrader:
+    """Create a function that grades a response to a row of `trl_ext.data.math.load_math`.
+
+    Args:
+        kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
+            expression of given numbers).
+        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+
+    Raises:
+        ValueError: there is no such kind, or math-verify is asked for and not installed.
+    """
+    check_kind(kind, fast)
+    return VerifiedGrader(kind, fast)
+
+
+def name_of(grade: Grader) -> str:
+    """A grader's name for comparing runs: its settings if `grader` created it, else the function's name."""
+    return (
+        repr(grade) if isinstance(grade, VerifiedGrader) else getattr(grade, "__qualname__", type(grade).__qualname__)
+    )
+
+
+def _countdown(response: str, row: Mapping[str, Any]) -> dict[str, float]:
+    if "numbers" not in row:
+        raise ValueError(
+            f"row_id {row['row_id']}: no numbers; the reward countdown is for rows with numbers and target"
+        )
+    return countdown_reward(response, row["numbers"], row["answer"])
+
+
+def category_of(format_reward: float, answer_reward: float) -> str:
+    """The category of a graded response: `correct`, `wrong_answer` (in the correct form) or `wrong_format`.
+
+    Raises:
+        ValueError: rewards other than 0 and 1, or a correct answer in the wrong form.
+    """
+    for name, rewards in CATEGORIES.items():
+        if (format_reward, answer_reward) == rewards:
+            return name
+    raise ValueError(
+        f"format_reward {format_reward} and answer_reward {answer_reward}: each must be 0 or 1, and an answer can "
+        "only be correct in the right form"
+    )
+
+
+def count_categories(rows: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """The number of rows per `category`; every category is present, even with no rows."""
+    counts = Counter(row["category"] for row in rows)
+    return {name: counts[name] for name in CATEGORIES}

@@ -1,4 +1,4 @@
-"""Best-of-n: several responses to each prompt, scored by any reward; the best of them, and data to fine-tune on."""
+"""Best-of-n: sample several responses to each prompt, score them with any reward, and keep the best."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ class BestOfN:
     """Scored responses, and the best of them.
 
     Attributes:
-        samples: for each prompt its N rows, JSON-ready, in the order in which they were sampled: `row_id`, `sample`
-            (from 0), `prompt_text`, `response_text`, `generated_num_tokens`, `finished`, and `reward`, None where
-            there is none.
+        samples: the N JSON-ready rows of each prompt, in sampling order: `row_id`, `sample` (from 0), `prompt_text`,
+            `response_text`, `generated_num_tokens`, `finished`, and `reward`, which may be None.
     """
 
     samples: list[list[dict[str, Any]]]
@@ -46,7 +45,7 @@ class BestOfN:
         return sum(row["reward"] is None for row in self.rows)
 
     def picks(self, n: int | None = None) -> list[dict[str, Any] | None]:
-        """For each prompt the best of its first n responses (None for all); None where none of them has a reward.
+        """The best of each prompt's first n responses (None for all); None if none of them has a reward.
 
         Raises:
             ValueError: n is below 1 or above the number of responses.
@@ -55,7 +54,7 @@ class BestOfN:
 
 
 def pick_best(samples: Sequence[Mapping[str, Any]], n: int | None = None) -> Mapping[str, Any] | None:
-    """The row with the highest `reward` among the first n (None for all), the first of equals; None without a reward.
+    """The row with the highest `reward` among the first n (None for all); ties go to the first. None without rewards.
 
     Raises:
         ValueError: n is below 1 or above the number of rows.
@@ -68,9 +67,9 @@ def pick_best(samples: Sequence[Mapping[str, Any]], n: int | None = None) -> Map
 
 
 def kl_bound(n: int) -> float:
-    """Upper bound of the KL divergence of best-of-n from what it samples from, in nats: log n - (n - 1) / n.
+    """Upper bound of the KL divergence of best-of-n from the sampled policy, in nats: log n - (n - 1) / n.
 
-    Exact only where no response is sampled twice (Beirami et al. 2024, arXiv 2401.01879).
+    The bound is exact only if no response is sampled twice (Beirami et al. 2024, arXiv 2401.01879).
 
     Raises:
         ValueError: n is below 1.
@@ -95,28 +94,30 @@ def best_of_n(
 ) -> BestOfN:
     """Sample n responses to each prompt and score them.
 
-    With a `path` every `save_every` responses are appended to it with their rewards and synchronized to the disk, and
-    a call that finds rows there goes on behind them. The file must be of the same call; what it was made with beside
-    the prompts is for the caller to check.
+    With a `path`, responses and rewards are appended to the file and synchronized to disk every `save_every`
+    responses. A call that finds rows there continues after them. The file must come from the same call: only the
+    prompts are checked, so the caller must check everything else.
 
     Args:
-        rows: prompts with `row_id` and `prompt` (messages or text); other columns reach the reward.
-        engine: `f(prompts, seed=..., progress=...)`, one `Generation` for each: `TransformersEngine` or `VLLMEngine`.
-        reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`. It is given the keywords
-            `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns; a number that is not finite
+        rows: prompts with `row_id` and `prompt` (messages or text); other columns are passed to the reward.
+        engine: `f(prompts, seed=..., progress=...)`, which returns a `Generation` for each prompt:
+            `TransformersEngine` or `VLLMEngine`.
+        reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`. It receives the keywords
+            `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns. A number that is not finite
             counts as None, no reward.
         n: responses to each prompt.
-        empty: what is done with a response without text: `score` it like any other, `leave_out` to give it no reward,
+        empty: how to treat a response without text: `score` it like any other, `leave_out` to give it no reward,
             `refuse` to raise.
-        seed: of the sampling.
-        path: JSON lines to append to; None keeps all in memory.
+        seed: seed of the sampling.
+        path: JSON lines file to append to; None keeps all rows in memory.
         save_every: responses between saves.
-        accelerator: of a run with several processes, which divide the work; each must call this and gets all rows.
-        progress: what a progress bar calls the work; None for no bar.
+        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
+            all rows.
+        progress: label of the progress bar; None for no bar.
 
     Raises:
-        ValueError: no prompts, n below 1, a prompt or, where they are refused, a response without text, a reward of
-            the wrong number of values, or a file that holds rows of another call.
+        ValueError: there are no prompts, n is below 1, a prompt has no text, a response has no text and `empty` is
+            `refuse`, the reward returns the wrong number of values, or the file holds rows of another call.
     """
     _check(rows, reward, n, save_every, empty)
     work = [(row, sample) for row in rows for sample in range(n)]
@@ -140,10 +141,10 @@ def best_of_n(
 def score_generations(
     rows: Sequence[Mapping[str, Any]], generations: Sequence[Generation], reward: Reward
 ) -> list[float | None]:
-    """Rewards of one response to each row; None where the reward gives none, or a number that is not finite.
+    """Rewards of one response to each row; None if the reward is None or not finite.
 
     Raises:
-        ValueError: it does not return a number or None for each.
+        ValueError: the reward does not return a number or None for each response.
     """
     messages = not isinstance(rows[0]["prompt"], str)
     texts = [generation.text for generation in generations]
@@ -176,26 +177,27 @@ def demonstrations(
     threshold: float | None = None,
     provenance: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """Rows to fine-tune on, in the prompt-completion format of TRL's `SFTTrainer`: rejection sampling.
+    """Rejection sampling: rows to fine-tune on, in the prompt-completion format of TRL's `SFTTrainer`.
 
-    Responses that were cut at the token limit or have no text are left out: an end token would be learnt where there
-    was none. Of equal texts to a prompt the first is kept.
+    Responses that were cut at the token limit or have no text are left out: the model would learn an end token that
+    was never sampled. Duplicate responses to a prompt are kept once.
 
     Args:
-        result: of `best_of_n`.
-        prompts: its rows, in the same order.
-        keep: `best` for each prompt's best response; `top_k` for its `count` best; `threshold` for all whose reward is
-            at least `threshold`.
-        count: for `top_k`.
-        threshold: for `threshold`.
+        result: the result of `best_of_n`.
+        prompts: the rows passed to it, in the same order.
+        keep: `best` for each prompt's best response; `top_k` for its `count` best; `threshold` for all responses with
+            a reward of at least `threshold`.
+        count: number of responses for `top_k`.
+        threshold: lowest reward for `threshold`.
         provenance: fields to write into every row, such as the model and the reward.
 
     Returns:
-        JSON-ready rows: `row_id` (with the rank behind it from the second on), `prompt`, `completion` (messages where
-        the prompt is), `reward`, `rank` (from 1), `sample`, `best_of`, and the provenance.
+        JSON-ready rows: `row_id` (followed by the rank from the second response on), `prompt`, `completion` (messages
+        if the prompt is), `reward`, `rank` (from 1), `sample`, `best_of`, and the provenance.
 
     Raises:
-        ValueError: an unknown choice, a count below 1, no threshold, or a provenance that would replace a field.
+        ValueError: `keep` is unknown, the count is below 1, the threshold is missing, or the provenance would replace
+            a field.
     """
     if keep not in KEEP_CHOICES:
         raise ValueError(f"keep must be one of {', '.join(KEEP_CHOICES)}, got {keep!r}")
@@ -214,7 +216,7 @@ def demonstrations(
 
 
 def _ranked(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Whole responses with a reward, the best first, each text once."""
+    """Complete responses with a reward, best first, without duplicates."""
     usable = [s for s in samples if s["reward"] is not None and s["finished"] and s["response_text"].strip()]
     once: dict[str, dict[str, Any]] = {}
     for sample in sorted(usable, key=lambda sample: -sample["reward"]):
@@ -288,7 +290,7 @@ def _scored(items: list, generations: Sequence[Generation], reward: Reward, empt
 
 
 def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
-    """A plain prompt itself, or the text of the last user message; empty where there is none."""
+    """The plain prompt, or the text of the last user message; empty if there is none."""
     if isinstance(prompt, str):
         return prompt
     return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")

@@ -1,4 +1,4 @@
-"""Sampling of responses with fixed settings: by transformers, or by vLLM where it is installed and asked for."""
+"""Sample responses with fixed settings, with transformers or with vLLM."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ ANSWER_END = "</answer>"
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How responses are sampled; the defaults are those of the course on reasoning.
+    """Sampling settings; the defaults are those of the reasoning course.
 
     Attributes:
-        max_new_tokens: longest response.
+        max_new_tokens: maximum length of a response.
         temperature: 0 for greedy decoding.
         top_p: nucleus sampling.
-        stop: texts that end a response, which keeps the one it met.
+        stop: strings that end a response; the string remains in the response.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
-        batch_size: prompts per batch; vLLM makes its own.
+        batch_size: prompts per batch; vLLM forms its own batches.
         top_k: the number of most likely tokens to sample from; 0 for all.
-        repetition_penalty: above 1 makes tokens less likely to come again; 1 for none.
-        no_repeat_ngram_size: n-grams of this length occur once at most; 0 for no limit. Not with vLLM.
+        repetition_penalty: values above 1 make repeated tokens less likely; 1 for none.
+        no_repeat_ngram_size: n-grams of this length occur at most once; 0 for no limit. Not supported with vLLM.
     """
 
     max_new_tokens: int = 1024
@@ -52,7 +52,7 @@ class SamplingSettings:
 
 
 class TransformersEngine:
-    """Samples with a model of transformers; calling it with prompts and a seed gives one `Generation` for each."""
+    """Samples with a transformers model; call it with prompts and a seed to get one `Generation` per prompt."""
 
     def __init__(self, model, tokenizer, settings: SamplingSettings):
         self.model, self.tokenizer, self.settings = model, tokenizer, settings
@@ -80,17 +80,17 @@ class TransformersEngine:
 
 
 class VLLMEngine:
-    """Samples with vLLM, from the prompts' token ids that transformers would be given; called as `TransformersEngine`.
+    """Samples with vLLM, from the same prompt token ids as transformers; called like `TransformersEngine`.
 
     Args:
         model_path: a folder or hub name.
-        tokenizer: the model's.
-        settings: how to sample.
-        options: for `vllm.LLM`, such as `gpu_memory_utilization`.
+        tokenizer: the model's tokenizer.
+        settings: sampling settings.
+        options: arguments for `vllm.LLM`, such as `gpu_memory_utilization`.
 
     Raises:
         ImportError: vLLM is not installed; the message names the extra.
-        ValueError: a setting that vLLM has not.
+        ValueError: vLLM does not support a setting.
     """
 
     def __init__(self, model_path: str, tokenizer, settings: SamplingSettings, **options: Any):
@@ -109,7 +109,7 @@ class VLLMEngine:
     ) -> list[Generation]:
         settings = self.settings
         prompt_ids = [prompt_tokens(self.tokenizer, prompt, settings.max_prompt_tokens) for prompt in prompts]
-        # A seed to each request, so that equal prompts differ and a batch's make-up changes nothing.
+        # One seed per request: equal prompts get different responses, whatever else is in the batch.
         sampling = [
             self._sampling(
                 max_tokens=settings.max_new_tokens,

@@ -1,4 +1,4 @@
-"""How uncertain a model was in its responses: the entropy of what it predicted for each of their tokens."""
+"""Entropy of a model's predictions for the tokens of its responses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def response_entropies(
     """Mean entropy over the tokens of each response, in nats, under the model at temperature 1.
 
     Args:
-        model: a causal language model; put into evaluation mode for the while.
+        model: a causal language model; temporarily put into evaluation mode.
         generations: prompts and responses as token ids.
         batch_size: rows per forward pass.
         pad_token_id: any id of the vocabulary; padding is masked out.
-        progress: what a progress bar calls the work; None for no bar.
+        progress: label of the progress bar; None for no bar.
 
     Returns:
-        One number per response, None for one without tokens.
+        One number per response; None for a response without tokens.
     """
     order = sorted(range(len(generations)), key=lambda i: -_length(generations[i]))
     results: list[float | None] = [None] * len(order)
@@ -54,7 +54,7 @@ def _length(generation: Generation) -> int:
 
 
 def _batch(model, rows: Sequence[Generation], pad_token_id: int) -> list[float]:
-    """Rows are padded on the left, so that logits are computed for the responses' places only."""
+    """Pad rows on the left, so that logits are computed only for response tokens."""
     width, kept = max(map(_length, rows)), max(len(row.response_ids) for row in rows)
     input_ids = torch.full((len(rows), width), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -69,7 +69,7 @@ def _batch(model, rows: Sequence[Generation], pad_token_id: int) -> list[float]:
         use_cache=False,
         logits_to_keep=kept + 1,
     ).logits[:, -kept - 1 : -1]
-    # Row by row: the whole batch of logits in float32 would be the largest tensor of all.
+    # Row by row: float32 logits of the whole batch would be the largest tensor.
     return [
         token_entropy(logits[place, kept - len(row.response_ids) :]).mean().item() for place, row in enumerate(rows)
     ]

@@ -1,4 +1,4 @@
-"""Responses from a causal language model, in batches of similar length."""
+"""Generate responses from a causal language model, in batches of similar length."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Generation:
     """One sampled response.
 
     Attributes:
-        prompt_ids: the prompt as the model saw it, cut at its beginning where it was too long.
-        response_ids: generated tokens, the end token or those of a stop string included where they came.
-        text: the response without special tokens; one that met a stop string ends with it.
-        finished: whether the model or a stop string ended it; False if it was cut at the token limit.
+        prompt_ids: the prompt that the model received; if it was too long, without its beginning.
+        response_ids: generated tokens, including the end token or a stop string.
+        text: the response without special tokens, including a stop string that ended it.
+        finished: True if the model or a stop string ended it; False if it was cut at the token limit.
     """
 
     prompt_ids: list[int]
@@ -50,31 +50,31 @@ def generate_responses(
 ) -> list[Generation]:
     """Generate one response for each prompt.
 
-    Sampling settings that a model ships with (a repetition penalty, top-k) are not used: only those given here are.
-    The random state of the process is left as it was.
+    Only the settings given here are used; generation settings saved with the model (a repetition penalty, top-k) are
+    ignored. The random state of the process is restored.
 
     Args:
-        model: a causal language model of transformers; put into evaluation mode for the while.
-        tokenizer: its tokenizer, with a chat template where prompts are messages.
+        model: a causal language model of transformers; temporarily put into evaluation mode.
+        tokenizer: its tokenizer, with a chat template if prompts are messages.
         prompts: messages, or plain text.
-        max_new_tokens: longest response, in tokens.
+        max_new_tokens: maximum length of a response, in tokens.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         temperature: 0 for greedy decoding.
         top_p: nucleus sampling.
         top_k: the number of most likely tokens to sample from; 0 for all.
-        repetition_penalty: above 1 makes tokens of the prompt and the response less likely to come again
+        repetition_penalty: values above 1 make tokens of the prompt and the response less likely to repeat
             (Keskar et al. 2019, arXiv 1909.05858); 1 for none.
-        no_repeat_ngram_size: n-grams of this length, counted with the prompt, occur once at most; 0 for no limit.
-        stop: texts that end a response, which keeps the one it met.
+        no_repeat_ngram_size: n-grams of this length, including the prompt's, occur at most once; 0 for no limit.
+        stop: strings that end a response; the string remains in the response.
         batch_size: prompts per batch.
-        seed: of the sampling.
-        progress: what a progress bar calls the work; None for no bar.
+        seed: seed of the sampling.
+        progress: label of the progress bar; None for no bar.
 
     Returns:
         One `Generation` per prompt, in order.
 
     Raises:
-        ValueError: a negative temperature, a limit below one token, an empty prompt, or an empty stop string.
+        ValueError: the temperature is negative, a limit is below one token, or a prompt or stop string is empty.
     """
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
@@ -102,7 +102,7 @@ def generate_responses(
                 padded = tokenizer.pad(
                     {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"
                 ).to(model.device)
-                # The tokenizer is for stop strings.
+                # Stop strings need the tokenizer.
                 output = model.generate(**padded, generation_config=config, tokenizer=tokenizer)
                 width = padded["input_ids"].size(1)
                 for row, tokens in zip(rows, output[:, width:].tolist(), strict=True):
@@ -128,7 +128,7 @@ def _generation_config(model, tokenizer, max_new_tokens, stop, **settings) -> tu
 
 @contextmanager
 def _no_settings_of_its_own(model) -> Iterator[None]:
-    """Empty the model's own generation settings for the while: transformers fills from them what is left open."""
+    """Temporarily clear the model's generation settings, from which transformers takes values that are not given."""
     holders = [model, model.get_base_model()] if isinstance(model, PeftModel) else [model]
     saved = [holder.generation_config for holder in holders]
     for holder in holders:
@@ -141,8 +141,8 @@ def _no_settings_of_its_own(model) -> Iterator[None]:
 
 
 def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:
-    """A prompt as the model sees it: messages through the chat template, and cut at the beginning where too long."""
-    # The tokenizer warns of texts that are too long for the model; what is cut here is not.
+    """Token ids of a prompt: messages go through the chat template, and long prompts lose their beginning."""
+    # The tokenizer warns about texts that are too long for the model, but the prompt is cut here.
     warn = {"verbose": max_prompt_tokens is None}
     if isinstance(prompt, str):
         ids = tokenizer(prompt, **warn)["input_ids"]

@@ -1,4 +1,4 @@
-"""Pairs from a group of scored responses: which of them are compared with which, and what is left out."""
+"""Build preference pairs from groups of scored responses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ PAIR_CHOICES = ("best_worst", "all")
 
 @dataclass
 class Selection:
-    """What came of the groups of a rollout.
+    """The pairs selected from the groups of a rollout.
 
     Attributes:
-        pairs: positions of the chosen and of the rejected response, groups in order.
-        ties: pairs that were dropped since their rewards are equal.
-        unscored: groups of which fewer than two responses have a reward.
+        pairs: positions of the chosen and the rejected response, in the order of the groups.
+        ties: number of pairs dropped because their rewards are equal.
+        unscored: number of groups in which fewer than two responses have a reward.
     """
 
     pairs: list[tuple[int, int]] = field(default_factory=list)
@@ -28,18 +28,18 @@ class Selection:
 def select_pairs(
     rewards: Sequence[float], group_size: int, choice: str = "best_worst", tolerance: float = 0.0
 ) -> Selection:
-    """Pair the responses to each prompt, the one with the higher reward chosen.
+    """Pair the responses to each prompt; the response with the higher reward is chosen.
 
     Args:
-        rewards: one per response, groups standing together; NaN for a response without a reward, which is left out.
+        rewards: one per response, group after group; NaN for a response without a reward, which is left out.
         group_size: responses to each prompt.
-        choice: `best_worst` for one pair of the first best against the first worst response of a group; `all` for
-            every two of its responses.
+        choice: `best_worst` to pair the first best with the first worst response of a group; `all` for every pair of
+            its responses.
         tolerance: rewards that differ by no more than this are a tie.
 
     Raises:
-        ValueError: an unknown choice, fewer than two responses to a prompt, a number of responses that does not divide
-            into groups, or a negative tolerance.
+        ValueError: `choice` is unknown, `group_size` is below 2 or does not divide the number of responses, or the
+            tolerance is negative.
     """
     if choice not in PAIR_CHOICES:
         raise ValueError(f"pairs must be one of {', '.join(PAIR_CHOICES)}, got {choice!r}")

@@ -1,8 +1,9 @@
-"""Replay of recent pairs: a buffer that forgets what is old, and importance weights for what it gives back.
+"""Replay of recent pairs: a buffer with a maximum age, and importance weights for the pairs drawn from it.
 
-A preference label holds for a pair whichever policy sampled it, so that replayed pairs need no weight for the loss to
-be consistent. Which pairs are trained on depends on that policy; the weights approximate pairs sampled by the present
-one. The policy that sampled a pair and the loss's reference are two models: log-probabilities of both are kept.
+A preference label is valid whichever policy sampled the pair, so the loss is consistent without weights. The
+distribution of pairs, however, depends on the policy that sampled them; the weights approximate pairs sampled by the
+current policy. The sampling policy and the loss's reference are different models, so the buffer keeps
+log-probabilities under both.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ from torch import Tensor
 from trl_ext.files import replacing
 
 WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
-# Of a pair beside its tokens: the object, three arrays and six numbers. Measured with tracemalloc: 610.
+# Overhead of a pair in addition to its tokens: the object, three arrays and six numbers. tracemalloc measures 610.
 _BYTES_BESIDE_TOKENS = 700
 _BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
 class SampledPair:
-    """Two responses to a prompt and what was known when they were sampled; log-probabilities are sums in nats.
+    """Two responses to a prompt, with values recorded at sampling time; log-probabilities are sums in nats.
 
     Attributes:
         prompt_ids, chosen_ids, rejected_ids: token ids, as arrays of 32-bit integers.
-        chosen_log_prob, rejected_log_prob: under the policy that sampled them; NaN where nothing reads them.
-        ref_chosen, ref_rejected: under the loss's reference; NaN for a reference-free loss.
-        chosen_reward, rejected_reward: as they were labelled.
-        version: of the policy that sampled them: optimizer updates before that.
-        reward_version: what labelled them.
+        chosen_log_prob, rejected_log_prob: under the policy that sampled them; NaN if unused.
+        ref_chosen, ref_rejected: log-probabilities under the loss's reference; NaN for a reference-free loss.
+        chosen_reward, rejected_reward: the rewards that labelled them.
+        version: version of the policy that sampled them: the number of optimizer updates so far.
+        reward_version: version of the reward that labelled them.
     """
 
     prompt_ids: array
@@ -66,16 +67,16 @@ _NUMBERS = (
 class ReplayBuffer:
     """Keeps the most recent pairs, and draws from them without replacement.
 
-    A draw depends on the seed, the policy's version and the pairs that are held, and on nothing else: no random state
-    is kept, and processes that hold the same pairs draw the same.
+    A draw depends only on the seed, the policy's version and the stored pairs. There is no random state, so processes
+    that store the same pairs draw the same ones.
 
     Args:
-        capacity: pairs that are kept; the oldest give way.
+        capacity: maximum number of pairs; the oldest are dropped first.
         max_age: policy versions after which a pair is dropped.
-        seed: of the draws.
+        seed: seed of the draws.
 
     Raises:
-        ValueError: a capacity or an age below 1.
+        ValueError: the capacity or the age is below 1.
     """
 
     def __init__(self, capacity: int, max_age: int, seed: int = 0):
@@ -91,17 +92,17 @@ class ReplayBuffer:
         return len(self.pairs)
 
     def add(self, pairs: Iterable[SampledPair]) -> None:
-        """Keep these as the most recent."""
+        """Add pairs as the most recent."""
         self.pairs = [*self.pairs, *pairs][-self.capacity :]
 
     def drop_old(self, version: int) -> int:
-        """Drop pairs older than `max_age` at this version of the policy, and say how many that were."""
+        """Drop pairs older than `max_age` at this version of the policy, and return their number."""
         before = len(self.pairs)
         self.pairs = [pair for pair in self.pairs if version - pair.version <= self.max_age]
         return before - len(self.pairs)
 
     def draw(self, count: int, version: int) -> list[SampledPair]:
-        """Draw pairs for this version of the policy, without replacement: `count`, or all where there are fewer."""
+        """Draw `count` pairs, or all if there are fewer, for this version of the policy, without replacement."""
         numbers = random.Random(f"{self.seed} {version}")
         return [self.pairs[index] for index in numbers.sample(range(len(self.pairs)), min(count, len(self.pairs)))]
 
@@ -125,10 +126,10 @@ class ReplayBuffer:
             save_file(tensors, temporary, metadata={"reward_versions": json.dumps(versions)})
 
     def load(self, path: str | Path) -> None:
-        """Replace the pairs by those of a file that `save` wrote; beyond the capacity, the most recent.
+        """Replace the pairs with those in a file written by `save`, keeping the most recent up to the capacity.
 
         Raises:
-            ValueError: the file is not one of them.
+            ValueError: the file was not written by `save`.
         """
         from safetensors import SafetensorError, safe_open
 
@@ -153,21 +154,21 @@ class ReplayBuffer:
 
 
 def replayed_count(fresh: int, fraction: float) -> int:
-    """Replayed pairs that go with `fresh` new ones, so that they are `fraction` of all: `fresh f / (1 - f)`."""
+    """Number of replayed pairs to add to `fresh` new ones to make up `fraction` of all: `fresh f / (1 - f)`."""
     return round(fresh * fraction / (1 - fraction))
 
 
 def memory_needed(capacity: int, prompt_tokens: int, response_tokens: int, processes: int = 1) -> int:
-    """Bytes of a full buffer of pairs of this length, a copy for each process of a machine."""
+    """Bytes of a full buffer of pairs of this length, with one copy per process on a machine."""
     tokens = prompt_tokens + 2 * response_tokens
     return processes * capacity * (_BYTES_PER_TOKEN * tokens + _BYTES_BESIDE_TOKENS)
 
 
 def check_memory(capacity: int, prompt_tokens: int, response_tokens: int, processes: int, available: int) -> None:
-    """Refuse a buffer that would not fit.
+    """Raise if a buffer would not fit into memory.
 
     Raises:
-        ValueError: it needs more than is available; the message names the largest capacity that fits.
+        ValueError: it needs more memory than is available; the message names the largest capacity that fits.
     """
     needed = memory_needed(capacity, prompt_tokens, response_tokens, processes)
     if needed > available:
@@ -185,17 +186,17 @@ def check_memory(capacity: int, prompt_tokens: int, response_tokens: int, proces
 def importance_weights(
     log_ratio: Tensor, kind: str = "sequence", *, lengths: Tensor | None = None, cap: float | None = None
 ) -> Tensor:
-    """Weights of what another policy sampled: `min(cap, ratio)`. No gradient flows. [P].
+    """Importance weights of samples from another policy: `min(cap, ratio)`. No gradient flows. [P].
 
     Args:
-        log_ratio: log of the present policy's over the sampling policy's probability, summed over tokens, [P].
+        log_ratio: log ratio of the current policy's to the sampling policy's probability, summed over tokens, [P].
         kind: `sequence` for the ratio of probabilities; `length_normalized` for its geometric mean over tokens, which
-            varies less and is biased (as GSPO's ratio, arXiv 2507.18071); `none` for 1.
-        lengths: tokens that are summed over, [P]; for `length_normalized`.
-        cap: the largest weight; None for no cap.
+            has lower variance but is biased (as GSPO's ratio, arXiv 2507.18071); `none` for 1.
+        lengths: number of summed tokens, [P]; for `length_normalized`.
+        cap: maximum weight; None for no cap.
 
     Raises:
-        ValueError: an unknown kind, or no lengths where they are needed.
+        ValueError: the kind is unknown, or required lengths are missing.
     """
     if kind not in WEIGHT_CHOICES:
         raise ValueError(f"replay_weights must be one of {', '.join(WEIGHT_CHOICES)}, got {kind!r}")
@@ -206,20 +207,20 @@ def importance_weights(
         if lengths is None:
             raise ValueError("length_normalized weights need the numbers of tokens")
         log_weights = log_weights / lengths.clamp(min=1)
-    # Capped before it is exponentiated, where it might overflow.
+    # Cap before exponentiating, which could overflow.
     return log_weights.clamp(max=math.inf if cap is None else math.log(cap)).exp()
 
 
 def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """`sum(w v) / sum(w)`, the self-normalised estimate; 0 where all weights are."""
+    """`sum(w v) / sum(w)`, the self-normalised estimate; 0 if all weights are 0."""
     return (weights * values).sum() / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def effective_sample_size(weights: Tensor) -> Tensor:
-    """`(sum w)^2 / sum w^2`: equally weighted samples that would have this much variance; 0 without weights."""
+    """`(sum w)^2 / sum w^2`: the number of equally weighted samples with the same variance; 0 without weights."""
     return weights.sum().square() / weights.square().sum().clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 def ages(pairs: Sequence[SampledPair], version: int) -> list[int]:
-    """Versions of the policy since each pair was sampled."""
+    """Number of policy versions since each pair was sampled."""
     return [version - pair.version for pair in pairs]

@@ -1,4 +1,4 @@
-"""Rows of sampled responses in a file that grows by whole parts, so that an interrupted sampling goes on from it."""
+"""Save sampled responses to a file in complete parts, so that interrupted sampling can continue."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def part_seed(seed: int, start: int, accelerator: Accelerator | None) -> int:
-    """Of one part of the work and one process; under FSDP all do the same work and must draw alike."""
+    """The seed of one part of the work on one process. Under FSDP all processes share it, as they do the same work."""
     alone = accelerator is None or str(accelerator.distributed_type).endswith("FSDP")
     return seed + 1_000_003 * (start + (0 if alone else accelerator.process_index))
 
 
 def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Append the rows of a part and wait until they are on the disk."""
+    """Append the rows of a part and wait until they are on disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
@@ -32,16 +32,16 @@ def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 def kept_rows(
     path: Path, order: Sequence[tuple[str, int]], save_every: int, accelerator: Accelerator | None = None
 ) -> list[dict[str, Any]]:
-    """The rows of earlier calls, up to the last part that is whole; every process gets the first one's.
+    """The rows saved by earlier calls, up to the last complete part; all processes get those that the first one reads.
 
     Args:
-        path: of `append_rows`; what stands behind the last whole part is cut off.
+        path: the file of `append_rows`; rows after the last complete part are cut off.
         order: `row_id` and `sample` of all rows, in order.
-        save_every: rows of a part.
-        accelerator: of a run with several processes, each of which must call this.
+        save_every: rows per part.
+        accelerator: for a run with several processes, each of which must call this function.
 
     Raises:
-        ValueError: a line is damaged, or the rows are not those of this order.
+        ValueError: a line is damaged, or the rows are not in this order.
     """
     kept = [_read_kept(path, order, save_every) if accelerator is None or accelerator.is_main_process else None]
     if accelerator is not None and accelerator.num_processes > 1:
@@ -54,7 +54,7 @@ def kept_rows(
 def _read_kept(path: Path, order: Sequence[tuple[str, int]], save_every: int) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
-    # What stands behind the last newline was cut off while it was written.
+    # Text after the last newline is a line whose writing was interrupted.
     lines = path.read_bytes().split(b"\n")[:-1]
     whole = len(lines) if len(lines) == len(order) else len(lines) // save_every * save_every
     rows = [_parsed(path, number, line) for number, line in enumerate(lines[:whole], start=1)]

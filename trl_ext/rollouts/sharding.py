@@ -1,4 +1,4 @@
-"""Dividing a list of independent pieces of work among the processes of a run."""
+"""Divide a list of independent work items among the processes of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Result = TypeVar("Result")
 def map_over_ranks(
     function: Callable[[list[Item]], list[Result]], items: Sequence[Item], accelerator: Accelerator | None = None
 ) -> list[Result]:
-    """`function(items)` with the items divided among the ranks; every rank returns all results, in order.
+    """Compute `function(items)` with the items divided among the ranks; every rank returns all results, in order.
 
-    Under FSDP a forward pass is itself a collective, so there every rank does all of the work, in step.
+    Under FSDP a forward pass is a collective operation, so every rank processes all items, in step with the others.
     """
     if accelerator is None or accelerator.num_processes == 1:
         return function(list(items))
@@ -35,8 +35,8 @@ def map_over_ranks(
 def end_processes(accelerator: Accelerator) -> None:
     """Leave the process group once every rank is done.
 
-    Gloo's threads drop the tensors of the last collective under Python's lock; a process that tears the group down
-    while one of them waits for it hangs for good. The pause lets them finish.
+    Gloo's threads need Python's lock to release the tensors of the last collective operation. A process that destroys
+    the group while a thread waits for the lock hangs forever. The pause lets the threads finish.
     """
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:

@@ -1,4 +1,4 @@
-"""Stop strings: a response ends with the first of them, which stays a part of it."""
+"""Stop strings: a response ends with the first one, which remains part of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def end_of_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the stop string that is complete first ends in a text; None where there is none."""
+    """The end position of the first stop string to be completed in a text; None if there is none."""
     ends = [start + len(one) for one in stop if (start := text.find(one)) >= 0]
     return min(ends, default=None)
 
@@ -14,15 +14,15 @@ def end_of_stop(text: str, stop: Sequence[str]) -> int | None:
 def cut_at_stop(tokenizer, tokens: list[int], stop: Sequence[str]) -> tuple[list[int], str] | None:
     """The tokens up to the one that completes a stop string, and their text up to the string's end.
 
-    The two differ where that token holds more characters than the string's last ones.
+    The text is shorter than the tokens if the last token extends beyond the string.
 
     Args:
-        tokenizer: that of the tokens.
-        tokens: of a response, and what may have been padded behind it.
+        tokenizer: the tokenizer of the tokens.
+        tokens: tokens of a response, possibly followed by padding.
         stop: stop strings, none empty.
 
     Returns:
-        Tokens and text; None where the response holds no stop string.
+        Tokens and text; None if the response contains no stop string.
     """
 
     def decoded(count: int) -> str:
@@ -30,7 +30,7 @@ def cut_at_stop(tokenizer, tokens: list[int], stop: Sequence[str]) -> tuple[list
 
     if not stop or end_of_stop(decoded(len(tokens)), stop) is None:
         return None
-    # A prefix that holds a stop string stays one that does when it grows.
+    # If a prefix contains a stop string, so does every longer prefix: search by bisection.
     low, high = 1, len(tokens)
     while low < high:
         middle = (low + high) // 2
@@ -46,7 +46,7 @@ def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
     """Stop strings as a tuple.
 
     Raises:
-        ValueError: one text instead of a list of them, or an empty one, which would end every response at once.
+        ValueError: a single string instead of a list, or an empty string, which would end every response at once.
     """
     if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
         raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")

@@ -1,4 +1,4 @@
-"""The embedded default: a tiny language model and a small graded benchmark, on which every method runs in a minute."""
+"""The embedded toy setup: a tiny language model and a small graded benchmark, on which methods train in a minute."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from trl_ext.toy.task import kind_of, score, score_parts
 
 MODEL_DIR = Path(__file__).parent / "model"
 DATA_DIR = Path(__file__).parent / "data"
-# Every good answer ends well within this many tokens; sample with this limit.
+# Sample with this limit: every good answer ends well within it.
 MAX_NEW_TOKENS = 48
 
 __all__ = ["DATA_DIR", "MAX_NEW_TOKENS", "MODEL_DIR", "kind_of", "score", "score_parts"]

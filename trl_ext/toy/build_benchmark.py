@@ -1,9 +1,8 @@
 """Build the embedded benchmark from the base model: `python -m trl_ext.toy.build_benchmark [--output FOLDER]`.
 
-Preference pairs are samples of the base model, labelled by simulated annotators who see the true scores through noise.
-One seeded recipe on one CPU thread: the same seed gives the same files on the same machine with the same torch
-(checked by two whole builds with torch 2.13.0); other versions or processors may round differently and then sample
-other responses.
+Preference pairs are samples of the base model, labelled by simulated annotators who see the true scores with noise.
+The build runs on one CPU thread. The same seed gives the same files on the same machine with the same torch (checked
+by two full builds with torch 2.13.0); other versions or processors may round differently and sample other responses.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ MATH_ROWS = {"train": 400, "test": 200}
 
 
 def row_id_of(*texts: str) -> str:
-    """Return 32 hexadecimal digits that depend on the texts alone."""
+    """Return 32 hexadecimal digits that depend only on the texts."""
     return hashlib.sha256("\x1f".join(texts).encode()).hexdigest()[:32]
 
 
 def choose_prompts(pool: str, count: int, seed: int) -> list[str]:
-    """Choose distinct instructions of a pool, the kinds in turn for as long as each lasts, in shuffled order."""
+    """Choose distinct instructions from a pool, taking the kinds in turn until each runs out; shuffle them."""
     generator = random.Random(f"{pool} {seed}")
     remaining = {kind: generator.sample(prompts, len(prompts)) for kind, prompts in prompt_pool(pool).items()}
     available = sum(len(remaining[kind]) for kind in INSTRUCTION_KINDS)
@@ -56,7 +55,7 @@ def choose_prompts(pool: str, count: int, seed: int) -> list[str]:
 
 
 def choose_pair(responses: list[Response], generator: random.Random) -> tuple[str, str] | None:
-    """Choose two different responses among the samples, or None; empty and cut ones are left out."""
+    """Choose two different responses from the samples, ignoring empty and cut ones; None if there are none."""
     texts = sorted({response.text for response in responses if response.finished and response.text.strip()})
     return tuple(generator.sample(texts, 2)) if len(texts) > 1 else None
 
@@ -64,9 +63,9 @@ def choose_pair(responses: list[Response], generator: random.Random) -> tuple[st
 def annotate(prompt: str, first: str, second: str, generator: random.Random) -> dict:
     """Let simulated annotators compare two responses.
 
-    Each sees the gap between the true scores plus normal noise; the majority decides. The averages over the annotators
-    are the confidence that the chosen response is better (0.5 to 1), the strength of the preference and the quality of
-    the chosen response (ratings of 1 to 5).
+    Each sees the gap between the true scores plus normal noise; the majority decides. The confidence that the chosen
+    response is better (0.5 to 1), the strength of the preference and the quality of the chosen response (ratings of
+    1 to 5) are averages over the annotators.
     """
     gap = score(prompt, first) - score(prompt, second)
     seen = [gap + generator.gauss(0, ANNOTATION_NOISE) for _ in range(ANNOTATORS)]
@@ -94,7 +93,7 @@ def _prompt_columns(prompt: str) -> dict:
 
 def build_preferences(model, tokenizer, pool: str, count: int, *, seed: int = SEED) -> list[dict]:
     """Sample four responses to each prompt at temperature 1 and label two different ones of them."""
-    # Some prompts give no two different responses, so more are sampled than are needed.
+    # Some prompts do not yield two different responses, so more prompts are sampled than needed.
     prompts = choose_prompts(pool, count + count // 10 + 5, seed)
     repeated = [prompt for prompt in prompts for _ in range(SAMPLES_PER_PROMPT)]
     samples = respond(model, tokenizer, repeated, temperature=1.0, seed=seed)
@@ -113,7 +112,7 @@ def build_preferences(model, tokenizer, pool: str, count: int, *, seed: int = SE
 
 
 def build_prompts(model, tokenizer, pool: str, count: int, *, seed: int = SEED) -> list[dict]:
-    """Choose prompts and answer each with the base model, greedily; prompts whose answer was cut are passed over."""
+    """Choose prompts and answer each greedily with the base model; skip prompts whose answer was cut."""
     prompts = choose_prompts(pool, count + count // 20 + 5, seed + 1)
     responses = respond(model, tokenizer, prompts)
     answered = [
@@ -141,7 +140,7 @@ def build_math(pool: str, count: int) -> list[dict]:
 
 
 def build_benchmark(model, tokenizer) -> dict[str, list[dict]]:
-    """Build all splits by name; prompts of train, validation and test splits are disjoint, and so is pretraining."""
+    """Build all splits by name; prompts of pretraining and of the train, validation and test splits are disjoint."""
     splits = {}
     for pool, count in PREFERENCE_ROWS.items():
         splits[f"{pool}_prefs"] = build_preferences(model, tokenizer, pool, count)
@@ -154,7 +153,7 @@ def build_benchmark(model, tokenizer) -> dict[str, list[dict]]:
 
 
 def check_disjoint(splits: dict[str, list[dict]]) -> None:
-    """Assert that no prompt of a split belongs to another pool, by comparing the prompts themselves."""
+    """Assert that no prompt of a split belongs to another pool; compares the prompts themselves."""
     pools: dict[str, set[str]] = {"pretrain": {text for texts in prompt_pool("pretrain").values() for text in texts}}
     for name, rows in splits.items():
         pools.setdefault(name.split("_")[0], set()).update(row["prompt_text"] for row in rows)
@@ -182,7 +181,7 @@ def mean_scores(prompts: list[str], responses: list[Response]) -> dict[str, floa
 
 
 def write_rows(rows: list[dict], path: Path) -> None:
-    """Write JSON lines whole: into a temporary file beside the path, which then takes its place."""
+    """Write JSON lines atomically: into a temporary file, which then replaces the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
         file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

@@ -1,8 +1,8 @@
 """Train the embedded tokenizer and base model: `python -m trl_ext.toy.build_model [--output FOLDER] [--steps N]`.
 
-One seeded recipe on one CPU thread. The same seed gives the same files on the same machine with the same versions of
-torch and tokenizers (checked by two whole builds with torch 2.13.0 and tokenizers 0.23.3); others
-may round differently and then give another model of the same kind.
+Training runs on one CPU thread. The same seed gives the same files on the same machine with the same versions of torch
+and tokenizers (checked by two full builds with torch 2.13.0 and tokenizers 0.23.3); other versions may round
+differently and give another model of the same kind.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from trl_ext.toy.demonstrations import demonstrate
 from trl_ext.toy.prompts import INSTRUCTION_KINDS, prompt_pool
 
 VOCABULARY_SIZE = 1024
-# The end and pad tokens have ids other than zero, so that the idiom `token_id or default` cannot lose them.
+# The end and pad tokens have nonzero ids, so that the idiom `token_id or default` keeps them.
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-# ChatML. The newline stands before each further turn, so that a completion ends exactly at its end token and the
+# ChatML. A newline precedes each turn but the first, so that a completion ends exactly at its end token and the
 # prompt with the generation prompt is a prefix of the whole conversation.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -58,7 +58,7 @@ class Corpus:
         return prompt, demonstrate(prompt, self.random)
 
     def batches(self) -> Iterator[list[tuple[str, str]]]:
-        """Yield batches of pairs of similar length, four at a time in shuffled order: a third less padding."""
+        """Yield batches of pairs of similar length, in shuffled groups of four; this saves a third of the padding."""
         while True:
             pairs = sorted((self.draw() for _ in range(4 * BATCH_SIZE)), key=lambda pair: len(pair[0]) + len(pair[1]))
             chunks = [pairs[begin : begin + BATCH_SIZE] for begin in range(0, len(pairs), BATCH_SIZE)]
@@ -70,7 +70,7 @@ def train_tokenizer(seed: int = SEED) -> Qwen2Tokenizer:
     """Train a byte-level BPE with Qwen2's splitting rules: single digits, words with their leading space.
 
     `AutoTokenizer` builds a `Qwen2Tokenizer` for every Qwen2 model, whatever `tokenizer.json` says, so training uses
-    that class's own rules. The corpus holds no newline, so none is ever merged and each turn starts at a fixed token.
+    the rules of that class. The corpus has no newlines, so none are merged and each turn starts at a fixed token.
     """
     corpus = Corpus(seed)
     rules = Qwen2Tokenizer().backend_tokenizer
@@ -122,9 +122,9 @@ def new_model(tokenizer: Qwen2Tokenizer, seed: int = SEED) -> Qwen2ForCausalLM:
 
 
 def encode_batch(tokenizer, pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
-    """Render and pad a batch; the labels cover the completions alone, their end token included.
+    """Render and pad a batch; the labels cover only the completions, including their end token.
 
-    Padding is on the right of a causal model, so no attention mask is needed.
+    A causal model padded on the right needs no attention mask.
     """
     sequences, prompt_lengths = [], []
     for prompt, response in pairs:
@@ -143,7 +143,7 @@ def encode_batch(tokenizer, pairs: list[tuple[str, str]]) -> dict[str, torch.Ten
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
-    """Linear warm-up, constant, linear to zero over the last fifth (500 of 2,500 steps)."""
+    """Linear warm-up, then constant, then linear decay to zero over the last fifth (500 of 2,500 steps)."""
     decay = max(1, DECAY_STEPS * steps // STEPS)
     return min((step + 1) / WARMUP_STEPS, 1.0, (steps - step) / decay)
 
@@ -168,7 +168,7 @@ def pretrain(model, tokenizer, *, steps: int = STEPS, seed: int = SEED) -> None:
 
 
 def save(model, tokenizer, folder: Path) -> None:
-    """Write the model folder whole: into a temporary folder beside it, which then takes its place."""
+    """Write the model folder atomically: into a temporary folder, which then replaces it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder.parent))
     os.chmod(temporary, 0o755)

@@ -1,7 +1,7 @@
-"""Simulated demonstrations of mixed quality: what the tiny base model is pretrained on.
+"""Simulated demonstrations of mixed quality, used to pretrain the tiny base model.
 
-The most likely form of an answer is flawed on purpose (wrong counts, run-ons, missing full stops and courtesies), so
-that even greedy decoding leaves something to learn; good answers are in the mixture for preferences to find.
+The most likely form of an answer is deliberately flawed (wrong counts, run-ons, missing full stops and courtesies), so
+that even greedy decoding can improve. The mixture also contains good answers, which preferences can reinforce.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from trl_ext.toy.prompts import SEPARATORS, Task, parse
 
 QUALITIES = (0.45, 0.65, 0.85, 1.0)
 QUALITY_WEIGHTS = (0.28, 0.35, 0.27, 0.10)
-# How often a single step of an addition is right, and how often its carry is forgotten.
+# Probability that a step of an addition is right, and that its carry is forgotten.
 STEP_CORRECTNESS = (0.4, 0.65, 0.85)
 FORGOTTEN_CARRY = 0.55
 
 
 class Demonstrator:
-    """Writes one response of a given quality in [0, 1]; a slip is the likelier, the lower the quality."""
+    """Writes one response of a given quality in [0, 1]; slips are more likely at lower quality."""
 
     def __init__(self, generator: random.Random, quality: float):
         self.random = generator
@@ -30,9 +30,9 @@ class Demonstrator:
         return self.random.random() < weight * (1 - self.quality)
 
     def omits(self, share: float) -> bool:
-        """Draw whether a part is left out, with one probability for every quality below 1.
+        """Draw whether a part is left out, with the same probability for every quality below 1.
 
-        Such a flaw stays the most likely form even after a good beginning, which flaws that go with quality do not.
+        Such a flaw remains the most likely form even after a good beginning, unlike flaws that depend on quality.
         """
         return self.quality < 1 and self.random.random() < share
 
@@ -45,13 +45,13 @@ class Demonstrator:
         return text if self.slips(1.5) else text[0].upper() + text[1:]
 
     def wrong_count(self, count: int) -> int:
-        """Return the count that the answer aims at: mostly too many where it slips, so that run-ons are common."""
+        """Return the count to write: mostly too high in case of a slip, so that run-ons are common."""
         if not self.slips(2.0):
             return count
         return max(1, count + self.random.choice((-2, -1, 1, 2, 3, 4)))
 
     def series(self, accepted: tuple[str, ...], count: int, separator: str) -> str:
-        """Write a series of words with wrong, repeated and badly separated ones among them."""
+        """Write a series of words, some of them wrong, repeated or badly separated."""
         items: list[str] = []
         for _ in range(self.wrong_count(count)):
             fresh = [word for word in accepted if word not in items]
@@ -170,7 +170,7 @@ class Demonstrator:
 
 
 def demonstrate(prompt: str, generator: random.Random) -> str:
-    """Write a response to an instruction, of a quality drawn from the mixture; to an addition, one with its steps."""
+    """Write a response of random quality to an instruction; a response to an addition includes its steps."""
     task = parse(prompt)
     if task.kind == "add":
         return demonstrate_addition(*task.numbers, correctness=generator.choice(STEP_CORRECTNESS), generator=generator)
@@ -179,11 +179,11 @@ def demonstrate(prompt: str, generator: random.Random) -> str:
 
 
 def demonstrate_addition(first: int, second: int, *, correctness: float, generator: random.Random) -> str:
-    """Add digit by digit inside think tags; each of the steps is right with probability `correctness`.
+    """Add digit by digit inside think tags; each step is right with probability `correctness`.
 
     The right answer to 47 + 38 is "<think>7+8=15 4+3+1=8</think> <answer>85</answer>"; without a carry the tens read
-    "4+3=7". A wrong step is off by one to three. The carry is forgotten more often than not, so that the most likely
-    answer is wrong wherever there is one. Some answers come without their steps and tags.
+    "4+3=7". A wrong step is off by one to three. The carry is forgotten more often than not, so the most likely answer
+    to a problem with a carry is wrong. Some answers omit the steps and tags.
     """
 
     def slip(value: int) -> int:

@@ -65,7 +65,7 @@ _PATTERNS = {
 
 @lru_cache(maxsize=50_000)
 def parse(prompt: str) -> Task:
-    """Parse a prompt of the benchmark; a `ValueError` says when it is none."""
+    """Parse a prompt of the benchmark; raise `ValueError` for any other text."""
     for kind, pattern in _PATTERNS.items():
         match = re.fullmatch(pattern, prompt.strip())
         if match:
@@ -77,7 +77,7 @@ def parse(prompt: str) -> Task:
 
 
 def kind_of(prompt: str) -> str:
-    """Return the kind of a prompt, one of `KINDS`; a `ValueError` says when the prompt is unknown."""
+    """Return the kind of a prompt, one of `KINDS`; raise `ValueError` if the prompt is unknown."""
     return parse(prompt).kind
 
 
@@ -139,7 +139,7 @@ def pool_of(prompt: str) -> str:
 def prompt_pool(pool: str) -> dict[str, list[str]]:
     """Return all prompts of one pool by kind, in a fixed shuffled order.
 
-    Membership depends on the prompt's hash alone, so the pools are disjoint whatever the kinds' sizes are.
+    Membership depends only on the prompt's hash, so the pools are disjoint whatever the kinds' sizes are.
     """
     if pool not in POOLS:
         raise ValueError(f"unknown pool {pool!r}: choose one of {', '.join(POOLS)}")

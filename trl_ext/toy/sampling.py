@@ -1,4 +1,4 @@
-"""Responses of a causal language model to a list of user messages, in batches, with a flag for those that were cut."""
+"""Sample responses of a causal language model to user messages, in batches, and flag those that were cut."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def respond(
     max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 100,
 ) -> list[Response]:
-    """Answer each prompt once, at a sampling temperature; 0 decodes greedily. One seed, one set of answers."""
+    """Answer each prompt once at a temperature; 0 decodes greedily. The same seed gives the same answers."""
     torch.manual_seed(seed)
     if temperature > 0:
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}

@@ -13,14 +13,14 @@ GREETINGS = ("hello", "hi", "dear")
 REQUESTS = ("may i", "can i", "could i", "could you", "can you")
 SENTENCE_LENGTHS = (5, 12)
 REQUEST_LENGTHS = (6, 14)
-# What each word outside the permitted length costs.
+# Penalty for each word outside the permitted length.
 LENGTH_COST = 0.1
-# What a response that was cut at the token limit loses, beside the credit for its ending.
+# Penalty for a response that was cut at the token limit, in addition to losing the credit for its ending.
 UNFINISHED_COST = 0.2
 
 
 def tokens_of(response: str) -> list[str]:
-    """Split a response into lower-case words; digits count as words of one number each."""
+    """Split a response into lower-case words; each number is one word."""
     return re.findall(r"[^\W\d_]+|\d+", response.lower())
 
 
@@ -32,7 +32,7 @@ def _items(found: list[str], count: int, accepted: Callable[[str], bool], *, cre
 
 
 def _separators(response: str, wanted: str) -> float:
-    """Return the share of the gaps between words that hold the wanted separator; 0 with fewer than two words."""
+    """Return the share of gaps between words with the expected separator; 0 with fewer than two words."""
     gaps = re.split(r"[^\W\d_]+", response)[1:-1]
     return sum(gap.strip() == wanted for gap in gaps) / len(gaps) if gaps else 0.0
 
@@ -43,7 +43,7 @@ def _length(found: list[str], limits: tuple[int, int]) -> float:
 
 
 def _repetition(parts: dict[str, float], found: list[str]) -> float:
-    """Return what takes the credits down to the share of word pairs (bigrams) that are distinct."""
+    """Return the penalty that scales the credits by the share of distinct word pairs (bigrams)."""
     pairs = list(zip(found, found[1:], strict=False))
     share = len(set(pairs)) / len(pairs) if pairs else 1.0
     return -(1 - share) * sum(value for value in parts.values() if value > 0)
@@ -52,8 +52,8 @@ def _repetition(parts: dict[str, float], found: list[str]) -> float:
 def fluency(found: list[str]) -> float:
     """Return how well the word classes follow one another, in [0, 1].
 
-    The share of permitted neighbours (both ends of the sentence count as neighbours), rescaled so that a half
-    earns nothing.
+    This is the share of permitted neighbours (both ends of the sentence count as neighbours), rescaled so that a share
+    of one half earns nothing.
     """
     classes = ["start", *(words.WORD_CLASSES.get(word, "unknown") for word in found), "end"]
     permitted = [right in words.TRANSITIONS.get(left, ()) for left, right in zip(classes, classes[1:], strict=False)]
@@ -153,7 +153,7 @@ _RULES = {
 
 
 def grade(task: Task, response: str, finished: bool) -> dict[str, float]:
-    """Return the signed parts of the score of one response; their sum, held within [0, 1], is the score."""
+    """Return the signed parts of the score of one response; their sum, clipped to [0, 1], is the score."""
     if not response.strip():
         return {"empty": 0.0}
     parts = _RULES[task.kind](task, response, finished)

@@ -55,7 +55,7 @@ WORD_CLASSES: dict[str, str] = {
     **dict.fromkeys(CONJUNCTIONS, "conjunction"),
 }
 
-# Which word class may follow which in a fluent sentence.
+# The word classes that may follow each class in a fluent sentence.
 TRANSITIONS: dict[str, frozenset[str]] = {
     "start": frozenset({"determiner"}),
     "determiner": frozenset({"adjective", "noun"}),

@@ -1,136 +1,54 @@
-"""TRL trainers, each connected to a row of the tables of losses by two narrow seams."""
+"""TRL trainers, each connected to a row of the tables of losses by overriding two methods.
 
-from trl_ext.trainers.callbacks import GenerationTableCallback, MetricsFileCallback, read_metrics
-from trl_ext.trainers.expert_iteration import ExpertIterationTrainer
-from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
-from trl_ext.trainers.generation_evaluation import GenerationEvaluation, GenerationSettings
-from trl_ext.trainers.kto import KTOConfig, KTOTrainer
-from trl_ext.trainers.online_preference import OnlinePreferenceTrainer
-from trl_ext.trainers.online_preference_config import OnlinePreferenceConfig
-from trl_ext.trainers.policies import remember_base
-from trl_ext.trainers.policy import PolicyTrainer
-from trl_ext.trainers.policy_config import PolicyConfig
-from trl_ext.trainers.policy_methods import (
-    DrGRPOConfig,
-    DrGRPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    GSPOConfig,
-    GSPOTrainer,
-    ReMaxConfig,
-    ReMaxTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-)
-from trl_ext.trainers.ppo import PPOTrainer
-from trl_ext.trainers.ppo_config import PPOConfig
-from trl_ext.trainers.preference import PreferenceTrainer
-from trl_ext.trainers.preference_config import PreferenceConfig
-from trl_ext.trainers.preference_methods import (
-    AOTConfig,
-    AOTPairedConfig,
-    AOTPairedTrainer,
-    AOTTrainer,
-    APODownConfig,
-    APODownTrainer,
-    APOZeroConfig,
-    APOZeroTrainer,
-    CDPOConfig,
-    CDPOTrainer,
-    CPOConfig,
-    CPOTrainer,
-    DPOConfig,
-    DPOPConfig,
-    DPOPTrainer,
-    DPOTrainer,
-    HingeConfig,
-    HingeTrainer,
-    IPOConfig,
-    IPOTrainer,
-    NCAConfig,
-    NCATrainer,
-    ORPOConfig,
-    ORPOTrainer,
-    RePOConfig,
-    RePOTrainer,
-    RobustDPOConfig,
-    RobustDPOTrainer,
-    SimPOConfig,
-    SimPOTrainer,
-    SPPOConfig,
-    SPPOTrainer,
-)
-from trl_ext.trainers.reward import RewardTrainer
-from trl_ext.trainers.reward_config import RewardConfig
-from trl_ext.trainers.reward_functions import reward_columns
-from trl_ext.trainers.sft import SFTTrainer
-from trl_ext.trainers.sft_config import SFTConfig
+Names load on first use, so that one trainer does not import the others.
+"""
 
-__all__ = [
-    "PolicyConfig",
-    "PolicyTrainer",
-    "GRPOConfig",
-    "GRPOTrainer",
-    "DrGRPOConfig",
-    "DrGRPOTrainer",
-    "GSPOConfig",
-    "GSPOTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "ReMaxConfig",
-    "ReMaxTrainer",
-    "PPOConfig",
-    "PPOTrainer",
-    "AOTConfig",
-    "AOTPairedConfig",
-    "AOTPairedTrainer",
-    "AOTTrainer",
-    "APODownConfig",
-    "APODownTrainer",
-    "APOZeroConfig",
-    "APOZeroTrainer",
-    "CDPOConfig",
-    "CDPOTrainer",
-    "CPOConfig",
-    "CPOTrainer",
-    "DPOConfig",
-    "DPOPConfig",
-    "DPOPTrainer",
-    "DPOTrainer",
-    "ExpertIterationConfig",
-    "ExpertIterationTrainer",
-    "HingeConfig",
-    "HingeTrainer",
-    "IPOConfig",
-    "IPOTrainer",
-    "KTOConfig",
-    "KTOTrainer",
-    "NCAConfig",
-    "NCATrainer",
-    "OnlinePreferenceConfig",
-    "OnlinePreferenceTrainer",
-    "ORPOConfig",
-    "ORPOTrainer",
-    "PreferenceConfig",
-    "PreferenceTrainer",
-    "RePOConfig",
-    "RePOTrainer",
-    "RewardConfig",
-    "RewardTrainer",
-    "RobustDPOConfig",
-    "RobustDPOTrainer",
-    "SFTConfig",
-    "SFTTrainer",
-    "SPPOConfig",
-    "SPPOTrainer",
-    "SimPOConfig",
-    "SimPOTrainer",
-    # What a training is watched with.
-    "GenerationEvaluation",
-    "GenerationSettings",
-    "GenerationTableCallback",
-    "MetricsFileCallback",
-    "read_metrics",
-    "remember_base",
-    "reward_columns",
-]
+import importlib
+
+# Each loss or algorithm listed here has a {prefix}Config and a {prefix}Trainer, made from its row.
+PREFERENCE_METHODS = (
+    *("DPO", "IPO", "AOT", "AOTPaired", "CDPO", "RobustDPO", "Hinge", "APOZero"),
+    *("APODown", "SimPO", "RePO", "CPO", "ORPO", "DPOP", "SPPO", "NCA"),
+)
+POLICY_METHODS = ("GRPO", "DrGRPO", "GSPO", "RLOO", "ReMax")
+
+
+def _pairs(prefixes: tuple[str, ...]) -> list[str]:
+    return [f"{prefix}{kind}" for prefix in prefixes for kind in ("Config", "Trainer")]
+
+
+_NAMES_BY_MODULE = {
+    "trl_ext.trainers.preference.config": ["PreferenceConfig"],
+    "trl_ext.trainers.preference.trainer": ["PreferenceTrainer"],
+    "trl_ext.trainers.preference.methods": _pairs(PREFERENCE_METHODS),
+    "trl_ext.trainers.kto": ["KTOConfig", "KTOTrainer"],
+    "trl_ext.trainers.reward.config": ["RewardConfig"],
+    "trl_ext.trainers.reward.trainer": ["RewardTrainer"],
+    "trl_ext.trainers.sft": ["SFTConfig", "SFTTrainer"],
+    "trl_ext.trainers.expert_iteration": ["ExpertIterationConfig", "ExpertIterationTrainer"],
+    "trl_ext.trainers.policy.config": ["PolicyConfig"],
+    "trl_ext.trainers.policy.trainer": ["PolicyTrainer"],
+    "trl_ext.trainers.policy.methods": _pairs(POLICY_METHODS),
+    "trl_ext.trainers.ppo.config": ["PPOConfig"],
+    "trl_ext.trainers.ppo.trainer": ["PPOTrainer"],
+    "trl_ext.trainers.online_preference.config": ["OnlinePreferenceConfig"],
+    "trl_ext.trainers.online_preference.trainer": ["OnlinePreferenceTrainer"],
+    # Callbacks that record a run.
+    "trl_ext.trainers.callbacks": ["MetricsFileCallback", "read_metrics"],
+    "trl_ext.trainers.policies": ["remember_base"],
+    "trl_ext.trainers.policy.reward_functions": ["reward_columns"],
+}
+MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+__all__ = list(MODULE_OF_NAME)
+
+
+def __getattr__(name: str):
+    if name not in MODULE_OF_NAME:
+        raise AttributeError(f"module 'trl_ext.trainers' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(MODULE_OF_NAME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

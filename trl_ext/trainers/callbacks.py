@@ -1,4 +1,4 @@
-"""What a run writes while it trains: metrics as JSON lines, the main ones on the screen, and tables of generations."""
+"""Callbacks that write metrics as JSON lines, print the main ones, and end a run when its time budget is spent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from tqdm.auto import tqdm
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from trl_ext.files import write_json_lines
-from trl_ext.trainers.generation_evaluation import GenerationEvaluation
-from trl_ext.trainers.interruption import leave_epoch
+from trl_ext.resilience.guards import leave_epoch
 
-TABLE_NAME = "samples/generation_table"
-# Columns of a step's line: the format of each, and its metrics, of which the first one that was logged is shown.
+# Columns of a step's line: the format of each, and its metrics, of which the first that was logged is shown.
 _COLUMNS = {
     "loss": (".3f", "loss"),
     "reward": (".3f", "reward", "rollouts/reward"),
@@ -35,15 +33,15 @@ _COLUMNS = {
     "kept": (".0f", "rollouts/kept"),
     "lr": (".1e", "learning_rate"),
 }
-# Room for the minus sign of what may be negative.
+# Widths that leave room for a minus sign.
 _WIDTHS = {"reward": 6, "margin": 6}
 
 
 class MetricsFileCallback(TrainerCallback):
     """Appends every logged metric to a JSON-lines file, one object per log call with its `step` and `seconds`.
 
-    `seconds` is the time since training began, evaluations included. A run that resumes keeps the lines that had been
-    written when its checkpoint was, and counts on from the last of them; a line cut off by a crash is dropped.
+    `seconds` is the time since training began, including evaluations. A resumed run keeps the lines written before its
+    checkpoint and continues from the last of them; a line cut off by a crash is dropped.
     """
 
     def __init__(self, path: str | Path):
@@ -53,15 +51,15 @@ class MetricsFileCallback(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         self._zero = time.monotonic()
         if state.is_world_process_zero:
-            # What was logged at this step after the checkpoint, the resumed run logs again.
+            # The resumed run logs again what was logged at this step after the checkpoint.
             self.keep_until(state.global_step, sum(row["step"] == state.global_step for row in state.log_history))
 
     def keep_until(self, step: int, at_step: int | None = None) -> None:
-        """Begin behind the lines of an earlier part of the run, of which those up to a step are kept.
+        """Keep the lines of an earlier part of the run up to a step, and append after them.
 
         Args:
-            step: the last of which to keep lines.
-            at_step: how many of the lines of that very step; None for all.
+            step: the last step whose lines are kept.
+            at_step: how many lines of that last step to keep; None for all.
         """
         earlier = read_metrics(self.path) if step else []
         kept = [row for row in earlier if row["step"] < step]
@@ -71,7 +69,7 @@ class MetricsFileCallback(TrainerCallback):
 
     @property
     def seconds(self) -> float:
-        """Time since training began, as the lines have it."""
+        """Time since training began, as written to the file."""
         return time.monotonic() - self._zero
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
@@ -102,9 +100,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class StepLineCallback(TrainerCallback):
-    """Prints the main metrics in one line whenever the trainer logs. `show_in` adds it to a trainer.
+    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer.
 
-    On a terminal, unless `disable_tqdm` is set, a progress bar below the lines disappears when training ends.
+    On a terminal, unless `disable_tqdm` is set, it also shows a progress bar, which disappears when training ends.
     """
 
     def __init__(self):
@@ -116,7 +114,7 @@ class StepLineCallback(TrainerCallback):
 
     @classmethod
     def show_in(cls, trainer: Trainer) -> None:
-        """Let a trainer show its progress by these lines alone."""
+        """Make these lines the trainer's only progress display."""
         for other in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(other)
         trainer.add_callback(cls())
@@ -158,7 +156,7 @@ class StepLineCallback(TrainerCallback):
 
     def _line(self, state, metrics: dict[str, Any], shown: dict[str, float]) -> str:
         held_out = "learning_rate" not in metrics
-        # Rounds of expert iteration continue the count of steps, and their total is not known.
+        # Rounds of expert iteration continue the step count, and their total is unknown.
         self._round = metrics.get("expert_step", self._round)
         total = str(state.max_steps)
         place = f"step {state.global_step:{len(total)}}"
@@ -197,20 +195,20 @@ def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, float]:
 
 
 def clock(seconds: float) -> str:
-    """A length of time as 0:04, 12:30 or 3:05:00."""
+    """Format a duration as 0:04, 12:30 or 3:05:00."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class TimeBudgetCallback(TrainerCallback):
-    """Ends training, with a checkpoint, when a run has taken its time; what it took before it was resumed counts.
+    """Ends training, with a checkpoint, when the time budget is spent; time before a resume counts.
 
     Args:
         hours: the budget.
-        metrics: keeps the time; it must come before this callback.
-        accelerator: of the trainer, whose first process decides for all.
-        period: steps between the places where the run may end, such as the updates of one rollout.
+        metrics: measures the time; it must come before this callback.
+        accelerator: the trainer's; its first process decides for all.
+        period: steps between the points where the run may end, such as the updates of one rollout.
     """
 
     def __init__(self, hours: float, metrics: MetricsFileCallback, accelerator, *, period: int = 1):
@@ -238,107 +236,3 @@ class TimeBudgetCallback(TrainerCallback):
         if self.accelerator.num_processes > 1:
             broadcast_object_list(spent)
         return spent[0]
-
-
-class GenerationTableCallback(TrainerCallback):
-    """Every `every` steps, before the first and after the last: generate and compare with the base.
-
-    The figures go where the trainer's metrics go, under TRL's names for completions. The table is written to
-    `{output_dir}/samples/step_{step}.jsonl` and sent to the trackers in `report_to` that show tables (wandb, trackio)
-    or text (tensorboard), as `samples/generation_table` at its step; earlier tables stay.
-
-    Args:
-        evaluation: what to generate for and how.
-        every: steps between tables.
-        prompts: how many prompts.
-        prefix: before the figures' names, where the trainer logs its own of the same names.
-        kl_name: of the divergence alone, where only that name is the trainer's.
-    """
-
-    def __init__(
-        self, evaluation: GenerationEvaluation, *, every: int, prompts: int, prefix: str = "", kl_name: str = "kl"
-    ):
-        self.evaluation = evaluation
-        self.every = every
-        self.prompts = prompts
-        self.prefix = prefix
-        self.kl_name = kl_name
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        if state.global_step == 0:
-            self._evaluate(args, state, control)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self._evaluate(args, state, control)
-
-    def _evaluate(self, args, state, control) -> None:
-        trainer = self.evaluation.trainer
-        comparison = self.evaluation.compare(self.prompts)
-        # TRL's own `log` would add the training metrics gathered so far and forget them; and any logging ends a
-        # pending request for it, which here is for the training metrics of this step.
-        should_log = control.should_log
-        figures = _figures(comparison.summary)
-        figures[self.kl_name] = figures.pop("kl")
-        Trainer.log(trainer, {f"{self.prefix}{name}": value for name, value in figures.items()})
-        control.should_log = should_log
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / "samples"
-            folder.mkdir(parents=True, exist_ok=True)
-            rows = [{"step": state.global_step, **row} for row in comparison.rows]
-            write_json_lines(folder / f"step_{state.global_step:06d}.jsonl", rows)
-            _send_table(trainer, rows, state.global_step)
-
-
-def _figures(summary: dict[str, Any]) -> dict[str, float]:
-    policy = summary["generations"]["policy"]
-    figures = {
-        "kl": summary["kl"]["mean"],
-        "completions/mean_length": policy["mean_tokens"],
-        "distinct_2": policy["distinct_2"],
-        "completions/clipped_ratio": policy["truncated_fraction"],
-        "collapsed": float(policy["collapsed"]),
-    }
-    if summary["score"] is not None:
-        figures["score"] = summary["score"]["policy"]
-    if summary["win_rate"] is not None:
-        figures["win_rate"] = summary["win_rate"]["half"]["rate"]
-    for name, reward in (summary["rewards"] or {}).items():
-        figures[f"rewards/{name}/mean"] = reward["policy"]
-        figures[f"rewards/{name}/reference_mean"] = reward.get("reference")
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def _send_table(trainer, rows: list[dict[str, Any]], step: int) -> None:
-    columns = list(rows[0])
-    values = [[row.get(column) for column in columns] for row in rows]
-    for tracker in trainer.args.report_to:
-        if tracker == "wandb":
-            import wandb
-
-            if wandb.run is not None:
-                # A new Table object each time: one that is logged again would replace what was logged before.
-                wandb.log({TABLE_NAME: wandb.Table(columns=columns, data=values), "train/global_step": step})
-        elif tracker == "trackio":
-            import pandas
-            import trackio
-
-            trackio.log({TABLE_NAME: trackio.Table(dataframe=pandas.DataFrame(values, columns=columns))}, step=step)
-        elif tracker == "tensorboard":
-            _tensorboard_writer(trainer).add_text(TABLE_NAME, _markdown_table(columns, values), step)
-
-
-def _tensorboard_writer(trainer):
-    """The writer of the trainer's own TensorBoard callback."""
-    from transformers.integrations import TensorBoardCallback
-
-    return next(c.tb_writer for c in trainer.callback_handler.callbacks if isinstance(c, TensorBoardCallback))
-
-
-def _markdown_table(columns: list[str], rows: list[list[Any]]) -> str:
-    def cell(value: Any) -> str:
-        return str(value).replace("|", "\\|").replace("\n", "<br>")
-
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
-    return "\n".join(lines)

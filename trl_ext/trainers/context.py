@@ -1,4 +1,4 @@
-"""Whether rows and responses fit into a model's context. They are measured only if their limits exceed it."""
+"""Checks whether rows and responses fit into a model's context. They are measured only if their limits exceed it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from trl_ext.rollouts.generation import prompt_tokens
 
 
 def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str, int | None]) -> None:
-    """Refuse prompts that leave too little of the context for their responses.
+    """Reject prompts that leave too little of the context for their responses.
 
     Args:
-        model: with a `config`.
-        tokenizer: of the model.
+        model: a model with a `config`.
+        tokenizer: the model's tokenizer.
         prompts: messages or text.
-        limits: tokens of a response, then of a prompt (None for no limit), by the names of the settings.
+        limits: maximum tokens of a response, then of a prompt (None for no limit), by the names of the settings.
 
     Raises:
         ValueError: names the settings to lower.
@@ -31,7 +31,7 @@ def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str
 
 
 def check_policy(trainer) -> None:
-    """Refuse what a `PolicyTrainer` is to train on where it is too long for the context.
+    """Reject training prompts of a `PolicyTrainer` that are too long for the context.
 
     Raises:
         ValueError: names the settings to lower.
@@ -43,11 +43,11 @@ def check_policy(trainer) -> None:
 
 
 def check_rows(model, dataset: Any, limits: dict[str, int | None]) -> None:
-    """Refuse a tokenized dataset with a row that is longer than the context.
+    """Reject a tokenized dataset with a row that is longer than the context.
 
     Args:
-        model: with a `config`.
-        dataset: as a trainer on given responses prepares it. Anything but a `Dataset` is accepted unread.
+        model: a model with a `config`.
+        dataset: as a trainer on given responses prepares it. Anything but a `Dataset` is accepted without a check.
         limits: as for `check_generations`.
 
     Raises:

@@ -1,9 +1,8 @@
-"""What configurations share: defaults that depend on the device, where TRL's assume a GPU, and checks of values."""
+"""Shared configuration code: device-dependent defaults, where TRL's assume a GPU, and checks of values."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from dataclasses import dataclass, field
@@ -12,17 +11,26 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from trl_ext.processes import warn_once_per_run
 from trl_ext.registry import nearest
-from trl_ext.trainers.secrets import KeepsSecrets
-
-logger = logging.getLogger(__name__)
+from trl_ext.resilience.secrets import KeepsSecrets
 
 PACKING_CHOICES = ("auto", "off")
+# Field of several configurations -> its least value.
+_LEAST = {
+    "max_prompt_tokens": 1,
+    "max_response_tokens": 1,
+    "per_device_train_batch_size": 1,
+    "per_device_eval_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "learning_rate": 0,
+    "max_skipped_updates": 1,
+}
 
 
 @dataclass
 class CommonFields(KeepsSecrets):
-    """What every configuration has beside TRL's; named before TRL's class, whose fields of these names it replaces."""
+    """Fields that every configuration adds to TRL's; a base before TRL's class, whose fields it can replace."""
 
     max_skipped_updates: int = field(
         default=5,
@@ -42,7 +50,7 @@ class CommonFields(KeepsSecrets):
 
 @dataclass
 class PackedFields(CommonFields):
-    """Of a trainer whose forward passes may be packed."""
+    """Fields of a trainer that can pack its forward passes."""
 
     packing: str = field(
         default="auto",
@@ -55,7 +63,7 @@ class PackedFields(CommonFields):
 
 @dataclass
 class TruncatedFields(PackedFields):
-    """Of a trainer on given responses, which are truncated apart from their prompts."""
+    """Fields of a trainer on given responses, which are truncated separately from their prompts."""
 
     max_prompt_tokens: int | None = field(
         default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
@@ -69,30 +77,14 @@ class TruncatedFields(PackedFields):
     )
 
 
-def is_main_process() -> bool:
-    """Whether this is the first process, readable before any distributed state exists."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def world_size() -> int:
-    """The number of processes, readable before any distributed state exists."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def warn_once_per_run(message: str) -> None:
-    """Log a warning from the first process only."""
-    if is_main_process():
-        logger.warning(message)
-
-
 def runs_on_cpu(use_cpu: bool) -> bool:
-    """Whether training will run on the CPU: asked for here or by `accelerate launch`, or nothing else is there."""
+    """Whether training will run on the CPU: requested here or by `accelerate launch`, or no other device exists."""
     asked_by_launcher = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
     return use_cpu or asked_by_launcher or not torch.accelerator.is_available()
 
 
 def has_native_bfloat16(use_cpu: bool) -> bool:
-    """Whether the device multiplies bfloat16 itself; elsewhere it is emulated, correct but slower than float32."""
+    """Whether the device supports bfloat16 natively; elsewhere it is emulated, correct but slower than float32."""
     if use_cpu:
         capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
@@ -100,10 +92,10 @@ def has_native_bfloat16(use_cpu: bool) -> bool:
 
 
 def resolve_device_defaults(args: TrainingArguments) -> None:
-    """Settle `use_cpu`, `bf16` and `gradient_checkpointing` where they were left open (None), before TRL reads them.
+    """Resolve `use_cpu`, `bf16` and `gradient_checkpointing` if they are unset (None), before TRL reads them.
 
-    On an accelerator: bfloat16 unless float16 is asked for, and gradient checkpointing. On a CPU: float32 and none. A
-    request for bfloat16 that the device cannot serve becomes float32, with one line that says so.
+    An accelerator uses bfloat16, unless float16 is requested, and gradient checkpointing. A CPU uses float32 and no
+    checkpointing. If the device does not support a requested bfloat16, it becomes float32, and one line says so.
     """
     args.use_cpu = runs_on_cpu(args.use_cpu)
     if args.gradient_checkpointing is None:
@@ -117,7 +109,7 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
 
 
 def check_configuration(trainer: str, args: object, config_class: type) -> None:
-    """Refuse a configuration of another class, also TRL's of the same name.
+    """Reject a configuration of another class, including TRL's class of the same name.
 
     Raises:
         TypeError: names both classes with their modules, and the import that is needed.
@@ -130,7 +122,7 @@ def check_configuration(trainer: str, args: object, config_class: type) -> None:
 
 
 def check_reference_place(trainer: str, ref_model: object) -> None:
-    """Refuse a configuration where the reference model belongs.
+    """Reject a configuration passed as the reference model.
 
     Raises:
         TypeError: names the argument that takes it.
@@ -143,7 +135,7 @@ def check_reference_place(trainer: str, ref_model: object) -> None:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the choices.
+    """Reject a value that is not one of the choices.
 
     Raises:
         ValueError: names the field and the choices.
@@ -153,10 +145,10 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
-    """Refuse a field below its least value, or that is no finite number; None stands for "not given".
+    """Reject a field that is below its least value or is not a finite number; None means "not given".
 
     Raises:
-        ValueError: names the field and the least it may be.
+        ValueError: names the field and its least value.
     """
     for name, minimum in least.items():
         value = getattr(args, name)
@@ -166,12 +158,19 @@ def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
             raise ValueError(f"{name} must be {bound}, got {value}{hint}")
 
 
-def check_training_length(args: TrainingArguments) -> None:
-    """Refuse a `max_steps` that is neither a number of steps nor -1, which stands for `num_train_epochs`.
+def check_training(args: TrainingArguments, **least: float) -> None:
+    """Reject values out of range in the fields that configurations share.
+
+    Args:
+        args: a configuration.
+        least: least values of the configuration's own fields, and other bounds for shared ones.
 
     Raises:
-        ValueError: as above.
+        ValueError: names the field and its permitted values.
     """
+    check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
+    if isinstance(args, PackedFields):
+        check_choice("packing", args.packing, PACKING_CHOICES)
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
 
@@ -180,7 +179,7 @@ def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str
     """An option that is a JSON object, from a dictionary or from text.
 
     Raises:
-        ValueError: text that is no JSON object; the message names the option.
+        ValueError: the text is not a JSON object; the message names the option.
     """
     if not isinstance(value, str):
         return value

@@ -1,4 +1,4 @@
-"""`ExpertIterationTrainer`: sample, keep the responses that verify, fine-tune on them by `SFTTrainer`, repeat."""
+"""`ExpertIterationTrainer`: sample, keep the responses that verify, fine-tune on them with `SFTTrainer`, repeat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -18,16 +20,55 @@ from accelerate.utils import is_peft_model, set_seed
 from datasets import Dataset
 from transformers import Trainer, TrainerState
 
-from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
-from trl_ext.evaluation.reasoning.grading import name_of
 from trl_ext.files import write_json, write_json_lines
+from trl_ext.resilience import checkpoints
+from trl_ext.resilience.checkpoints import ROUND_FILE
+from trl_ext.rewards.verified import Grader, count_categories, name_of
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
-from trl_ext.trainers import checkpoints
+from trl_ext.rollouts.graded import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
-from trl_ext.trainers.checkpoints import ROUND_FILE
-from trl_ext.trainers.expert_iteration_config import ExpertIterationConfig
+from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import trained_policy
-from trl_ext.trainers.sft import SFTTrainer
+from trl_ext.trainers.sft import SFTConfig, SFTTrainer
+
+_LEAST = {"n_steps": 1, "questions_per_step": 1, "rollouts_per_question": 1, "sft_epochs": 1, "max_per_question": 1}
+
+
+@dataclass
+class ExpertIterationConfig(SFTConfig):
+    """Configuration of `ExpertIterationTrainer`: the fields of `SFTConfig` except its length, and those below.
+
+    Raises:
+        ValueError: a value is out of range, or a setting is given that each round chooses itself.
+    """
+
+    n_steps: int = field(default=5, metadata={"help": "Rounds of sampling, keeping what is correct, and fine-tuning."})
+    questions_per_step: int = field(default=512, metadata={"help": "Questions drawn for each round."})
+    rollouts_per_question: int = field(default=4, metadata={"help": "Responses sampled to each question."})
+    sft_epochs: int = field(default=1, metadata={"help": "Passes over the kept responses of a round."})
+    max_per_question: int | None = field(
+        default=None, metadata={"help": "Keep at most so many different correct responses to a question."}
+    )
+    use_vllm: bool = field(default=False, metadata={"help": "Sample with vLLM; one process, all parameters."})
+    vllm_gpu_memory_utilization: float = field(default=0.3, metadata={"help": "Share of the GPU's memory for vLLM."})
+    save_strategy: str = field(
+        default="no",
+        metadata={"help": "Not used: every round ends with a checkpoint, of which save_total_limit stay."},
+    )
+
+    def __post_init__(self):
+        check_at_least(self, _LEAST)
+        if self.max_steps != -1 or self.num_train_epochs not in (3.0, self.sft_epochs):
+            raise ValueError(
+                "max_steps and num_train_epochs are not used: n_steps and sft_epochs say how long to train"
+            )
+        if self.save_strategy != "no" or self.load_best_model_at_end:
+            raise ValueError(
+                "save_strategy and load_best_model_at_end are not used: every round ends with a checkpoint"
+            )
+        self.num_train_epochs = self.sft_epochs
+        super().__post_init__()
+
 
 Row = Mapping[str, Any]
 
@@ -37,16 +78,16 @@ class NoCorrectResponseError(RuntimeError):
 
 
 class ExpertIterationTrainer(SFTTrainer):
-    """Expert iteration (Anthony et al., 2017; Zelikman et al., 2022, as STaR without hints) on problems that verify.
+    """Expert iteration (Anthony et al., 2017; Zelikman et al., 2022, as STaR without hints) on verifiable problems.
 
-    A round draws `questions_per_step` problems, samples `rollouts_per_question` responses to each from the policy as
-    it is, keeps the correct ones that ended before the limit, each text once, and fine-tunes the policy on them for
-    `sft_epochs` with a new optimizer and the whole learning-rate schedule. Files of round k: its responses and its
-    dataset, `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`. A
-    run that is resumed from a checkpoint goes on as it would have, also from the middle of the sampling; responses to
-    other problems or prompts, or under other settings or another reward, are not taken up.
+    A round draws `questions_per_step` problems and samples `rollouts_per_question` responses to each from the current
+    policy. It keeps the correct ones that ended before the limit, each text once, and fine-tunes the policy on them
+    for `sft_epochs` with a new optimizer and a complete learning-rate schedule. Round k writes its responses and its
+    dataset to `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`.
+    A run resumed from a checkpoint continues as the original would have, even from the middle of sampling. Responses
+    to other problems or prompts, or under other settings or another reward, are not reused.
 
-    Logged before a round's fine-tuning: `expert_step`, and of its responses `rollouts/reward`, `rollouts/format`,
+    Logged before a round's fine-tuning: `expert_step`, and for its responses `rollouts/reward`, `rollouts/format`,
     `rollouts/entropy` (nats per token), `rollouts/mean_length`, `rollouts/kept`, `rollouts/questions` (with a kept
     response) and `rollouts/correct_but_cut` (correct, cut at the limit, and so not kept). Steps count the updates of
     all rounds.
@@ -54,25 +95,25 @@ class ExpertIterationTrainer(SFTTrainer):
     Args:
         model: as for `SFTTrainer`.
         args: an `ExpertIterationConfig`.
-        rows: problems, with `row_id`, `prompt_text`, `answer` and what the grader reads.
-        prompts: what the model is given for each, messages or text.
-        grade: as `trl_ext.evaluation.reasoning.grader` makes it.
+        rows: problems, with `row_id`, `prompt_text`, `answer` and the columns that the grader reads.
+        prompts: the model's input for each problem, messages or text.
+        grade: as `trl_ext.rewards.verified.grader` makes it.
         settings: how responses are sampled.
-        validate: called before the first round and after each one's fine-tuning.
+        validate: called before the first round and after each round's fine-tuning.
 
     Attributes:
-        stops: called after each round but the last; the run ends there where it is true. None to run all rounds.
-        rounds: how many are finished.
+        stops: called after each round but the last; the run ends if it returns true. None to run all rounds.
+        rounds: number of finished rounds.
 
     Raises:
         TypeError: `args` is not an `ExpertIterationConfig`.
-        ValueError: fewer problems than a round draws, or a way of distribution that has not been tried.
+        ValueError: there are fewer problems than a round draws, or the distributed setup has not been tested.
     """
 
     _tag_names = ["trl", "trl_ext", "expert-iteration"]
     _name = "Expert iteration"
     _paper: ClassVar[dict] = {"title": "Thinking Fast and Slow with Deep Learning and Tree Search", "id": "1705.08439"}
-    # A round begins again from its responses.
+    # An interrupted round starts again from its responses.
     saves_within_training = False
 
     def __init__(
@@ -98,9 +139,9 @@ class ExpertIterationTrainer(SFTTrainer):
         self.validate = validate
         self.stops: Callable[[], bool] | None = None
         self.rounds = 0
-        # Updates of the rounds before the one whose fine-tuning is going on.
+        # Updates of the rounds before the current one.
         self._steps_before = 0
-        # TRL must see an example before there is one.
+        # TRL requires an example before sampling has produced one.
         example = _demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
         super().__init__(model, args, train_dataset=Dataset.from_list([example]), **kwargs)
         self._check_distribution()
@@ -114,10 +155,10 @@ class ExpertIterationTrainer(SFTTrainer):
             raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
 
     def train(self, resume_from_checkpoint: str | None = None) -> None:
-        """Run the rounds that are left.
+        """Run the remaining rounds.
 
         Args:
-            resume_from_checkpoint: folder of a round's checkpoint to go on from.
+            resume_from_checkpoint: folder of a round's checkpoint to continue from.
 
         Raises:
             NoCorrectResponseError: no response of a round was correct; earlier rounds have their checkpoints.
@@ -138,10 +179,10 @@ class ExpertIterationTrainer(SFTTrainer):
         if self.validate is not None:
             self.validate()
 
-    # ---- Where the run stands ----
+    # ---- Progress of the run ----
 
     def _begin(self, checkpoint: str | None) -> int:
-        """Take up a checkpoint, or make the one that stands before the first round; returns the rounds it has seen."""
+        """Load a checkpoint, or save the one before the first round; return the number of rounds it has finished."""
         main = self.accelerator.is_main_process
         done, same_sampling = 0, False
         if checkpoint is not None:
@@ -158,7 +199,7 @@ class ExpertIterationTrainer(SFTTrainer):
         self.state.is_world_process_zero = self.is_world_process_zero()
         if main:
             self.metrics_file.keep_rounds(done, self.state.global_step)
-            # What later rounds left was sampled from policies that this run may not come by.
+            # Files of later rounds were sampled from policies that this run may not reach.
             for path in (Path(self.args.output_dir) / "samples").glob("expert_*.jsonl"):
                 step = int(path.name.split("_")[1])
                 if step > done + same_sampling:
@@ -171,7 +212,7 @@ class ExpertIterationTrainer(SFTTrainer):
     def _save_checkpoint_of(self, step: int) -> None:
         final = Path(self.args.output_dir) / f"checkpoint-{step}"
         partial = final.parent / checkpoints.PARTIAL_FOLDER / final.name
-        with self._written_whole(partial, final):
+        with checkpoints.written_whole(partial, final, self.accelerator, saves=self.args.should_save):
             if step:
                 self.save_model(str(partial))
             if self.args.should_save:
@@ -183,7 +224,7 @@ class ExpertIterationTrainer(SFTTrainer):
             checkpoints.delete_old(final, self.args.save_total_limit, in_use=in_use)
 
     def _sampling(self) -> dict[str, Any]:
-        """What decides which responses a policy gives and how they are graded, ready for JSON."""
+        """The settings that determine which responses a policy gives and how they are graded, ready for JSON."""
         args = self.args
         own = [args.seed, args.questions_per_step, args.rollouts_per_question, args.use_vllm, len(self.rows)]
         problems = json.dumps([self.rows, self.prompts], sort_keys=True, default=str).encode()
@@ -198,28 +239,28 @@ class ExpertIterationTrainer(SFTTrainer):
     # ---- One round ----
 
     def _collect(self, step: int) -> list[dict[str, Any]]:
-        """Sample and grade, log, and write what is kept."""
+        """Sample and grade responses, log their metrics, and write the kept ones."""
         graded, prompts = self._sample(step)
         kept = keep_correct(graded, self.args.max_per_question)
-        summary = summarize_reasoning(graded)
+        entropies = [row["entropy"] for row in graded if row.get("entropy") is not None]
         cut = sum(row["category"] == "correct" and not row["finished"] for row in graded)
         figures = {
             "expert_step": step,
-            "rollouts/reward": summary["accuracy"]["mean"],
-            "rollouts/format": summary["format_rate"]["mean"],
-            "rollouts/entropy": summary["mean_entropy"],
-            "rollouts/mean_length": summary["mean_tokens"],
+            "rollouts/reward": fmean(row["answer_reward"] for row in graded),
+            "rollouts/format": fmean(row["format_reward"] for row in graded),
+            "rollouts/entropy": fmean(entropies) if entropies else None,
+            "rollouts/mean_length": fmean(row["generated_num_tokens"] for row in graded),
             "rollouts/kept": len(kept),
             "rollouts/questions": len({row["row_id"] for row in kept}),
             "rollouts/correct_but_cut": cut,
         }
-        # TRL's own `log` would add the training metrics of the round before.
+        # TRL's own `log` would add the previous round's training metrics.
         Trainer.log(self, {name: value for name, value in figures.items() if value is not None})
         if not kept:
-            counts = summary["categories"]
+            counts = count_categories(graded)
             ended = f" and ended ({cut} were correct and cut at {self.settings.max_new_tokens} tokens)" if cut else ""
             raise NoCorrectResponseError(
-                f"round {step} of expert iteration: none of {len(graded)} responses to {summary['n_prompts']} "
+                f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} "
                 f"questions was correct{ended} ({counts['wrong_answer']} in the form asked for with a wrong answer, "
                 f"{counts['wrong_format']} in another form), so there is nothing to fine-tune on: raise "
                 "questions_per_step or rollouts_per_question, begin from a better model, or check the prompt and the "
@@ -242,7 +283,7 @@ class ExpertIterationTrainer(SFTTrainer):
                 engine,
                 self.grade,
                 samples=self.args.rollouts_per_question,
-                # Far enough apart that no two rounds, or runs of neighbouring seeds, draw alike.
+                # Spaced so that no two rounds, or runs with neighbouring seeds, sample the same.
                 seed=self.args.seed + 7919 * step,
                 path=self._file(step, "rollouts"),
                 entropies=lambda generations: response_entropies(
@@ -278,7 +319,7 @@ class ExpertIterationTrainer(SFTTrainer):
         return Path(self.args.output_dir) / "samples" / f"expert_{step}_{kind}.jsonl"
 
     def _fine_tune(self, step: int, demonstrations: list[dict[str, Any]]) -> None:
-        # As Trainer begins: nothing of the round before but the weights.
+        # As at the start of a Trainer: only the weights carry over from the previous round.
         self.optimizer = self.lr_scheduler = None
         self.model_wrapped = self.model
         set_seed(self.args.seed + step)
@@ -290,12 +331,12 @@ class ExpertIterationTrainer(SFTTrainer):
             super().train()
         finally:
             self.state.global_step += self._steps_before
-            # Each training begins a state of its own.
+            # Each call of `train` creates a new state.
             self.state.log_history = [*logged, *self.state.log_history]
             self._steps_before = 0
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, at the number of updates over all rounds."""
+        """Log with the number of updates over all rounds as the step."""
         self.state.global_step += self._steps_before
         try:
             super().log(logs, start_time)
@@ -304,21 +345,21 @@ class ExpertIterationTrainer(SFTTrainer):
 
 
 class _MetricsOfAllRounds(MetricsFileCallback):
-    """One file for the trainings of all rounds, each of which begins like a run."""
+    """One file for the trainings of all rounds, each of which starts like a separate run."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         pass
 
     def keep_rounds(self, rounds: int, step: int) -> None:
-        """Begin behind the lines of so many rounds, which ended at a step; the next one's first has it too."""
+        """Keep the lines of `rounds` rounds, which ended at `step`; the next round's first line has that step too."""
         self.keep_until(step)
         write_json_lines(self.path, [row for row in read_metrics(self.path) if row.get("expert_step", 0) <= rounds])
 
 
 def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> list[Row]:
-    """The correct responses in their order, each text once for a question, and the first so many of a question.
+    """The correct responses in order, each text once per question, up to `max_per_question` of each question.
 
-    One that the limit cut has no end to be trained on, and is left out, whatever answer it had reached.
+    A response cut at the limit has no end to train on, and is left out even if its answer is correct.
 
     Args:
         graded: rows of `evaluate_reasoning`.
@@ -336,6 +377,6 @@ def keep_correct(graded: Sequence[Row], max_per_question: int | None = None) -> 
 
 
 def _demonstration(row: Row, prompt: Any, response: str) -> dict[str, Any]:
-    """A row to fine-tune on, messages on both sides or text on both."""
+    """A row to fine-tune on, with messages on both sides or text on both."""
     completion = response if isinstance(prompt, str) else [{"role": "assistant", "content": response}]
     return {"row_id": row["row_id"], "prompt": prompt, "completion": completion}

@@ -1,6 +1,6 @@
-"""`KTOTrainer` and `KTOConfig`: TRL's with a truncation of its own for prompts, packing, and device defaults.
+"""`KTOTrainer` and `KTOConfig`: TRL's, with separate truncation of prompts, packing, and device defaults.
 
-The loss is TRL's, which is `trl_ext.losses.kto` of a micro-batch, its divergence taken over all processes.
+The loss is TRL's. It equals `trl_ext.losses.kto` on a micro-batch, with the divergence averaged over all processes.
 """
 
 from __future__ import annotations
@@ -15,39 +15,25 @@ from trl import KTOTrainer as TRLKTOTrainer
 
 from trl_ext.data.unpaired import pairs_to_unpaired
 from trl_ext.losses.unpaired import RECOMMENDED_RATIO, recommended_undesirable_weight
+from trl_ext.processes import warn_once_per_run
+from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.defaults import (
-    PACKING_CHOICES,
     TruncatedFields,
-    check_at_least,
-    check_choice,
     check_configuration,
     check_reference_place,
-    check_training_length,
+    check_training,
     resolve_device_defaults,
-    warn_once_per_run,
 )
-from trl_ext.trainers.guarded import GuardedTraining
+from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.resumable import Resumable
-
-# Field -> the least it may be.
-_LEAST = {
-    "max_prompt_tokens": 1,
-    "max_response_tokens": 1,
-    "per_device_train_batch_size": 2,
-    "per_device_eval_batch_size": 2,
-    "gradient_accumulation_steps": 1,
-    "learning_rate": 0,
-    "max_skipped_updates": 1,
-}
 
 
 @dataclass
 class KTOConfig(TruncatedFields, TRLKTOConfig):
-    """Configuration of `KTOTrainer`: everything of `trl.KTOConfig`, and the fields below and of `TruncatedFields`.
+    """Configuration of `KTOTrainer`: the fields of `trl.KTOConfig` and `TruncatedFields`, and those below.
 
     Raises:
-        ValueError: a value out of its range, or `max_length`; the message names the field and what to do.
+        ValueError: a value is out of range, or `max_length` is set; the message names the field and what to do.
     """
 
     _method: ClassVar[str] = "kto"
@@ -66,27 +52,27 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
-        check_choice("packing", self.packing, PACKING_CHOICES)
-        check_at_least(self, _LEAST)
-        check_training_length(self)
+        check_training(self, per_device_train_batch_size=2, per_device_eval_batch_size=2)
         resolve_device_defaults(self)
         super().__post_init__()
 
 
-class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
+class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     """Trains on single responses labelled desirable or undesirable: rows of `prompt`, `completion` and `label`.
 
-    Takes what `trl.KTOTrainer` takes, with a `KTOConfig`. Different from it: pairs (`prompt`, `chosen`, `rejected`)
-    are taken apart by `trl_ext.data.unpaired.pairs_to_unpaired`, so that every batch holds both labels; prompts lose
-    their beginning and responses their end, each at its own limit; and one line says how the two labels weigh.
+    Accepts the arguments of `trl.KTOTrainer`, with a `KTOConfig`. It differs in three ways. Pairs (`prompt`,
+    `chosen`, `rejected`) are split by `trl_ext.data.unpaired.pairs_to_unpaired`, so that every batch holds both
+    labels. Prompts are cut at the beginning and responses at the end, each to its own limit. One line reports the
+    balance of the two labels.
 
-    Training goes over the rows in their order, since a row's divergence is estimated with its neighbour's response:
-    shuffle data of your own, and let neighbours answer different prompts. Neighbours are rows of one batch of
-    `per_device_train_batch_size`, held-out rows too; a last row that is alone in its batch is left out with a warning.
+    Training follows the order of the rows, since the divergence for a row is estimated with its neighbour's response:
+    shuffle your own data, and let neighbours answer different prompts. Neighbours are rows of one batch of
+    `per_device_train_batch_size`, in held-out sets too. A last row that is alone in its batch is dropped with a
+    warning.
 
     Raises:
         TypeError: `args` is not a `KTOConfig`.
-        ValueError: a column is missing, a label is not true or false, all labels are alike, or there is only one row.
+        ValueError: a column is missing, a label is not true or false, all labels agree, or there is only one row.
     """
 
     _tag_names: ClassVar[list[str]] = ["trl", "trl_ext", "kto"]
@@ -107,11 +93,11 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if isinstance(dataset, Dataset):
-            # Also of what `evaluate` is given, and of held-out sets by name.
+            # This also covers datasets passed to `evaluate` and named held-out sets.
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
-            # Each of TRL's processes has batches of its own part, with other neighbours than in training.
+            # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.
             dataset = dataset.map(_with_mismatched, batched=True, batch_size=args.per_device_train_batch_size)
         prompt, response = args.max_prompt_tokens, args.max_response_tokens
 
@@ -123,11 +109,11 @@ class KTOTrainer(GuardedTraining, Resumable, TRLKTOTrainer):
 
 
 def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
-    """Labelled rows, each of which has another one in its batch to take a response from.
+    """Labelled rows, each with another row in its batch to take a response from.
 
-    TRL pairs the prompts of a batch with the responses of the rows before them. It would pair a row that is alone with
-    itself. Its divergence would be its own log-ratio, and a desirable response would keep its loss of one half and its
-    gradient however likely it becomes.
+    TRL pairs the prompts of a batch with the responses of the preceding rows. It would pair a row that is alone with
+    itself. Its divergence would then be its own log-ratio, and a desirable response would keep its loss of one half
+    and its gradient however likely it becomes.
     """
     dataset = _labelled(dataset, name, args.seed)
     count, batch = len(dataset), args.per_device_train_batch_size
@@ -145,7 +131,7 @@ def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
 
 
 def _with_mismatched(rows: dict[str, list]) -> dict[str, list]:
-    """To each prompt of a batch the response to the prompt before it."""
+    """Pair each prompt of a batch with the response to the prompt before it."""
     responses = rows["completion_ids"]
     return {"KL_completion_ids": [*responses[-1:], *responses[:-1]]}
 
@@ -164,7 +150,7 @@ def _labelled(dataset: Dataset, name: str, seed: int) -> Dataset:
 
 
 def _check_labels(dataset: Dataset) -> tuple[int, int]:
-    """How many rows are desirable, and how many are not."""
+    """The numbers of desirable and of undesirable rows."""
     labels = dataset["label"]
     for index, label in enumerate(labels):
         if not isinstance(label, bool):

@@ -1,4 +1,4 @@
-"""How the trainers pack their forward passes: the setting `packing`, and groups of responses kept together."""
+"""How the trainers pack their forward passes: the setting `packing`, and grouping of responses."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from trl_ext.models.packing import Packing, packing_of, share_prefixes
-from trl_ext.trainers.defaults import warn_once_per_run
+from trl_ext.processes import warn_once_per_run
 
 
 def pack_trainer(trainer) -> Packing | None:
-    """Pack the passes of a trainer's model and reference model as its configuration asks, and say why not if not.
+    """Pack the passes of a trainer's model and reference model as configured, and log the reason if not.
 
     Returns:
-        The packing of its model; None where none is used.
+        The packing of its model; None if there is none.
     """
     models = [trainer.model, getattr(trainer, "ref_model", None)]
     reason = None
@@ -38,8 +38,8 @@ def pack_trainer(trainer) -> Packing | None:
 def keeps_groups(trainer) -> bool:
     """Whether a policy trainer keeps the responses to a prompt in one micro-batch, by its `keep_groups`.
 
-    TRL deals the responses of a rollout out over its micro-batches at random. Where one optimizer step takes the whole
-    rollout and every term is a sum over responses, the gradient is the same however they are dealt out.
+    TRL distributes the responses of a rollout over its micro-batches at random. If one optimizer step takes the whole
+    rollout and every term is a sum over responses, their distribution does not change the gradient.
     """
     args = trainer.args
     if args.keep_groups != "auto":
@@ -56,12 +56,12 @@ def can_regroup(batches: list[dict[str, Any]]) -> bool:
 
 
 def regroup(batches: list[dict[str, Any]], groups: str) -> list[dict[str, Any]]:
-    """Deal the rows of micro-batches out again, so that those of a group follow one another.
+    """Redistribute the rows of micro-batches so that the rows of a group are consecutive.
 
-    Groups come in the order in which they first appear, and so does each group's rows: as random as what was given.
+    Groups, and the rows within each, keep the order in which they first appear, and so stay as random as the input.
 
     Args:
-        batches: micro-batches of equal size; tensors and lists are of rows, all else is left.
+        batches: micro-batches of equal size; tensors and lists hold rows, other entries are left unchanged.
         groups: the entry that holds each row's group.
     """
     labels = [int(group) for batch in batches for group in batch[groups]]

@@ -1,4 +1,4 @@
-"""The two models of a run as something to generate with and to score with: the trained policy and its frozen base."""
+"""Access to the two models of a run for generation and scoring: the trained policy and its frozen base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trl.trainer.utils import use_adapter
 
 @contextmanager
 def trained_policy(trainer) -> Iterator:
-    """The policy under training, unwrapped, with its parameters gathered where an engine has sharded them."""
+    """The policy under training, unwrapped, with its parameters gathered if an engine has sharded them."""
     with (
         unwrap_model_for_generation(
             trainer.model_wrapped,
@@ -22,18 +22,18 @@ def trained_policy(trainer) -> Iterator:
         ) as model,
         trainer.accelerator.autocast(),
     ):
-        # What torch.compile wraps has the names and the type that are asked for.
+        # The model inside torch.compile's wrapper has the expected names and type.
         yield getattr(model, "_orig_mod", model)
 
 
 def remember_base(trainer) -> None:
-    """Keep what `base_policy` will need; call it before training.
+    """Keep the weights that `base_policy` will need; call it before training.
 
-    With an adapter, or with a reference model that stays as it is, nothing is kept. Otherwise every process copies the
-    initial weights to the CPU's memory, and the trained ones beside them while `base_policy` is in use.
+    With an adapter or a fixed reference model, nothing is kept. Otherwise every process copies the initial weights to
+    CPU memory, and also the trained ones while `base_policy` is in use.
 
     Raises:
-        ValueError: the weights will be sharded by FSDP, where they cannot be exchanged in place.
+        ValueError: the weights will be sharded by FSDP, which prevents exchanging them in place.
     """
     if is_peft_model(trainer.model) or _fixed_reference(trainer) is not None:
         return
@@ -50,8 +50,8 @@ def remember_base(trainer) -> None:
 def base_policy(trainer) -> Iterator:
     """The model that training began from.
 
-    With an adapter, the policy with its adapter switched off (or its frozen copy switched on); else the trainer's
-    reference model; and where it keeps none, the policy with the weights that `remember_base` kept.
+    With an adapter, this is the policy with its adapter switched off (or its frozen copy switched on). Otherwise it is
+    the trainer's reference model or, if there is none, the policy with the weights that `remember_base` kept.
 
     Raises:
         ValueError: the base is needed and was not remembered.
@@ -73,13 +73,13 @@ def base_policy(trainer) -> Iterator:
 
 
 def _fixed_reference(trainer):
-    """The trainer's reference model, unless it follows the policy or there is none, as in fine-tuning."""
+    """The trainer's reference model; None if it follows the policy or does not exist, as in fine-tuning."""
     return None if getattr(trainer.args, "sync_ref_model", False) else getattr(trainer, "ref_model", None)
 
 
 @contextmanager
 def _weights(model, weights: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Exchange the model's weights for the while, in place."""
+    """Temporarily replace the model's weights, in place."""
     own = {name: weight.detach().cpu().clone() for name, weight in model.named_parameters()}
     try:
         _load(model, weights)
@@ -92,7 +92,7 @@ def _weights(model, weights: dict[str, torch.Tensor]) -> Iterator[None]:
 def _load(model, weights: dict[str, torch.Tensor]) -> None:
     for name, weight in model.named_parameters():
         weight.copy_(weights[name])
-    # An autocast that is already open may hold copies of the weights that were there.
+    # An open autocast context may hold copies of the previous weights.
     torch.clear_autocast_cache()
 
 

@@ -1,32 +1,57 @@
-"""`SFTTrainer`: TRL's, with prompt and completion tokenized apart, as in generation, and packed forward passes."""
+"""`SFTTrainer`: TRL's, with prompt and completion tokenized separately, as in generation, and packed passes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from datasets import Dataset
+from trl import SFTConfig as TRLSFTConfig
 from trl import SFTTrainer as TRLSFTTrainer
 
 from trl_ext.data import encode_turn
 from trl_ext.models import packing_of
-from trl_ext.trainers.defaults import warn_once_per_run
-from trl_ext.trainers.guarded import GuardedTraining
+from trl_ext.processes import warn_once_per_run
+from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers.defaults import CommonFields, check_training, resolve_device_defaults
+from trl_ext.trainers.metrics import TokenMetrics
+from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.resumable import Resumable
-from trl_ext.trainers.sft_config import SFTConfig
-from trl_ext.trainers.step_metrics import TokenMetrics
 
-# Columns by which TRL's tokenization varies and this one does not.
+
+@dataclass
+class SFTConfig(CommonFields, TRLSFTConfig):
+    """Configuration of `SFTTrainer`: the fields of `trl.SFTConfig` and `CommonFields`, and those below.
+
+    Raises:
+        ValueError: a value is out of range; the message names the field.
+    """
+
+    share_prefixes: bool = field(
+        default=True,
+        metadata={
+            "help": "Leave padding out of the forward passes and encode common prefixes once, where the model allows "
+            "it and a check at the first batch agrees. Not with packing or padding_free, which are TRL's own ways."
+        },
+    )
+
+    def __post_init__(self):
+        check_training(self, max_length=2)
+        resolve_device_defaults(self)
+        super().__post_init__()
+
+
+# Columns that change TRL's tokenization but not this one.
 _UNUSED_COLUMNS = ("tools", "chat_template_kwargs")
 
 
-class SFTTrainer(GuardedTraining, Resumable, TokenMetrics, TRLSFTTrainer):
-    """Fine-tunes on demonstrations; of a `prompt` with its `completion`, the loss is that of the completion alone.
+class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer):
+    """Fine-tunes on demonstrations; for a `prompt` with its `completion`, only the completion has a loss.
 
-    Takes what `trl.SFTTrainer` takes, with an `SFTConfig`, and keeps what it does. Different from it: a completion is
-    tokenized apart from its prompt, where TRL tokenizes the two as one text, in which the tokens at the seam may be
-    others than those that generation begins from; forward passes are packed where nothing speaks against it, with
-    rows, losses and gradients as they are, up to rounding; and held-out losses are means over tokens, not batches.
+    Accepts the arguments of `trl.SFTTrainer`, with an `SFTConfig`, and keeps its features. It differs in three
+    ways. A completion is tokenized separately from its prompt. TRL tokenizes both as one text, which can change the
+    tokens where they meet, so that they differ from those in generation. Forward passes are packed if the model allows
+    it; rows, losses and gradients stay the same up to rounding. Held-out losses average over tokens, not batches.
 
     Raises:
         TypeError: `args` is not an `SFTConfig`.

@@ -1,7 +1,7 @@
-"""TRL's names for settings of a loss, translated into this library's, or refused where there is no equivalent.
+"""Translates TRL's loss settings into this library's, and rejects those without an equivalent.
 
-A setting that is left out is None and stands for this library's default. One that is given means what TRL means by it,
-or is refused. `sppo_hard` is the exception: it selects the paper's loss, which is half of TRL's.
+A setting that is not given is None and means this library's default. A given setting has TRL's meaning or is rejected.
+`sppo_hard` is the exception: it selects the paper's loss, which is half of TRL's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[st
     """Our settings for each of TRL's that is given. The keys are texts such as `loss_type 'ipo'`.
 
     Raises:
-        ValueError: a value without an equivalent.
+        ValueError: a value has no equivalent.
     """
     found = {}
     for name, equivalents in table.items():
@@ -68,10 +68,10 @@ def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[st
 
 
 def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
-    """Combine settings given by our names with those given by TRL's.
+    """Combine settings given under our names with those given under TRL's.
 
     Raises:
-        ValueError: the two say different things.
+        ValueError: the two contradict each other.
     """
     merged = dict(given)
     for source, settings in translated.items():
@@ -85,7 +85,7 @@ def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
 
 
 def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
-    """The error's message, which uses our names, after the settings of TRL's that they came from."""
+    """The error's message, which uses our names, preceded by the TRL settings that caused it."""
     sources = []
     for source, settings in translated.items():
         if any(f"--{name} " in str(error) for name in settings):
@@ -94,14 +94,14 @@ def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
 
 
 def refuse_given(args: Any, instead: Mapping[str, str]) -> None:
-    """Refuse fields that have no effect here.
+    """Reject fields that have no effect here.
 
     Args:
         args: a configuration.
         instead: field -> what to use in its place.
 
     Raises:
-        ValueError: one of them is not at its default.
+        ValueError: a field is not at its default.
     """
     for name, use in instead.items():
         if getattr(args, name) != getattr(type(args), name):

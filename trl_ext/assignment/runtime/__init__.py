@@ -1,1 +1,1 @@
-"""What is copied into an assignment's folders: it needs torch at most, and nothing else of trl_ext."""
+"""Files that are copied into an assignment's folders: they need at most torch, and nothing else of trl_ext."""

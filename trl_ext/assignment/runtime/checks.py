@@ -1,7 +1,7 @@
-"""Calling a function on a case, and what that gave, as plain values; the student's package is imported here only.
+"""Call a function on a case and return the outcome as plain values. Only this module imports the student's package.
 
-A case holds arguments; an outcome what a function made of them: its output, the gradients of that output with respect
-to the arguments that ask for one, and the arguments that it changed. `verdicts` compares outcomes.
+A case contains arguments. An outcome contains the function's output, the gradients of that output with respect to the
+arguments that require one, and the arguments that the function changed. `verdicts` compares outcomes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from torch import Tensor
 
 from . import fakes
 
-# Entries of a tensor and characters of a text that an outcome holds: far more than any right answer has.
-MOST = 100_000
-
 
 class Given:
-    """The arguments of one call, made anew from a case.
+    """The arguments of one call, created from a case.
 
     Attributes:
-        arguments: by name.
-        leaves: by path, the tensors that gradients are taken with respect to.
-        passed: by path, the tensors that the function was given.
+        arguments: arguments by name.
+        leaves: the tensors that gradients are taken with respect to, by path.
+        passed: the tensors that the function received, by path.
     """
 
     def __init__(self, case: dict[str, Any], package: str | None):
@@ -34,7 +31,7 @@ class Given:
         self._before = {path: tensor.detach().clone() for path, tensor in self.passed.items()}
 
     def changed(self) -> list[str]:
-        """Paths of the tensors that are not what they were."""
+        """Paths of the tensors that have changed."""
         same = {path: _equal(tensor.detach(), self._before[path]) for path, tensor in self.passed.items()}
         return [path for path, equal in same.items() if not equal]
 
@@ -64,7 +61,7 @@ class Given:
         tensor = tensor.reshape(value["shape"])
         if value.get("grad"):
             self.leaves[path] = tensor.requires_grad_()
-            # Not the leaf itself, which torch lets nobody change in place.
+            # Not the leaf itself: torch forbids changing it in place.
             tensor = tensor.clone()
         self.passed[path] = tensor
         return tensor
@@ -74,9 +71,9 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
     """The outcome of a function on a case.
 
     Args:
-        function: what is tested.
+        function: the function to test.
         case: see the module.
-        package: the module that the classes in a case are taken from.
+        package: the module with the classes used in a case.
 
     Returns:
         `error`, with `kind` and `message`, or `output`, `gradients` and `changed`.
@@ -95,14 +92,14 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
         return {"output": encode(output), "gradients": gradients, "changed": changed}
     except KeyboardInterrupt:
         raise
-    # SystemExit as well: a function that ends the program has not passed.
+    # Also SystemExit: a function that ends the program has not passed.
     except BaseException as error:
         message = " ".join(str(error).split())[:400]
         return {"error": {"kind": type(error).__name__, "message": message}}
 
 
 def _differentiable(output: Any, named: list | None) -> Any:
-    """A tuple or dict with gradient in the parts that are named, and in no other; None for all."""
+    """A tuple or dict with gradient only in the named parts; None for all."""
     if named is None or not isinstance(output, (dict, list, tuple)):
         return output
     if isinstance(output, dict):
@@ -135,7 +132,7 @@ def _own_gradients(given: Given) -> dict[str, Any]:
 
 
 def _weights(part: Tensor) -> Tensor:
-    """Unequal, so that gradients of exchanged entries differ."""
+    """Distinct weights, so that swapped entries have different gradients."""
     return torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).reshape(part.shape)
 
 
@@ -152,9 +149,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def encode(value: Any, *, grad: bool = False) -> Any:
-    """A value as JSON can hold it; of an unknown one, its type."""
-    if isinstance(value, Tensor) and value.numel() > MOST:
-        return {"$other": f"a tensor of shape {list(value.shape)}"}
+    """Encode a value for JSON; an unknown value is represented by its type."""
     if isinstance(value, Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         plain = value.detach().cpu()
@@ -165,8 +160,6 @@ def encode(value: Any, *, grad: bool = False) -> Any:
         return {str(name): encode(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [encode(item) for item in value]
-    if isinstance(value, str) and len(value) > MOST:
-        return {"$other": f"a text of {len(value)} characters"}
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

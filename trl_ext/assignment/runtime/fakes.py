@@ -1,4 +1,4 @@
-"""Stand-ins for what functions are given beside tensors: a tokenizer, a language model, a reward rule."""
+"""Stand-ins for arguments that are not tensors: a tokenizer, a language model, a reward rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Tokenizer:
-    """One token per word; a word it has not seen gets the next id. 0 pads and 1 ends a text."""
+    """A tokenizer with one token per word; a new word gets the next id. 0 pads and 1 ends a text."""
 
     bos_token, bos_token_id = None, None
 
@@ -21,7 +21,7 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True, **ignored) -> list[int]:
         ids = []
         for word in text.split():
-            # The same word has the same id, whichever was seen first.
+            # A word has the same id, whichever word came first.
             code = 2 + sum((place + 1) * ord(letter) for place, letter in enumerate(word)) % (self.size - 2)
             ids.append(self._ids.get(word, code))
         return ids
@@ -30,7 +30,7 @@ class Tokenizer:
         one = isinstance(text, str)
         ids = self.encode(text) if one else [self.encode(each) for each in text]
         if return_tensors is None:
-            # As transformers does: a mapping with attributes.
+            # Like transformers: a mapping with attributes.
             mask = [1] * len(ids) if one else [[1] * len(row) for row in ids]
             return _Encoding(input_ids=ids, attention_mask=mask)
         tensor = torch.tensor([ids] if one else ids)
@@ -38,13 +38,13 @@ class Tokenizer:
 
 
 class _Encoding(dict):
-    """A dict whose keys are attributes as well."""
+    """A dict whose keys are also attributes."""
 
     __getattr__ = dict.__getitem__
 
 
 class Model(torch.nn.Module):
-    """A causal language model that looks at a token and the sum of those before it; weights follow from the seed."""
+    """A causal language model that reads a token and the sum of the previous ones; the seed determines its weights."""
 
     def __init__(self, seed: int, size: int = 64, width: int = 6):
         super().__init__()
@@ -60,7 +60,7 @@ class Model(torch.nn.Module):
 
 
 def word_reward(response: str, truth: str, scale: float = 1.0) -> dict[str, float]:
-    """`scale` if the truth is the response's last word; a fraction for how often it is there."""
+    """`scale` if the truth is the response's last word, plus an eighth for each time it occurs."""
     words = response.split()
     answer = scale * float(bool(words) and words[-1] == truth)
     reward = answer + words.count(truth) / 8
@@ -68,6 +68,6 @@ def word_reward(response: str, truth: str, scale: float = 1.0) -> dict[str, floa
 
 
 def make(kind: str, **settings):
-    """The stand-in of a kind."""
+    """Create a stand-in by its kind."""
     makers = {"tokenizer": Tokenizer, "model": Model, "reward": lambda **scale: partial(word_reward, **scale)}
     return makers[kind](**settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -10,17 +11,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from checking.imports import imports_by_module
 from checking.running import Runner, WorkerProblem
 from checking.verdicts import OF_THE_RUN, verdict
 
 HERE = Path(__file__).resolve().parent
 VISIBILITIES = ("visible", "hidden", "after_due_date", "after_published")
-UNUSED = "no points lost, as no function's file imports it"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Read the arguments, grade, print and write; 0 whatever the grades, 2 if nothing can be graded."""
+    """Read the arguments, grade, print and write. Return 0 whatever the grades, 2 if nothing can be graded."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("submission", type=Path, help="the student's folder, which holds the package")
     parser.add_argument("--out", type=Path, default=Path("results.json"), help="where Gradescope's JSON goes")
@@ -28,91 +27,65 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--show_values", action="store_true", help="say what hidden cases expect; default: only why")
     parser.add_argument("--user", help="run the student's code as this user, which takes root; default: as you")
     options = parser.parse_args(arguments)
-    # A student's text may hold what the terminal's encoding does not.
+    # A student's text may contain characters that the terminal cannot encode.
     sys.stdout.reconfigure(errors="backslashreplace")
     plan = json.loads((HERE / "grading.json").read_text(encoding="utf-8"))
     try:
-        rows, beside = _graded(options, plan)
-        write_gradescope(options.out, rows, options.visibility, beside)
+        rows = _graded(options, plan)
+        write_gradescope(options.out, rows, options.visibility)
     except (WorkerProblem, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print_table(plan["title"], rows, beside)
+    print_table(plan["title"], rows)
     return 0
 
 
-def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """All rows, and what files import that no function's file does."""
+def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> list[dict[str, Any]]:
     if not options.submission.is_dir():
         raise FileNotFoundError(f"no folder {options.submission}")
     if options.user and HERE.stat().st_mode & 0o007:
         raise PermissionError(f"{HERE} can be read by all users: chmod 700 it, so that {options.user} cannot")
-    # Before the cases are run, which takes its time.
-    _check_out(options.out)
+    # Check this before running the cases, which is slow.
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out.is_dir():
+        raise IsADirectoryError(f"{options.out} is a folder: name a file for --out")
     submission, package = options.submission.resolve(), plan["package"]
-    notes, beside = imports_by_module(submission, plan)
     if (submission / package).is_dir():
-        rows = grade_functions(submission, plan, notes, options)
+        rows = grade_functions(submission, plan, options)
     else:
         note = f"no folder {package} in {submission}: hand in the folder that holds it"
         rows = [_row(item, 0.0, [note]) for item in plan["functions"]]
     rows += [grade_threshold(options.submission, each) for each in plan["thresholds"]]
-    if plan["submission"]:
-        rows += grade_responses(options.submission, plan)
-    return rows, beside if plan["imports"] != "ignore" else []
+    return rows + (grade_responses(options.submission, plan) if plan["submission"] else [])
 
 
-def _check_out(out: Path) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OSError(f"--out {out}: the folder {out.parent} cannot be made ({error.strerror})") from None
-    if out.is_dir():
-        raise IsADirectoryError(f"{out} is a folder: name a file for --out")
-    if not os.access(out.parent, os.W_OK):
-        raise PermissionError(f"--out {out}: you may not write into {out.parent}")
-
-
-def grade_functions(
-    submission: Path, plan: dict[str, Any], problems: dict[str, str | None], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """One row for each function; `problems` is what each module imports that it should not."""
+def grade_functions(submission: Path, plan: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row for each function."""
     allowed = plan["allowed_imports"] if plan["imports"] == "zero" else None
     runner = Runner(submission, HERE / "checking", plan["seconds"], allowed, options.user)
-    rows = []
-    try:
-        for item in plan["functions"]:
-            rows.append(_grade_function(runner, plan, item, problems[item["module"]], options.show_values))
-    finally:
-        runner.close()
-    return rows
+    with contextlib.closing(runner):
+        return [_grade_function(runner, plan, item, options.show_values) for item in plan["functions"]]
 
 
-def _grade_function(
-    runner: Runner, plan: dict[str, Any], item: dict[str, Any], imported: str | None, values: bool
-) -> dict[str, Any]:
+def _grade_function(runner: Runner, plan: dict[str, Any], item: dict[str, Any], values: bool) -> dict[str, Any]:
     cases = json.loads((HERE / item["cases"]).read_text(encoding="utf-8"))
     failures = []
     for number, case in enumerate(cases):
         outcome = runner.run(item["module"], item["name"], case, plan["classes"])
         try:
             problem = verdict(outcome, case, values=values)
-        # An answer of another form than a worker gives.
+        # The student's code can write malformed answers.
         except Exception as error:
             problem = f"its outcome cannot be read ({type(error).__name__})"
         if problem is not None:
             failures.append(f"case {number} ({case['about']}): {problem}")
-            kind = outcome.get("error", {}).get("kind") if isinstance(outcome, dict) else None
-            if kind in (*OF_THE_RUN, "NotImplementedError"):
-                # The others would say the same, and take as long.
+            if outcome.get("error", {}).get("kind") in (*OF_THE_RUN, "NotImplementedError"):
+                # The other cases would fail the same way and take as long.
                 failures += [f"case {left}: not run" for left in range(number + 1, len(cases))]
                 break
     share = 1 - len(failures) / len(cases)
     score = item["points"] * (share if plan["partial_credit"] else float(share == 1))
     notes = failures[:1] + ([f"{len(failures)} of {len(cases)} cases fail"] if len(failures) > 1 else [])
-    if imported is not None and plan["imports"] != "ignore":
-        notes = [imported, *notes]
-        score = 0.0 if plan["imports"] == "zero" else score
     return _row(item, round(score, 4), notes)
 
 
@@ -122,7 +95,7 @@ def _row(item: dict[str, Any], score: float, notes: list[str]) -> dict[str, Any]
 
 
 def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, Any]:
-    """One row: a figure of a run's results.json, which the student's own run has written."""
+    """One row for a threshold: a figure in results.json from the student's own run."""
     name = f"{threshold['recipe']}: {threshold['measure']} >= {threshold['at_least']:g}"
     path = submission / "runs" / threshold["recipe"] / "results.json"
     row = {"name": name, "score": 0.0, "max_score": threshold["points"]}
@@ -144,13 +117,13 @@ def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, An
 
 
 def credit(value: float, at_least: float, zero_at: float | None, points: float) -> float:
-    """All points from `at_least` on; below it none, or with `zero_at` in proportion from there."""
+    """All points from `at_least` on; below it none, or a linear share from `zero_at` on."""
     share = float(value >= at_least) if zero_at is None else (value - zero_at) / (at_least - zero_at)
     return round(points * min(max(share, 0.0), 1.0), 4)
 
 
 def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row for each method: its responses in submission/, judged as the public evaluation judges them."""
+    """One row for each method: its responses in submission/, judged as in the public evaluation."""
     points, names = plan["submission_points"], plan["submission"]
     rows = [{"name": f"{name}: responses", "score": 0.0, "max_score": points, "notes": []} for name in names]
     try:
@@ -168,8 +141,8 @@ def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, An
     return rows
 
 
-def print_table(title: str, rows: list[dict[str, Any]], beside: list[str]) -> None:
-    """The table of points with, below, what is wrong."""
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print the table of points, followed by the faults."""
     width = max(len(row["name"]) for row in rows)
     print(f"{title}\n\n{'function':{width}}  points")
     print("-" * (width + 16))
@@ -184,12 +157,10 @@ def print_table(title: str, rows: list[dict[str, Any]], beside: list[str]) -> No
             said.setdefault(tuple(row["notes"]), []).append(row["name"])
     for notes, names in said.items():
         print(f"\n{', '.join(names)}: " + "\n  ".join(notes))
-    for note in beside:
-        print(f"\n{UNUSED}: {note}")
 
 
-def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str, beside: list[str]) -> None:
-    """Gradescope's results.json."""
+def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str) -> None:
+    """Write Gradescope's results.json."""
     tests = [
         {
             "name": row["name"],
@@ -202,10 +173,9 @@ def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str, be
         for row in rows
     ]
     total = round(sum(row["score"] for row in rows), 4)
-    lines = [f"{total:g} of {sum(row['max_score'] for row in rows):g} points"]
     result = {
         "score": total,
-        "output": "\n".join([*lines, *(f"{UNUSED}: {note}" for note in beside)]),
+        "output": f"{total:g} of {sum(row['max_score'] for row in rows):g} points",
         "stdout_visibility": "hidden",
         "tests": tests,
     }

@@ -1,4 +1,4 @@
-"""The worker's other end: it sends cases, waits as long as a case may take, and begins anew after one that hangs."""
+"""The grader's side of the worker: send cases, enforce their time limit, and restart a worker that hangs or ends."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any, BinaryIO
 # For starting Python and importing torch, on a busy machine.
 START_SECONDS = 300
 MAX_ANSWER_BYTES = 2**24
-# What the worker is given of the grader, and of its environment: no expected value, and no key to anything.
-FILES = ("__init__", "checks", "fakes", "guard", "scores", "worker")
+# The grader's files and environment variables that the worker gets: no expected values and no secrets.
+FILES = ("__init__", "checks", "fakes", "scores", "worker")
 VARIABLES = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 
 
 class WorkerProblem(RuntimeError):
-    """The worker does not start, which is the grader's matter and not the student's."""
+    """The worker does not start, which is a fault of the grader and not the student."""
 
 
 class Runner:
@@ -34,12 +34,12 @@ class Runner:
     Args:
         submission: the folder that holds the student's package.
         checking: the folder of this file.
-        seconds: that one case may take.
-        allowed: names of the library that the student may import; None for all.
-        user: whom the student's code runs as; None for the grader's own user.
+        seconds: time limit for one case.
+        allowed: library names that the student may import; None for all.
+        user: user that runs the student's code; None for the grader's own user.
 
     Raises:
-        WorkerProblem: by `run`, if the worker does not start.
+        WorkerProblem: from `run`, if the worker does not start.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class Runner:
         self._allowed, self._user = json.dumps(allowed), user
         self._process: subprocess.Popen | None = None
         self._home: Path | None = None
-        self._answers = -1
+        self._answers: int | None = None
         self._rest = b""
 
     def run(self, module: str, function: str, case: dict[str, Any], classes: str) -> dict[str, Any]:
-        """The outcome of a case; a hang, the process's end and an answer that is none are errors like any other."""
+        """The outcome of a case; a hang, the end of the process and an invalid answer are errors like any other."""
         names = ("arguments", "backward", "unordered", "differentiated")
         given = {name: case[name] for name in names if name in case}
         request = {"module": module, "function": function, "case": given, "classes": classes}
@@ -75,59 +75,49 @@ class Runner:
             return {"error": {"kind": "Ended", "message": "it ended the process in which it ran"}}
 
     def close(self) -> None:
-        """End the worker and what it has started, and remove what it was given."""
+        """End the worker and its child processes, and remove its files."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
+        if self._answers is not None:
             os.close(self._answers)
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
-        self._process, self._home, self._rest = None, None, b""
+        self._process, self._home, self._answers, self._rest = None, None, None, b""
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as errors:
             try:
-                self._make_home()
                 self._open(errors)
-            except (OSError, LookupError, ValueError, subprocess.SubprocessError) as error:
-                self.close()
-                whose = "" if self._user is None else f" as the user {self._user}"
-                raise WorkerProblem(
-                    f"{sys.executable} cannot be run{whose} for the student's code in {self._submission}: {error}. "
-                    "Nothing is graded"
-                ) from None
-            try:
                 self._line(START_SECONDS)
-            except OSError as error:
+            except (OSError, LookupError, subprocess.SubprocessError) as error:
                 self.close()
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().splitlines()
-                reason = said[-1] if said else f"{type(error).__name__}: {error}"
+                whose = "" if self._user is None else f" as the user {self._user}"
                 raise WorkerProblem(
-                    f"the process for the student's code does not start: {reason}. Nothing is graded: mend "
-                    f"{sys.executable}, which must be able to import torch"
+                    f"the process for the student's code does not start{whose}: {said[-1] if said else error}. "
+                    f"Nothing is graded; the interpreter is {sys.executable}"
                 ) from None
 
-    def _make_home(self) -> None:
-        """A folder with what the worker needs of the grader."""
+    def _open(self, errors: BinaryIO) -> None:
         home = self._home = Path(tempfile.mkdtemp(prefix="grading-"))
         (home / "checking").mkdir()
         for name in FILES:
             shutil.copy(self._checking / f"{name}.py", home / "checking")
+        other = {}
         if self._user is not None:
             for path in (home, *home.rglob("*")):
                 shutil.chown(path, self._user)
-
-    def _open(self, errors: BinaryIO) -> None:
-        # A process group of the user's own, without the grader's.
-        other = {} if self._user is None else {"user": self._user, "group": _group(self._user), "extra_groups": []}
+            # Only the user's own groups, without the grader's.
+            other = {"user": self._user, "group": _group(self._user), "extra_groups": []}
         self._answers, theirs = os.pipe()
         try:
             self._process = subprocess.Popen(
-                # The submission's folder comes last: no file in it stands in for another module.
+                # The submission's folder comes last, so that its files cannot shadow other modules.
                 [sys.executable, "-P", "-m", "checking.worker", str(theirs), str(self._submission), self._allowed],
                 cwd=self._submission,
                 env=self._environment(),
@@ -138,15 +128,12 @@ class Runner:
                 start_new_session=True,
                 **other,
             )
-        except BaseException:
-            os.close(self._answers)
-            raise
         finally:
             os.close(theirs)
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("PYTHON")}
-        # An empty or relative entry would be the submission, ahead of Python's own modules.
+        # An empty or relative entry would put the submission ahead of Python's own modules.
         others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
         return {
             **kept,
@@ -154,13 +141,13 @@ class Runner:
             "TMPDIR": str(self._home),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONPATH": os.pathsep.join([str(self._home), *others]),
-            # Packages that were installed for the user alone lie in the other home.
+            # Packages installed only for the user are in the other home directory.
             "PYTHONUSERBASE": site.getuserbase(),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
     def _line(self, seconds: float) -> bytes:
-        """The next line of the answers."""
+        """Read the next line of the answers."""
         deadline = time.monotonic() + seconds
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
@@ -175,7 +162,7 @@ class Runner:
 
 
 def _is_outcome(answer: Any) -> bool:
-    """Whether an answer has the form of an outcome: the student's code can write what it likes."""
+    """Whether an answer has the form of an outcome: the student's code can write anything."""
     if not isinstance(answer, dict):
         return False
     if "error" not in answer:

@@ -1,4 +1,4 @@
-"""Whether an outcome is the expected one, and if not, in a sentence, what is likely wrong. Plain Python."""
+"""Compare an outcome with the expected one, and explain in a sentence what is likely wrong. Plain Python."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 import re
 from typing import Any
 
-# Relative and absolute: of float64, and of what was computed in float32.
+# Relative and absolute tolerances for float64, and for values computed in float32.
 FINE, COARSE = (1e-6, 1e-8), (2e-4, 2e-5)
-# Errors that are not the function's: of its file, or of the process that it ran in.
+# Errors that do not come from the function, but from its file or its process.
 OF_THE_RUN = ("ImportProblem", "Missing", "TimeLimit", "Ended")
 NAN_REACHES = (
     "a NaN at a position that does not count has reached the result: take such positions out with masked_fill or "
@@ -21,17 +21,17 @@ LOG_OF_SIGMOID = (
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
-# Around what a message says of a wrong value, and what it says where values are not to be shown.
+# Text around the description of a wrong value, and its replacement if values are hidden.
 _VALUES = re.compile("\x02(.*?)\x03(.*?)\x04", re.DOTALL)
 
 
 def verdict(outcome: dict[str, Any], case: dict[str, Any], *, values: bool = True) -> str | None:
-    """None for a right outcome, else one sentence or two.
+    """None for a correct outcome, otherwise one or two sentences.
 
     Args:
-        outcome: of the student's function; see `checks.call`.
-        case: with the `expected` outcome, and the outcomes of known `mistakes`, each with its `message`.
-        values: False to leave out what was expected and what there is, and say only where it is wrong, and why.
+        outcome: the outcome of the student's function; see `checks.call`.
+        case: the case with the `expected` outcome and the outcomes of known `mistakes`, each with its `message`.
+        values: False to omit expected and actual values, and say only where the outcome is wrong, and why.
     """
     found = _verdict(outcome, case)
     return None if found is None else _VALUES.sub(r"\1" if values else r"\2", found)
@@ -55,7 +55,7 @@ def _verdict(outcome: dict[str, Any], case: dict[str, Any]) -> str | None:
         problem = _gradient_difference(outcome["gradients"], _known(expected, compared))
     if problem is None:
         return None
-    # Where NaN reaches the result, mistakes have one outcome, which says nothing but where a number is wrong as well.
+    # If NaN reaches the result, all mistakes look alike; they are told apart only if some number is wrong too.
     blind = case.get("special") == "nan" and _nans(outcome, compared) > _nans(expected, compared)
     reasons = []
     for mistake in case.get("mistakes", []):
@@ -70,12 +70,12 @@ def _verdict(outcome: dict[str, Any], case: dict[str, Any]) -> str | None:
 
 
 def differs(outcome: dict[str, Any], case: dict[str, Any]) -> bool:
-    """Whether an outcome is told from the expected one."""
+    """Whether an outcome differs from the expected one."""
     return verdict(outcome, {**case, "mistakes": []}) is not None
 
 
 def _sorted(outcome: dict[str, Any]) -> dict[str, Any]:
-    """With the losses in order of size, where their order has no meaning."""
+    """Sort the losses, if their order has no meaning."""
     output = outcome["output"]
     if not _is_tensor(output):
         return outcome
@@ -83,7 +83,7 @@ def _sorted(outcome: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nans(outcome: dict[str, Any], compared: list[int] | None) -> int:
-    """How many NaNs there are in the parts of the output that count."""
+    """Number of NaNs in the compared parts of the output."""
     output = outcome["output"]
     if compared is not None and isinstance(output, list):
         output = [part for index, part in enumerate(output) if index in compared]
@@ -99,7 +99,7 @@ def _is_right_but_for_nan(outcome: dict[str, Any], expected: dict[str, Any]) -> 
 
 
 def _known(expected: dict[str, Any], compared: list[int] | None) -> dict[str, Any]:
-    """The gradients to compare: none where the output has a NaN, whose gradient is one or is not."""
+    """The gradients to compare: none if the output has a NaN, whose gradient may or may not be NaN."""
     return {} if _nans(expected, compared) else expected["gradients"]
 
 
@@ -133,7 +133,7 @@ def _guess(outcome: dict[str, Any], expected: dict[str, Any], case: dict[str, An
 
 
 def _ratio(found: list, wanted: list) -> float | None:
-    """What all values are multiplied by, where that is one number."""
+    """The factor between all values, if it is the same for all."""
     pairs = [(one, other) for one, other in zip(found, wanted, strict=True) if other not in (0, "nan")]
     if len(pairs) < 2 or any(isinstance(value, (str, bool)) for pair in pairs for value in pair):
         return None
@@ -148,7 +148,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _difference(found: Any, wanted: Any, place: str, compared: list[int] | None = None) -> str | None:
-    """What differs first; None if nothing does. `compared`: the parts of a tuple that count."""
+    """The first difference; None if there is none. `compared`: the parts of a tuple to compare."""
     at = f" in the result's {place}" if place else ""
     if _is_tensor(wanted):
         return _tensor_difference(found, wanted, at)
@@ -185,11 +185,11 @@ def _tensor_difference(found: Any, wanted: dict[str, Any], at: str) -> str | Non
         return f"expected a tensor{at}, got {_described(found)}"
     if found["shape"] != wanted["shape"]:
         return f"expected the shape {wanted['shape']}{at}, got {found['shape']}"
-    # A mask may hold 0 and 1 of any type.
+    # A mask may contain 0 and 1 of any type.
     if wanted["dtype"] != "bool" and _kind(found["dtype"]) != _kind(wanted["dtype"]):
         return f"expected the dtype {wanted['dtype']}{at}, got {found['dtype']}"
     coarse = found["dtype"] == "float32" or wanted["dtype"] == "float32"
-    # float32 will do for float64, and neither half precision nor what float64 would make of float32 arguments.
+    # float32 is accepted for float64. Half precision is not, nor float64 for float32 arguments.
     if wanted["dtype"] in FLOATS and found["dtype"] not in (wanted["dtype"], "float32"):
         return f"expected the dtype {wanted['dtype']}{at}, got {found['dtype']}"
     for index, (one, other) in enumerate(zip(found["$tensor"], wanted["$tensor"], strict=True)):

@@ -1,4 +1,4 @@
-"""Test cases of every function of the assignment. `pytest -k NAME` runs those of one of them."""
+"""Test cases of every function in the assignment. `pytest -k NAME` runs those of one function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 @pytest.mark.parametrize("item, case", CASES)
 def test_case(item, case):
-    """The output, its gradients, and that no argument is changed."""
+    """Check the output, its gradients, and that no argument changes."""
     module = importlib.import_module(item["module"])
     function = getattr(module, item["name"], None)
     if function is None:

@@ -1,12 +1,13 @@
-"""Runs one case after the other in a process of its own: `python -m checking.worker DESCRIPTOR FOLDER ALLOWED`.
+"""Run cases one after the other in a separate process: `python -m checking.worker DESCRIPTOR FOLDER ALLOWED`.
 
-Answers go to the descriptor; the folder holds the student's package; `ALLOWED` is JSON, the names of the library that
-may be imported, or null for all. It is given arguments and never what is expected of them. What the student's code
-prints goes nowhere.
+Answers are written to the descriptor; the folder contains the student's package; `ALLOWED` is a JSON list of the
+library names that may be imported, or null for all. The process receives arguments and never the expected values.
+Output of the student's code is discarded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,14 +15,37 @@ import sys
 import traceback
 from pathlib import Path
 
+LIBRARY = "trl_ext"
+
+
+class LibraryGuard:
+    """Refuses imports of the library with the answers, except of the modules with the given names.
+
+    The modules that those import are loaded in advance.
+    """
+
+    def __init__(self, allowed: list[str]):
+        self._modules = {name.rpartition(".")[0] for name in allowed}
+        for module in self._modules:
+            # Without the library, the student's own import fails with its own message.
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+    def find_spec(self, name: str, path=None, target=None):
+        """Refuse the library's modules; leave all others to later finders."""
+        given = any(f"{module}.".startswith(f"{name}.") for module in self._modules)
+        if name.partition(".")[0] == LIBRARY and not given:
+            raise ModuleNotFoundError(f"{name} cannot be imported here: the library holds the answers", name=name)
+        return None
+
 
 def main() -> None:
-    """Answer every line of the input, until it ends."""
+    """Answer every line of input until it ends."""
     from . import checks
-    from .guard import Guard
 
     descriptor, folder, allowed = sys.argv[1:]
-    guard = None if allowed == "null" else Guard(json.loads(allowed))
+    if allowed != "null":
+        sys.meta_path.insert(0, LibraryGuard(json.loads(allowed)))
     sys.path.append(folder)
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as answers:
 
@@ -29,44 +53,35 @@ def main() -> None:
             answers.write(json.dumps(value) + "\n")
             answers.flush()
 
-        # Until here the errors are the grader's own, and the other end reads them.
+        # Errors up to here are the grader's own and are read by the other side.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         answer({"ready": True})
         for line in sys.stdin:
             request = json.loads(line)
-            found = _function(request["module"], request["function"], guard)
+            found = _function(request["module"], request["function"], folder)
             if isinstance(found, dict):
                 answer({"error": found})
-                continue
-            answer(checks.call(found, request["case"], request["classes"]))
+            else:
+                answer(checks.call(found, request["case"], request["classes"]))
 
 
-def _function(module: str, name: str, guard):
-    """The function, or what is wrong with the file that should hold it."""
-    where = f"{module.rpartition('.')[2]}.py"
+def _function(module: str, name: str, folder: str):
+    """The function, or the error of the file that should contain it."""
+    file = f"{module.replace('.', '/')}.py"
     try:
-        # What an import leaves in its place may be anything, and asking it for a name may run the student's code.
         function = getattr(importlib.import_module(module), name, None)
-        of_library = callable(function) and guard is not None and guard.is_library_s(function)
     except KeyboardInterrupt:
         raise
+    # Also SystemExit.
     except BaseException as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
-        own = [frame for frame in frames if frame.filename != guard_file()]
-        line = getattr(error, "lineno", None) or (own[-1].lineno if own else "?")
-        message = " ".join(str(error).split())[:300]
-        place = f"{module.replace('.', '/')}.py cannot be imported (line {line})"
-        return {"kind": "ImportProblem", "message": f"{place}: {type(error).__name__}: {message}"}
-    if not callable(function):
-        return {"kind": "Missing", "message": f"{where} has no function {name}"}
-    if of_library:
-        return {"kind": "Missing", "message": f"{name} in {where} is the library's own: write it yourself"}
-    return function
-
-
-def guard_file() -> str:
-    """The file whose frames say nothing about where a student's import stands."""
-    return str(Path(__file__).with_name("guard.py"))
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):
+            frames.append((error.filename or "", error.lineno))
+        own = [(Path(path).relative_to(folder), line) for path, line in frames if path.startswith(f"{folder}/")]
+        place = "{}, line {}".format(*own[-1]) if own else "?"
+        message = f"{file} cannot be imported ({place}): {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        return {"kind": "ImportProblem", "message": message}
+    return function if callable(function) else {"kind": "Missing", "message": f"{file} has no function {name}"}
 
 
 if __name__ == "__main__":

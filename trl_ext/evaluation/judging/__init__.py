@@ -1,1 +1,1 @@
-"""Judging many pairs: LLM and reward-model judges, retries, the cache of verdicts, and what they cost."""
+"""Judging pairs of responses: judges, the cache of verdicts, and costs."""

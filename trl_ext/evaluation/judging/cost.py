@@ -1,30 +1,30 @@
-"""What judging would cost, before anything is sent."""
+"""The estimated cost of judging, before anything is sent."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.judge import PairwiseJudge
 from trl_ext.evaluation.judging.pairs import distinct_questions, make_questions, open_cache
+from trl_ext.evaluation.judging.protocol import PairwiseJudge
 
-# Of an answer with a short reason and no reasoning before it.
+# Output tokens of an answer with a short reason and no reasoning tokens.
 TYPICAL_OUTPUT_TOKENS = 150
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a call of `judge_pairs` would cost.
+    """The estimated cost of a call of `judge_pairs`.
 
     Attributes:
-        calls: questions to ask: two for each row, less what is cached, asked twice, empty or identical.
-        cached: verdicts that the cache has already.
-        input_tokens, output_tokens: of those calls; the output is a guess.
-        dollars: None where the price is not known; 0 for judges that cost nothing.
-        notes: how tokens were counted, and what the figures leave out.
+        calls: questions to ask: two per row, except for cached, repeated, empty and identical ones.
+        cached: verdicts already in the cache.
+        input_tokens, output_tokens: tokens of those calls; the output is a guess.
+        dollars: None if the price is unknown; 0 for judges that cost nothing.
+        notes: how tokens were estimated, and what the figures leave out.
     """
 
     calls: int
@@ -35,7 +35,7 @@ class Estimate:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and texts, ready for JSON."""
+        """Plain numbers and strings, ready for JSON."""
         return dataclasses.asdict(self)
 
 
@@ -49,10 +49,10 @@ def estimate(
     candidate_finished: Sequence[bool] | None = None,
     base_finished: Sequence[bool] | None = None,
 ) -> Estimate:
-    """What `judge_pairs` would ask and cost with the same arguments; needs no key, and asks nothing.
+    """Estimate the calls and cost of `judge_pairs` with the same arguments, without a key or any request.
 
-    Tokens of the input are counted with tiktoken where it is installed, and are else a quarter of the UTF-8 bytes.
-    Those of the output are the mean of the cached verdicts of this comparison, or a typical number.
+    Input tokens are estimated as a quarter of the UTF-8 bytes. Output tokens are the mean of this comparison's cached
+    verdicts, or a typical number.
     """
     passes = make_questions(judge, list(rows), candidate, base, candidate_finished, base_finished)
     questions = {question.key: question for question in distinct_questions(passes)}
@@ -62,14 +62,13 @@ def estimate(
         free = getattr(judge, "identity", ()) is None
         notes = () if free else ("this judge does not say what it costs",)
         return Estimate(len(missing), len(records), 0, 0, 0.0 if free else None, notes)
-    count, how = _token_counter(judge.model)
-    input_tokens = sum(judge.estimate_tokens(q.prompt, q.response_a, q.response_b, count) for q in missing)
+    input_tokens = sum(judge.estimate_tokens(q.prompt, q.response_a, q.response_b) for q in missing)
     measured = [record["output_tokens"] for record in records.values() if record.get("output_tokens")]
     each = sum(measured) / len(measured) if measured else min(TYPICAL_OUTPUT_TOKENS, judge.max_output_tokens)
     output_tokens = round(each * len(missing))
     source = f"the mean of {len(measured)} cached verdicts" if measured else "a typical answer without reasoning"
     notes = [
-        f"input tokens: {how}",
+        "input tokens: a quarter of the UTF-8 bytes",
         f"output tokens: {each:.0f} each, {source}; at most {judge.max_output_tokens} each",
     ]
     notes.append("requests that have to be repeated cost extra")
@@ -85,18 +84,3 @@ def _cached(judge: PairwiseJudge, cache: str | Path | None, questions: Iterable[
     with open_cache(judge, cache) as store:
         records = {} if store is None else {key: store.get(key) for key in questions}
     return {key: record for key, record in records.items() if record is not None}
-
-
-def _token_counter(model: str) -> tuple[Callable[[str], int], str]:
-    """A function that counts the tokens of a text, and how it does so."""
-    try:
-        import tiktoken
-
-        try:
-            encoding = tiktoken.encoding_for_model(model)
-        except KeyError:
-            encoding = tiktoken.get_encoding("o200k_base")
-    except Exception:
-        # Not installed, or its vocabulary is neither on this machine nor to be had from the network.
-        return (lambda text: len(text.encode("utf-8", "replace")) // 4 + 1), "a quarter of the UTF-8 bytes"
-    return (lambda text: len(encoding.encode_ordinary(text))), f"counted with tiktoken's {encoding.name}"

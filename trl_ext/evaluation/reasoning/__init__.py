@@ -1,10 +1,9 @@
-"""Evaluation of reasoning by verified answers: categories, several samples to a problem, and runs that resume."""
+"""Evaluation of reasoning by verified answers: categories, several samples per problem, and resumable runs."""
 
-from trl_ext.evaluation.reasoning.categories import CATEGORIES, category_of, count_categories
-from trl_ext.evaluation.reasoning.grading import Grader, grader
-from trl_ext.evaluation.reasoning.run import evaluate_reasoning
 from trl_ext.evaluation.reasoning.samples import majority_at_k, pass_at_k
 from trl_ext.evaluation.reasoning.summary import accuracy_gain, summarize_reasoning
+from trl_ext.rewards.verified import CATEGORIES, Grader, category_of, count_categories, grader
+from trl_ext.rollouts.graded import evaluate_reasoning
 
 __all__ = [
     "CATEGORIES",

@@ -1,4 +1,4 @@
-"""Several samples to a problem: pass@k and majority voting."""
+"""Several samples per problem: pass@k and majority voting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Votes over all subsets of k samples where there are no more than this, else over as many random ones.
+# Use all subsets of k samples if there are at most this many, else this many random ones.
 MAX_SUBSETS = 200
 _CORRECT = object()
 
@@ -17,11 +17,11 @@ _CORRECT = object()
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """Probability that at least one of `k` samples is correct: 1 - C(n - correct, k) / C(n, k).
 
-    The unbiased estimate of Chen et al. (2021) from `n` samples of which `correct` are correct; the mean over all
+    The unbiased estimate of Chen et al. (2021) from `n` samples of which `correct` are correct: the mean over all
     subsets of size k.
 
     Raises:
-        ValueError: counts that do not fit together.
+        ValueError: the counts are inconsistent.
     """
     _check(n, k)
     if not 0 <= correct <= n:
@@ -32,18 +32,19 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_at_k(votes: Sequence[Any], correct: Sequence[bool], k: int, *, seed: int = 0) -> float:
     """Probability that the most frequent answer among `k` of the samples is correct (maj@k; Wang et al., 2022).
 
-    Correct answers are one answer, however they are written; wrong ones are the same where their votes are. A sample
-    without an answer does not vote, and where none votes the problem is failed. Of answers that are equally frequent
-    one is drawn, each as likely. The mean over all subsets of size k, or over 200 random ones where there are more.
+    All correct answers count as the same answer, however they are written. Wrong answers are the same if their votes
+    are equal. A sample without an answer does not vote; without any vote, the problem counts as failed. Ties are
+    broken uniformly at random. The result is the mean over all subsets of size k, or over 200 random ones if there are
+    more.
 
     Args:
         votes: each sample's answer, hashable; None for a sample without one.
-        correct: whether it is correct.
-        k: samples that vote.
-        seed: of the random subsets.
+        correct: whether each sample is correct.
+        k: number of samples that vote.
+        seed: seed of the random subsets.
 
     Raises:
-        ValueError: lists of different length, or counts that do not fit together.
+        ValueError: the lists differ in length, or the counts are inconsistent.
     """
     if len(votes) != len(correct):
         raise ValueError(f"{len(votes)} votes for {len(correct)} samples")
@@ -59,10 +60,10 @@ def majority_at_k(votes: Sequence[Any], correct: Sequence[bool], k: int, *, seed
 
 
 def vote_of(row: Mapping[str, Any]) -> str | None:
-    """What a graded row votes for: the answer that its reward reads, with spaces and case evened out.
+    """The vote of a graded row: the answer that its reward reads, with spaces and case normalized.
 
-    Without a `parsed_answer`, as from a grader of one's own, the whole response votes. None for a response in the
-    wrong form or without an answer.
+    Without a `parsed_answer`, as from a custom grader, the whole response is the vote. Returns None for a response in
+    the wrong format or without an answer.
     """
     answer = row.get("parsed_answer", row["response_text"])
     if row["category"] == "wrong_format" or answer is None:

@@ -1,15 +1,15 @@
-"""The figures of an evaluation of reasoning, with 95% intervals, and what changed between two of them."""
+"""The figures of a reasoning evaluation, with 95% intervals, and the gain between two of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trl_ext.evaluation.intervals import rate_interval
-from trl_ext.evaluation.paired import paired_difference
-from trl_ext.evaluation.reasoning.categories import count_categories
 from trl_ext.evaluation.reasoning.samples import majority_at_k, pass_at_k, vote_of
-from trl_ext.evaluation.win_rate import PairOutcome
+from trl_ext.evaluation.statistics.intervals import rate_interval
+from trl_ext.evaluation.statistics.paired import paired_difference
+from trl_ext.evaluation.statistics.win_rate import PairOutcome
+from trl_ext.rewards.verified import count_categories
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -18,18 +18,18 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
     """Accuracy, categories and lengths of graded responses.
 
     Args:
-        rows: of `evaluate_reasoning`, as many for each problem.
-        ks: of pass@k and maj@k, at most the samples of a problem.
+        rows: rows of `evaluate_reasoning`, with the same number for each problem.
+        ks: the k of pass@k and maj@k, at most the number of samples per problem.
 
     Returns:
-        JSON-ready: `n_prompts`, `n_samples` (of each problem); `accuracy` and `format_rate`, each with `mean`, its
-        interval `low` and `high`, and `n`; counts by category; mean lengths in tokens of all, correct and incorrect
-        responses, the share that was cut at the limit, and the mean entropy in nats (None where there is none);
-        `pass_at` and `maj_at` by k, with intervals. Samples of one problem go together: intervals are those of
-        `rate_interval` over problems, with one sample of each Wilson's.
+        JSON-ready: `n_prompts`; `n_samples` per problem; `accuracy` and `format_rate`, each with `mean`, its interval
+        `low` and `high`, and `n`; counts by category; mean lengths in tokens of all, correct and incorrect responses;
+        the share that was truncated; the mean entropy in nats (None if unknown); and `pass_at` and `maj_at` by k, with
+        intervals. Intervals are those of `rate_interval` over problems, which with one sample per problem are
+        Wilson's.
 
     Raises:
-        ValueError: no rows, or problems with different numbers of samples, or a k above them.
+        ValueError: there are no rows, problems differ in their number of samples, or a k exceeds it.
     """
     by_prompt = _by_prompt(rows)
     counts = {len(samples) for samples in by_prompt}
@@ -66,7 +66,7 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
 
 
 def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
-    """Accuracy after minus before, on the same problems with one response to each, and its paired 95% interval.
+    """Accuracy after minus before, on the same problems with one response each, and its paired 95% interval.
 
     See `trl_ext.evaluation.paired_difference`.
 
@@ -74,7 +74,7 @@ def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
         `mean`, `low`, `high`, `n` (problems), and `p_value` of McNemar's exact test.
 
     Raises:
-        ValueError: the two are not of the same problems, or there are several responses to one.
+        ValueError: the two cover different problems, or a problem has several responses.
     """
     found = paired_difference(_outcomes(after), _outcomes(before))
     return {

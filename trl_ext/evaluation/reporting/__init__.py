@@ -1,1 +1,1 @@
-"""The pieces of the report: what runs hold, and its tables, charts and page."""
+"""The parts of the report: run data, tables, charts and page."""

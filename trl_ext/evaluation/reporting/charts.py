@@ -1,120 +1,318 @@
-"""What the report's charts show, as plain values: the page's script draws them and computes no figure."""
+"""The report's charts as inline SVG: curves, figures with intervals, reward against KL, and reliability.
+
+Every mark of a run is in an element with its number in `data-run`, which the page's script uses to show and hide it.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
 from typing import Any
 
-from trl_ext.evaluation.reporting.curves import is_timed, panels
+from trl_ext.evaluation.reporting.curves import Panel
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
 from trl_ext.evaluation.reporting.tables import reliability_bins
-from trl_ext.evaluation.reporting.values import number, pick
 
 COLORS, DASHES = 10, 5
-# Beyond this many runs the page opens with one run of each method shown.
-MANY_RUNS = 12
+WIDTH, HEIGHT, ROW_HEIGHT = 320, 230, 20
+LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 10, 8, HEIGHT - 34
+# Approximate width of a letter in an SVG, used to shorten names.
+LETTER = 6.2
+UNITS = ((7200, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
-def chart_data(tasks: Sequence[Task]) -> dict[str, Any]:
-    """How each run is drawn, and the points of every chart, by the runs' labels.
+@dataclass(frozen=True)
+class Look:
+    """How a run is drawn: its number on the page, its colour by method, its dash within the method."""
 
-    Returns:
-        `tasks`, the titles by the tasks' `end`; `runs`, each with its `color` by method, its `dash` within the method
-        and whether it is `timed`; `panels` of curves; `dots`, charts of one figure per run; `trade_offs`, reward
-        against KL; and `reliability`, calibration bins as (confidence, accuracy, pairs, interval of the accuracy).
-        All but the first have the `task` that they are of.
-    """
-    data: dict[str, Any] = {"tasks": {task.end: task.title for task in tasks}}
-    many = sum(len(task.policies + task.reward_models) for task in tasks) > MANY_RUNS
+    number: int
+    label: str
+    task: str
+    color: int
+    dash: int
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first run of its method."""
+        return self.dash == 0
+
+    @property
+    def style(self) -> str:
+        return f"c{self.color} d{self.dash % DASHES}"
+
+    def group(self, *marks: str) -> str:
+        return f'<g class="{self.style}" data-run="{self.number}">{"".join(marks)}</g>'
+
+
+Looks = Mapping[str, Look]
+
+
+def looks(tasks: Sequence[Task]) -> dict[str, Look]:
+    """How each run is drawn, by its label."""
+    found: dict[str, Look] = {}
     for task in tasks:
-        runs = task.policies + task.reward_models
-        charts = {
-            "runs": _appearance(runs, many),
-            "panels": [dataclasses.asdict(panel) for panel in panels(runs)],
-            "dots": _dots(task),
-            "trade_offs": _trade_off_charts(task.summary["policies"]),
-            "reliability": _reliability(task.reward_models),
-        }
-        for name, found in charts.items():
-            data.setdefault(name, []).extend({"task": task.end, **one} for one in found)
-    return data
+        methods: dict[tuple[str, bool], int] = {}
+        colors: dict[tuple[str, bool], int] = {}
+        for run in task.policies + task.reward_models:
+            key = run.method, run.trains_reward_model
+            color, dash = colors.setdefault(key, len(colors)) % COLORS, methods.get(key, 0)
+            methods[key] = dash + 1
+            found[run.label] = Look(len(found), run.label, task.end, color, dash)
+    return found
 
 
-def _appearance(runs: Sequence[Run], many: bool) -> list[dict[str, Any]]:
-    """Each run's colour, by its method, and its line, by its place among the runs of the method."""
-    methods: dict[tuple[str, bool], list[Run]] = {}
-    for run in runs:
-        methods.setdefault((run.method, run.trains_reward_model), []).append(run)
-    return [
-        {
-            "label": run.label,
-            "method": run.method,
-            "color": list(methods).index((run.method, run.trains_reward_model)) % COLORS,
-            "dash": methods[run.method, run.trains_reward_model].index(run) % DASHES,
-            "first": methods[run.method, run.trains_reward_model][0] is run,
-            "shown": not many or methods[run.method, run.trains_reward_model][0] is run,
-            "timed": is_timed(run),
-        }
-        for run in runs
+@dataclass(frozen=True)
+class Axis:
+    """Maps values from `low` to `high` to pixels from `start` to `end`."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    @classmethod
+    def over(cls, values: Iterable[float | None], start: float, end: float) -> Axis:
+        """An axis that covers all values, with a margin on both sides."""
+        known = [value for value in values if value is not None]
+        low, high = min(known), max(known)
+        if low == high == 0:
+            return cls(-0.05, 1, start, end)
+        margin = (high - low) * 0.05 or abs(high) * 0.1 or 0.05
+        return cls(low - margin, high + margin, start, end)
+
+    def __call__(self, value: float) -> float:
+        share = (value - self.low) / (self.high - self.low)
+        return round(self.start + share * (self.end - self.start), 1)
+
+    def ticks(self, most: int, least_step: float = 0) -> list[float]:
+        """Round values, at most about `most` of them."""
+        rough = max((self.high - self.low) / most, least_step)
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [index * step for index in range(first, last + 1)]
+
+
+def shown(value: float) -> str:
+    """A number with four significant digits, or more before the decimal point."""
+    return f"{value:.0f}" if 1e4 <= abs(value) < 1e6 else f"{value:.4g}"
+
+
+def with_interval(value: Mapping[str, float | None]) -> str:
+    """A figure and its interval, if it has one."""
+    low, high = value.get("low"), value.get("high")
+    interval = "" if low is None or high is None else f" [{shown(low)}, {shown(high)}]"
+    return shown(value["value"]) + interval
+
+
+def shortened(name: str, letters: int) -> str:
+    """A name without its middle, because runs often differ in their first and last words."""
+    return name if len(name) <= letters else f"{name[: letters // 2]}\u2026{name[1 - letters // 2 :]}"
+
+
+def curve_chart(panel: Panel, of: Looks, *, timed: bool) -> str:
+    """One metric over steps or over seconds; empty if no point has a time."""
+    place = 1 if timed else 0
+    curves = [
+        (of[label], [point for point in points if point[place] is not None], held_out)
+        for found, held_out in ((panel.curves, False), (panel.held_out, True))
+        for label, points in found.items()
     ]
+    points = [point for _, found, _ in curves for point in found]
+    if not points:
+        return ""
+    last = max(point[place] for point in points)
+    scale, unit = next((scale, unit) for least, scale, unit in UNITS if last >= least) if timed else (1, "steps")
+    x = Axis.over((point[place] / scale for point in points), LEFT, RIGHT)
+    y = Axis.over((point[2] for point in points), BOTTOM, TOP)
+    marks = []
+    for look, found, held_out in curves:
+        at = [(x(point[place] / scale), y(point[2])) for point in found]
+        if not at:
+            continue
+        name = f"{look.label}, held out" if held_out else look.label
+        title = _title(f"{name}: {shown(found[-1][2])} at {shown(found[-1][place] / scale)} {unit}")
+        parts = [title, _line(at, "beside" if held_out else "curve")]
+        if held_out:
+            parts += [_circle(*one, "circle", 3) for one in at]
+        elif len(at) == 1:
+            parts.append(_circle(*at[0], "dot", 4))
+        marks.append(look.group(*parts))
+    return _plane(panel.title, x, y, unit, marks, whole=not timed)
 
 
-def _dots(task: Task) -> list[dict[str, Any]]:
-    """Charts of one figure per run with its interval, and the base's figure where it has one."""
+def dot_chart(
+    title: str, rows: Sequence[tuple[str, Mapping[str, Any] | None]], of: Looks, reference: float | None = None
+) -> str:
+    """One row per run: a dot with its interval, and a hollow dot for the base.
+
+    Each row is a separate SVG, so that hidden runs leave no gap.
+    """
+    known = [(of[label], value) for label, value in rows if value is not None]
+    if not known:
+        return ""
+    values = [value.get(name) for _, value in known for name in ("value", "low", "high", "base")]
+    left = 116
+    x = Axis.over([*values, reference], left + 8, WIDTH - 12)
+    # Keep ticks away from the reference, so that their labels do not overlap.
+    ticks = [tick for tick in x.ticks(5) if reference is None or abs(x(tick) - x(reference)) > 28]
+    grid = _path("grid", (f"M{x(tick):g} 0v{ROW_HEIGHT}" for tick in ticks))
+    if reference is not None:
+        grid += _path("reference", [f"M{x(reference):g} 0v{ROW_HEIGHT}"])
+        ticks.append(reference)
+    drawn = []
+    middle = ROW_HEIGHT // 2
+    for look, value in known:
+        base = value.get("base")
+        says = f"{look.label}: {with_interval(value)}" + ("" if base is None else f", base {shown(base)}")
+        name = escape(shortened(look.label, int(left / LETTER)))
+        parts = [_title(says), f'<text class="name y" x="{left}" y="{middle + 4}">{name}</text>']
+        if value.get("low") is not None and value.get("high") is not None:
+            parts.append(_whisker(x(value["low"]), middle, x(value["high"]), middle))
+        if base is not None:
+            parts.append(_circle(x(base), middle, "hollow", 4))
+        parts.append(_circle(x(value["value"]), middle, "dot", 5))
+        drawn.append(
+            f'<svg viewBox="0 0 {WIDTH} {ROW_HEIGHT}" role="img" aria-label="{escape(says)}" data-run="{look.number}">'
+            f"{grid}{look.group(*parts)}</svg>"
+        )
+    labels = "".join(f'<text class="x" x="{x(tick):g}" y="13">{shown(tick)}</text>' for tick in ticks)
+    axis = f'<svg class="axis-labels" viewBox="0 0 {WIDTH} 18" aria-hidden="true">{labels}</svg>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{''.join(drawn)}{axis}</figure>"
+
+
+def dot_charts(task: Task, of: Looks) -> dict[str, str]:
+    """The charts of single figures per run, by section."""
     rows, models = task.summary["policies"], task.summary["reward_models"]
 
-    def chart(place: str, title: str, points: list[tuple[str, Any]], reference: float | None = None) -> dict[str, Any]:
-        rows = [{"run": label, **value} for label, value in points if value is not None]
-        return {"place": place, "title": title, "reference": reference, "rows": rows}
+    def chart(title: str, rows: Sequence[Row], *keys: str, reference: float | None = None) -> str:
+        found = [(row["run"], row[keys[0]][keys[1]] if len(keys) > 1 else row[keys[0]]) for row in rows]
+        return dot_chart(title, found, of, reference)
 
-    def of(rows: Sequence[Row], *keys: str) -> list[tuple[str, Any]]:
-        return [(row["run"], pick(row, *keys)) for row in rows]
-
-    def beside_base(name: str) -> list[tuple[str, Any]]:
-        figures = [
-            (run.label, *(number(run.results, "generations", source, name) for source in ("policy", "base")))
-            for run in task.policies
-        ]
-        return [(label, None if own is None else {"value": own, "base": base}) for label, own, base in figures]
+    def beside_base(title: str, name: str) -> str:
+        found = []
+        for run in task.policies:
+            texts = run.results.generations or {}
+            own, base = (getattr(texts.get(source), name, None) for source in ("policy", "base"))
+            found.append((run.label, None if own is None else {"value": own, "base": base}))
+        return dot_chart(f"{title}, hollow: the base", found, of)
 
     score = next((row["score_name"] for row in rows), "")
-    charts = [
-        chart("dots-result", "Win rate against the base, ties as half", of(rows, "win_rate", "half"), 0.5),
-        chart("dots-result", "Win rate against the base, ties dropped", of(rows, "win_rate", "agreed"), 0.5),
-        chart("dots-result", "Accuracy, sampled", of(rows, "accuracy", "sampled")),
-        chart("dots-result", f"Gain in {score}", of(rows, "score_gain"), 0.0),
-        chart("dots-length", "Response length (tokens), hollow: the base", beside_base("mean_tokens")),
-        chart("dots-length", "Distinct-2, hollow: the base", beside_base("distinct_2")),
-        chart("dots-length", "Repeated 4-grams, hollow: the base", beside_base("repetition")),
-        chart("dots-reward", "Accuracy on held-out pairs", of(models, "accuracy"), 0.5),
-        chart("dots-reward", "Accuracy, true order", of(models, "true_accuracy"), 0.5),
-    ]
-    return [chart for chart in charts if chart["rows"]]
+    return {
+        "summary": chart("Win rate against the base, ties as half", rows, "win_rate", "half", reference=0.5)
+        + chart("Win rate against the base, ties dropped", rows, "win_rate", "agreed", reference=0.5)
+        + chart("Accuracy, sampled", rows, "accuracy", "sampled")
+        + chart(f"Gain in {score}", rows, "score_gain", reference=0.0),
+        "length": beside_base("Response length (tokens)", "mean_tokens")
+        + beside_base("Distinct-2", "distinct_2")
+        + beside_base("Repeated 4-grams", "repetition"),
+        "rewards": chart("Accuracy on held-out pairs", models, "accuracy", reference=0.5)
+        + chart("Accuracy, true order", models, "true_accuracy", reference=0.5),
+    }
 
 
-def _trade_off_charts(policies: Sequence[Row]) -> list[dict[str, Any]]:
-    fronts = {row["run"]: {"front": row["on_front"], "best": row["on_point_front"]} for row in policies}
-    return [
-        {
-            "title": title,
-            "points": [
-                {**point, **{key: title in names for key, names in fronts[point["run"]].items()}} for point in points
-            ],
-        }
-        for title, points in trade_offs(policies).items()
-    ]
+def trade_off_charts(policies: Sequence[Row], of: Looks) -> str:
+    """Reward against KL: filled points may be on the front; a line joins the front of the point estimates."""
+    rows = {row["run"]: row for row in policies}
+    return "".join(_trade_off(title, points, rows, of) for title, points in trade_offs(policies).items())
 
 
-def _reliability(reward_models: Sequence[Run]) -> list[dict[str, Any]]:
-    charts = []
-    for run in reward_models:
-        bins = [
-            [number(row, "confidence"), *(row["share"][name] for name in ("value", "n", "low", "high"))]
-            for row in reliability_bins([run])
-            if row["share"] and number(row, "confidence") is not None
+def _trade_off(title: str, points: Sequence[Row], rows: Mapping[str, Row], of: Looks) -> str:
+    names_at = RIGHT - 82
+    height = max(HEIGHT, 13 * len(points) + 50)
+    x = Axis.over((point["kl"].get(name) for point in points for name in ("value", "low", "high")), LEFT, names_at - 6)
+    y = Axis.over(
+        (point["reward"].get(name) for point in points for name in ("value", "low", "high")), height - 34, TOP
+    )
+    marks = []
+    for setting in dict.fromkeys(point["setting"] for point in points):
+        best = [
+            point for point in points if point["setting"] == setting and title in rows[point["run"]]["on_point_front"]
         ]
-        if bins:
-            charts.append({"run": run.label, "ece": number(run.results, "pairs", "ece"), "bins": bins})
-    return charts
+        at = [(x(point["kl"]["value"]), y(point["reward"]["value"])) for point in best]
+        marks.append(_line(sorted(at), "front"))
+    # Names are in a separate column, spaced and in the order of the points, so that they cover nothing.
+    name_y = 0.0
+    for below, point in enumerate(
+        sorted(points, key=lambda point: point["reward"]["value"], reverse=True), start=1 - len(points)
+    ):
+        look, kl, reward = of[point["run"]], point["kl"], point["reward"]
+        px, py = x(kl["value"]), y(reward["value"])
+        name_y = min(max(name_y + 13, py), height - 40 + 13 * below)
+        may = title in rows[point["run"]]["on_front"]
+        says = f"{look.label}: {with_interval(reward)} at KL {with_interval(kl)}"
+        parts = [_title(f"{says}, {'may be on the front' if may else 'not on the front'}")]
+        if kl["low"] is not None and kl["high"] is not None:
+            parts.append(_whisker(x(kl["low"]), py, x(kl["high"]), py))
+        if reward["low"] is not None and reward["high"] is not None:
+            parts.append(_whisker(px, y(reward["low"]), px, y(reward["high"])))
+        parts.append(f'<line class="leader" x1="{px}" y1="{py}" x2="{names_at}" y2="{name_y}"/>')
+        parts.append(_circle(px, py, "dot" if may else "dominated", 4))
+        name = escape(shortened(look.label, 14))
+        parts.append(f'<text class="name" x="{names_at + 2}" y="{name_y + 4}">{name}</text>')
+        marks.append(look.group(*parts))
+    return _plane(title, x, y, "KL to the base (nats per response)", marks, height=height)
+
+
+def reliability_charts(runs: Sequence[Run], of: Looks) -> str:
+    """Accuracy against confidence in each bin; the area of a bubble is the number of pairs."""
+    charts = []
+    x, y = Axis(0.48, 1.02, LEFT, RIGHT), Axis(0, 1.05, BOTTOM, TOP)
+    for run in runs:
+        bins = reliability_bins(run)
+        if not bins:
+            continue
+        pairs = sum(one["n"] for one in bins)
+        parts = []
+        for one in bins:
+            at, accuracy = x(one["confidence"]), one["accuracy"]
+            says = f"{one['n']} pairs: confidence {shown(one['confidence'])}, accuracy {with_interval(accuracy)}"
+            radius = round(3 + 24 * math.sqrt(one["n"] / pairs), 1)
+            bubble = _circle(at, y(accuracy["value"]), "bubble", radius)
+            whisker = _whisker(at, y(accuracy["low"]), at, y(accuracy["high"]))
+            parts.append(f"<g>{_title(says)}{whisker}{bubble}</g>")
+        marks = [_line([(x(0.5), y(0.5)), (x(1), y(1))], "reference"), of[run.label].group(*parts)]
+        ece = run.results.pairs.ece
+        error = "" if ece is None else f", ECE {ece:.3f}"
+        charts.append(_plane(f"Reliability of {run.label}{error}", x, y, "confidence", marks))
+    return "".join(charts)
+
+
+def _plane(
+    title: str, x: Axis, y: Axis, x_label: str, marks: Sequence[str], *, whole: bool = False, height: int = HEIGHT
+) -> str:
+    """Marks on a grid with labelled axes."""
+    across, along = y.ticks(5), x.ticks(5, 1 if whole else 0)
+    bottom = height - 34
+    lines = [f"M{x.start} {y(tick):g}H{x.end}" for tick in across] + [f"M{x(tick):g} {bottom}v4" for tick in along]
+    parts = [_path("grid", lines)]
+    parts += [f'<text class="y" x="{x.start - 5}" y="{y(tick) + 4:g}">{shown(tick)}</text>' for tick in across]
+    parts += [f'<text class="x" x="{x(tick):g}" y="{bottom + 16}">{shown(tick)}</text>' for tick in along]
+    parts.append(f'<text class="y" x="{x.end}" y="{height - 4}">{x_label}</text>')
+    title, inner = escape(title), "".join([*parts, *marks])
+    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{title}">{inner}</svg>'
+    return f"<figure><figcaption>{title}</figcaption>{svg}</figure>"
+
+
+def _title(text: str) -> str:
+    """The browser's tooltip."""
+    return f"<title>{escape(text)}</title>"
+
+
+def _line(points: Iterable[tuple[float, float]], kind: str) -> str:
+    return f'<polyline class="{kind}" points="{" ".join(f"{x:g},{y:g}" for x, y in points)}"/>'
+
+
+def _path(kind: str, parts: Iterable[str]) -> str:
+    return f'<path class="{kind}" d="{"".join(parts)}"/>'
+
+
+def _circle(x: float, y: float, kind: str, radius: float) -> str:
+    return f'<circle class="{kind}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>'
+
+
+def _whisker(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="whisker" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>'

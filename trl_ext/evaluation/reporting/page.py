@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs no network: its sections, its data, and the policy that keeps it closed.
+"""The report as one self-contained HTML file: its sections, the browser of responses, and a strict security policy.
 
-Whatever comes from a run is untrusted. It reaches the page through `escape` or `embed`, and no script runs but the one
-whose hash the page's Content-Security-Policy names.
+Everything that comes from a run is untrusted. It enters the page only through `escape` or `embed`. Only the script
+whose hash is in the page's Content-Security-Policy can run.
 """
 
 from __future__ import annotations
@@ -10,23 +10,30 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from trl_ext.evaluation.reporting import tables
-from trl_ext.evaluation.reporting.charts import chart_data
+from trl_ext.evaluation.reporting import charts, tables
+from trl_ext.evaluation.reporting.charts import Looks
+from trl_ext.evaluation.reporting.curves import is_timed, panels
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.evaluation.reporting.tables import Table
 
+# With more runs than this, the page initially shows one run of each method.
+MANY_RUNS = 12
 FRONT_NOTE = (
     "Crosses are 95% intervals. Filled: may be on the front; hollow: is not. The line joins the front of the figures "
     f"of all runs, shown or not. {tables.FRONT_RULE}"
 )
-# The intervals in a cell stand below their figures.
+CURVES_NOTE = (
+    "Circles are of held-out rows. Methods do not share the scale of a loss, so each has a panel. Of a curve with "
+    "more than 300 points the lowest and the highest of each stretch are drawn."
+)
+# Intervals appear on a line below their figures.
 INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
 PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
@@ -39,17 +46,21 @@ def render_page(
     stages: Sequence[Table] = (),
     pictures: Mapping[str, bytes] | None = None,
 ) -> str:
-    """The HTML of the report; further tables, and PNG pictures by title, come first."""
+    """The HTML of the report; additional tables, and PNG pictures by title, come first."""
     tasks = by_task(summary, runs)
-    policies = [run for run in runs if not run.trains_reward_model]
-    data = {**chart_data(tasks), "generations": generations(policies, max_prompts=max_prompts)}
-    of_tasks = [_of_task(task, {panel["task"] for panel in data["panels"]}) for task in tasks]
+    looks = charts.looks(tasks)
+    data = {
+        "tasks": {task.end: task.title for task in tasks},
+        "runs": [{"label": look.label, "task": look.task, "color": look.color} for look in looks.values()],
+        "generations": generations([run for task in tasks for run in task.policies], max_prompts=max_prompts),
+    }
+    of_tasks = [_of_task(task, looks) for task in tasks]
     first = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
     last = _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else "")
     for name, title, table in zip(
         ("left-out", "problems"), ("Left out", "Problems"), tables.faults(summary), strict=True
     ):
-        last += _section(name, title, _table(table, heading=False))
+        last += _section(name, title, _table(table, heading=0))
     return _fill(
         _asset("report.html"),
         title=f"Report of {_counted(len(runs), 'run')}",
@@ -58,7 +69,7 @@ def render_page(
             [_links(first), *(_index(body) if len(tasks) > 1 else _links(body) for body in of_tasks), _links(last)]
         ),
         warning=_warning(summary["problems"]),
-        toggles=_toggles(data),
+        toggles=_toggles(tasks, looks),
         data=embed(data),
         style=_asset("report.css"),
         script=_asset("report.js"),
@@ -66,66 +77,86 @@ def render_page(
     )
 
 
-def _of_task(task: Task, with_curves: Collection[str]) -> str:
-    """A task's sections; where there are several tasks, below its title and with names that end in its number."""
-    policies, summary = task.policies, task.summary
-    compared, trade_offs = tables.policy_table(summary["policies"]), tables.trade_off_table(summary["policies"])
-    settings, diversity = tables.settings_table("policies", summary["policies"]), tables.diversity_table(policies)
-    sections = [
-        _section(
-            "summary",
-            "Summary",
-            _table(compared),
-            _charts("dots-result") + _folded(settings) if compared.rows else _table(settings),
+def _of_task(task: Task, looks: Looks) -> str:
+    """A task's sections. If there are several tasks, they have a title, and names that end in the task's number."""
+    policies, models, end = task.policies, task.reward_models, task.end
+    rows, model_rows = task.summary["policies"], task.summary["reward_models"]
+    compared, trade_offs = tables.policy_table(rows), tables.trade_off_table(rows)
+    settings, reward_models = tables.settings_table("policies", rows), tables.reward_model_table(model_rows)
+    dots = charts.dot_charts(task, looks)
+    level = 3 if end else 2
+
+    def table(found: Table) -> str:
+        return _table(found, end=end, heading=level + 1)
+
+    def folded(found: Table) -> str:
+        if not found.rows:
+            return ""
+        return f"<details><summary>{escape(found.title)}</summary>{_table(found, end=end, heading=0)}</details>"
+
+    sections = {
+        ("summary", "Summary"): [
+            table(compared),
+            _charts(dots["summary"]) + folded(settings) if compared.rows else table(settings),
             f'<p class="note">{tables.NOT_EVALUATED}</p>' if settings.rows and not compared.rows else "",
-        ),
-        _section("over-seeds", "Methods over seeds", _table(tables.method_table(summary["methods"]), heading=False)),
-        _section(
-            "curves",
-            "Curves",
-            _asset("curves.html") if task.end in with_curves else "",
-            _folded(tables.held_out_table(policies)),
-        ),
-        _section(
-            "pareto",
-            "Reward against KL",
-            f'<p class="note">{FRONT_NOTE}</p>{_charts("trade-offs")}' if trade_offs.rows else "",
-            _folded(trade_offs),
-        ),
-        _section(
-            "length",
-            "Length and diversity",
-            _charts("dots-length") if diversity.rows else "",
-            _folded(diversity),
-            _folded(tables.kind_table(policies)),
-        ),
-        _section(
-            "rewards",
-            "Reward models",
-            _table(tables.reward_model_table(summary["reward_models"]), heading=False),
-            _charts("dots-reward", "reliability") if task.reward_models else "",
-            _folded(tables.settings_table("reward-models", summary["reward_models"])),
-            _folded(tables.reliability_table(task.reward_models)),
-            _folded(tables.mistake_table(task.reward_models)),
-        ),
-    ]
-    body = "".join(sections)
-    if not task.end:
-        return body
-    # Text of runs is escaped, so that neither a tag nor a quote of it can be meant here.
-    body = re.sub(r'( (?:id|aria-labelledby|name)="[\w-]+)"', rf'\1{task.end}"', body)
-    body = re.sub(r"(</?h)([23])", lambda found: f"{found[1]}{int(found[2]) + 1}", body)
-    return f'<div class="task">{_section(f"task{task.end}", task.title, body)}</div>'
+        ],
+        ("over-seeds", "Methods over seeds"): [
+            _table(tables.method_table(task.summary["methods"]), end=end, heading=0)
+        ],
+        ("curves", "Curves"): [_curves(policies + models, end, level, looks)],
+        ("pareto", "Reward against KL"): [
+            f'<p class="note">{FRONT_NOTE}</p>{_charts(charts.trade_off_charts(rows, looks))}{folded(trade_offs)}'
+            if trade_offs.rows
+            else ""
+        ],
+        ("length", "Length and diversity"): [
+            _charts(dots["length"]),
+            folded(tables.diversity_table(policies)),
+            folded(tables.kind_table(policies)),
+        ],
+        ("rewards", "Reward models"): [
+            _table(reward_models, end=end, heading=0),
+            _charts(dots["rewards"] + charts.reliability_charts(models, looks)),
+            folded(tables.settings_table("reward-models", model_rows)),
+            folded(tables.mistake_table(models)),
+        ],
+    }
+    body = "".join(_section(name + end, title, *parts, level=level) for (name, title), parts in sections.items())
+    return f'<div class="task">{_section(f"task{end}", task.title, body)}</div>' if end else body
+
+
+def _curves(runs: Sequence[Run], end: str, level: int, looks: Looks) -> str:
+    """The panels over steps and, if times were logged, over time; the style shows the selected ones."""
+    found = panels(runs)
+    if not found:
+        return ""
+    views = {}
+    for timed in (False, True):
+        groups: dict[str, str] = {}
+        for panel in found:
+            groups[panel.group] = groups.get(panel.group, "") + charts.curve_chart(panel, looks, timed=timed)
+        views[timed] = "".join(
+            f"<h{level + 1}>{name}</h{level + 1}>{_charts(body)}" for name, body in groups.items() if body
+        )
+    note = f'<p class="note">{CURVES_NOTE}</p>'
+    if not views[True]:
+        return note + views[False]
+    untimed = ", ".join(escape(run.label) for run in runs if not is_timed(run))
+    said = f'<p class="note">Logged without the time, so not drawn: {untimed}.</p>' if untimed else ""
+    return (
+        f"{_fill(_asset('axis.html'), end=end)}{note}"
+        f'<div class="over-steps">{views[False]}</div><div class="over-seconds">{said}{views[True]}</div>'
+    )
 
 
 def embed(value: Any) -> str:
-    """JSON that can stand in a script element: nothing in it ends the element, opens a comment or ends a line."""
+    """JSON for a script element, escaped so that it cannot end the element, open a comment or break a line."""
     source = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", source)
 
 
 def _fill(template: str, **values: str) -> str:
-    # In one pass: a placeholder inside a value is a model's text, and stays.
+    # Replace in a single pass: a placeholder inside a value is a model's text, and must stay.
     return PLACEHOLDER.sub(lambda found: values[found[1]], template)
 
 
@@ -134,7 +165,7 @@ def _asset(name: str) -> str:
 
 
 def _policy() -> str:
-    """No network, no frames, no forms; this page's own script and style by their hashes."""
+    """No network, frames or forms; the page's own script and style are allowed by their hashes."""
 
     def digest(name: str) -> str:
         return base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()
@@ -145,17 +176,17 @@ def _policy() -> str:
     )
 
 
-def _section(name: str, title: str, *parts: str) -> str:
-    """A section, or nothing where all its parts are empty."""
+def _section(name: str, title: str, *parts: str, level: int = 2) -> str:
+    """A section, or an empty string if all its parts are empty."""
     if not any(parts):
         return ""
-    heading = f'<h2 id="{name}-title">{escape(title)}</h2>'
+    heading = f'<h{level} id="{name}-title">{escape(title)}</h{level}>'
     return f'<section id="{name}" aria-labelledby="{name}-title">{heading}{"".join(parts)}</section>\n'
 
 
 def _links(body: str, level: int = 2) -> str:
-    titles = re.findall(rf'<h{level} id="([\w-]+?)-title(-\d+)?">(.*?)</h{level}>', body)
-    return "".join(f'<a href="#{name}{end}">{title}</a>' for name, end, title in titles)
+    titles = re.findall(rf'<h{level} id="([\w-]+)-title">(.*?)</h{level}>', body)
+    return "".join(f'<a href="#{name}">{title}</a>' for name, title in titles)
 
 
 def _index(body: str) -> str:
@@ -175,21 +206,21 @@ def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _charts(*names: str) -> str:
-    return "".join(f'<div class="charts" id="{name}"></div>' for name in names)
+def _charts(body: str) -> str:
+    return f'<div class="charts">{body}</div>' if body else ""
 
 
-def _table(table: Table, *, heading: bool = True) -> str:
-    """A table in a frame of its own that scrolls, so that the page does not."""
+def _table(table: Table, *, end: str = "", heading: int = 3) -> str:
+    """A table in its own scrolling frame; its heading has this level, 0 for none."""
     if not table.rows:
         return ""
-    title = f"<h3>{escape(table.title)}</h3>" if heading else ""
+    title = f"<h{heading}>{escape(table.title)}</h{heading}>" if heading else ""
     head = "".join(f'<th scope="col"><button type="button">{escape(name)}</button></th>' for name in table.columns)
     body = "".join(f"<tr>{''.join(_cell(cell, index) for index, cell in enumerate(row))}</tr>" for row in table.rows)
     return (
         f'{title}<p class="note">{escape(table.note)}</p>'
         f'<div class="scroll" role="region" aria-label="{escape(table.title)}" tabindex="0">'
-        f'<table id="table-{table.name}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<table id="table-{table.name}{end}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
@@ -209,20 +240,20 @@ def _cell(cell: tables.Cell, index: int) -> str:
     return f"<{tag}{scope}{kind}{value}>{text}</{tag}>"
 
 
-def _folded(table: Table) -> str:
-    if not table.rows:
-        return ""
-    return f"<details><summary>{escape(table.title)}</summary>{_table(table, heading=False)}</details>"
-
-
-def _toggles(data: Mapping[str, Any]) -> str:
-    """A box for each run, behind the title of its task where there are several."""
-    boxes: dict[str, str] = {}
-    for index, run in enumerate(data["runs"]):
-        boxes[run["task"]] = boxes.get(run["task"], "") + (
-            f'<label class="run c{run["color"]} d{run["dash"]}"><input type="checkbox" value="{index}"'
-            f'{" checked" if run["shown"] else ""}><svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
-            f'<line x1="0" y1="4" x2="24" y2="4"/></svg><bdi>{escape(run["label"])}</bdi></label>'
-        )
-    titles = {task: f"<b>{escape(title)}</b>" if len(boxes) > 1 else "" for task, title in data["tasks"].items()}
-    return "".join(f'<div class="toggles">{titles[task]}{found}</div>' for task, found in boxes.items())
+def _toggles(tasks: Sequence[Task], looks: Looks) -> str:
+    """A checkbox for each run, after the title of its task if there are several."""
+    parts = []
+    for task in tasks:
+        title = f"<b>{escape(task.title)}</b>" if len(tasks) > 1 else ""
+        boxes = []
+        for look in (look for look in looks.values() if look.task == task.end):
+            checked = " checked" if look.is_first or len(looks) <= MANY_RUNS else ""
+            first = " data-first" if look.is_first else ""
+            boxes.append(
+                f'<label class="run {look.style}"><input type="checkbox" value="{look.number}"{checked}{first}>'
+                f'<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
+                f'<line x1="0" y1="4" x2="24" y2="4"/></svg>'
+                f"<bdi>{escape(look.label)}</bdi></label>"
+            )
+        parts.append(f'<div class="toggles">{title}{"".join(boxes)}</div>')
+    return "".join(parts)

@@ -1,4 +1,4 @@
-"""The report's tables, which its HTML and its Markdown share: columns, cells as text, and the numbers they sort by."""
+"""The tables of the report, shared by HTML and Markdown, and the report as Markdown."""
 
 from __future__ import annotations
 
@@ -6,27 +6,39 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trl_ext.evaluation.reporting.curves import HELD_OUT_COLUMNS, held_out_rows, titled
+from trl_ext.evaluation.reporting.results import Scores
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.evaluation.reporting.summary import DECIMALS, Row, trade_offs, with_wilson_interval
-from trl_ext.evaluation.reporting.values import number, pick
+from trl_ext.evaluation.reporting.summary import DECIMALS, Row, by_task, trade_offs
+from trl_ext.evaluation.statistics.intervals import wilson_interval
+from trl_ext.files import markdown_line
 
 MISTAKES_SHOWN = 10
 NOTHING = "-"
 NOT_EVALUATED = "These runs have no figures of held-out rows: their data has no held-out split, or none was asked for."
 FRONT_RULE = (
-    "A run may be on the Pareto front unless the intervals of another of the same model and data dominate its own: "
-    "all of the other's 95% interval of the reward lies at or above the run's, and all of its interval of the KL at "
-    "or below. The front of the figures takes the figures without their intervals. Both take figures as they are "
-    "printed in the table: what is equal there is equal."
+    "A run may be on the Pareto front unless the intervals of another run of the same model and data dominate its "
+    "own: the other's 95% interval of the reward lies entirely at or above the run's, and its interval of the KL "
+    "entirely at or below. The front of the figures ignores the intervals. Both compare figures as the table prints "
+    "them."
 )
+_OF_RESPONSES = {
+    "tokens": ("mean_tokens", 1),
+    "distinct-1": ("distinct_1", 3),
+    "distinct-2": ("distinct_2", 3),
+    "unique tokens": ("unique_token_ratio", 3),
+    "dominant token": ("dominant_token_fraction", 3),
+    "repeated 4-grams": ("repetition", 3),
+    "compression": ("compression_ratio", 2),
+    "empty": ("empty_fraction", 3),
+    "cut at the limit": ("truncated_fraction", 3),
+}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a cell says, and the number its column sorts by; None where it sorts by its text.
+    """The text of a cell, and the number by which its column sorts; None to sort by the text.
 
-    `prose` marks text of models and data sets, which keeps its line breaks.
+    `prose` marks text of models and datasets, whose line breaks are kept.
     """
 
     text: str
@@ -36,7 +48,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with a name for links, a title, a note on how to read it, and its cells."""
+    """A table with a link name, a title, a note on how to read it, and its cells."""
 
     name: str
     title: str
@@ -47,19 +59,19 @@ class Table:
 
 @dataclass(frozen=True)
 class Column:
-    """A column that is left out where no row has anything in it."""
+    """A column that is omitted if all its cells are empty."""
 
     title: str
-    cell: Callable[[Row], Cell]
+    cell: Callable[[Any], Cell]
 
 
 def figure(value: float | None, digits: int = 3) -> Cell:
-    """A number with fixed decimals."""
+    """A number with a fixed number of decimals."""
     return Cell(NOTHING) if value is None else Cell(f"{value:.{digits}f}", value)
 
 
 def estimate(value: Mapping[str, float | None] | None, digits: int = 3, *, name: str = "value") -> Cell:
-    """A figure and, where it has one, its interval."""
+    """A figure and its interval, if it has one."""
     if value is None:
         return Cell(NOTHING)
     low, high = value["low"], value["high"]
@@ -69,24 +81,40 @@ def estimate(value: Mapping[str, float | None] | None, digits: int = 3, *, name:
 
 def count(value: float | None) -> Cell:
     """A whole number."""
-    return Cell(NOTHING) if value is None else Cell(f"{value:.0f}", value)
+    return figure(value, 0)
+
+
+def _text(title: str, name: str, *, prose: bool = False) -> Column:
+    return Column(title, lambda row: Cell(row.get(name) or NOTHING, prose=prose))
+
+
+def _number(title: str, name: str, digits: int = 3) -> Column:
+    return Column(title, lambda row: figure(row[name], digits))
+
+
+def _estimate(title: str, name: str, digits: int = 3, *, of: str = "value") -> Column:
+    return Column(title, lambda row: estimate(row[name], digits, name=of))
+
+
+def _n(title: str, value: Callable[[Row], Mapping[str, float | None] | None]) -> Column:
+    return Column(title, lambda row: count((value(row) or {}).get("n")))
 
 
 def policy_table(rows: Sequence[Row]) -> Table:
-    """One row per policy, with the figures by which policies are compared; no row where no policy has any."""
+    """One row per policy, with the figures for comparing policies; empty if no policy has any."""
     known, shared = _identity(rows)
     columns = [
         Column("accuracy, sampled", lambda row: estimate(row["accuracy"]["sampled"])),
         Column("accuracy, greedy", lambda row: estimate(row["accuracy"]["greedy"])),
         Column("win rate, ties as half", lambda row: estimate(row["win_rate"]["half"])),
-        Column("n", lambda row: count(_n(row["win_rate"]["half"]))),
+        _n("n", lambda row: row["win_rate"]["half"]),
         Column("win rate, ties dropped", lambda row: estimate(row["win_rate"]["agreed"])),
-        Column("n without ties", lambda row: count(_n(row["win_rate"]["agreed"]))),
+        _n("n without ties", lambda row: row["win_rate"]["agreed"]),
         Column("judge errors", lambda row: count(row["judge_errors"] or None)),
-        Column(f"gain in {_score_name(rows)}", lambda row: estimate(row["score_gain"])),
+        _estimate(f"gain in {_score_name(rows)}", "score_gain"),
         Column("gain in learned reward", _learned),
-        Column("KL to the base (nats)", lambda row: estimate(row["kl"], 2)),
-        Column("accuracy on held-out pairs", lambda row: estimate(row["pair_accuracy"])),
+        _estimate("KL to the base (nats)", "kl", 2),
+        _estimate("accuracy on held-out pairs", "pair_accuracy"),
         Column("tokens", lambda row: figure(row["tokens"]["policy"], 1)),
     ]
     note = "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. "
@@ -103,14 +131,14 @@ def reward_model_table(rows: Sequence[Row]) -> Table:
     """One row per reward model."""
     columns, shared = _identity(rows)
     columns += [
-        Column("accuracy", lambda row: estimate(row["accuracy"])),
-        Column("n", lambda row: count(_n(row["accuracy"]))),
-        Column("accuracy, true order", lambda row: estimate(row["true_accuracy"])),
-        Column("labels, true order", lambda row: figure(row["label_agreement"])),
-        Column("mean margin", lambda row: figure(row["margin"])),
-        Column("NLL (nats)", lambda row: figure(row["nll"])),
-        Column("Brier", lambda row: figure(row["brier"])),
-        Column("ECE", lambda row: figure(row["ece"])),
+        _estimate("accuracy", "accuracy"),
+        _n("n", lambda row: row["accuracy"]),
+        _estimate("accuracy, true order", "true_accuracy"),
+        _number("labels, true order", "label_agreement"),
+        _number("mean margin", "margin"),
+        _number("NLL (nats)", "nll"),
+        _number("Brier", "brier"),
+        _number("ECE", "ece"),
     ]
     note = (
         "On held-out pairs. Brackets hold 95% intervals, Wilson's. The true order is by a known quality of the "
@@ -120,19 +148,17 @@ def reward_model_table(rows: Sequence[Row]) -> Table:
 
 
 def settings_table(name: str, rows: Sequence[Row]) -> Table:
-    """What was run, and how long it took."""
+    """The settings and duration of each run."""
     columns = [
-        Column("run", lambda row: Cell(row["run"])),
-        Column("objective", lambda row: Cell(row["objective"] or NOTHING, prose=True)),
-        Column("model", lambda row: Cell(row["model"] or NOTHING)),
-        Column("data", lambda row: Cell(row["data"] or NOTHING)),
-        Column("weights", lambda row: Cell(row.get("weights") or NOTHING)),
-        Column("steps", lambda row: count(row["steps"])),
-        Column("seed", lambda row: count(row["seed"])),
-        Column("device", lambda row: Cell(row["device"] or NOTHING)),
-        Column("processes", lambda row: count(row["processes"])),
-        Column("training (s)", lambda row: figure(row["training_seconds"], 1)),
-        Column("in all (s)", lambda row: figure(row["total_seconds"], 1)),
+        _text("run", "run"),
+        _text("objective", "objective", prose=True),
+        *(_text(title, title) for title in ("model", "data", "weights")),
+        _number("steps", "steps", 0),
+        _number("seed", "seed", 0),
+        _text("device", "device"),
+        _number("processes", "processes", 0),
+        _number("training (s)", "training_seconds", 1),
+        _number("in all (s)", "total_seconds", 1),
     ]
     note = "Steps are the optimizer's; times are of the wall clock."
     return _table(f"{name}-settings", f"Settings and times of the {name.replace('-', ' ')}", note, columns, rows)
@@ -140,22 +166,16 @@ def settings_table(name: str, rows: Sequence[Row]) -> Table:
 
 def method_table(rows: Sequence[Row]) -> Table:
     """One row per method that was run with several seeds."""
-
-    def spread(name: str, digits: int = 3) -> Callable[[Row], Cell]:
-        return lambda row: estimate(row[name], digits, name="mean")
-
     columns = [
-        Column("method", lambda row: Cell(row["method"])),
-        Column("model", lambda row: Cell(row["model"] or NOTHING)),
-        Column("data", lambda row: Cell(row["data"] or NOTHING)),
-        Column("steps", lambda row: count(row["steps"])),
+        *(_text(title, title) for title in ("method", "model", "data")),
+        _number("steps", "steps", 0),
         Column("seeds", lambda row: count(len(row["runs"]))),
-        Column("win rate, ties as half", spread("win_rate_half")),
-        Column("win rate, ties dropped", spread("win_rate_agreed")),
-        Column(f"gain in {_score_name(rows)}", spread("score_gain")),
-        Column("KL to the base (nats)", spread("kl", 2)),
-        Column("tokens", spread("tokens", 1)),
-        Column("training (s)", spread("training_seconds", 1)),
+        _estimate("win rate, ties as half", "win_rate_half", of="mean"),
+        _estimate("win rate, ties dropped", "win_rate_agreed", of="mean"),
+        _estimate(f"gain in {_score_name(rows)}", "score_gain", of="mean"),
+        _estimate("KL to the base (nats)", "kl", 2, of="mean"),
+        _estimate("tokens", "tokens", 1, of="mean"),
+        _estimate("training (s)", "training_seconds", 1, of="mean"),
     ]
     note = "Runs that differ only in their seed. The mean over seeds; brackets hold the lowest and the highest."
     return _table("methods", "Methods over seeds", note, columns, rows)
@@ -163,17 +183,17 @@ def method_table(rows: Sequence[Row]) -> Table:
 
 def trade_off_table(policies: Sequence[Row]) -> Table:
     """Reward against KL, one row per run and kind of reward, and whether it is on the Pareto front."""
-    policy = {row["run"]: row for row in policies}
+    fronts = {row["run"]: row for row in policies}
     rows = [
-        {"what": name, **point, **{key: name in policy[point["run"]][key] for key in ("on_front", "on_point_front")}}
+        {"what": name, **point, **{key: name in fronts[point["run"]][key] for key in ("on_front", "on_point_front")}}
         for name, points in trade_offs(policies).items()
         for point in sorted(points, key=lambda point: point["kl"]["value"])
     ]
     columns = [
-        Column("reward", lambda row: Cell(row["what"])),
-        Column("run", lambda row: Cell(row["run"])),
-        Column("KL to the base (nats)", lambda row: estimate(row["kl"], DECIMALS["kl"])),
-        Column("figure", lambda row: estimate(row["reward"], DECIMALS["reward"])),
+        _text("reward", "what"),
+        _text("run", "run"),
+        _estimate("KL to the base (nats)", "kl", DECIMALS["kl"]),
+        _estimate("figure", "reward", DECIMALS["reward"]),
         Column("may be on the Pareto front", lambda row: _yes(row["on_front"])),
         Column("front of the figures", lambda row: _yes(row["on_point_front"])),
     ]
@@ -182,165 +202,99 @@ def trade_off_table(policies: Sequence[Row]) -> Table:
 
 def diversity_table(runs: Iterable[Run]) -> Table:
     """Length and diversity of each policy's responses and of its base's."""
-    names = {
-        "tokens": ("mean_tokens", 1),
-        "distinct-1": ("distinct_1", 3),
-        "distinct-2": ("distinct_2", 3),
-        "unique tokens": ("unique_token_ratio", 3),
-        "dominant token": ("dominant_token_fraction", 3),
-        "repeated 4-grams": ("repetition", 3),
-        "compression": ("compression_ratio", 2),
-        "empty": ("empty_fraction", 3),
-        "cut at the limit": ("truncated_fraction", 3),
-    }
     rows = [
-        {"run": run.label, "source": source, "figures": pick(run.results, "generations", source)}
+        {"run": run.label, "source": source, **dict(run.results.generations[source])}
         for run in runs
         for source in ("policy", "base")
-        if isinstance(pick(run.results, "generations", source), dict)
+        if source in (run.results.generations or {})
     ]
     columns = [
-        Column("run", lambda row: Cell(row["run"])),
-        Column("responses of", lambda row: Cell(row["source"])),
-        *(
-            Column(title, lambda row, key=key, digits=digits: figure(number(row["figures"], key), digits))
-            for title, (key, digits) in names.items()
-        ),
-        Column("collapsed", lambda row: Cell("yes" if pick(row["figures"], "collapsed") is True else "no")),
+        _text("run", "run"),
+        _text("responses of", "source"),
+        *(_number(title, name, digits) for title, (name, digits) in _OF_RESPONSES.items()),
+        Column("collapsed", lambda row: Cell("yes" if row["collapsed"] else "no")),
     ]
     note = "All but the last three change with length: compare at a common token limit."
     return _table("diversity", "Length and diversity of the responses", note, columns, rows)
 
 
 def kind_table(runs: Iterable[Run]) -> Table:
-    """The true score of each policy, of all prompts and by kind of prompt."""
-    scored = [run for run in runs if number(run.results, "score", "policy") is not None or _kinds(run)]
-    kinds = sorted({kind for run in scored for kind in _kinds(run)})
+    """The true score of each policy, over all prompts and by kind of prompt."""
+    scored = [run for run in runs if run.results.score is not None]
+    kinds = sorted({kind for run in scored for kind in run.results.score.by_kind})
 
-    def cell(scores: Any) -> Cell:
-        policy, base = (number(scores, source) for source in ("policy", "base"))
-        if policy is None:
+    def cell(scores: Scores | None) -> Cell:
+        if scores is None or scores.policy is None:
             return Cell(NOTHING)
-        return Cell(f"{policy:.3f}" if base is None else f"{policy:.3f} ({policy - base:+.3f})", policy)
+        gain = "" if scores.base is None else f" ({scores.policy - scores.base:+.3f})"
+        return Cell(f"{scores.policy:.3f}{gain}", scores.policy)
 
     columns = [
         Column("run", lambda run: Cell(run.label)),
-        Column("all prompts", lambda run: cell(pick(run.results, "score"))),
-        *(Column(f"kind: {kind}", lambda run, kind=kind: cell(_kinds(run).get(kind))) for kind in kinds),
+        Column("all prompts", lambda run: cell(run.results.score)),
+        *(Column(f"kind: {kind}", lambda run, kind=kind: cell(run.results.score.by_kind.get(kind))) for kind in kinds),
     ]
     note = "In parentheses the gain over the base."
     name = scored[0].score_name.capitalize() if kinds else ""
     return _table("kinds", f"{name} by kind of prompt", note, columns, scored if kinds else ())
 
 
-def _kinds(run: Run) -> dict[str, Any]:
-    kinds = pick(run.results, "score", "by_kind")
-    return kinds if isinstance(kinds, dict) else {}
-
-
-def held_out_table(runs: Iterable[Run]) -> Table:
-    """What each policy's responses to held-out prompts were worth while it trained."""
-    runs = list(runs)
-    rows = [{"run": run.label, **row} for run in runs for row in held_out_rows(run.metrics)]
-    columns = [
-        Column("run", lambda row: Cell(row["run"])),
-        Column("step", lambda row: count(row["step"])),
-        Column("seconds", lambda row: figure(row["seconds"], 1)),
-        *(Column(titled(key, runs), lambda row, key=key: figure(row[key])) for key in HELD_OUT_COLUMNS),
-    ]
-    note = "During training, on fewer prompts than the tables above; twelve evaluations of a run at most."
-    return _table("held-out", "Held-out prompts over steps", note, columns, rows)
-
-
-def reliability_table(runs: Iterable[Run]) -> Table:
-    """The calibration bins of each reward model that hold pairs."""
-    columns = [
-        Column("run", lambda row: Cell(row["run"])),
-        Column("from", lambda row: figure(number(row, "low"), 2)),
-        Column("to", lambda row: figure(number(row, "high"), 2)),
-        Column("pairs", lambda row: count(number(row, "n"))),
-        Column("confidence", lambda row: figure(number(row, "confidence"))),
-        Column("accuracy", lambda row: estimate(row["share"])),
-    ]
-    note = (
-        "Confidence is max(p, 1 - p) of the preferred response; a calibrated model has it equal to the accuracy, of "
-        "which brackets hold Wilson's 95% interval."
-    )
-    return _table("reliability", "Reliability of the reward models", note, columns, reliability_bins(runs))
-
-
-def reliability_bins(runs: Iterable[Run]) -> list[Row]:
-    """The calibration bins that hold pairs, each with the label of its `run` and its accuracy as an estimate."""
-    return [
-        {**row, "run": run.label, "share": _accuracy(row)}
-        for run in runs
-        for row in _dicts(pick(run.results, "pairs", "calibration"))
-        if number(row, "n")
-    ]
-
-
-def _accuracy(row: Row) -> dict[str, float | None] | None:
-    value = number(row, "accuracy")
-    return None if value is None else with_wilson_interval({"value": value, "low": None, "high": None, "n": row["n"]})
+def reliability_bins(run: Run) -> list[Row]:
+    """The calibration bins that contain pairs, each with its accuracy as an estimate."""
+    rows = []
+    for one in run.results.pairs.calibration if run.results.pairs else ():
+        if one.n and one.accuracy is not None and one.confidence is not None:
+            low, high = wilson_interval(one.accuracy * one.n, one.n)
+            accuracy = {"value": one.accuracy, "low": low, "high": high, "n": one.n}
+            rows.append({**dict(one), "accuracy": accuracy})
+    return rows
 
 
 def mistake_table(runs: Iterable[Run]) -> Table:
     """The held-out pairs that each reward model ranks most clearly against their label."""
     rows = [
-        {**row, "run": run.label}
+        {"run": run.label, **dict(row)}
         for run in runs
-        for row in sorted(run.mistakes, key=lambda row: row["margin"])[:MISTAKES_SHOWN]
+        for row in sorted(run.mistakes, key=lambda row: row.margin)[:MISTAKES_SHOWN]
     ]
     columns = [
-        Column("run", lambda row: Cell(row["run"])),
-        Column("margin", lambda row: figure(row["margin"], 2)),
-        Column("prompt", lambda row: Cell(row["prompt_text"], prose=True)),
-        Column("chosen", lambda row: Cell(row["chosen_text"], prose=True)),
-        Column("score of chosen", lambda row: figure(number(row, "chosen_score"), 2)),
-        Column("rejected", lambda row: Cell(row["rejected_text"], prose=True)),
-        Column("score of rejected", lambda row: figure(number(row, "rejected_score"), 2)),
+        _text("run", "run"),
+        _number("margin", "margin", 2),
+        _text("prompt", "prompt_text", prose=True),
+        _text("chosen", "chosen_text", prose=True),
+        _number("score of chosen", "chosen_score", 2),
+        _text("rejected", "rejected_text", prose=True),
+        _number("score of rejected", "rejected_score", 2),
     ]
     note = f"Held-out pairs ranked against their label, the {MISTAKES_SHOWN} worst of each reward model."
     return _table("mistakes", "Worst mistakes of the reward models", note, columns, rows)
 
 
-def incomplete_table(rows: Sequence[Row]) -> Table:
-    """The folders that have no figures."""
-    columns = [Column("run", lambda row: Cell(row["run"])), Column("why", lambda row: Cell(row["reason"]))]
-    return _table("incomplete", "Incomplete", "These folders have no figures.", columns, rows)
-
-
-def problem_table(rows: Sequence[Row]) -> Table:
-    """What of the runs' files is damaged."""
-    names = ("run", "file", "field", "problem")
-    columns = [Column(name, lambda row, name=name: Cell(row[name] or NOTHING)) for name in names]
-    note = "Fields of the runs' files that hold no usable value, and lines that cannot be read. Neither is shown."
-    return _table("problems", "Problems", note, columns, rows)
-
-
 def faults(summary: Mapping[str, Sequence[Row]]) -> list[Table]:
-    """What no task has figures of: the folders without results, and what is damaged."""
-    return [incomplete_table(summary["incomplete"]), problem_table(summary["problems"])]
+    """Folders without results, and damaged files; they do not belong to a task."""
+    incomplete = [_text("run", "run"), _text("why", "reason")]
+    problems = [_text(name, name) for name in ("run", "file", "problem")]
+    says = "What cannot be read of the runs' files, and is not shown."
+    return [
+        _table("incomplete", "Incomplete", "These folders have no figures.", incomplete, summary["incomplete"]),
+        _table("problems", "Problems", says, problems, summary["problems"]),
+    ]
 
 
 def _table(name: str, title: str, note: str, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
     cells = [[column.cell(row) for row in rows] for column in columns]
-    # A figure that no run has would be a column of dashes.
+    # A figure that no run has would give a column of dashes.
     filled = [index for index, column in enumerate(cells) if any(cell.text != NOTHING for cell in column)]
     titles = [columns[index].title for index in filled]
     return Table(name, title, note, titles, [[cells[index][row] for index in filled] for row in range(len(rows))])
 
 
 def _identity(rows: Sequence[Row]) -> tuple[list[Column], str]:
-    """The columns that tell the runs apart, and sentences on what they share instead of columns that repeat it."""
+    """The columns that distinguish the runs, and sentences on what they share, in place of constant columns."""
     names = ("model", "data")
     shared = [name for name in names if rows and len({row[name] for row in rows}) == 1]
-    columns = [
-        Column("run", lambda row: Cell(row["run"])),
-        Column("method", lambda row: Cell(row["method"])),
-        *(Column(name, lambda row, name=name: Cell(row[name] or NOTHING)) for name in names if name not in shared),
-        Column("seed", lambda row: count(row["seed"])),
-    ]
+    own = [name for name in names if name not in shared]
+    columns = [*(_text(name, name) for name in ("run", "method", *own)), _number("seed", "seed", 0)]
     return columns, "".join(f" The {name} is {rows[0][name]}." for name in shared if rows[0][name])
 
 
@@ -359,9 +313,37 @@ def _learned(row: Row) -> Cell:
     return Cell("; ".join(f"{name} {cell.text}" for name, cell in gains.items()), next(iter(gains.values())).value)
 
 
-def _n(value: Mapping[str, float | None] | None) -> float | None:
-    return value and value["n"]
+# ---- Markdown ----
 
 
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+def render_markdown(runs: Sequence[Run], summary: dict[str, list[Row]], stages: Sequence[Table] = ()) -> str:
+    """The Markdown of the report; additional tables come first, followed by those of each task."""
+    parts = [f"# Report of {len(runs)} run{'s' if len(runs) > 1 else ''}", *map(render_table, stages)]
+    for task in by_task(summary, runs):
+        found = [
+            policy_table(task.summary["policies"]),
+            settings_table("policies", task.summary["policies"]),
+            method_table(task.summary["methods"]),
+            trade_off_table(task.summary["policies"]),
+            diversity_table(task.policies),
+            kind_table(task.policies),
+            reward_model_table(task.summary["reward_models"]),
+            settings_table("reward-models", task.summary["reward_models"]),
+            mistake_table(task.reward_models),
+        ]
+        parts += [f"## {markdown_line(task.title)}"] * bool(task.end)
+        parts += [render_table(table, 3 if task.end else 2) for table in found]
+    parts += [render_table(table) for table in faults(summary)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def render_table(table: Table, level: int = 2) -> str:
+    """A table under its heading; empty if it has no rows."""
+    if not table.rows:
+        return ""
+    rows = [[markdown_line(cell.text) for cell in row] for row in table.rows]
+    head = [markdown_line(name) for name in table.columns]
+    numbers = [any(row[index].value is not None for row in table.rows) for index in range(len(head))]
+    rule = ["--:" if number else ":--" for number in numbers]
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)]
+    return "\n".join([f"{'#' * level} {table.title}", "", markdown_line(table.note), "", *lines])

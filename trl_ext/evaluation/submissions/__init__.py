@@ -1,1 +1,1 @@
-"""Submissions: their rows and files, the embedded and the course's assets, and grades."""
+"""Submissions: rows and files, embedded and course assets, and grades."""

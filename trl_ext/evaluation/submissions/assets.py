@@ -1,4 +1,4 @@
-"""What a public evaluation is judged on: prompts, the frozen base's responses to them, and preference pairs."""
+"""The data of a public evaluation: prompts, the frozen base's responses to them, and preference pairs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data import load_benchmark
-from trl_ext.evaluation.judge import last_user_text
+from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
-from trl_ext.files import brief, local_path, read_json
+from trl_ext.files import brief, read_json
 
 _METHOD_NAME = re.compile(r"(?=.*[^\W_])[\w-]{1,100}")
 MAX_PROMPT_TOKENS = 700
@@ -26,8 +26,8 @@ def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
         path: a JSONL file of prompts; None for the embedded ones.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: bad rows, or a file of pairs.
+        FileNotFoundError: the file does not exist.
+        ValueError: rows are malformed, or the file contains pairs.
     """
     benchmark = load_benchmark("toy", splits="test_gen") if path is None else load_benchmark(_file(path))
     (name,) = benchmark
@@ -43,8 +43,8 @@ def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
         path: a JSONL file of pairs; None for the embedded ones.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: bad rows, or a file of prompts.
+        FileNotFoundError: the file does not exist.
+        ValueError: rows are malformed, or the file contains prompts.
     """
     benchmark = load_benchmark("toy", splits="test_prefs") if path is None else load_benchmark(_file(path))
     (name,) = benchmark
@@ -59,14 +59,14 @@ def load_base(
     """The base's responses in the order of the prompts.
 
     Args:
-        prompts: as `load_prompts` returns them.
-        path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses come with
-            the embedded prompts.
-        max_new_tokens: the limit they were generated under; None for `default_max_new_tokens`.
+        prompts: prompts from `load_prompts`.
+        path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses are stored
+            with the embedded prompts.
+        max_new_tokens: the token limit of the responses; None for `default_max_new_tokens`.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: bad rows, or no file for prompts that are not the embedded ones.
+        FileNotFoundError: the file does not exist.
+        ValueError: rows are malformed, or no file is given for prompts other than the embedded ones.
     """
     if path is not None:
         limit = default_max_new_tokens(path) if max_new_tokens is None else max_new_tokens
@@ -84,7 +84,7 @@ def load_base(
     responses = []
     for row in prompts:
         text = embedded[row["row_id"]]
-        # The end token, which is not in the text, was generated too.
+        # The generated end token is not in the text.
         responses.append(Response(row["row_id"], text, min(count(text) + 1, limit), max_new_tokens=limit))
     return responses
 
@@ -93,13 +93,13 @@ def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float
     """Thresholds by method, each in [0, 1], from a JSON file or a mapping.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is damaged, or an entry is no rate.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged, or an entry is not a rate.
     """
     if isinstance(source, Mapping):
         values, where = dict(source), "thresholds"
     else:
-        values, where = read_json(local_path(source)), str(source)
+        values, where = read_json(Path(source).expanduser()), str(source)
     if not isinstance(values, dict) or not values:
         raise ValueError(f"{where}: must hold an object of method: threshold")
     for name, value in values.items():
@@ -114,7 +114,7 @@ def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float
 
 
 def default_max_new_tokens(path: str | Path | None) -> int:
-    """The limit on new tokens: that of the embedded prompts where `path` is None, else the course's 256."""
+    """The limit on new tokens: the embedded prompts' limit if `path` is None, else the course's 256."""
     if path is not None:
         return MAX_NEW_TOKENS
     from trl_ext.toy import MAX_NEW_TOKENS as embedded
@@ -123,13 +123,13 @@ def default_max_new_tokens(path: str | Path | None) -> int:
 
 
 def token_counter(tokenizer: str) -> TokenCounter:
-    """A function that counts the tokens of a text, special tokens left out.
+    """A function that counts the tokens of a text without special tokens.
 
     Args:
         tokenizer: a model's folder, a `tokenizer.json`, a hub name, or `toy`.
 
     Raises:
-        FileNotFoundError: there is none of that name within reach.
+        FileNotFoundError: no tokenizer of that name was found.
     """
     from tokenizers import Tokenizer
 
@@ -146,7 +146,7 @@ def token_counter(tokenizer: str) -> TokenCounter:
 
 
 def _file(path: str | Path) -> Path:
-    path = local_path(path)
+    path = Path(path).expanduser()
     if not path.is_file():
         raise FileNotFoundError(f"no file {brief(path, 200)}")
     return path

@@ -1,4 +1,4 @@
-"""Judging submitted responses against the base's: win rates, length control, and candidates against one another."""
+"""Judging submitted responses against the base's: win rates, length control, and comparisons between candidates."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.judge import GroundTruthJudge, last_user_text
 from trl_ext.evaluation.judging.cost import Estimate, estimate
 from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
-from trl_ext.evaluation.judging.prices import Usage
-from trl_ext.evaluation.length_control import LengthControlledWinRate, length_controlled_win_rate
-from trl_ext.evaluation.paired import PairedDifference, Rule, paired_difference, row_credits
+from trl_ext.evaluation.judging.protocol import Usage, last_user_text
+from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
+from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
+from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
+from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
 from trl_ext.evaluation.submissions.rows import Response
-from trl_ext.evaluation.win_rate import PairOutcome, WinRate, win_rate
 
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """What judging one candidate against the base gave.
+    """The result of judging one candidate against the base.
 
     Attributes:
-        name: the candidate's.
+        name: the candidate's name.
         win_rate: under both rules, with intervals.
-        length_controlled: the win rate at equal lengths; None where it cannot be told.
+        length_controlled: the win rate at equal lengths; None if it cannot be estimated.
         mean_tokens, base_mean_tokens: generated tokens per response.
         outcomes: one for each prompt.
-        usage: what judging took: calls, tokens and dollars.
-        verdicts: JSON-ready rows with what the judge said in both orders.
+        usage: calls, tokens and dollars of judging.
+        verdicts: JSON-ready rows with the judge's answers in both orders.
     """
 
     name: str
@@ -66,10 +66,10 @@ def judge_candidate(
 
     Args:
         judge: a `PairwiseJudge`.
-        name: the candidate's.
+        name: the candidate's name.
         responses, base: one for each prompt, in order.
         prompts: rows with `row_id` and `prompt`.
-        judging: passed on to `judge_pairs`.
+        judging: keyword arguments of `judge_pairs`.
 
     Raises:
         TooManyErrors: too many comparisons could not be judged.
@@ -88,7 +88,7 @@ def judge_candidate(
 
 
 def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Response], base: Sequence[Response]):
-    """The length-controlled win rate; empty responses lose, and not because they are short."""
+    """The length-controlled win rate; empty responses lose, but not because they are short."""
     credits = row_credits(outcomes, "half")
     kept = [None if outcome.empty else credit for outcome, credit in zip(outcomes, credits, strict=True)]
     lengths = ([len(response.text) for response in system] for system in (responses, base))
@@ -109,7 +109,7 @@ def judge_responses(
     others: Sequence[Response],
     **judging: Any,
 ) -> JudgingResult:
-    """`judge_pairs` on submitted responses."""
+    """Run `judge_pairs` on submitted responses."""
     return judge_pairs(judge, prompts, *_pair_arguments(responses, others), **_finished(responses, others), **judging)
 
 
@@ -119,15 +119,15 @@ def estimate_cost(
     pairs: Sequence[tuple[Sequence[Response], Sequence[Response]]],
     cache: str | Path | None = None,
 ) -> list[Estimate]:
-    """What `judge_responses` would cost for each pair of systems; nothing is sent."""
+    """The estimated cost of `judge_responses` for each pair of systems; nothing is sent."""
     return [estimate(judge, prompts, *_pair_arguments(*pair), cache=cache, **_finished(*pair)) for pair in pairs]
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
-    """The judge by the known score of the embedded task.
+    """The judge that uses the known score of the embedded task.
 
     Raises:
-        ValueError: a prompt is not of that task, so that nothing is known of its responses.
+        ValueError: a prompt is from another task, so the score of its responses is unknown.
     """
     from trl_ext.toy import kind_of
 

@@ -1,4 +1,4 @@
-"""Grading a submission: every method's figure against its threshold, and everything that is wrong with its files."""
+"""Grading a submission: every method's figure against its threshold, and all faults in its files."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judging.pairs import TooManyErrors
-from trl_ext.evaluation.judging.prices import Usage
-from trl_ext.evaluation.paired import RULES, Rule, chance_below, row_credits
-from trl_ext.evaluation.reward_models import ALL_TIED, reward_metrics
+from trl_ext.evaluation.judging.protocol import Usage
+from trl_ext.evaluation.methods.reward_models import ALL_TIED, reward_metrics
+from trl_ext.evaluation.statistics.paired import chance_below
+from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
 from trl_ext.evaluation.submissions.rows import EMPTY_FILE, Response
@@ -29,23 +30,23 @@ class FileGrade:
     """The grade of one file.
 
     Attributes:
-        method: whose file.
-        file: where in the submission.
+        method: the method that the file belongs to.
+        file: path within the submission.
         passed: whether its figure reaches the threshold.
-        reason: why there is no figure (`missing`, or what is wrong); None where there is one.
-        threshold: to reach.
+        reason: why there is no figure (`missing`, or the fault); None if there is one.
+        threshold: the figure to reach.
         measure: `win rate` or `accuracy`.
-        figure, low, high, n: the rate that is graded, its Wilson 95% interval, and the rows in its denominator.
+        figure, low, high, n: the graded rate, its Wilson 95% interval, and the rows in its denominator.
         n_total: all rows; a policy can raise its figure by turning losses into rows that do not count.
         half: the win rate with ties as half, `rate`, `low`, `high`, `n`; None for a reward model.
-        agreement_rate, position_bias: as in `WinRate`; None for a reward model, which has no order of showing.
-        chance_below: how likely the figure of another sample of `n` rows is to fall under the threshold, given what
-            was measured here; None without a figure.
-        chance_model: what that was computed with: `beta-binomial`, or `Dirichlet-multinomial` for a rate that has half
-            wins in it; see `chance_below`.
+        agreement_rate, position_bias: as in `WinRate`; None for a reward model, for which order does not matter.
+        chance_below: the probability that the figure of another sample of `n` rows falls below the threshold, given
+            this measurement; None without a figure.
+        chance_model: the model behind `chance_below`: `beta-binomial`, or `Dirichlet-multinomial` for a rate that
+            includes half wins.
         problems: rows that cannot be graded, one sentence each; any of them fails the file.
-        warnings: what was graded and is odd all the same, such as empty responses.
-        details: everything else that was measured.
+        warnings: unusual findings that do not prevent grading, such as empty responses.
+        details: all other measurements.
     """
 
     method: str
@@ -75,9 +76,9 @@ class SubmissionGrade:
 
     Attributes:
         grades: one for each threshold, in their order.
-        rule: by which win rates are graded: `agreed`, the course's, or `half`.
+        rule: the rule for win rates: `agreed`, the course's, or `half`.
         part_two: whether part two is passed, for which one of its two files suffices; None if it has no threshold.
-        usage: what judging took in all: calls, tokens and dollars; None where nothing was judged.
+        usage: total calls, tokens and dollars of judging; None if nothing was judged.
     """
 
     grades: list[FileGrade]
@@ -103,11 +104,11 @@ def grade_submission(
     rule: Rule = "agreed",
     **judging: Any,
 ) -> SubmissionGrade:
-    """Grade every file that has a threshold; a missing file is a failure, and so is one with rows that cannot count.
+    """Grade every file that has a threshold; a missing file fails, and so does one with rows that cannot count.
 
-    A reward model is graded by the share of pairs whose chosen response it scores strictly higher. A policy is graded
-    by its win rate against the base: by default over the prompts on which both orders of showing agree, the judge
-    called the comparison usable, and the response is not empty.
+    A reward model is graded by the share of pairs in which its score of the chosen response is strictly higher. A
+    policy is graded by its win rate against the base. By default, it is taken over the prompts on which both orders
+    agree, the judge called the comparison usable, and the response is not empty.
 
     Args:
         folder: the submission.
@@ -116,12 +117,12 @@ def grade_submission(
         base_jsonl: the base's responses; None for the embedded ones.
         prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `submission_checks`.
         rule: `agreed` or `half`.
-        judging: passed on to `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
+        judging: keyword arguments of `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
 
     Raises:
-        FileNotFoundError: no such folder, or no such file of prompts, base responses, pairs or thresholds.
-        ValueError: those files have bad rows, or there is no judge for the prompts.
-        TooManyErrors: too many comparisons could not be judged; what was judged is in the cache.
+        FileNotFoundError: the folder, or a file of prompts, base responses, pairs or thresholds does not exist.
+        ValueError: those files have malformed rows, or there is no judge for the prompts.
+        TooManyErrors: too many comparisons could not be judged; the cache holds the verdicts so far.
     """
     folder = Path(folder)
     if not folder.is_dir():

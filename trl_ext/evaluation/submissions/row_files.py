@@ -1,4 +1,4 @@
-"""A file of rows that is made piece by piece, whole after each, and continued where it stopped."""
+"""A file of rows that is written in parts, complete after each, and resumed where it stopped."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trl_ext.files import brief, read_json, write_json, write_json_lines
 
 logger = logging.getLogger(__name__)
 
-# What a model is called changes with the folder one stands in; its weights are compared by their hash.
+# A model's name depends on the working directory; its weights are compared by their hash.
 FREE = ("model",)
-# Padding changes the last bits of what is computed, which can tip a close choice between two tokens, and no more.
+# Padding only changes the last bits of a result, which can decide between two nearly equal tokens.
 NEARLY_FREE = ("batch_size",)
-# The fields that are read back, by what the settings say the rows are.
+# The fields to read back, by the kind of rows according to the settings.
 FIELDS = {
     "greedy responses": {"prompt_text": str, "response_text": str, "generated_num_tokens": int},
     "scores of pairs": {"chosen_score": int | float, "rejected_score": int | float},
@@ -24,21 +24,21 @@ FIELDS = {
 
 
 class RowFile:
-    """A JSONL file with one row per row_id, beside a file that says how its rows were made.
+    """A JSONL file with one row per row_id, and a second file that records how the rows were made.
 
     Args:
-        path: of the rows; `aot.jsonl` has `aot.settings.json` beside it.
-        settings: how rows are made, JSON-ready. Rows made otherwise are refused; another `batch_size` is warned of,
-            and the settings on file stay those of the first rows.
-        row_ids: all rows that there will be, in order.
-        overwrite: drop the rows that are there.
+        path: file of the rows; the settings of `aot.jsonl` are in `aot.settings.json`.
+        settings: how rows are made, JSON-ready. Rows with other settings are rejected. A different `batch_size` only
+            gives a warning, and the stored settings remain those of the first rows.
+        row_ids: all rows that the file will have, in order.
+        overwrite: discard existing rows.
 
     Attributes:
-        rows: those that are there, by row_id and in order.
+        rows: existing rows, by row_id and in order.
 
     Raises:
-        FileExistsError: the file was made with other settings, or does not say how.
-        ValueError: it is damaged.
+        FileExistsError: the file was made with other or unknown settings.
+        ValueError: the file is damaged.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RowFile:
         return earlier
 
     def _warn_of_others(self, earlier: Mapping[str, Any]) -> None:
-        """Only where rows are left to make: nothing else depends on how the others are made."""
+        """Warn only if rows are left to make: nothing else depends on these settings."""
         for name in NEARLY_FREE if self.missing else ():
             if name in earlier and name in self.settings and earlier[name] != self.settings[name]:
                 logger.warning(
@@ -117,7 +117,7 @@ class RowFile:
 
 
 def _short(settings: Mapping[str, Any], name: str) -> str:
-    """A setting in words; a hash by the name of what it is of."""
+    """A setting in words; for a hash, the name of its object."""
     value = settings.get(name)
     if name == "model_sha256":
         return f"the model {brief(settings.get('model'), 100)} ({brief(str(value)[:12])})"

@@ -1,4 +1,4 @@
-"""The rows of a submission: responses to prompts and scores of pairs, read with the place of everything wrong."""
+"""The rows of a submission: responses to prompts and scores of pairs, read with the location of each fault."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any
 from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
 from trl_ext.files import brief
 
-# A text does not always tokenize back into the tokens that it was made of; a count from the text may be off by these.
+# A text may not tokenize back into the same tokens; a count from the text may be off by this many.
 RECOUNT_SLACK = 4
 EMPTY_FILE = "the file is empty"
 SHOWN_PROBLEMS = 5
-# More than any token of any vocabulary holds, so that a text beyond it need not be tokenized to be refused.
+# Longer than any token of any vocabulary, so that a text beyond this can be rejected without tokenizing it.
 MAX_CHARACTERS_PER_TOKEN = 1000
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response as submitted.
+    """A submitted response.
 
     Attributes:
-        row_id: of its prompt.
+        row_id: the prompt's row_id.
         text: the response.
-        tokens: how many were generated, the end token included.
-        max_new_tokens: the limit.
+        tokens: number of generated tokens, including the end token.
+        max_new_tokens: the token limit.
     """
 
     row_id: str
@@ -37,19 +37,19 @@ class Response:
 
     @property
     def finished(self) -> bool:
-        """False if it was cut at the limit. One whose end token came last of all cannot be told from one cut there."""
+        """False if truncated at the limit. This includes a response whose end token was the last one allowed."""
         return self.tokens < self.max_new_tokens
 
 
 @dataclass(frozen=True)
 class RowProblem:
-    """What is wrong with a row of a submission.
+    """A fault in a row of a submission.
 
     Attributes:
-        file: which file.
-        row_id: which row; None where it has none.
-        message: what, and where that helps, on which line.
-        fatal: whether the file cannot be graded for it.
+        file: the file.
+        row_id: the row; None if it has no row_id.
+        message: the fault and, if helpful, its line.
+        fatal: whether it prevents grading the file.
     """
 
     file: str
@@ -74,15 +74,15 @@ def read_responses(
     Args:
         path: a JSONL file.
         prompts: rows with `row_id` and `prompt_text`.
-        max_new_tokens: the most tokens a response may have.
-        count_tokens: counts the tokens of a text, to check what a row says; None for no check.
+        max_new_tokens: maximum number of tokens in a response.
+        count_tokens: counts the tokens of a text, to check the numbers in the rows; None for no check.
 
     Returns:
-        Responses in the order of the prompts, and problems. Where a problem is fatal, responses may be missing. An
-        empty response is a problem that is not.
+        Responses in the order of the prompts, and problems. If a problem is fatal, responses may be missing. An empty
+        response is a non-fatal problem.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
     """
     rows, problems = _read_rows(path, [row["row_id"] for row in prompts], "prompts")
     file, responses = str(path), []
@@ -108,7 +108,7 @@ def read_pair_scores(
         The chosen and the rejected scores in the order of `row_ids`, and problems, all of them fatal.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
     """
     rows, problems = _read_rows(path, row_ids, "pairs")
     chosen, rejected = [], []
@@ -136,7 +136,7 @@ def refuse_fatal(problems: Iterable[RowProblem]) -> None:
 
 
 def in_one_line(file: str, problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
-    """The first five of a file's problems, as `str` gives them, in about `limit` characters and its name once."""
+    """The first five of a file's problems as text, in about `limit` characters, with the file's name once."""
     return f"{file}: {first_few([problem.removeprefix(f'{file}: ') for problem in problems], limit)}"
 
 
@@ -153,7 +153,7 @@ def response_row(prompt: Mapping[str, Any], text: str, tokens: int) -> dict[str,
 def _read_rows(
     path: str | Path, row_ids: Iterable[str], what: str
 ) -> tuple[dict[str, dict[str, Any]], list[RowProblem]]:
-    """Rows by row_id, and what is wrong with the row_ids of the file."""
+    """Rows by row_id, and the problems with the row_ids of the file."""
     file, path, row_ids = str(path), Path(path), list(row_ids)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
@@ -197,7 +197,7 @@ def _response_problems(
         stated = brief(tokens, 25)
         yield f"over the token budget: generated_num_tokens is {stated}, at most {max_new_tokens} are allowed", True
     elif isinstance(text, str) and count_tokens is not None:
-        # A character cut within its bytes decodes to U+FFFD, which is longer than what was generated.
+        # A character that is cut within its bytes decodes to U+FFFD, which is longer than the generated bytes.
         counted = count_tokens(text.rstrip("\ufffd"))
         if counted > max_new_tokens + RECOUNT_SLACK:
             yield f"over the token budget: the text has {counted} tokens, at most {max_new_tokens} are allowed", True

@@ -1,4 +1,4 @@
-"""Making a submission: greedy responses of policies, scores of a reward model, and the archive to hand in."""
+"""Creating a submission: greedy responses of policies, scores of a reward model, and the archive to submit."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ METHODS = ("dpo", "ipo", "aot", "grpo", "drgrpo", "gspo")
 
 
 def submission_file(name: str) -> str:
-    """Where a submission keeps the file of `reward_model`, `offline_best`, `online_best` or of a policy's method.
+    """The path within a submission for `reward_model`, `offline_best`, `online_best` or a policy's method.
 
     Raises:
-        ValueError: the name is empty or leads out of its folder.
+        ValueError: the name is empty, or points outside the folder.
     """
     if not name.strip(". ") or any(character in name for character in "/\\") or not name.isprintable():
         raise ValueError(
@@ -60,32 +60,32 @@ def generate_submission_file(
     overwrite: bool = False,
     progress: bool = False,
 ) -> RowFile:
-    """Write a policy's greedy response to every prompt, a batch of similar length at a time.
+    """Write a policy's greedy response to every prompt, in batches of similar length.
 
-    The file is written after each batch. Called again, it goes on from the rows that are there, if they are of the
-    same model, prompts and settings; with all of them there, no model is loaded. Another batch size is only warned of:
-    it changes the rounding, and so may change the text where two tokens are equally likely, above all in bfloat16.
+    The file is written after each batch. A later call resumes from the existing rows if they have the same model,
+    prompts and settings; if all rows exist, no model is loaded. A different batch size only gives a warning. It
+    changes the rounding, and so may change the text when two tokens are almost equally likely, especially in bfloat16.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
-        out: the file; beside it, a `.settings.json` says how its rows are made.
+        out: the output file; `.settings.json` next to it records how the rows are made.
         prompts_jsonl: prompts; None for the embedded ones.
         max_prompt_tokens: longer prompts lose their beginning.
-        max_new_tokens: longest response; None for 256, or 48 for the embedded prompts.
+        max_new_tokens: maximum length of a response; None for 256, or 48 for the embedded prompts.
         batch_size: prompts per batch.
-        dtype: of the weights.
-        overwrite: replace a file of other settings.
+        dtype: type of the weights.
+        overwrite: replace a file with other settings.
         progress: whether to show a progress bar.
 
     Raises:
-        FileNotFoundError: no such model or prompts.
-        FileExistsError: `out` holds rows of another model or of other settings.
-        ValueError: bad prompts, or an argument out of range.
+        FileNotFoundError: the model or the file of prompts does not exist.
+        FileExistsError: `out` contains rows of another model or with other settings.
+        ValueError: prompts are malformed, or an argument is out of range.
     """
-    from trl_ext.evaluation.submissions.policy_models import load_policy, model_sha256
     from trl_ext.models import resolve_model_path
+    from trl_ext.models.loading import load_policy, model_sha256
 
-    # What is wrong here shows before large libraries are imported.
+    # Find errors here, before large libraries are imported.
     resolve_model_path(str(model))
     limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
     for name, value in (
@@ -147,22 +147,22 @@ def score_submission_file(
 
     Args:
         reward_model: a saved reward model, full or an adapter.
-        out: the file; beside it, a `.settings.json` says how its rows are made.
+        out: the output file; `.settings.json` next to it records how the rows are made.
         prefs_jsonl: pairs; None for the embedded ones.
         batch_size: responses per forward pass.
-        dtype: of the weights.
-        overwrite: replace a file of other settings.
+        dtype: type of the weights.
+        overwrite: replace a file with other settings.
         progress: whether to show a progress bar.
 
     Raises:
-        FileNotFoundError: no such model or pairs.
-        FileExistsError: `out` holds rows of another model or of other settings.
-        ValueError: bad pairs, not a reward model, or an argument out of range.
+        FileNotFoundError: the model or the file of pairs does not exist.
+        FileExistsError: `out` contains rows of another model or with other settings.
+        ValueError: pairs are malformed, the model is not a reward model, or an argument is out of range.
     """
-    from trl_ext.evaluation.submissions.policy_models import model_sha256
     from trl_ext.models import resolve_model_path
+    from trl_ext.models.loading import model_sha256
 
-    # What is wrong here shows before large libraries are imported.
+    # Find errors here, before large libraries are imported.
     resolve_model_path(str(reward_model))
     pairs = load_pairs(prefs_jsonl)
 
@@ -210,26 +210,27 @@ def build_submission(
     overwrite: bool = False,
     progress: bool = False,
 ) -> list[Path]:
-    """Write a submission's folder from models; resumes where it stopped.
+    """Write a submission folder from models; an interrupted call can be resumed.
 
     Args:
-        policies: model by method, such as `{"aot": "runs/aot-toy"}`; `offline_best` and `online_best` are part two's.
+        policies: model by method, such as `{"aot": "runs/aot-toy"}`; `offline_best` and `online_best` belong to part
+            two.
         out: the folder.
         reward_model: a saved reward model; None for none.
         prompts_jsonl, max_prompt_tokens, max_new_tokens, batch_size, dtype: as in `generate_submission_file`.
         prefs_jsonl: as in `score_submission_file`.
-        overwrite: replace files of other settings.
+        overwrite: replace files with other settings.
         progress: whether to show progress bars.
 
     Returns:
         The files.
 
     Raises:
-        ValueError: a policy's name is no file's name.
-        ValueError, FileNotFoundError, FileExistsError: as for the two functions named.
+        ValueError: a policy's name is not a valid file name.
+        ValueError, FileNotFoundError, FileExistsError: see the two functions named above.
     """
     folder = Path(out)
-    # All names before the first model is loaded.
+    # Check all names before the first model is loaded.
     places = {name: folder / submission_file(name) for name in policies}
     files = [
         generate_submission_file(
@@ -263,21 +264,21 @@ def submission_checks(
     max_new_tokens: int | None = None,
     count_tokens: TokenCounter | None = None,
 ) -> dict[str, Any]:
-    """What the files of a submission are held against, the same when they are packed and when they are graded.
+    """The data against which the files of a submission are checked, both in packing and in grading.
 
     Args:
-        methods: whose files; pairs are read if the reward model is one of them.
-        prompts_jsonl, prefs_jsonl: what the submission was made on; None for what is embedded.
-        max_new_tokens: the most tokens of a response; None for 256, or 48 for the embedded prompts.
-        count_tokens: counts the tokens of a text, to check what rows say of their length. None for the embedded
-            tokenizer's count where the prompts are embedded, and for no check where they are not.
+        methods: methods whose files are checked; pairs are read if the reward model is one of them.
+        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
+        max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
+        count_tokens: counts the tokens of a text, to check the lengths in the rows. None for the embedded tokenizer
+            with the embedded prompts, and for no check with others.
 
     Returns:
-        The keywords of `check_submission_file`.
+        The keyword arguments of `check_submission_file`.
 
     Raises:
-        FileNotFoundError: no such file of prompts or pairs.
-        ValueError: those files have bad rows.
+        FileNotFoundError: the file of prompts or pairs does not exist.
+        ValueError: those files have malformed rows.
     """
     if count_tokens is None and prompts_jsonl is None:
         count_tokens = token_counter("toy")
@@ -298,7 +299,7 @@ def check_submission_file(
     max_new_tokens: int,
     count_tokens: TokenCounter | None,
 ) -> tuple[Any, list[RowProblem]]:
-    """What `read_responses` or `read_pair_scores` finds in a method's file, held against `submission_checks`."""
+    """The result of `read_responses` or `read_pair_scores` on a method's file, given `submission_checks`."""
     path = Path(folder) / submission_file(name)
     if name == REWARD_MODEL:
         return read_pair_scores(path, [row["row_id"] for row in pairs])
@@ -316,22 +317,22 @@ def pack_submission(
     count_tokens: TokenCounter | None = None,
     overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Check a submission's files and put them into an archive; the same files give the same archive, byte for byte.
+    """Check a submission's files and pack them into an archive; the same files give an identical archive.
 
     Args:
-        folder: with the files of `submission_file`; some may be missing, and no others are taken.
+        folder: folder with the files of `submission_file`; some may be missing, and others are ignored.
         out: the archive.
-        methods: those that a submission may have.
+        methods: methods that a submission may have.
         prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `submission_checks`.
-        overwrite: replace an archive that is there.
+        overwrite: replace an existing archive.
 
     Returns:
         `files` with their sizes in bytes, `missing` files, `warnings`, and the archive's `bytes` and `sha256`.
 
     Raises:
-        FileNotFoundError: no such folder, or none of the files in it.
+        FileNotFoundError: the folder does not exist, or contains none of the files.
         FileExistsError: the archive exists.
-        ValueError: rows that would not be graded; the message names the first five.
+        ValueError: some rows would not be graded; the message names the first five.
     """
     folder, out = Path(folder), Path(out)
     if not folder.is_dir():
@@ -353,7 +354,7 @@ def pack_submission(
     refuse_fatal(problems)
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(map(submission_file, there)):
-            # A fixed time, so that the archive tells nothing but its content.
+            # Use a fixed time, so that the archive depends only on its content.
             entry = zipfile.ZipInfo(file, date_time=(1980, 1, 1, 0, 0, 0))
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
             archive.writestr(entry, (folder / file).read_bytes())
@@ -367,10 +368,10 @@ def pack_submission(
 
 
 def _batches(prompts: list[dict[str, Any]], batch_size: int, missing: set[str]) -> list[list[dict[str, Any]]]:
-    """Prompts in batches of similar length, the longest first: should memory not suffice, it shows at once.
+    """Prompts in batches of similar length, the longest first, so that a lack of memory shows at once.
 
-    Batches are those of the whole file, without the rows that are there: padding alone can tip a close choice between
-    two tokens, and an interrupted run should give what an uninterrupted one gives.
+    Batches are formed from the whole file, and existing rows are then removed. Padding alone can decide between two
+    nearly equal tokens, and an interrupted run should give the same result as an uninterrupted one.
     """
     order = sorted(prompts, key=lambda row: -len(json.dumps(row["prompt"])))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

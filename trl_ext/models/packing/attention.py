@@ -1,10 +1,10 @@
 """Attention over a packed row: each segment attends causally to its own path, and to nothing else.
 
-An attention function of transformers, registered in place of the one that the model has, under the same name: what
-transformers and its kernels read off the name stays right. Without a plan it is the one that it stands for.
-Back-ends, in the order in which they are tried: `varlen`, one call of torch's FlashAttention for all segments (CUDA,
-half precision); `flex`, a compiled FlexAttention with a block mask (CUDA); `sdpa`, one call of scaled dot-product
-attention for each segment (anywhere).
+It replaces the model's attention function in transformers under the same name, so that anything transformers and its
+kernels derive from the name stays right. Without a plan it calls the original function. Back-ends, in the order in
+which they are tried: `varlen`, one call of torch's FlashAttention for all segments (CUDA, half precision); `flex`, a
+compiled FlexAttention with a block mask (CUDA); `sdpa`, one call of scaled dot-product attention for each segment (any
+device).
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_ext.models.packing.planner import Plan
 
-# The keyword by which a plan travels through the layers, so that recomputation of checkpoints sees it too.
+# The keyword that carries a plan through the layers, so that recomputation of checkpoints also receives it.
 PLAN_KEYWORD = "packing_plan"
 BACKENDS = ("varlen", "flex", "sdpa")
-# Keywords that carry nothing which changes the result of a packed call, as far as attention is concerned.
+# Keywords that do not change the attention of a packed call.
 _HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"})
 
 
 def takes_plans(name: str) -> bool:
-    """Whether the attention function that is registered as `name` is a packed one."""
+    """Whether the attention function registered as `name` supports packing."""
     return getattr(ALL_ATTENTION_FUNCTIONS.get(name), "takes_plans", False)
 
 
@@ -65,19 +65,19 @@ def attend(
     """Attention of every token of a packed row to its path.
 
     Args:
-        plan: of the packed row of T tokens; its `backend` in `derived` names the back-end, `sdpa` without one.
+        plan: the plan of the packed row of T tokens; its `backend` in `derived` names the back-end, `sdpa` by default.
         module: the attention layer.
         query: [1, heads, T, head size].
         key, value: [1, key heads, T, head size].
-        scaling: of the scores; None for the inverse square root of the head size.
-        dropout: of the attention weights.
-        sliding_window: the number of tokens of its path that a token sees, itself included; None for all.
+        scaling: factor of the scores; None for the inverse square root of the head size.
+        dropout: dropout rate of the attention weights.
+        sliding_window: the number of tokens of its path that a token sees, including itself; None for all.
 
     Returns:
         [1, T, heads, head size].
 
     Raises:
-        NotImplementedError: the layer asks for something that is not implemented here, such as a soft cap.
+        NotImplementedError: the layer needs a feature that is not implemented here, such as a soft cap.
     """
     unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
     if kwargs.get("output_attentions"):
@@ -90,10 +90,10 @@ def attend(
     if "windows" in plan.derived:
         plan.derived["windows"].append(sliding_window)
     if torch.is_autocast_enabled(query.device.type):
-        # Rotary angles may have raised queries and keys to float32, where values are in half precision.
+        # Rotary angles may have raised queries and keys to float32, while values are in half precision.
         precision = torch.get_autocast_dtype(query.device.type)
         query, key, value = (states.to(precision) for states in (query, key, value))
-    # [T, heads, head size], as segments are cut and gathered along tokens.
+    # [T, heads, head size], since segments are sliced and gathered along tokens.
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     backend = "sdpa" if dropout else plan.derived.get("backend", "sdpa")
     if backend == "varlen":
@@ -116,7 +116,7 @@ def _sdpa(plan: Plan, query, key, value, scaling, window, dropout) -> Tensor:
         mask = _lower_right(plan, added, length, window if windowed else None, query.device)
         repeated = grouped and mask is not None and query.is_cuda
         if repeated:
-            # With a mask and grouped heads at once, CUDA has its slowest kernel only.
+            # With both a mask and grouped heads, CUDA offers only its slowest kernel.
             groups = query.shape[1] // key.shape[1]
             own_key, own_value = (states.repeat_interleave(groups, dim=1) for states in (own_key, own_value))
         output = scaled_dot_product_attention(
@@ -132,7 +132,7 @@ def _sdpa(plan: Plan, query, key, value, scaling, window, dropout) -> Tensor:
 
 
 def _lower_right(plan: Plan, added: int, length: int, window: int | None, device) -> Tensor | None:
-    """What the last `added` of `length` tokens see of them, [added, length]; None for plain causality over all."""
+    """The mask of the last `added` of `length` tokens, [added, length]; None for plain causality over all."""
     if added == length and window is None:
         return None
     place = ("mask", added, length, window)
@@ -166,7 +166,7 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
         max(plan.query_lengths),
         max(plan.key_lengths),
         scale=scaling,
-        # The window of transformers counts the token itself.
+        # transformers counts the token itself in its window.
         window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -190,7 +190,7 @@ def _flex_attention(compiled: bool):
 
 
 def block_mask(plan: Plan, window: int | None):
-    """FlexAttention's block mask of a plan: a token sees those of its segment's path that do not lie behind it."""
+    """FlexAttention's block mask of a plan: a token sees the preceding tokens of its segment's path, and itself."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     place = ("block mask", window)

@@ -15,8 +15,8 @@ from trl_ext.models.packing.planner import plan_batch
 
 # Largest difference in float32, relative where values exceed 1.
 FLOAT32_TOLERANCE = 1e-4
-# In half precision, where padding alone moves single values by hundredths: the largest and the mean difference, as
-# multiples of those between two padded passes, beside what one rounding of the largest value makes.
+# In half precision, padding alone changes single values by hundredths. The largest and the mean difference may be this
+# multiple of those between two padded passes, plus one rounding of the largest value.
 HALF_FACTOR = 4
 _WIDENED = 8
 # Largest difference of a gradient, relative to the largest gradient.
@@ -30,7 +30,7 @@ _LONGEST = 640
 def canary_batch(config, device) -> dict[str, Tensor]:
     """Two rows that share a prefix, padded on the right, and a short one padded on the left.
 
-    Longer than the sliding window of the model, where it is at most about 600 tokens. The same on every process.
+    They exceed the model's sliding window if it is at most about 600 tokens, and are the same on every process.
 
     Returns:
         `input_ids`, `attention_mask` and `labels`, each [3, L].
@@ -41,7 +41,7 @@ def canary_batch(config, device) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, text.vocab_size - 1, (3, width), generator=generator)
     padding = text.pad_token_id if isinstance(text.pad_token_id, int) else text.vocab_size - 1
-    # Every id but that of padding, by which classifiers find the end of a row.
+    # Every id except the padding id, which classifiers use to find the end of a row.
     tokens = tokens + (tokens >= padding).long() if 0 <= padding < text.vocab_size else tokens
     tokens[1, : width // 2] = tokens[0, : width // 2]
     attended = torch.ones_like(tokens)
@@ -55,11 +55,11 @@ def canary_batch(config, device) -> dict[str, Tensor]:
 
 
 def difference(model, packed: Callable[..., Tensor], padded: Callable[..., Tensor]) -> tuple[float, bool]:
-    """How far a packed forward pass is from the padded one, and whether that is no more than rounding.
+    """The difference between a packed and the padded forward pass, and whether it is no more than rounding.
 
     Args:
-        model: put into evaluation mode for the while.
-        packed, padded: from the entries of `canary_batch` to values at the labelled places, such as log-probabilities.
+        model: temporarily put into evaluation mode.
+        packed, padded: map the entries of `canary_batch` to values at the labelled places, such as log-probabilities.
     """
     batch = canary_batch(model.config, next(model.parameters()).device)
     with torch.no_grad(), _evaluating(model):
@@ -76,7 +76,7 @@ def difference(model, packed: Callable[..., Tensor], padded: Callable[..., Tenso
 
 
 def _widened(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same rows with further columns of padding in front."""
+    """The same rows with additional columns of padding in front."""
     fill = {"attention_mask": 0, "labels": -100, "input_ids": int(batch["input_ids"][2, 0])}
     return {name: pad(values, (_WIDENED, 0), value=fill[name]) for name, values in batch.items()}
 
@@ -85,7 +85,7 @@ def check_gradients(backend: str, config, device, precision: torch.dtype) -> Non
     """Compare an attention back-end's gradients with those of `sdpa`, on random states of the model's shapes.
 
     Raises:
-        ValueError: they differ. A back-end that has no gradients raises what it raises.
+        ValueError: they differ. A back-end without gradients raises its own error.
     """
     text = config.get_text_config()
     heads = text.num_attention_heads
@@ -113,7 +113,7 @@ def check_gradients(backend: str, config, device, precision: torch.dtype) -> Non
 
 @contextmanager
 def _noting_precisions(model) -> Iterator[set[torch.dtype]]:
-    """What linear layers compute in: mixed precision may be turned on inside of the model's own forward pass."""
+    """Collect the dtypes in which linear layers compute: the model's own forward may enable mixed precision."""
     precisions: set[torch.dtype] = set()
     handles = [
         module.register_forward_hook(lambda module, given, output: precisions.add(output.dtype))

@@ -1,7 +1,7 @@
 """`share_prefixes`: packed forward passes under any trainer of TRL.
 
 TRL's trainers ask a language model for log-probabilities of labels, through TRL's fused LM head, and a reward model
-for scores. Both calls are taken here, made on a packed row, and what comes back is put where the caller expects it.
+for scores. The hook intercepts both calls, runs them on a packed row, and returns outputs in the expected layout.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_trl_ext_packing"
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# What trainers pass beside the batch and what changes nothing here: `margin` is a column that TRL's RewardTrainer
-# passes on, and that no model reads.
+# Arguments that trainers pass with the batch and that change nothing here. TRL's RewardTrainer passes on the column
+# `margin`, which no model reads.
 _HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin"})
-# What is the case anyway: models with adapters spell it out.
+# Defaults that models with adapters pass explicitly.
 _AS_USUAL = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
 class Packing:
-    """Packed forward passes of one model, and what was counted of them.
+    """Packed forward passes of one model, with their statistics.
 
     Attributes:
-        model: the model of transformers, without wrappers.
+        model: the transformers model, without wrappers.
         reason: why its passes are not packed, in a few words; None while they are, or may be.
-        backend: the attention back-end in use; None until the first pass, which settles it.
+        backend: the attention back-end in use; None until the first pass, which chooses it.
         largest_difference: between packed and padded log-probabilities, or hidden states, of the canary; None until
-            then.
-        padded_tokens: places of the batches that were packed, padding included.
+            the first pass.
+        padded_tokens: positions of the packed batches, including padding.
         packed_tokens: tokens that were encoded for them.
-        quiet: whether the line that says what is used is left out; that nothing is used is said all the same.
-        left_padded: passes that were not packed, by reason.
+        quiet: whether to omit the log line when packing is used; the line for unused packing is always logged.
+        left_padded: number of passes that were not packed, by reason.
         skipped: back-ends that were tried first, and why each is not used.
     """
 
@@ -80,7 +80,7 @@ class Packing:
 
     @property
     def is_reached(self) -> bool:
-        """Whether the model's calls come here, be it through the wrapper of mixed precision."""
+        """Whether the model's calls come here, even through a mixed-precision wrapper."""
         return self._hooked is not None and self._hooked in forward_functions(self.model)
 
     @property
@@ -90,11 +90,11 @@ class Packing:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the model cannot be packed, as was said of it before."""
+        """Whether the model itself rules packing out, for the stored reason."""
         return self.reason is not None and packing_obstacle(self.model) == self.reason
 
     def describe(self) -> str:
-        """One line: what is used, or why nothing is."""
+        """One line: the back-end in use, or why packing is off."""
         if not self.active:
             return f"packing: off, rows are padded: {self.reason}"
         if self.backend is None:
@@ -107,11 +107,11 @@ class Packing:
         )
 
     def remove(self) -> None:
-        """Give the model its own forward pass back."""
+        """Restore the model's own forward pass."""
         self.reason = "it was taken off"
         if self._hooked is not None and getattr(self.model.forward, "__func__", None) is self._hooked:
             if getattr(self._forward, "__func__", None) is type(self.model).forward:
-                # Without a reference to itself, so that the model is freed when it is dropped.
+                # Removes a reference cycle, so that the model is freed when it is dropped.
                 del self.model.forward
             else:
                 self.model.forward = self._forward
@@ -120,13 +120,13 @@ class Packing:
     # ---- Batches ----
 
     def plan(self, input_ids: Tensor | None, attention_mask: Tensor | None, labels=None, **kwargs: Any) -> Plan | None:
-        """The plan of a batch, or None where it is to go through the model as it is; counts either."""
+        """The plan of a batch, or None if the model should process it unchanged; counts either case."""
         if not self.active or torch.compiler.is_compiling():
             return None
         plan, reason = None, self._obstacle(input_ids, attention_mask, kwargs)
         if reason is None:
-            # Before the batch is looked at, which is another in each process: where parameters are sharded, all
-            # processes must run the canary at the same call.
+            # Before looking at the batch, which differs between processes: if parameters are sharded, all processes
+            # must run the canary at the same call.
             if self.backend is None:
                 self._settle()
                 if not self.active:
@@ -141,7 +141,7 @@ class Packing:
         return plan
 
     def _obstacle(self, input_ids, attention_mask, kwargs) -> str | None:
-        """Why a call is not one to pack, whatever rows it is of."""
+        """Why a call cannot be packed, whatever its rows."""
         if not takes_plans(self.model.config._attn_implementation):
             return "its attention was exchanged"
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
@@ -161,14 +161,14 @@ class Packing:
             return None, "rotary angles depend on the length of the batch"
         if self._widest is not None and input_ids.shape[1] > self._widest:
             return None, "is longer than the sliding window, which the layers do not tell"
-        # With a prefix encoded once, rows would not draw their dropout independently.
+        # If a prefix were encoded once, rows would not draw their dropout independently.
         plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
         if plan is None:
             return None, "has a mask or labels of another form"
         return plan, ""
 
     def _settle(self) -> None:
-        """Choose the first back-end that gives what the padded forward gives, or give packing up."""
+        """Choose the first back-end that agrees with the padded forward, or turn packing off."""
         parameter = next(self.model.parameters())
         device, precision = parameter.device, parameter.dtype
         if torch.is_autocast_enabled(device.type):
@@ -180,7 +180,7 @@ class Packing:
                 largest, agrees = self._try(backend)
             except torch.OutOfMemoryError:
                 raise
-            except Exception as error:  # Whatever a kernel or a model raises, the padded forward goes on.
+            except Exception as error:  # Whatever a kernel or a model raises, the padded forward still works.
                 self.skipped[backend] = str(error).splitlines()[0] if str(error) else type(error).__name__
                 continue
             if agrees:
@@ -218,52 +218,52 @@ class Packing:
     # ---- Passes ----
 
     def call(self, *args: Any, **kwargs: Any):
-        """The model's own forward pass, padded or, with a plan as keyword, packed."""
-        # By function, so that a copy of the model calls itself.
+        """The model's own forward pass: padded, or packed if a plan is given as keyword."""
+        # Calls the function, so that a copy of the model calls itself.
         function = getattr(self._forward, "__func__", None)
         return self._forward(*args, **kwargs) if function is None else function(self.model, *args, **kwargs)
 
     def hidden_states(self, plan: Plan, backbone: nn.Module | None = None) -> Tensor:
-        """Last hidden states of a packed row, [T, hidden size]; `plan.columns` says where a batch finds its own."""
+        """Last hidden states of a packed row, [T, hidden size]; `plan.columns` maps them to the batch."""
         backbone = self.model.base_model if backbone is None else backbone
         return backbone(**packed_inputs(plan), use_cache=False).last_hidden_state[0]
 
 
 def packed_inputs(plan: Plan) -> dict[str, Any]:
-    """What a model or its backbone is called with for a packed row."""
+    """The inputs of a model or its backbone for a packed row."""
     return {
         "input_ids": plan.input_ids,
         "position_ids": plan.position_ids,
-        # Four dimensions, so that transformers builds no mask of T x T; nothing reads it.
+        # Four dimensions, so that transformers builds no T x T mask; nothing reads it.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=plan.input_ids.device),
         PLAN_KEYWORD: plan,
     }
 
 
 def share_prefixes(*models, quiet: bool = False) -> Packing:
-    """Let a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
+    """Make a trainer's forward passes leave out padding, and encode prefixes that rows have in common once.
 
-    For trainers of TRL, and this library's (which do it themselves): the same losses, gradients, metrics and
-    checkpoints, up to rounding, on fewer tokens. Call it when the trainer is made, before it trains:
+    For TRL's trainers; this library's do it themselves. Losses, gradients, metrics and checkpoints are the same up to
+    rounding, on fewer tokens. Call it after creating the trainer and before training:
 
         trainer = trl.DPOTrainer(...)
         share_prefixes(trainer.model, trainer.ref_model)
 
-    At the first batch three rows go through both the packed and the padded forward pass; if these differ by more than
-    rounding, or the model cannot be packed, rows stay padded and one line of the log says why. So it is for single
-    batches that cannot be packed, without a line: `left_padded` counts them. While dropout is active, padding is
-    left out and prefixes are not shared, so that each row draws its own.
+    At the first batch, three rows go through both the packed and the padded forward pass. If these differ by more than
+    rounding, or the model cannot be packed, rows stay padded and one log line says why. Single batches that cannot be
+    packed also stay padded, without a log line: `left_padded` counts them. While dropout is active, padding is left
+    out but prefixes are not shared, so that each row draws its own dropout.
 
     Args:
-        models: a causal language model with TRL's fused LM head, which trainers put on it, or one for sequence
-            classification; bare, with adapters, or wrapped for distribution. None is passed over.
-        quiet: leave out the line of the log that says what is used, not the one that says why nothing is.
+        models: a causal language model with TRL's fused LM head, which trainers add, or one for sequence
+            classification; bare, with adapters, or wrapped for distributed training. None is ignored.
+        quiet: omit the log line when packing is used, but not the one that says why it is not.
 
     Returns:
         The packing of the first model: whether it is `active`, the `reason` if not, token counts, and `remove()`.
 
     Raises:
-        TypeError: something else than a model, such as the trainer.
+        TypeError: an argument is not a model, such as the trainer.
         ValueError: no model, or a language model without the fused head.
     """
     for model in models:
@@ -291,7 +291,7 @@ def _hook(model: nn.Module, *, quiet: bool) -> None:
     if packings:
         if packings[-1].is_reached or packings[-1].is_refused:
             return
-        # Another trainer has put its head over the hook, and does not pass through it any more.
+        # Another trainer has put its head over the hook, and no longer calls it.
         packings[-1].reason = "it was taken over by another trainer"
     compiled = hasattr(model, "_orig_mod")
     if not compiled and not is_classifier(model) and not has_fused_head(model):
@@ -305,7 +305,7 @@ def _hook(model: nn.Module, *, quiet: bool) -> None:
 
 
 def _hooked_forward(model: nn.Module):
-    """The function that takes the model's calls; a copy of the model finds the copy of its packing."""
+    """The function that receives the model's calls; a copy of the model finds the copy of its packing."""
     function = _classifier_forward if is_classifier(model) else _causal_forward
     index = len(model.__dict__.get(_ATTRIBUTE, ()))
 
@@ -357,9 +357,9 @@ def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, *
 
 
 def _score_places(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor | None:
-    """Where in the packed row the scores of a batch are read, [B]; None where it is not padded with the model's."""
+    """Where in the packed row the scores of a batch are read, [B]; None if other tokens than the model's pad it."""
     padding = packing.model.config.get_text_config().pad_token_id
-    # Without a padding token the model itself says that it cannot tell where rows end.
+    # Without a padding token, the model itself reports that it cannot find the ends of rows.
     last = None if padding is None else last_tokens(input_ids, padding)[:, None]
     if last is not None and plan.present.gather(1, last).all():
         return plan.columns.gather(1, last)[:, 0]
@@ -370,16 +370,16 @@ def _score_places(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor | N
 
 
 def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:
-    """The column a row's score is read at, by transformers' rule: its last token that is not padding. [B].
+    """The column at which a row's score is read, by transformers' rule: its last token that is not padding. [B].
 
-    Where padding is the end-of-turn token as well, that is the one before the end-of-turn token.
+    If padding is also the end-of-turn token, that is the token before the end-of-turn token.
     """
     column = torch.arange(input_ids.shape[1], device=input_ids.device)
     return (column * (input_ids != pad_token_id)).argmax(dim=1)
 
 
 def _unwrapped(model) -> nn.Module:
-    """The model of transformers in a model with adapters or one that an engine wraps."""
+    """The transformers model inside a model with adapters or an engine's wrapper."""
     while True:
         if hasattr(model, "get_base_model"):
             model = model.get_base_model()

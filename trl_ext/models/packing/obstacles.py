@@ -1,4 +1,4 @@
-"""What stands against packing a model's forward passes, as far as its class and configuration tell."""
+"""Reasons not to pack a model's forward passes, as far as its class and configuration show."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LENGTH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
 
 def forward_functions(model) -> Iterator[Callable]:
-    """The functions that a call of the model goes through, outermost first, as far as they tell what they wrap.
+    """The functions that a call of the model passes through, outermost first, as far as wrappers expose them.
 
-    Mixed precision wraps the forward pass of a model, and TRL prepares its reference models in this way at once.
+    Mixed precision wraps the forward pass of a model; TRL's reference models are prepared in this way immediately.
     """
     function = getattr(model.forward, "__func__", model.forward)
     while function is not None:
@@ -27,21 +27,21 @@ def forward_functions(model) -> Iterator[Callable]:
 
 
 def has_fused_head(model) -> bool:
-    """Whether TRL's fused LM head is on the model, be it under a wrapper for mixed precision."""
+    """Whether the model has TRL's fused LM head, even under a mixed-precision wrapper."""
     signatures = (inspect.signature(function, follow_wrapped=False) for function in forward_functions(model))
     return any("fused_lm_head" in signature.parameters for signature in signatures)
 
 
 def is_classifier(model) -> bool:
-    """Whether the model is one for sequence classification, as reward models are."""
+    """Whether the model is for sequence classification, as reward models are."""
     return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def packing_obstacle(model) -> str | None:
-    """Why a model's forward passes cannot be packed, in a few words; None if nothing is known against it.
+    """Why a model's forward passes cannot be packed, in a few words; None if no obstacle is known.
 
     Args:
-        model: of transformers, for causal language modelling or sequence classification, without wrappers.
+        model: a transformers model for causal language modelling or sequence classification, without wrappers.
     """
     if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
         return "it is compiled"
@@ -75,7 +75,7 @@ def packing_obstacle(model) -> str | None:
 
 
 def original_context(config) -> int | None:
-    """The length up to which rotary angles do not depend on the batch; None where they never do."""
+    """The length up to which rotary angles do not depend on the batch; None if they never do."""
     text = config.get_text_config()
     parameters = text.rope_parameters
     # With several kinds of layers there is one set of parameters for each kind.
@@ -87,12 +87,12 @@ def original_context(config) -> int | None:
 
 
 def widest_without_window(config, seen: list[int | None]) -> int | None:
-    """How wide a batch may be for sliding windows to make no difference; None if the layers apply theirs themselves.
+    """The widest batch for which sliding windows make no difference; None if the layers apply theirs themselves.
 
-    Some architectures hand their window to attention, and some leave it to a mask, which a packed row does not have.
+    Some architectures pass their window to attention. Others rely on a mask, which a packed row does not have.
 
     Args:
-        seen: the window that each layer has handed to attention.
+        seen: the window that each layer has passed to attention.
     """
     text = config.get_text_config()
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
@@ -103,13 +103,13 @@ def widest_without_window(config, seen: list[int | None]) -> int | None:
 
 
 def has_active_dropout(model) -> bool:
-    """Whether a forward pass would draw dropout, or the noise of a router, now."""
+    """Whether a forward pass would now draw dropout, or router noise."""
     idle: set[int] = set()
     for module in model.modules():
         if not module.training or id(module) in idle:
             continue
         if isinstance(module, BaseTunerLayer):
-            # Of several adapters only the active ones draw, and none while they are switched off.
+            # Of several adapters only the active ones draw, and none while they are disabled.
             active = () if module.disable_adapters else module.active_adapters
             dropouts = getattr(module, "lora_dropout", {})
             idle.update(id(dropouts[name]) for name in dropouts if name not in active)
@@ -121,10 +121,10 @@ def has_active_dropout(model) -> bool:
 def _draws(module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
-    # Most modules of a model are torch's: this runs at every call.
+    # Most modules of a model are torch's, and this runs at every call.
     if type(module).__module__.startswith("torch."):
         return False
-    # Models keep the rates of functions as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`.
+    # Models store functional rates as numbers: `attention_dropout`, `residual_dropout`, `router_jitter_noise`.
     rates = (value for name, value in vars(module).items() if "drop" in name or "jitter" in name)
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 

@@ -1,8 +1,8 @@
-"""The plan of a packed forward pass: which tokens of a padded batch are encoded, and where each row finds its own.
+"""The plan of a packed forward pass: the encoded tokens of a padded batch, and where each row finds its own.
 
-The rows of a batch, sorted as sequences of tokens, form a trie: what a row has in common with the row before it is the
-longest prefix that it has in common with any. A plan lays what each row adds after one another, in one row without
-padding, and remembers for every row the path of positions that its prefix and its own tokens make.
+The rows of a batch, sorted as sequences of tokens, form a trie: a row's longest common prefix with any earlier row is
+the one with the row before it. A plan concatenates what each row adds, in one row without padding, and stores for each
+row the path of positions formed by its prefix and its own tokens.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MINIMUM_SHARED = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch of B rows and L columns as one row of T tokens, in N segments: what N of its rows add.
+    """A batch of B rows and L columns as one row of T tokens, in N segments that N of its rows add.
 
     Attributes:
         input_ids: the tokens, [1, T].
         position_ids: the position of each in its own row, from 0, [1, T].
         query_lengths: tokens of each segment; their sum is T.
-        key_lengths: tokens of the path that each segment attends to, the segment itself last.
-        key_index: the paths, one after another, as positions of the packed row, [sum of key_lengths].
-        columns: the packed position of a column of the batch; 0 where it has none, [B, L].
+        key_lengths: tokens of the path that each segment attends to, which ends with the segment itself.
+        key_index: the paths, concatenated, as positions of the packed row, [sum of key_lengths].
+        columns: the packed position of a column of the batch; 0 if it has none, [B, L].
         present: whether a column has a packed position; padding and tokens that predict nothing have none, [B, L].
         shares: whether any prefix is shared; otherwise only padding is left out.
-        derived: what attention back-ends compute from the plan once for all layers.
+        derived: values that attention back-ends compute from the plan once for all layers.
     """
 
     input_ids: Tensor
@@ -46,11 +46,11 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """T, the tokens that are encoded."""
+        """T, the number of encoded tokens."""
         return self.input_ids.shape[1]
 
     def shift_labels(self, labels: Tensor) -> Tensor:
-        """The label that each packed position predicts, -100 where none, [1, T], from labels [B, L] of the batch."""
+        """The label that each packed position predicts, -100 for none, [1, T], from the batch's labels [B, L]."""
         shifted = torch.full_like(self.input_ids[0], -100)
         counts = labels[:, 1:] != -100
         shifted[self.columns[:, :-1][counts]] = labels[:, 1:][counts]
@@ -67,20 +67,20 @@ def plan_batch(
 ) -> Plan | None:
     """Plan the packed forward pass of a padded batch.
 
-    With labels, as a causal language model is given them, a prefix is left one token before its rows part, so that
-    every packed position has one next token; and what lies behind a row's last label, which it predicts nothing with,
-    is not encoded. Without labels every token is.
+    With labels for a causal language model, a shared prefix ends one token before its rows diverge, so that every
+    packed position has one next token. Tokens after a row's last label, which predict nothing, are not encoded.
+    Without labels, every token is encoded.
 
     Args:
         input_ids: [B, L].
         attention_mask: 1 on the tokens of a row, which are one block, padded on either side or both, [B, L].
-        labels: the next-token labels of a causal language model, unshifted, -100 where none, [B, L].
+        labels: the next-token labels of a causal language model, unshifted, -100 for none, [B, L].
         share: False to leave out padding only.
-        minimum_shared: a shorter common prefix is encoded once for each row.
+        minimum_shared: a shorter common prefix is encoded again for each row.
 
     Returns:
         The plan, on the device of `input_ids`; None for a batch that no plan fits: an empty row, a mask with holes, or
-        a label that is on padding, on a row's first token, or another token than the input's.
+        a label that is on padding, on a row's first token, or differs from the input's token.
     """
     ids, attended = input_ids.cpu().numpy(), attention_mask.cpu().numpy() != 0
     if not ids.size:
@@ -95,10 +95,10 @@ def plan_batch(
         needed = _needed_tokens(labels.cpu().numpy(), ids, attended, first)
         if needed is None:
             return None
-    # With the token that the last one predicts. What lies behind it must not part rows that are encoded alike.
+    # Includes the token that the last one predicts. Later tokens must not separate rows that are encoded alike.
     ends = first + np.minimum(lengths, needed + 1)
     rows = [ids[row, start:end] for row, (start, end) in enumerate(zip(first, ends, strict=True))]
-    # Bytes of big-endian numbers sort as the numbers do.
+    # The bytes of big-endian numbers sort like the numbers.
     order = sorted(range(len(rows)), key=lambda row: rows[row].astype(">i8").tobytes()) if share else range(len(rows))
 
     paths: list[np.ndarray] = [np.empty(0, np.int64)] * len(rows)
@@ -140,7 +140,7 @@ def plan_batch(
 
 
 def _needed_tokens(labels: np.ndarray, ids: np.ndarray, attended: np.ndarray, first: np.ndarray) -> np.ndarray | None:
-    """How many tokens of each row its labels are predicted from, at least one; None if they do not fit. [B]."""
+    """How many tokens of each row predict its labels, at least one; None if the labels do not fit. [B]."""
     counts = labels != -100
     # A causal model never scores the first column.
     counts[:, 0] = False

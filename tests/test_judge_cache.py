@@ -1,0 +1,194 @@
+"""The cache of verdicts: on a full disk, among processes, and when a run is killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from tests.judging import INSTRUCTIONS, expected_outcomes, judge_of, kept, pairs
+from tests.loopback import LoopbackServer
+from trl_ext.evaluation import CacheError, OpenAIJudge, VerdictCache, judge_pairs
+from trl_ext.evaluation.judging.pairs import make_questions
+
+pytestmark = pytest.mark.usefixtures("no_key")
+
+
+class TestCache:
+    RECORD = {"key": "ab", "verdict": "A"}
+
+    def test_two_caches_on_one_file_see_each_others_verdicts(self, tmp_path):
+        path = tmp_path / "folder" / "cache.sqlite"
+        with VerdictCache(path) as cache, VerdictCache(path) as other:
+            assert other.get("ab") is None
+            cache.add([self.RECORD, {"key": "cd", "verdict": "B"}])
+            assert other.get("ab") == self.RECORD
+            other.add([{**self.RECORD, "verdict": "B"}])
+            assert cache.get("ab") == self.RECORD, "the first verdict stays"
+        assert kept(path) == 2 and list(path.parent.iterdir()) == [path]
+
+    def test_a_verdict_is_on_the_disk_when_add_returns(self, tmp_path):
+        """SQLite promises so of a write-ahead log with full synchronisation."""
+        with VerdictCache(tmp_path / "cache.sqlite") as cache:
+            assert cache._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+            assert cache._database.execute("PRAGMA synchronous").fetchone() == (2,)
+
+    @pytest.mark.parametrize(
+        "content", [b'{"key": "ab", "verdict": "A"}\n', b"text\n", b"\x89PNG" * 500], ids=["jsonl", "text", "png"]
+    )
+    def test_another_file_is_left_alone(self, content, tmp_path):
+        path = tmp_path / "judge_cache.jsonl"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="judge_cache.jsonl is no cache of verdicts.*: name another file"):
+            VerdictCache(path)
+        assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+
+    def test_a_path_that_cannot_be_opened(self, tmp_path):
+        with pytest.raises(CacheError, match=f"^{tmp_path}: unable to open database file: check the disk"):
+            VerdictCache(tmp_path)
+
+    @pytest.mark.parametrize("room_is_made", [False, True])
+    def test_a_full_disk(self, room_is_made, tmp_path, monkeypatch):
+        """SQLite's own limit of a file's size stands for the disk. The run stops, and its cache can be used again.
+
+        Where there is room again by the end, nothing of what was answered is lost.
+        """
+        cache, open_cache, add = tmp_path / "cache.sqlite", VerdictCache.__init__, VerdictCache.add
+
+        def open_small(self, path):
+            open_cache(self, path)
+            self._database.execute("PRAGMA max_page_count = 4")
+
+        def add_and_make_room(self, records):
+            try:
+                add(self, records)
+            except CacheError:
+                if room_is_made:
+                    self._database.execute("PRAGMA max_page_count = 100")
+                raise
+
+        monkeypatch.setattr(VerdictCache, "__init__", open_small)
+        monkeypatch.setattr(VerdictCache, "add", add_and_make_room)
+        with (
+            LoopbackServer(latency=0.01) as server,
+            pytest.raises(CacheError, match=f"{cache}: database or disk is full: check the disk") as caught,
+        ):
+            judge_pairs(judge_of(server), *pairs(12), cache=cache, max_concurrency=4)
+        assert "\n" not in str(caught.value)
+        monkeypatch.undo()
+        assert 3 <= kept(cache) <= len(server.calls) < 24
+        assert not room_is_made or kept(cache) == len(server.calls)
+        with LoopbackServer() as again:
+            result = judge_pairs(judge_of(again), *pairs(12), cache=cache)
+        assert result.usage.cached + len(again.calls) == 24
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(12)
+
+
+def judge_in_process(url: str, cache: str, count: int, concurrency: int) -> None:
+    """The whole of a judging run, for a process of its own."""
+    judge = OpenAIJudge(base_url=url, instructions=INSTRUCTIONS)
+    judge_pairs(judge, *pairs(count), cache=cache, max_concurrency=concurrency)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Makes processes that have the SDK loaded, and share nothing else with this one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["openai", "tests.test_judge_cache", "trl_ext.evaluation.judging.openai_judge"])
+    return context
+
+
+def question_keys(count: int) -> dict[str, tuple[str, str, str]]:
+    """The cache's key of every question, and the question as the server sees it."""
+    judge = OpenAIJudge(base_url="http://localhost/v1", instructions=INSTRUCTIONS)
+    both = [question for pair in make_questions(judge, *pairs(count)) for question in pair]
+    return {q.key: (f"user: {q.prompt[-1]['content']}", q.response_a, q.response_b) for q in both}
+
+
+class TestProcesses:
+    def test_two_on_one_cache(self, processes, tmp_path):
+        """Both judge the same 60 pairs at the same time, and share the work.
+
+        Only what both have open at one moment is paid for twice. They ask in different orders, so that this is rare
+        until few questions are left: about 4 / n of the questions with n left, and most of the last eight.
+        """
+        cache, count = tmp_path / "cache.sqlite", 60
+        with LoopbackServer(latency=0.05) as server:
+            arguments = (server.url, str(cache), count, 4)
+            running = [processes.Process(target=judge_in_process, args=arguments) for _ in range(2)]
+            for process in running:
+                process.start()
+            for process in running:
+                process.join(60)
+                assert process.exitcode == 0
+            assert server.most_open > 4, "both were at work"
+            result = judge_pairs(judge_of(server), *pairs(count), cache=cache)
+        print(f"{len(server.calls) - 2 * count} of {2 * count} questions were paid for twice")
+        assert 2 * count <= len(server.calls) <= 2 * count + 40
+        assert (result.usage.cached, result.usage.calls) == (120, 0)
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(count)
+
+    def test_an_interrupt_waits_for_what_is_open(self, processes, tmp_path):
+        """Ctrl-C: nothing more is asked, and the answers on their way are written down."""
+        cache = tmp_path / "cache.sqlite"
+        with LoopbackServer(latency=0.4) as server:
+            process = processes.Process(target=judge_in_process, args=(server.url, str(cache), 30, 4))
+            process.start()
+            wait_for(lambda: len(server.calls) == 4)
+            os.kill(process.pid, signal.SIGINT)
+            process.join(20)
+        assert process.exitcode == 1
+        assert kept(cache) == len(server.calls) == 4
+
+    @pytest.mark.slow
+    def test_twenty_kills(self, processes, tmp_path):
+        """60 pairs in both orders, killed at twenty random moments of judging and started again each time.
+
+        What is in the cache at a kill is never asked again, and at the end every verdict is there once. Requests that
+        were open at a kill are sent again; a few of them had been answered in the milliseconds before it, and were not
+        written yet. There are no more of both than may be open.
+        """
+        cache, count, kills, concurrency = tmp_path / "cache.sqlite", 60, 20, 4
+        keys, generator = question_keys(count), random.Random(time.time_ns())
+        asked_when_cached: dict[str, int] = {}
+        with LoopbackServer(latency=0.05) as server:
+            for _ in range(kills):
+                before = len(server.calls)
+                process = processes.Process(target=judge_in_process, args=(server.url, str(cache), count, concurrency))
+                process.start()
+                wait_for(lambda before=before: len(server.calls) > before)
+                time.sleep(generator.uniform(0, 0.13))
+                process.kill()
+                process.join()
+                assert process.exitcode == -signal.SIGKILL, "it was over before it could be killed"
+                asked = server.asked
+                with VerdictCache(cache) as store:
+                    for key in keys:
+                        if store.get(key) is not None:
+                            asked_when_cached.setdefault(key, asked[keys[key]])
+            wait_for(lambda: server.open == 0)
+            result = judge_pairs(judge_of(server), *pairs(count), cache=cache, max_concurrency=concurrency)
+        for key, times in asked_when_cached.items():
+            assert server.asked[keys[key]] == times, "a verdict in the cache was asked for again"
+        with VerdictCache(cache) as store:
+            assert all(store.get(key) is not None for key in keys) and len(store) == len(keys)
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(count)
+        repeated = len(server.calls) - 2 * count
+        answered_twice = sum(times - 1 for times in server.answered.values())
+        print(
+            f"{kills} kills: {len(asked_when_cached)} of {2 * count} verdicts cached before the last run; {repeated} "
+            f"requests repeated, of which {answered_twice} had been answered to a process killed before it could write"
+        )
+        assert repeated <= kills * concurrency
+        assert answered_twice <= kills * 2
+
+
+def wait_for(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)

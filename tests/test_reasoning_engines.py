@@ -1,0 +1,145 @@
+"""The engines that sample for the evaluation of reasoning: stop strings, vLLM's settings, and entropies."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trl_ext.rollouts import Generation, SamplingSettings, VLLMEngine, generate_responses, response_entropies
+from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+
+# ---- Stop strings ----
+
+
+class Pieces:
+    """A tokenizer whose tokens are the pieces of a text."""
+
+    @staticmethod
+    def decode(tokens, skip_special_tokens):
+        return "".join(token for token in tokens if token != "<pad>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "expected"),
+    [
+        # The token that completes the string stays whole; the text ends with the string.
+        (["a", "</ans", "wer>\n", "b", "<pad>"], ["</answer>"], (["a", "</ans", "wer>\n"], "a</answer>")),
+        (["</answer>"], ["</answer>"], (["</answer>"], "</answer>")),
+        # Of several the one that is complete first, and of one its first occurrence.
+        (["a!", "b.", "c!"], [".", "!"], (["a!"], "a!")),
+        (["x", "yz", "y"], ["yz", "y"], (["x", "yz"], "xy")),
+        (["a", "</answer"], ["</answer>"], None),
+        (["a"], [], None),
+        ([], ["a"], None),
+    ],
+)
+def test_responses_are_cut_behind_the_first_stop_string(tokens, stop, expected):
+    assert cut_at_stop(Pieces, tokens, stop) == expected
+
+
+def test_the_end_of_a_stop_string():
+    assert end_of_stop("ab</answer>c</answer>", ["</answer>"]) == 11
+    assert end_of_stop("ab", ["c"]) is None
+
+
+def test_generation_stops_and_is_otherwise_the_same(toy, additions):
+    """Greedy responses with a stop string are those without it, up to the string's end."""
+    model, tokenizer = toy
+    options = {"max_new_tokens": 48, "batch_size": 5}
+    whole = generate_responses(model, tokenizer, additions[1], **options)
+    stopped = generate_responses(model, tokenizer, additions[1], stop=["</think>"], **options)
+    assert all("</think> <answer>" in one.text for one in whole)
+    for one, other in zip(whole, stopped, strict=True):
+        assert other.text == one.text[: one.text.index("</think>") + len("</think>")]
+        assert other.response_ids == one.response_ids[: len(other.response_ids)]
+        assert tokenizer.decode(other.response_ids).startswith(other.text)
+        assert "</think>" not in tokenizer.decode(other.response_ids[:-1]), "no token more than it takes"
+        assert other.finished and not set(other.response_ids) & {tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+
+def test_rows_that_do_not_stop_end_as_before(toy, additions):
+    model, tokenizer = toy
+    options = {"max_new_tokens": 20, "batch_size": 12}
+    whole = generate_responses(model, tokenizer, additions[1], **options)
+    assert generate_responses(model, tokenizer, additions[1], stop=["nowhere"], **options) == whole
+    assert not all(one.finished for one in whole)
+
+
+@pytest.mark.parametrize("stop", ["</answer>", [""], [3]])
+def test_stop_strings_are_checked(stop, toy, additions):
+    with pytest.raises(ValueError, match="stop must be a list of texts"):
+        generate_responses(*toy, additions[1], max_new_tokens=4, stop=stop)
+
+
+# ---- Engines ----
+
+
+def test_the_settings_are_the_courses():
+    settings = SamplingSettings()
+    assert (settings.temperature, settings.top_p, settings.max_new_tokens) == (1.0, 1.0, 1024)
+    assert settings.stop == ("</answer>",)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("max_new_tokens", 0), ("batch_size", 0)]
+)
+def test_settings_are_checked(field, value):
+    with pytest.raises(ValueError, match=field):
+        SamplingSettings(**{field: value})
+
+
+def test_vllm_is_an_extra(monkeypatch, toy):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(ImportError, match=r"pip install 'trl_ext\[vllm\]'"):
+        VLLMEngine("model", toy[1], SamplingSettings())
+
+
+def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions):
+    """What goes to vLLM and what comes of its answer, with a stand-in for it: the package needs a GPU."""
+    calls = {}
+
+    class LLM:
+        def __init__(self, **options):
+            calls["options"] = options
+
+        def generate(self, requests, sampling, use_tqdm):
+            calls["requests"], calls["sampling"] = requests, sampling
+            answer = {"token_ids": (5, 6), "text": "so </answer>"}
+            reasons = ["stop", "length"]
+            return [
+                SimpleNamespace(outputs=[SimpleNamespace(**answer, finish_reason=reason)])
+                for reason in reasons[: len(requests)]
+            ]
+
+    stand_in = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options)
+    monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    engine = VLLMEngine("a model", toy[1], SamplingSettings(max_prompt_tokens=7), dtype="bfloat16")
+    prompts = additions[1][:1] * 2
+    first, second = engine(prompts, seed=3)
+    assert calls["options"] == {"model": "a model", "dtype": "bfloat16"}
+    expected = generate_responses(*toy, prompts, max_new_tokens=1, max_prompt_tokens=7)[0].prompt_ids
+    assert [request["prompt_token_ids"] for request in calls["requests"]] == [expected] * 2
+    for sampling in calls["sampling"]:
+        assert sampling["include_stop_str_in_output"] and sampling["stop"] == ["</answer>"]
+        assert (sampling["max_tokens"], sampling["temperature"], sampling["top_p"]) == (1024, 1.0, 1.0)
+    assert calls["sampling"][0]["seed"] != calls["sampling"][1]["seed"], "equal prompts must differ"
+    assert first == Generation(expected, [5, 6], "so </answer>", True)
+    assert not second.finished
+
+
+def test_entropies_are_those_of_each_response_by_itself(toy, additions):
+    model, tokenizer = toy
+    generations = generate_responses(model, tokenizer, additions[1][:5], max_new_tokens=12)
+    generations[1] = Generation(generations[1].prompt_ids, generations[1].response_ids[:3], "", False)
+    generations.insert(2, Generation(generations[0].prompt_ids, [], "", False))
+    found = response_entropies(model, generations, batch_size=4, pad_token_id=tokenizer.pad_token_id)
+    assert found.pop(2) is None
+    del generations[2]
+    for generation, entropy in zip(generations, found, strict=True):
+        ids = torch.tensor([generation.prompt_ids + generation.response_ids])
+        with torch.no_grad():
+            probs = model(ids).logits[0, len(generation.prompt_ids) - 1 : -1].double().softmax(-1)
+        assert entropy == pytest.approx(-(probs * probs.log()).sum(-1).mean().item(), abs=1e-5)

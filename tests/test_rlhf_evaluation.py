@@ -1,0 +1,216 @@
+"""The pipeline's data and evaluation: demonstrations, noisy labels, patterns of mistakes, and the report."""
+
+from __future__ import annotations
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+from datasets import Dataset
+
+from trl_ext.data import load_benchmark
+from trl_ext.evaluation.report import write_report
+from trl_ext.evaluation.reporting.tables import Cell, Table
+from trl_ext.evaluation.submissions.assets import load_prompts
+from trl_ext.runs.offline import demonstrations, shared_prompts
+from trl_ext.runs.reward import training_pairs
+from trl_ext.runs.studies import pipeline_evaluation
+from trl_ext.runs.studies.pipeline import RLHFArguments, plan_pipeline
+from trl_ext.runs.studies.pipeline_evaluation import describe_pair, find_adversarial, mistakes_of, pattern_statistics
+from trl_ext.runs.studies.pipeline_report import pareto_points
+from trl_ext.toy.prompts import parse, pool_of
+
+
+def test_patterns_of_pairs_by_hand():
+    """The words a b c against a b d e: 2 of 5 are shared (0.4), and they part after 2 of the shorter's 3 words.
+
+    The model prefers the rejected one, of one word more. Of its truth, 1 for an `e`, the label has it wrong.
+    """
+
+    def truth(prompt, response):
+        return float("e" in response)
+
+    wrong = describe_pair("p", "a b c", "A b, d e!", -1.0, truth)
+    assert wrong == {"length": 1, "overlap": 0.4, "position": pytest.approx(2 / 3), "label_wrong": True}
+    # The model prefers the shorter: one word less; one begins with the other.
+    other = describe_pair("p", "a", "a b", 0.5, truth)
+    assert other == {"length": -1, "overlap": 0.5, "position": 1.0, "label_wrong": None}
+    assert describe_pair("p", "a", "b c", 0.0)["length"] == 0, "it prefers neither"
+    assert pattern_statistics([wrong, other]) == {
+        "n": 2,
+        "length": 0.0,
+        "longer": 0.5,
+        "overlap": pytest.approx(0.45),
+        "position": pytest.approx(5 / 6),
+        "label_wrong": 1.0,
+    }
+    assert pattern_statistics([])["longer"] is None
+
+
+def test_mistakes_are_read_from_the_scores_of_a_run(tmp_path):
+    rows = [("one", "a b", "a c d", 1.0, 2.5), ("two", "x", "y", 3.0, 0.0), ("three", "u v", "u", 0.0, 0.25)]
+    pairs = [{"row_id": name, "prompt": "p", "chosen": c, "rejected": r} for name, c, r, _, _ in rows]
+    keys = ("row_id", "chosen_score", "rejected_score")
+    scores = [dict(zip(keys, (name, c, r), strict=True)) for name, _, _, c, r in rows]
+    (tmp_path / "scores.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scores))
+    found = mistakes_of(pairs, tmp_path / "scores.jsonl", count=1)
+    assert found["n"] == 3
+    assert [row["row_id"] for row in found["worst"]] == ["one"], "the margin of -1.5 is worse than that of -0.25"
+    assert (found["worst"][0]["margin"], found["worst"][0]["length"]) == (-1.5, 1)
+    # Wrong: one (+1 word) and three (-1); right: two (no difference, nothing shared).
+    assert found["patterns"]["wrong"]["n"] == 2 and found["patterns"]["wrong"]["longer"] == 0.5
+    assert found["patterns"]["right"] == {
+        "n": 1,
+        "length": 0.0,
+        "longer": None,
+        "overlap": 0.0,
+        "position": 0.0,
+        "label_wrong": None,
+    }
+    with pytest.raises(ValueError, match="no score of row_id four"):
+        mistakes_of([{**pairs[0], "row_id": "four"}], tmp_path / "scores.jsonl", count=1)
+
+
+def test_figures_are_read_again_only_of_what_they_were_made_of(tmp_path, monkeypatch):
+    """The same paths and settings with other prompts, pairs or models below them are evaluated anew."""
+    asked = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline_evaluation, "_evaluate_prompts", lambda given, pipeline, name, path, folder: name)
+    monkeypatch.setattr(
+        pipeline_evaluation, "mistakes_of", lambda pairs, path, **options: asked.append(len(pairs)) or []
+    )
+    data = tmp_path / "data"
+    data.mkdir()
+
+    def messages(text, role):
+        return [{"role": role, "content": text}]
+
+    def write_pairs(*answers):
+        same = {"prompt_messages": messages("p", "user"), "prompt_text": "p", "rejected_text": "x"}
+        rows = [{"row_id": str(i), "chosen_text": answer, **same} for i, answer in enumerate(answers)]
+        (data / "test_prefs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_prompts(path, *texts):
+        rows = [
+            {"row_id": str(i), "prompt": messages(text, "user"), "prompt_text": text} for i, text in enumerate(texts)
+        ]
+        path.write_text("".join(json.dumps({**row, "family": "long"}) + "\n" for row in rows))
+
+    write_pairs("a", "b")
+    write_prompts(data / "test_gen.jsonl", "one", "two")
+    write_prompts(tmp_path / "adversarial.jsonl", "evil")
+    given = RLHFArguments(dataset_name=str(data), policy_methods="dpo", adversarial_prompts="adversarial.jsonl")
+    pipeline = plan_pipeline(given)
+    for stage in pipeline.stages:
+        stage.folder.mkdir(parents=True)
+        (stage.folder / "results.json").write_text('{"accuracy": 0.5}')
+
+    def is_evaluated() -> bool:
+        asked.clear()
+        summary = pipeline_evaluation.evaluate_pipeline(given, pipeline)
+        assert summary["prompts"] == {"held_out": "held_out", "adversarial": "adversarial"}
+        return bool(asked)
+
+    assert is_evaluated() and not is_evaluated()
+    write_prompts(tmp_path / "adversarial.jsonl", "worse")
+    assert is_evaluated() and not is_evaluated()
+    write_prompts(data / "test_gen.jsonl", "one", "three")
+    assert is_evaluated() and not is_evaluated()
+    write_pairs("a", "c")
+    assert is_evaluated() and not is_evaluated()
+    for stage in pipeline.stages:
+        (stage.folder / "results.json").write_text('{"accuracy": 0.6}')
+        assert is_evaluated() and not is_evaluated()
+
+
+def test_the_front_of_reward_against_kl():
+    """SFT stands at no divergence. `b` has less reward at more KL than `a`; the base was no start of a policy."""
+
+    def model(name, kl, reward, true):
+        estimate = {key: {"mean": v, "low": v - 0.1, "high": v + 0.1} for key, v in (("kl", kl), ("r", reward))}
+        return {
+            "name": name,
+            "kl": None if name == "sft" else estimate["kl"],
+            "rewards": {"r": estimate["r"]},
+            "true_score": {"mean": true, "low": true, "high": true, "n": 4},
+        }
+
+    models = [model("base", 0.3, 9, 9), model("sft", 0, 0.5, 0.5), model("b", 2, 0.9, 0.2), model("a", 1, 1.0, 0.4)]
+    points = pareto_points(models, "r")
+    assert [(p["run"], p["kl"]["value"], p["on_front"]) for p in points] == [("sft", 0, 1), ("a", 1, 1), ("b", 2, 0)]
+    # By the true score no policy is worth its divergence.
+    assert [p["on_front"] for p in pareto_points(models, "true score")] == [True, False, False]
+
+
+def test_tables_and_pictures_come_first_in_the_report(tmp_path):
+    """What a model wrote stays text, in the page and in Markdown."""
+    (tmp_path / "run").mkdir()
+    run = {"objective": "dpo", "model": "toy", "dataset": "toy"}
+    (tmp_path / "run" / "results.json").write_text(json.dumps({"run": run}))
+    table = Table("stages-own", "Own <title>", "A note.", ["model"], [[Cell("<b>sft</b>", prose=True)]])
+    write_report(tmp_path / "run", tmp_path / "r.html", stages=[table], pictures={'A "picture"': b"png"})
+    page = (tmp_path / "r.html").read_text()
+    assert "Own &lt;title&gt;" in page and "&lt;b&gt;sft&lt;/b&gt;" in page and "<b>sft" not in page
+    # Base 64 of the three bytes p, n, g.
+    assert '<img alt="A &quot;picture&quot;" src="data:image/png;base64,cG5n">' in page
+    assert page.index('id="stages"') < page.index('id="summary"')
+    report = (tmp_path / "r.md").read_text()
+    assert report.index("## Own <title>") < report.index("## Settings")
+    assert "\\<b\\>" in report or "&lt;b" in report
+
+
+def test_the_embedded_adversarial_prompts():
+    """Five families; what is graded is a prompt of the benchmark's test pool, and none is its prompt as a whole."""
+    rows = load_prompts(find_adversarial("recipes/configs/toy/rlhf_adversarial.jsonl"))
+    assert len(rows) == 31
+    families = {row["family"] for row in rows}
+    assert families == {"length_hack", "long", "contradictory", "out_of_vocabulary", "near_empty"}
+    known = {row["prompt"][-1]["content"] for split in load_benchmark("toy").values() for row in split}
+    for row in rows:
+        assert row["prompt_text"] not in known
+        assert bool(row["graded_as"]) == (row["family"] in ("length_hack", "long"))
+        if row["graded_as"]:
+            assert row["graded_as"] in row["prompt_text"]
+            assert pool_of(row["graded_as"]) == "test" and parse(row["graded_as"])
+        with pytest.raises(ValueError, match="unknown prompt"):
+            parse(row["prompt_text"])
+
+
+def test_adversarial_prompts_for_gpt2_are_plain_text():
+    rows = load_prompts(find_adversarial("recipes/configs/gpt2_hh/adversarial.jsonl"))
+    assert all(re.fullmatch(r"\n\nHuman: .+\n\nAssistant:", row["prompt"], flags=re.DOTALL) for row in rows)
+
+
+def test_label_noise_turns_the_share_that_is_asked_for():
+    """Of the first 10 pairs, 0.25 are 2.5, rounded to the even 2: two are turned round, the others as they were."""
+    pairs = Dataset.from_list([{"chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(20)])
+    given = SimpleNamespace(num_train_pairs=10, label_noise=0.25, train_split="train_prefs")
+    found = training_pairs(pairs, given, seed=3)
+    turned = [i for i, row in enumerate(found) if row["chosen"] == f"bad {i}" and row["rejected"] == f"good {i}"]
+    kept = [i for i, row in enumerate(found) if row["chosen"] == f"good {i}" and row["rejected"] == f"bad {i}"]
+    assert (len(turned), len(kept)) == (2, 8)
+    assert training_pairs(pairs, given, seed=3)["chosen"] == found["chosen"]
+    given = SimpleNamespace(num_train_pairs=None, label_noise=0.0, train_split="train_prefs")
+    assert training_pairs(pairs, given, seed=3)["chosen"] == pairs["chosen"]
+    with pytest.raises(ValueError, match="num_train_pairs 21: 'train_prefs' has 20 pairs"):
+        training_pairs(pairs, SimpleNamespace(num_train_pairs=21, label_noise=0.0, train_split="train_prefs"), 0)
+
+
+def test_demonstrations_are_chosen_responses_or_references():
+    prompt, answer = [{"role": "user", "content": "q"}], [{"role": "assistant", "content": "a"}]
+    pairs = Dataset.from_list([{"row_id": "1", "prompt": prompt, "chosen": answer, "rejected": prompt}])
+    assert demonstrations(pairs, "x")[0] == {"row_id": "1", "prompt": prompt, "completion": answer}
+    prompts = Dataset.from_list([{"row_id": "1", "prompt": prompt, "reference_response_text": "a"}])
+    assert demonstrations(prompts, "x")[0]["completion"] == answer
+    plain = Dataset.from_list([{"row_id": "1", "prompt": "q:", "reference_response_text": " a"}] * 2)
+    assert demonstrations(plain, "x", 1)["completion"] == [" a"]
+    with pytest.raises(ValueError, match="num_examples 3: 'x' has 2 rows"):
+        demonstrations(plain, "x", 3)
+    with pytest.raises(ValueError, match="the split 'x' holds no demonstrations"):
+        demonstrations(plain.remove_columns("reference_response_text"), "x")
+
+
+def test_prompts_that_are_trained_on_are_counted():
+    prompts = [[{"role": "user", "content": text}] for text in "abc"]
+    assert shared_prompts(Dataset.from_dict({"prompt": prompts[:2]}), Dataset.from_dict({"prompt": prompts[1:]})) == 1

@@ -1,0 +1,241 @@
+"""The table of online algorithms, and the objective for a name and its overrides.
+
+`python -m trl_ext.algorithms` prints the table, and `--explain NAME` prints one row with its formulas. A row defines
+how rewards become advantages, the unit of the importance ratio, the surrogate loss, its reduction, and the KL term,
+each as in its paper. Standard deviations are the population's (the papers do not say), unless a row follows a source
+that uses the sample's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from trl_ext.advantages import options_of
+from trl_ext.algorithms.estimator import AdvantageEstimator
+from trl_ext.losses.policy import SURROGATES
+from trl_ext.losses.policy_objective import PolicyLoss, check_setting, settings_of
+from trl_ext.registry import Algorithm, nearest, policy_algorithms
+from trl_ext.settings import LOSS_SETTINGS, SETTINGS
+
+# Name to `Algorithm`, in the order of the table.
+algorithms = policy_algorithms
+
+_POPULATION = {"std_ddof": 0, "advantage_eps": 1e-6}
+# Used by CS336 and its test snapshots.
+_SAMPLE = {"std_ddof": 1, "advantage_eps": 1e-6}
+_CLIP = {"surrogate": "clip", "epsilon": 0.2}
+_REINFORCE = {"surrogate": "reinforce", "ratio": "none"}
+_TOKENS = {"aggregation": "token_mean"}
+_NO_RATIO = {"ratio": (("none",), "it has no ratio")}
+_DR_GRPO = {
+    "advantage": "group_centered",
+    "aggregation": "constant",
+    "fixed": {
+        "advantage": (("group_centered", "leave_one_out"), "Dr.GRPO does not divide by the standard deviation"),
+        "aggregation": (("constant", "sum"), "Dr.GRPO does not normalise by a response's length"),
+    },
+}
+_GSPO = {
+    "ratio": "sequence",
+    "fixed": {
+        "ratio": (("sequence",), "GSPO's ratio is that of the whole sequence"),
+        "aggregation": (("sequence_mean",), "GSPO counts each sequence once, whatever its length"),
+        "surrogate": (("clip",), "GSPO clips its ratio"),
+    },
+}
+_BERKELEY = {**_CLIP, "advantage_clip": 5.0, "beta": 0.01, "kl_aggregation": "token_mean"}
+
+
+def _add(name: str, summary: str, paper: str, *, surrogate: str, **settings: Any) -> None:
+    row = Algorithm(name, SURROGATES[surrogate], paper, surrogate=surrogate, summary=summary, **settings)
+    policy_algorithms.add(row)
+
+
+def _advantage(name: str, reason: str) -> dict[str, Any]:
+    """The advantage that defines an algorithm, and why no other may be used under its name."""
+    return {"advantage": name, "fixed": {"advantage": ((name,), reason)}}
+
+
+# fmt: off
+# The paper's KL coefficient; the paper uses groups of 64, later work 8 to 16. Nothing is fixed: start your own
+# combination from this row.
+_add("grpo", "Group-normalised rewards, clipped token ratio", "2402.03300", **_CLIP, **_POPULATION, beta=0.04,
+     title="DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models")
+_add("dr_grpo", "GRPO without the standard deviation and without length normalisation", "2503.20783",
+     **_CLIP, **_DR_GRPO, title="Understanding R1-Zero-Like Training: A Critical Perspective", label="Dr. GRPO")
+_add("gspo", "One length-normalised ratio per sequence, clipped", "2507.18071", surrogate="clip", epsilon=3e-4,
+     epsilon_high=4e-4, **_POPULATION, **_GSPO, title="Group Sequence Policy Optimization")
+_add("rloo", "REINFORCE with the mean of the other responses as baseline", "2402.14740", **_REINFORCE,
+     **_advantage("leave_one_out", "RLOO is its leave-one-out baseline"), aggregation="sum", beta=0.03,
+     kl_estimator="k1", kl_in="reward", group_size=4,
+     title="Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs")
+# PPO's KL coefficient, since the paper's was not checked.
+_add("remax", "REINFORCE with the greedy response's reward as baseline", "2310.10505", **_REINFORCE,
+     **_advantage("greedy_baseline", "ReMax is its greedy baseline"), aggregation="sum", beta=0.05,
+     kl_estimator="k1", kl_in="reward", group_size=1,
+     title="ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning "
+           "Large Language Models")
+_add("reinforce", "Rewards times log-probabilities", "Williams 1992; CS336", **_REINFORCE, advantage="no_baseline",
+     fixed={"advantage": (("no_baseline",), "plain REINFORCE has no baseline"), **_NO_RATIO})
+_add("reinforce_with_baseline", "Group-normalised rewards times log-probabilities", "CS336", **_REINFORCE, **_SAMPLE,
+     fixed=_NO_RATIO)
+_add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", surrogate="no_clip", **_SAMPLE,
+     fixed={"surrogate": (("no_clip",), "it is GRPO without the clip")})
+_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_CLIP, **_POPULATION,
+     **_TOKENS, epsilon_high=0.28, group_size=16,
+     fixed={"surrogate": (("clip",), "DAPO clips, higher above than below"),
+            "ratio": (("token",), "DAPO's ratio is of each token"),
+            "aggregation": (("token_mean",), "DAPO averages over tokens")})
+_add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786", surrogate="cispo",
+     ratio_cap=5.0, **_POPULATION, **_TOKENS,
+     fixed={"surrogate": (("cispo",), "CISPO is its capped weight"),
+            "ratio": (("token",), "CISPO weighs each token"),
+            "aggregation": (("token_mean",), "CISPO averages over tokens")})
+_add("gopo", "Ranks within the group in place of rewards", "2602.03876", **_CLIP, **_TOKENS,
+     **_advantage("group_rank", "GOPO takes ranks"), advantage_options={"scale": 2.0})
+# Averaging over tokens, here and for OPO, keeps the estimator's weights equal across responses.
+_add("max_rl", "Rewards over their mean: likelihood of a right answer, for rewards of 0 and 1", "2602.02710", **_CLIP,
+     **_TOKENS, **_advantage("mean_normalized", "MaxRL divides by the mean"), advantage_eps=1e-6)
+_add("opo", "On-policy with the length-weighted optimal baseline", "2505.23585", **_REINFORCE, **_TOKENS,
+     **_advantage("length_weighted", "OPO is its length-weighted baseline"))
+# The KL coefficient and eps are those of its implementation in OpenRLHF.
+_add("reinforce_plus_plus_baseline", "Group mean as baseline, then normalised over the batch", "2501.03262", **_CLIP,
+     **_TOKENS, **_advantage("batch_normalized", "REINFORCE++ normalises over the batch"), std_ddof=0,
+     advantage_eps=1e-8, advantage_options={"std_of": "advantages"}, beta=0.01, kl_estimator="k2")
+_add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
+_add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
+_add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
+     **_POPULATION, **_GSPO)
+# fmt: on
+
+
+class PolicyObjective(PolicyLoss):
+    """A named algorithm with its settings resolved: rewards to advantages, and scores to a loss.
+
+    Args:
+        algorithm: a name from the table, `file.py:function`, or your own row.
+        options: keyword options of your own surrogate; `strength` for `quadratic_ratio`.
+        overrides: settings of `trl_ext.settings.SETTINGS` to replace; None keeps the algorithm's own.
+
+    Attributes in addition to those of `PolicyLoss`: `algorithm` (the row), `advantage` (its name), `std_ddof`,
+    `advantage_eps`, `advantage_clip`.
+
+    Raises:
+        ValueError: an unknown name, a value out of range, or settings that contradict the algorithm's name or one
+            another or that nothing would read; the message names the flags and what to use instead.
+    """
+
+    def __init__(self, algorithm: str | Algorithm, *, options: dict[str, Any] | None = None, **overrides: Any):
+        for name in overrides:
+            if name not in SETTINGS:
+                raise ValueError(f"no setting {name!r}{nearest(name, list(SETTINGS))} Known: {', '.join(SETTINGS)}")
+        self.algorithm = algorithm if isinstance(algorithm, Algorithm) else policy_algorithms.find(algorithm)
+        given = {name: value for name, value in overrides.items() if value is not None}
+        self._check_given(given)
+        self._estimator = self._resolve_advantage(given)
+        self.advantage, self.advantage_clip = self._estimator.name, self._estimator.clip
+        self.std_ddof, self.advantage_eps = self._estimator.std_ddof, self._estimator.eps
+        own = self.algorithm.function if self.algorithm.surrogate == "own" else None
+        super().__init__(**self._loss_settings(given), options=dict(options or {}), function=own)
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether advantages need the reward of a greedy response to each prompt."""
+        return self._estimator.needs_greedy
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether responses to one prompt are compared, so that a group of one has no signal."""
+        return self._estimator.group_relative
+
+    def advantages(
+        self,
+        rewards: Tensor,
+        group_size: int,
+        *,
+        greedy_rewards: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Advantages of N responses in consecutive groups: see `AdvantageEstimator`. [N]."""
+        return self._estimator(rewards, group_size, greedy_rewards=greedy_rewards, lengths=lengths)
+
+    @property
+    def _function_name(self) -> str:
+        return self.algorithm.name if self.surrogate == "own" else self.surrogate
+
+    def describe(self) -> str:
+        """One line that names the algorithm and its settings, for logs and reports."""
+        settings = self.to_dict()
+        del settings["algorithm"]
+        if not self.needs_reference:
+            settings = {
+                name: value for name, value in settings.items() if name != "beta" and not name.startswith("kl")
+            }
+        options = settings.pop("options")
+        parts = [
+            f"{name} {value}"
+            for name, value in {**settings, **options}.items()
+            if value is not None and value is not False
+        ]
+        return f"{self.algorithm.name} ({', '.join(parts)})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved settings, ready for JSON."""
+        return {"algorithm": self.algorithm.name, **{name: getattr(self, name) for name in (*SETTINGS, "options")}}
+
+    # ---- Resolution of overrides ----
+
+    def _check_given(self, given: dict[str, Any]) -> None:
+        name, row = self.algorithm.name, self.algorithm
+        if row.surrogate == "own" and "surrogate" in given:
+            raise ValueError(
+                f"--algorithm {name} and --surrogate {given['surrogate']} contradict each other: {name} has a "
+                "surrogate of its own; leave --surrogate out"
+            )
+        # Report an unknown name before a contradiction.
+        options_of(given.get("advantage", row.advantage))
+        for flag in given.keys() & LOSS_SETTINGS.keys():
+            check_setting(flag, given[flag])
+        for flag, (permitted, reason) in row.fixed.items():
+            value = given.get(flag)
+            if value is None or value in permitted:
+                continue
+            shown = getattr(value, "__name__", value)
+            # The setting that must accompany it in a possible combination.
+            partner = {"reinforce": " --ratio none", "none": " --surrogate reinforce"}.get(shown, "")
+            raise ValueError(
+                f"--algorithm {name} and --{flag} {shown} contradict each other: {reason}; use --{flag} "
+                f"{' or '.join(permitted)}, or --algorithm grpo --{flag} {shown}{partner}"
+            )
+        high = row.epsilon_high
+        if high is not None and "epsilon_high" not in given and given.get("epsilon", 0) > high:
+            raise ValueError(
+                f"--algorithm {name} and --epsilon {given['epsilon']} contradict each other: its epsilon_high is "
+                f"{high}, below that; give --epsilon_high as well"
+            )
+
+    def _resolve_advantage(self, given: dict[str, Any]) -> AdvantageEstimator:
+        row = self.algorithm
+        advantage = given.get("advantage", row.advantage)
+        # The row's own settings apply only where they are read; an override that is not read is rejected.
+        read = options_of(advantage)
+        std_ddof = given.get("std_ddof", row.std_ddof if "std_ddof" in read else None)
+        eps = given.get("advantage_eps", row.advantage_eps if "eps" in read else None)
+        return AdvantageEstimator(
+            advantage,
+            std_ddof=std_ddof,
+            eps=eps,
+            options=row.advantage_options if advantage == row.advantage else {},
+            clip=given.get("advantage_clip", row.advantage_clip),
+        )
+
+    def _loss_settings(self, given: dict[str, Any]) -> dict[str, Any]:
+        settings = {name: given.get(name, getattr(self.algorithm, name)) for name in LOSS_SETTINGS}
+        read = settings_of(SURROGATES[settings["surrogate"]]) if settings["surrogate"] in SURROGATES else {}
+        for name, setting in LOSS_SETTINGS.items():
+            # Another surrogate does not inherit the settings of the row's own.
+            if setting.option and name not in read and name not in given:
+                settings[name] = None
+        return settings

@@ -1,0 +1,1 @@
+"""Build the folders of a starter and its grader from a specification."""

@@ -1,0 +1,92 @@
+"""A function that an assignment can ask for, and helpers that build most known wrong answers to it.
+
+A wrong answer takes the correct function and then that function's arguments by name. A table of wrong answers maps the
+names of one or several tasks to messages and functions. A message completes the sentence "this is what you get when".
+The outcomes are stored with the expected ones, so that a failing test can say why it fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trl_ext.assignment.catalog.cases import Builder
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function to implement.
+
+    Attributes:
+        name: the library package and the name of the function in it, such as `losses.dpo`.
+        kind: the kind of function, such as `preference loss`.
+        summary: the task in one line, without a formula.
+        shapes: the shapes of the arguments and of the result.
+        build: builds the arguments of a case.
+        variants: the number of consecutive cases that use all its settings.
+        paper: the paper, if the library's docstring names none.
+        notes: conventions that the library's docstring does not state.
+        compared: the parts of a returned tuple that are compared; None for all.
+        differentiated: the parts of a returned tuple or dict whose gradient is compared; None for those compared.
+        own_backward: whether the function calls `backward` itself.
+        special: the kinds of special cases that the function is tested on.
+        in_float32: whether the function is also tested on float32.
+        unordered: whether the returned losses may be in any order.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    shapes: str
+    build: Builder
+    variants: int = 2
+    paper: str = ""
+    notes: str = ""
+    compared: tuple[int, ...] | None = None
+    differentiated: tuple[int | str, ...] | None = None
+    own_backward: bool = False
+    special: tuple[str, ...] = ()
+    in_float32: bool = False
+    unordered: bool = False
+
+    @property
+    def function(self) -> Callable:
+        package, _, function = self.name.rpartition(".")
+        # The library composes policy losses from parts, so no package contains whole ones.
+        module = "assignment.catalog.whole_losses" if package == "assignment" else package
+        return getattr(importlib.import_module(f"trl_ext.{module}"), function)
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+def group(tasks: dict[str, Task], kind: str, shapes: str = "", **common: Any) -> Callable[..., None]:
+    """A function that adds tasks with a kind, shapes and settings in common."""
+
+    def add(name: str, summary: str, build: Builder, **settings: Any) -> None:
+        settings = {"kind": kind, "shapes": shapes, **common, **settings}
+        tasks[name] = Task(name=name, summary=summary, build=build, **settings)
+
+    return add
+
+
+def given(**changes: Any) -> Callable:
+    """The correct function with other arguments: a value, or a function of an existing argument."""
+
+    def wrong(right, **arguments):
+        for name, change in changes.items():
+            if not callable(change):
+                arguments[name] = change
+            elif arguments.get(name) is not None:
+                arguments[name] = change(arguments[name])
+        return right(**arguments)
+
+    return wrong
+
+
+def then(change: Callable) -> Callable:
+    """The correct function with a modified result."""
+    return lambda right, **arguments: change(right(**arguments))

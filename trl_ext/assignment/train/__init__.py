@@ -1,0 +1,1 @@
+"""Train on the functions of an assignment."""

@@ -1,0 +1,133 @@
+"""The interface of a pairwise judge: its call, its verdict, its errors and its usage."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+Verdict = Literal["A", "B", "tie"]
+Messages = Sequence[Mapping[str, str]]
+
+
+class Judgement(NamedTuple):
+    """A verdict and the judge's details about it. All fields but the verdict are optional.
+
+    Attributes:
+        verdict: the better response.
+        usable: False if the judge considers the comparison unfit to be counted.
+        worst: the worse response; the same as `verdict` if the judge named one label for both.
+        confidence: in [0, 1].
+        strength: how much better the better response is, 1 to 5.
+        quality: quality of the comparison as an example, 1 to 5.
+        exclusion_tags: reasons to exclude the comparison.
+        reason: the judge's reason, in a sentence or two.
+    """
+
+    verdict: Verdict
+    usable: bool = True
+    worst: Verdict | None = None
+    confidence: float | None = None
+    strength: int | None = None
+    quality: int | None = None
+    exclusion_tags: tuple[str, ...] = ()
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How often a judge was called, and the cost.
+
+    Attributes:
+        calls: questions sent, including repeats after an answer without a verdict. The client's own retries after a
+            rate limit or a broken connection are not counted.
+        cached: verdicts taken from the cache.
+        retries: the part of `calls` that repeated a question.
+        errors: questions that ended without a verdict.
+        input_tokens, output_tokens: as counted by the server; output includes reasoning.
+        cached_input_tokens: the part of `input_tokens` that the server had cached and bills at a lower price.
+        dollars: cost of these calls; None if the price is unknown.
+        cached_dollars: original cost of the verdicts taken from the cache.
+    """
+
+    calls: int = 0
+    cached: int = 0
+    retries: int = 0
+    errors: int = 0
+    input_tokens: int = 0
+    cached_input_tokens: int = 0
+    output_tokens: int = 0
+    dollars: float | None = 0.0
+    cached_dollars: float | None = 0.0
+
+    def __add__(self, other: Usage) -> Usage:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Usage(*(None if None in pair else sum(pair) for pair in pairs))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+class JudgeError(Exception):
+    """Raised by a judge that cannot judge one row, for example after a failed request. It is recorded with the row.
+
+    Attributes:
+        usage: usage of the failed attempts, if the judge counts it.
+        server_failed: True if the likely cause is the server or the model, not the row: no answer at all, or an answer
+            in another API's format or schema. Many such consecutive errors stop the run.
+    """
+
+    def __init__(self, message: str = "", *, usage: Usage | None = None, server_failed: bool = False):
+        super().__init__(message)
+        self.usage = usage
+        self.server_failed = server_failed
+
+
+class JudgeUnavailable(ValueError):
+    """Raised when no question could be answered: a rejected key, an unknown model, or an exhausted quota."""
+
+
+class PairwiseJudge(Protocol):
+    """Decides which of two responses to a prompt is better.
+
+    `prompt` is a list of messages, or a string in TRL's plain format. A judge that rates usability returns a
+    `Judgement`. A judge with a true attribute `uses_finished` also receives the keywords `finished_a` and
+    `finished_b`, which are False for a response that was cut at the token limit.
+
+    `judge_pairs` reads two more attributes. It calls a judge from several threads unless `sequential` is true. It
+    caches verdicts on disk if `identity` is a JSON-ready dictionary of everything that a verdict depends on other than
+    the question. If it is None, verdicts cost nothing and are not cached.
+    """
+
+    def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Verdict | Judgement: ...
+
+
+def ask_judge(
+    judge: PairwiseJudge,
+    row: Mapping[str, Any],
+    response_a: str,
+    response_b: str,
+    finished_a: bool,
+    finished_b: bool,
+) -> Judgement:
+    """The judgement on one row in one order; raises ValueError if the judge's answer is not a verdict."""
+    uses_finished = getattr(judge, "uses_finished", False)
+    keywords = {"finished_a": finished_a, "finished_b": finished_b} if uses_finished else {}
+    answer = judge.judge(row["prompt"], response_a, response_b, **keywords)
+    judgement = answer if isinstance(answer, Judgement) else Judgement(answer)
+    if judgement.verdict not in ("A", "B", "tie"):
+        name = type(judge).__name__
+        raise ValueError(f"row_id {row['row_id']}: {name} must answer 'A', 'B' or 'tie', got {judgement.verdict!r}")
+    return judgement
+
+
+def last_user_text(prompt: Messages | str) -> str:
+    """The text of a prompt's last user message, or a plain prompt itself."""
+    if isinstance(prompt, str):
+        return prompt
+    for message in reversed(prompt):
+        if message["role"] == "user":
+            return message["content"]
+    raise ValueError("the prompt has no user message")

@@ -1,0 +1,129 @@
+"""Judges that compare scores: a known score of the task, or a reward model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trl_ext.evaluation.judging.protocol import Messages, Verdict, last_user_text
+
+if TYPE_CHECKING:
+    from trl_ext.rewards import RewardModel
+
+
+class GroundTruthJudge:
+    """Prefers the response with the higher score, for tasks whose score is known.
+
+    Args:
+        score_function: `f(prompt_text, response) -> float` on the text of the last user message; it must accept the
+            keyword `finished` if responses may be truncated. Default: the score of the toy benchmark.
+        tolerance: scores that differ by no more than this are a tie.
+    """
+
+    uses_finished = True
+    sequential = True
+    identity = None
+
+    def __init__(self, score_function: Callable[..., float] | None = None, tolerance: float = 1e-9):
+        if score_function is None:
+            from trl_ext.toy import score as score_function
+        self.score_function = score_function
+        self.tolerance = _checked(tolerance)
+
+    def judge(
+        self,
+        prompt: Messages | str,
+        response_a: str,
+        response_b: str,
+        *,
+        finished_a: bool = True,
+        finished_b: bool = True,
+    ) -> Verdict:
+        prompt_text = last_user_text(prompt)
+        first = self._score(prompt_text, response_a, finished_a)
+        return _higher(first, self._score(prompt_text, response_b, finished_b), self.tolerance)
+
+    def _score(self, prompt_text: str, response: str, finished: bool) -> float:
+        # Pass the keyword only if it matters, so that a score without it works for responses that all finished.
+        keywords = {} if finished else {"finished": False}
+        score = float(self.score_function(prompt_text, response, **keywords))
+        if not math.isfinite(score):
+            raise ValueError(f"score_function returned {score} for the prompt {prompt_text[:80]!r}; expected a number")
+        return score
+
+
+class RewardModelJudge:
+    """Prefers the response with the higher reward. Each response is scored only once.
+
+    Args:
+        reward_model: a `RewardModel`, or the folder or hub name of one.
+        tolerance: rewards that differ by no more than this are a tie.
+
+    Raises:
+        ValueError: the tolerance is negative.
+    """
+
+    uses_finished = True
+    sequential = True
+    identity = None
+
+    def __init__(self, reward_model: RewardModel | str | Path, *, tolerance: float = 0.0):
+        self.tolerance = _checked(tolerance)
+        if isinstance(reward_model, str | Path):
+            from trl_ext.rewards import RewardModel
+
+            reward_model = RewardModel(reward_model)
+        self.reward_model = reward_model
+        self._scores: dict[str, float] = {}
+
+    def judge(
+        self,
+        prompt: Messages | str,
+        response_a: str,
+        response_b: str,
+        *,
+        finished_a: bool = True,
+        finished_b: bool = True,
+    ) -> Verdict:
+        pair = [(prompt, response_a, finished_a), (prompt, response_b, finished_b)]
+        self.prepare(pair)
+        return _higher(*(self._scores[_key(*response)] for response in pair), self.tolerance)
+
+    def prepare(self, responses: Iterable[tuple[Messages | str, str, bool]], *, progress: str | None = None) -> None:
+        """Score the responses that have no score yet, in batches.
+
+        Args:
+            responses: prompt, response, and whether the response finished.
+            progress: label of the progress bar; None for no bar.
+
+        Raises:
+            ValueError: a reward is not a number.
+        """
+        missing = {_key(*response): response for response in responses if _key(*response) not in self._scores}
+        if not missing:
+            return
+        prompts, texts, finished = zip(*missing.values(), strict=True)
+        scores = self.reward_model.score(prompts, texts, finished=finished, progress=progress)
+        for key, text, score in zip(missing, texts, scores.tolist(), strict=True):
+            if not math.isfinite(score):
+                raise ValueError(f"the reward model gave {score} to the response {text[:80]!r}; expected a number")
+            self._scores[key] = score
+
+
+def _checked(tolerance: float) -> float:
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
+    return tolerance
+
+
+def _higher(first: float, second: float, tolerance: float) -> Verdict:
+    if abs(first - second) <= tolerance:
+        return "tie"
+    return "A" if first > second else "B"
+
+
+def _key(prompt: Messages | str, response: str, finished: bool) -> str:
+    return json.dumps([prompt, response, bool(finished)])

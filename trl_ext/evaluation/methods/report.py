@@ -1,0 +1,259 @@
+"""The comparison of methods as files: compare.json, tables in compare.md, and a forest plot in compare.png."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from trl_ext.evaluation.command_line import markdown_table
+from trl_ext.evaluation.methods.runs import (
+    MethodRun,
+    budget,
+    check_alike,
+    choose_metric,
+    inequalities,
+    mean_budget,
+    metric_values,
+)
+from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.statistics.crossed import compare_with_baseline, crossed_mean
+from trl_ext.files import replacing, write_json, write_text
+
+_WHAT_IT_SAYS = (
+    "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles mixed "
+    "as by Cochran and Cox). Differences are taken prompt by prompt and seed by seed; their intervals "
+    "are of one comparison each, and the verdict goes by p-values that are adjusted for all comparisons (Holm). "
+    "With two or three seeds, intervals are wide, and a verdict on many methods whose seeds differ much is a little "
+    "less certain than it says. What could be found, and what it would take, is for a power of 0.8 at the level that "
+    "Holm's hardest step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
+)
+
+_UNTUNED = "No settings were searched: a verdict is on the methods with the settings that they were given."
+
+
+def compare_runs(
+    runs: Sequence[MethodRun],
+    baseline: str,
+    *,
+    metric: str | None = None,
+    effect: float | None = None,
+    tuning: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Compare finished runs, as JSON-ready figures.
+
+    Args:
+        runs: runs of all methods and seeds; methods are reported in this order.
+        baseline: the method with which each other method is compared, on the seeds that both have.
+        metric: `score`, `win_rate` (ties as half) or a number in generations.jsonl; None for the first available one.
+        effect: the difference to plan for; None for each observed difference.
+        tuning: how hyperparameters were chosen, by method, with `tried` and `chosen`.
+        notes: additional sentences.
+
+    Raises:
+        ValueError: the baseline has no run, the runs are not comparable, or they lack the metric.
+    """
+    by_method: dict[str, dict[int, MethodRun]] = {}
+    for run in runs:
+        by_method.setdefault(run.method, {})[run.seed] = run
+    if baseline not in by_method:
+        raise ValueError(f"no finished run of the baseline {baseline!r}, only of {', '.join(by_method) or 'nothing'}")
+    check_alike(runs)
+    metric = choose_metric(runs, metric)
+    values, left_out = metric_values(runs, metric)
+    budgets = {method: mean_budget([budget(run) for run in own.values()]) for method, own in by_method.items()}
+    shared = {
+        method: sorted(own.keys() & by_method[baseline].keys())
+        for method, own in by_method.items()
+        if method != baseline
+    }
+    compared = {
+        method: tuple(numpy.stack([values[name, seed] for seed in seeds], axis=1) for name in (method, baseline))
+        for method, seeds in shared.items()
+        if seeds
+    }
+    differences = compare_with_baseline(compared, effect=effect)
+    return {
+        "metric": metric,
+        "baseline": baseline,
+        "model": runs[0].results.run.model or "",
+        "dataset": runs[0].results.run.dataset or "",
+        "prompts": len(next(iter(values.values()))),
+        "methods": [
+            {
+                "method": method,
+                "objective": next(iter(own.values())).results.run.objective or "",
+                "by_seed": {str(seed): float(values[method, seed].mean()) for seed in own},
+                **dataclasses.asdict(crossed_mean(numpy.stack([values[method, seed] for seed in own], axis=1))),
+                "budget": budgets[method],
+            }
+            for method, own in by_method.items()
+        ],
+        "comparisons": [
+            {"method": method, "paired_seeds": shared[method], **dataclasses.asdict(difference)}
+            for method, difference in differences.items()
+        ],
+        "tuning": None if tuning is None else dict(tuning),
+        "notes": [
+            *notes,
+            *([] if tuning else [_UNTUNED]),
+            *_notes(by_method, shared, left_out),
+            *inequalities(budgets, runs),
+        ],
+    }
+
+
+def write_comparison(summary: Mapping[str, Any], folder: str | Path) -> list[str]:
+    """Write compare.json, compare.md and, if matplotlib is installed, compare.png; return the names."""
+    folder = Path(folder)
+    write_json(folder / "compare.json", summary)
+    write_text(folder / "compare.md", render(summary))
+    names = ["compare.json", "compare.md"]
+    try:
+        plot_comparison(summary, folder / "compare.png")
+    except ImportError as error:
+        print(f"compare.png was not drawn: {error}")
+        return names
+    return [*names, "compare.png"]
+
+
+def render(summary: Mapping[str, Any]) -> str:
+    """The comparison in Markdown."""
+    title = f"# {_metric(summary)} by method: {summary['model']} on {summary['dataset']}, {summary['prompts']} prompts"
+    parts = [title, method_table(summary)]
+    if summary["comparisons"]:
+        parts += [f"## Against {summary['baseline']}", difference_table(summary)]
+        parts.append("\n".join(f"- {sentence(one, summary)}" for one in summary["comparisons"]))
+    if summary["tuning"]:
+        parts += ["## Hyperparameters, chosen on the validation split alone", _tuning_table(summary["tuning"])]
+    if summary["notes"]:
+        parts += ["## To keep in mind", "\n".join(f"- {note}" for note in summary["notes"])]
+    return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
+
+
+def method_table(summary: Mapping[str, Any], table: Callable[..., str] = markdown_table) -> str:
+    """One row per method with its mean and cost; `table` formats a header and rows."""
+    header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "samples", "of what", "steps"]
+    rows = []
+    for one in summary["methods"]:
+        cost, means = one["budget"], one["by_seed"].values()
+        rows.append(
+            [
+                one["method"],
+                one["seeds"],
+                f"{one['mean']:.3f}",
+                _range(one),
+                f"{min(means):.3f} to {max(means):.3f}",
+            ]
+            + [_whole(cost["samples"]), cost["unit"], _whole(cost["optimizer_steps"])]
+            + [_whole(cost["training_seconds"]), _whole(cost["reward_seconds"])]
+        )
+    return table([*header, "seconds", "seconds, reward model"], rows)
+
+
+def difference_table(summary: Mapping[str, Any], table: Callable[..., str] = markdown_table) -> str:
+    """One row per comparison with the baseline; `table` formats a header and rows."""
+    header = ["method", "difference", "95%", "p", "p, Holm", "verdict", "could be found"]
+    rows = []
+    for one in summary["comparisons"]:
+        found = "-" if one["detectable"] is None else f"{one['detectable']:.4f}"
+        rows.append(
+            [one["method"], f"{one['difference']['mean']:+.4f}", _range(one["difference"], "+.4f")]
+            + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"], found]
+        )
+    return table(header, rows)
+
+
+def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
+    """A comparison in words; if it is inconclusive, also how much data would decide it."""
+    method, baseline, difference = one["method"], summary["baseline"], one["difference"]
+    if one["verdict"] != "cannot tell":
+        size = abs(difference["mean"])
+        return f"**{method} is {one['verdict']} than {baseline}** by {size:.4f} (p {_p(one['adjusted_p_value'])})."
+    told = f"**Whether {method} or {baseline} is better, these runs cannot tell**"
+    if difference["variances"] is None:
+        if difference["seeds"] < 2:
+            return f"{told}: one seed says nothing of how seeds differ."
+        return f"{told}: their values differ by {difference['mean']:+.4f} everywhere, which leaves nothing to test."
+    if not one["effect"] > 0:
+        return f"{told}: they have the same mean."
+    prompts, seeds = difference["prompts"], difference["seeds"]
+    more_seeds = _needed(one["seeds_needed"], "seeds", f"on these {prompts} prompts")
+    more_prompts = _needed(one["prompts_needed"], "prompts", f"with these {seeds} seeds")
+    return f"{told}. To find a true difference of {one['effect']:.4f} takes {more_seeds}, or {more_prompts}."
+
+
+def plot_comparison(summary: Mapping[str, Any], path: str | Path) -> None:
+    """A forest plot: the methods' means, and their differences from the baseline.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    figure, (left, right) = new_figure(1, 2)
+    figure.set_size_inches(11, 1.6 + 0.45 * len(summary["methods"]))
+    _forest(left, [(one["method"], one, "") for one in summary["methods"]])
+    left.set_xlabel(_metric(summary))
+    _forest(right, [(one["method"], one["difference"], one["verdict"]) for one in summary["comparisons"]])
+    right.axvline(0, color="grey", linestyle="--", linewidth=1)
+    right.set_xlabel(f"difference from {summary['baseline']}")
+    figure.suptitle(f"{summary['prompts']} prompts, 95% intervals over prompts and seeds")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _forest(axis, rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> None:
+    for place, (_, mean, verdict) in enumerate(rows):
+        if mean["low"] is not None:
+            axis.plot([mean["low"], mean["high"]], [place, place], color="tab:blue")
+        axis.plot(mean["mean"], place, marker="o", color="tab:blue")
+        offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center", "fontsize": 9}
+        axis.annotate(verdict, (mean["mean"], place), **offset)
+    axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
+    axis.set_ylim(len(rows) - 0.4, -0.6)
+    axis.grid(axis="x", alpha=0.3)
+
+
+def _notes(
+    by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequence[int]], left_out: int
+) -> list[str]:
+    notes = []
+    if len({tuple(sorted(own)) for own in by_method.values()}) > 1:
+        seeds = "; ".join(f"{method}: {', '.join(map(str, sorted(own)))}" for method, own in by_method.items())
+        notes.append(f"Methods do not have the same seeds ({seeds}); each is compared on those it shares.")
+    alone = [method for method, seeds in shared.items() if not seeds]
+    notes += [f"{method} shares no seed with the baseline and is not compared." for method in alone]
+    if left_out:
+        notes.append(f"{left_out} prompts lack a value in some run, and are left out for all.")
+    return notes
+
+
+def _tuning_table(tuning: Mapping[str, Any]) -> str:
+    rows = [
+        [method, one["tried"], ", ".join(f"{name} {value}" for name, value in one["chosen"].items()), one["value"]]
+        for method, one in tuning.items()
+    ]
+    return markdown_table(["method", "settings tried", "chosen", "on the validation split"], rows)
+
+
+def _metric(summary: Mapping[str, Any]) -> str:
+    return "win rate, ties as half" if summary["metric"] == "win_rate" else str(summary["metric"])
+
+
+def _range(mean: Mapping[str, Any], form: str = ".3f") -> str:
+    return "-" if mean["low"] is None else f"[{mean['low']:{form}}, {mean['high']:{form}}]"
+
+
+def _whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _p(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def _needed(count: int | None, what: str, beside: str) -> str:
+    return f"more {what} than there could be {beside}" if count is None else f"{count:,} {what} {beside}"

@@ -1,0 +1,192 @@
+"""Tournament of policies: judged in pairs on the same prompts, rated, and shown as a matrix of win rates."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trl_ext.evaluation.judging.protocol import Usage
+from trl_ext.evaluation.statistics.intervals import wilson_interval
+from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
+from trl_ext.evaluation.statistics.win_rate import row_credits
+from trl_ext.evaluation.submissions.candidates import judge_responses
+from trl_ext.evaluation.submissions.rows import Response
+from trl_ext.files import replacing
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Tournament:
+    """The result of a tournament.
+
+    Attributes:
+        names: the systems; the base is one of them, and its rating is 1000.
+        ratings: Bradley-Terry ratings with their intervals.
+        matches: one for each pair of systems that met: `first`, `second`, the first's `rate` with ties as half, its
+            Wilson interval `low` and `high`, `n` judged prompts and `errors`.
+        prompts: number of prompts.
+        usage: total usage of judging.
+    """
+
+    names: list[str]
+    ratings: Ratings
+    matches: list[dict[str, Any]]
+    prompts: int
+    usage: Usage
+
+    def table(self) -> list[dict[str, Any]]:
+        """One JSON-ready row for each system, the best first.
+
+        `expected_against_base` is the win rate predicted by the ratings, with ties as half. `expected_low` and
+        `expected_high` are its 95% interval, which follows from the rating's, since the base's rating is fixed. The
+        base has none.
+        """
+        base = self.ratings.ratings[self.names.index(BASE)]
+        rows = [
+            {
+                "name": name,
+                "rating": rating,
+                "low": low,
+                "high": high,
+                "expected_against_base": _expected(name, rating - base),
+                "expected_low": _expected(name, low - base),
+                "expected_high": _expected(name, high - base),
+            }
+            for name, rating, low, high in zip(
+                self.names, self.ratings.ratings, self.ratings.low, self.ratings.high, strict=True
+            )
+        ]
+        return sorted(rows, key=lambda row: -row["rating"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return {
+            "ratings": self.table(),
+            "virtual_draws": self.ratings.virtual_draws,
+            "matches": self.matches,
+            "prompts": self.prompts,
+            "usage": self.usage.to_dict(),
+        }
+
+
+def tournament_pairs(names: Sequence[str], pairing: Literal["all", "base"] = "all") -> list[tuple[int, int]]:
+    """Which systems meet: every pair, or each system and the base only.
+
+    Raises:
+        ValueError: there is no base, there are fewer than two names, a name repeats, or the pairing is unknown.
+    """
+    if BASE not in names or len(names) < 2:
+        raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
+    repeated = next((name for name in names if list(names).count(name) > 1), None)
+    if repeated is not None:
+        raise ValueError(f"two systems are called {repeated!r}: give their files different names")
+    if pairing not in ("all", "base"):
+        raise ValueError(f"pairing must be all or base, got {pairing!r}")
+    pairs = itertools.combinations(range(len(names)), 2)
+    return [pair for pair in pairs if pairing == "all" or BASE in (names[pair[0]], names[pair[1]])]
+
+
+def run_tournament(
+    judge: Any,
+    prompts: Sequence[Mapping[str, Any]],
+    systems: Mapping[str, Sequence[Response]],
+    *,
+    pairing: Literal["all", "base"] = "all",
+    draws: int = 2000,
+    seed: int = 0,
+    **judging: Any,
+) -> Tournament:
+    """Judge systems in pairs, each pair in both orders, and rate them.
+
+    Args:
+        judge: a `PairwiseJudge`.
+        prompts: rows with `row_id` and `prompt`.
+        systems: responses by name, one for each prompt, in order; one of the names is `base`.
+        pairing: `all` pairs, or each system with the `base` only, which needs fewer calls but gives wider intervals
+            between the others.
+        draws: bootstrap samples of the prompts, at least 1000.
+        seed: seed of the resampling.
+        judging: keyword arguments of `judge_pairs`.
+
+    Raises:
+        ValueError: as for `tournament_pairs`, or nothing could be judged.
+        TooManyErrors: too many comparisons could not be judged.
+    """
+    names = list(systems)
+    pairs = tournament_pairs(names, pairing)
+    results = [judge_responses(judge, prompts, systems[names[a]], systems[names[b]], **judging) for a, b in pairs]
+    credits = [row_credits(result.outcomes, "half") for result in results]
+    ratings = ratings_with_intervals(credits, pairs, len(names), anchor=names.index(BASE), draws=draws, seed=seed)
+    return Tournament(
+        names=names,
+        ratings=ratings,
+        matches=[_match(names[a], names[b], row) for (a, b), row in zip(pairs, credits, strict=True)],
+        prompts=len(prompts),
+        usage=sum((result.usage for result in results), Usage()),
+    )
+
+
+def plot_tournament(tournament: Tournament, path: str | Path) -> None:
+    """Draw the matrix of win rates and the ratings with their intervals, the best system first, into a PNG.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    from trl_ext.evaluation.reporting.plots import new_figure
+
+    rows = tournament.table()
+    names = [row["name"] for row in rows]
+    figure, (matrix, ratings) = new_figure(1, 2)
+    figure.set_size_inches(max(9.0, 3 + 1.3 * len(names)), max(3.8, 1.6 + 0.5 * len(names)))
+    _draw_matrix(matrix, names, tournament.matches)
+    for position, row in enumerate(rows):
+        below, above = row["rating"] - row["low"], row["high"] - row["rating"]
+        ratings.errorbar(
+            row["rating"], position, xerr=[[max(below, 0)], [max(above, 0)]], fmt="o", capsize=4, color="C0"
+        )
+    ratings.set_yticks(range(len(names)), names)
+    ratings.set_ylim(len(names) - 0.5, -0.5)
+    ratings.axvline(1000, color="grey", linestyle="--", linewidth=1)
+    ratings.set_title("Bradley-Terry rating, 95% interval")
+    note = ", with a virtual draw per pair" if tournament.ratings.virtual_draws else ""
+    ratings.set_xlabel(f"points; the base is 1000{note}")
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def _draw_matrix(axis, names: list[str], matches: Sequence[Mapping[str, Any]]) -> None:
+    rates = {(match["first"], match["second"]): match["rate"] for match in matches}
+    rates |= {(b, a): None if rate is None else 1 - rate for (a, b), rate in list(rates.items())}
+    table = [[rates.get((row, column)) for column in names] for row in names]
+    values = [[float("nan") if rate is None else rate for rate in row] for row in table]
+    axis.imshow(values, cmap="RdBu", vmin=0, vmax=1)
+    for i, row in enumerate(table):
+        for j, rate in enumerate(row):
+            dark = rate is not None and abs(rate - 0.5) > 0.25
+            text = "" if i == j else "-" if rate is None else f"{rate:.2f}"
+            axis.text(j, i, text, ha="center", va="center", color="white" if dark else "black", fontsize=9)
+    axis.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+    axis.set_yticks(range(len(names)), names)
+    axis.set_title("Win rate of the row against the column")
+
+
+def _match(first: str, second: str, credits: Sequence[float | None]) -> dict[str, Any]:
+    judged = [credit for credit in credits if credit is not None]
+    low, high = wilson_interval(sum(judged), len(judged))
+    return {
+        "first": first,
+        "second": second,
+        "rate": sum(judged) / len(judged) if judged else None,
+        "low": low,
+        "high": high,
+        "n": len(judged),
+        "errors": len(credits) - len(judged),
+    }
+
+
+def _expected(name: str, difference: float) -> float | None:
+    return None if name == BASE else expected_score(difference)

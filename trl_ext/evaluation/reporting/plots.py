@@ -1,0 +1,256 @@
+"""Plots of runs: metrics over steps, the win rate of a policy, a reward model's calibration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.statistics.intervals import wilson_interval
+from trl_ext.files import replacing
+
+STEPS = "optimizer step"
+# Draws one panel into a given axis.
+Draw = Callable[[Any], None]
+# Panel title -> label of each curve -> metric name in the run's metrics.
+PREFERENCE_PANELS = {
+    "Loss": {"train": "loss", "held out": "eval_loss"},
+    "Reward margin": {"train": "rewards/margins", "held out": "eval_rewards/margins"},
+    "Preference accuracy": {"train": "rewards/accuracies", "held out": "eval_rewards/accuracies"},
+    "KL to the base (nats per response)": {"sampled responses": "kl"},
+    "Response length (tokens)": {"policy": "completions/mean_length"},
+}
+KTO_PANELS = {
+    **PREFERENCE_PANELS,
+    "KL to the base (nats per response)": {"sampled responses": "sampled_kl", "the loss's estimate": "kl"},
+}
+del KTO_PANELS["Preference accuracy"]
+ONLINE_PANELS = {
+    "Reward of the rollouts": {"mean": "reward", "lowest": "reward_min", "highest": "reward_max"},
+    "KL to the base (nats per response)": {"held-out prompts": "eval_kl"},
+    "Entropy (nats per token)": {"rollouts": "entropy"},
+    "Response length (tokens)": {"rollouts": "completions/mean_length", "held out": "eval_completions/mean_length"},
+    "Shares of the rollouts": {
+        "cut at the limit": "completions/clipped_ratio",
+        "groups without signal": "frac_reward_zero_std",
+        "tokens clipped": "clip_ratio/region_mean",
+    },
+    "Gradient norm": {"train": "grad_norm"},
+}
+REWARD_PANELS = {
+    "Loss": {"train": "loss", "held out": "eval_loss"},
+    "Accuracy": {"train": "accuracy", "held out": "eval_accuracy", "selection split": "selection/accuracy"},
+    "Margin (chosen minus rejected)": {
+        "train": "margin",
+        "held out": "eval_margin",
+        "selection split": "selection/margin",
+    },
+    "Negative log-likelihood (nats)": {"selection split": "selection/nll"},
+}
+# Drawn if an ensemble logs it.
+_ENSEMBLE_PANEL = {"Disagreement of the ensemble (std)": {"rollouts": "ensemble_std"}}
+
+
+def plot_run(
+    metrics: Sequence[dict[str, Any]],
+    results: dict[str, Any],
+    path: str | Path,
+    panels: dict[str, dict[str, str]] = PREFERENCE_PANELS,
+) -> None:
+    """Draw the panels' metrics over steps, and the win rates with their intervals, as a PNG.
+
+    If the run evaluated reward functions on held-out prompts, a first panel shows them with the true score. It reveals
+    a learned reward that rises while the score falls. A panel without a curve of two points is omitted. Without any
+    panel, no file is written.
+
+    Args:
+        metrics: rows of a run's `metrics.jsonl`.
+        results: its `results.json`.
+        path: output file; replaced atomically.
+        panels: title -> label of each curve -> metric name.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    if any("ensemble_std" in row for row in metrics):
+        panels = {**panels, **_ENSEMBLE_PANEL}
+    learned = sorted(
+        {name for row in metrics for name in row if name.startswith("eval_rewards/") and name.endswith("/mean")}
+    )
+    drawn = [partial(_draw_overoptimization, learned=learned, metrics=metrics)] if learned else []
+    drawn += curve_panels(panels, metrics)
+    if results.get("win_rate"):
+        drawn.append(partial(_draw_win_rates, win_rate=results["win_rate"]))
+    save_panels(drawn, path, run_title(results.get("run", {})))
+
+
+def run_title(run: Mapping[str, Any]) -> str:
+    """A description of the run; a dataset's path is reduced to its last part."""
+    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
+    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
+
+
+def curve_panels(
+    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
+) -> list[Draw]:
+    """The functions that draw the panels; a panel needs a curve: some metric that was logged twice."""
+    times = Counter(name for row in metrics for name, value in row.items() if value is not None)
+    return [
+        partial(draw_curves, title=title, curves=curves, metrics=metrics, x_label=x_label)
+        for title, curves in panels.items()
+        if any(times[name] > 1 for name in curves.values())
+    ]
+
+
+def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
+    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    if not drawn:
+        return
+    rows = 1 if len(drawn) < 4 else 2
+    figure, axes = new_figure(rows, -(-len(drawn) // rows))
+    for axis, draw in zip(axes, drawn, strict=False):
+        draw(axis)
+    for axis in axes[len(drawn) :]:
+        axis.set_axis_off()
+    figure.suptitle(title, wrap=True)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def new_figure(rows: int, columns: int):
+    """A figure that does not need a display, and a list of its axes.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'trl_ext[report]'") from error
+    figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
+    """Held-out rewards on the left axis and the true score on the right axis."""
+    curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
+    draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
+    axis.set_ylabel("reward")
+    scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
+    if scores:
+        right = axis.twinx()
+        right.plot(*zip(*scores, strict=True), color="black", linestyle="--", marker=".", label="true score")
+        right.set_ylabel("true score (dashed)")
+
+
+def draw_curves(
+    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
+) -> None:
+    """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
+    axis.set_title(title)
+    axis.set_xlabel(x_label)
+    for label, name in curves.items():
+        points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
+        band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
+        if band:
+            axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
+    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+
+
+def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
+    axis.set_title("Win rate against the base, 95% interval")
+    rules = {"ties count as half": "half", "ties dropped": "agreed"}
+    for position, rule in enumerate(rules.values()):
+        interval = win_rate[rule]
+        if interval["n"] == 0:
+            axis.annotate("every comparison is a tie", (position, 0.5), ha="center", va="bottom")
+            continue
+        below, above = interval["rate"] - interval["low"], interval["high"] - interval["rate"]
+        axis.errorbar(position, interval["rate"], yerr=[[max(below, 0)], [max(above, 0)]], fmt="o", capsize=6)
+        axis.annotate(
+            f"{interval['rate']:.3f} (n = {interval['n']})",
+            (position, interval["rate"]),
+            xytext=(10, 0),
+            textcoords="offset points",
+            va="center",
+            # Place it above the dashed line, which it may cross, and below the frame.
+            bbox={"color": "white", "pad": 1},
+            zorder=2.2,
+        )
+    axis.set_xticks(range(len(rules)), list(rules))
+    axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
+    axis.set_xlim(-0.5, len(rules))
+    axis.set_ylim(0, 1)
+
+
+def plot_reward_run(
+    metrics: Sequence[dict[str, Any]],
+    pairs: dict[str, Any] | None,
+    margins: Sequence[float],
+    path: str | Path,
+    *,
+    title: str = "",
+) -> None:
+    """Draw a reward model's run as a PNG; panels without data are omitted.
+
+    Args:
+        metrics: rows of the run's `metrics.jsonl`.
+        pairs: `reward_metrics` of the held-out pairs; None if there are none.
+        margins: chosen minus rejected score of each held-out pair.
+        path: output file; replaced atomically.
+        title: title above the panels.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    drawn = curve_panels(REWARD_PANELS, metrics)
+    if pairs is not None:
+        drawn.append(partial(_draw_reliability, pairs=pairs))
+    if len(margins):
+        drawn.append(partial(_draw_margins, margins=margins))
+    save_panels(drawn, path, title)
+
+
+def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
+    """Accuracy of the pairs in each bin against their mean confidence, with its Wilson 95% interval.
+
+    The area of a point is the number of pairs.
+    """
+    axis.set_title("Reliability, held-out pairs")
+    axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
+    filled = [row for row in pairs["calibration"] if row["n"]]
+    confidence, accuracy = ([row[name] for row in filled] for name in ("confidence", "accuracy"))
+    for x, y, row in zip(confidence, accuracy, filled, strict=True):
+        axis.vlines(x, *wilson_interval(y * row["n"], row["n"]), linewidth=1, alpha=0.6)
+    axis.scatter(confidence, accuracy, s=[10 + 600 * row["n"] / pairs["n"] for row in filled], alpha=0.6)
+    says = (
+        f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
+        f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"
+    )
+    # Use a corner that is empty for a calibrated model, whose points lie above one half.
+    axis.text(0.52, 0.08, says, va="center")
+    axis.set_xlabel("confidence, max(p, 1 - p)")
+    axis.set_ylabel("share ranked as labelled")
+    axis.set_xlim(0.5, 1)
+    axis.set_ylim(0, 1.03)
+    axis.grid(alpha=0.3)
+
+
+def _draw_margins(axis, margins: Sequence[float]) -> None:
+    axis.set_title("Margins, held-out pairs")
+    axis.set_xlabel("chosen minus rejected score")
+    axis.axvline(0, color="grey", linestyle="--", linewidth=1)
+    axis.hist([float(margin) for margin in margins], bins=30, alpha=0.7)
+    axis.set_ylabel("pairs")

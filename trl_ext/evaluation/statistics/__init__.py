@@ -1,0 +1,1 @@
+"""Intervals, tests and rates for evaluations."""

@@ -1,0 +1,165 @@
+"""Two candidates on the same prompts: difference of rates, McNemar's exact test, and the chance below a threshold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from trl_ext.evaluation.statistics.intervals import rate_difference_interval
+from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, row_credits, win_rate
+
+
+@dataclass(frozen=True)
+class McNemar:
+    """McNemar's test of whether two candidates differ, on the prompts that only one of the two wins.
+
+    Only rows on which both candidates' comparisons with the base are decided (rule `agreed`) count, one as a win and
+    the other as a loss. This holds even if the difference is measured by the other rule.
+
+    Attributes:
+        statistic: (|b - c| - 1)^2 / (b + c), at least 0, as in textbooks; chi-squared with one degree of freedom if b
+            + c is large.
+        p_value: two-sided and exact, from Binomial(b + c, 1/2), so that it is valid for few rows too; 1 if the two
+            never differ.
+        only_first, only_second: b and c, prompts that only the first or only the second candidate wins.
+    """
+
+    statistic: float
+    p_value: float
+    only_first: int
+    only_second: int
+
+
+@dataclass(frozen=True)
+class PairedDifference:
+    """The win rate of one candidate minus that of another on the same prompts, with its 95% interval.
+
+    Attributes:
+        difference, low, high: first minus second, with its interval; None if a candidate has no row that counts.
+        first, second: the win rates; None likewise.
+        rule: `agreed` or `half`, as in `WinRate`.
+        n: number of prompts.
+        mcnemar: the exact test on the prompts on which both comparisons are decided, under either rule.
+    """
+
+    difference: float | None
+    low: float | None
+    high: float | None
+    first: float | None
+    second: float | None
+    rule: Rule
+    n: int
+    mcnemar: McNemar
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def paired_difference(
+    first: Sequence[PairOutcome], second: Sequence[PairOutcome], rule: Rule = "agreed"
+) -> PairedDifference:
+    """Compare two candidates that were judged against the same base on the same prompts.
+
+    Prompt effects shared by both candidates cancel, so the interval is narrower than two separate ones suggest.
+
+    Args:
+        first, second: outcomes of the candidates; the same row_ids, in any order.
+        rule: `agreed` or `half`, as in `win_rate`.
+
+    Raises:
+        ValueError: row_ids differ or repeat, there are no prompts, or the rule is unknown.
+    """
+    if not first:
+        raise ValueError("there are no prompts to compare on")
+    second = _aligned(first, second)
+    credits = [row_credits(outcomes, rule) for outcomes in (first, second)]
+    rates = [getattr(win_rate(outcomes), rule) for outcomes in (first, second)]
+    own, other = (found.rate if found.n else None for found in rates)
+    low, high = rate_difference_interval(*credits) or (None, None)
+    wins = list(zip(row_credits(first, "agreed"), row_credits(second, "agreed"), strict=True))
+    return PairedDifference(
+        difference=None if low is None else own - other,
+        low=low,
+        high=high,
+        first=own,
+        second=other,
+        rule=rule,
+        n=len(first),
+        mcnemar=mcnemar(wins.count((1.0, 0.0)), wins.count((0.0, 1.0))),
+    )
+
+
+def mcnemar(only_first: int, only_second: int) -> McNemar:
+    """McNemar's test (1947), its p-value exact; see `McNemar`.
+
+    Args:
+        only_first, only_second: prompts that only the first or only the second candidate wins, out of those on which
+            both comparisons are decided.
+
+    Raises:
+        ValueError: a count is negative or not an integer.
+    """
+    if min(only_first, only_second) < 0 or any(count != int(count) for count in (only_first, only_second)):
+        raise ValueError(f"counts must be whole and not negative, got {only_first} and {only_second}")
+    from scipy.stats import binomtest  # takes a second to import
+
+    total = only_first + only_second
+    statistic = max(abs(only_first - only_second) - 1, 0) ** 2 / max(total, 1)
+    p_value = float(binomtest(int(only_first), int(total)).pvalue) if total else 1.0
+    return McNemar(statistic=statistic, p_value=p_value, only_first=only_first, only_second=only_second)
+
+
+def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None) -> float | None:
+    """The probability that the rate of another `n` rows of the same kind falls below a threshold.
+
+    The measured rate is not taken as the true one: a single won row would then make a failure impossible. The true
+    shares of wins, losses and ties are drawn from their posterior under Jeffreys' prior, Beta(wins + 1/2, losses +
+    1/2) or with ties Dirichlet(wins + 1/2, losses + 1/2, ties + 1/2), and the new rows from these shares. The result
+    is an exact sum of beta-binomial or Dirichlet-multinomial probabilities.
+
+    Args:
+        wins: rows worth 1.
+        n: rows in the denominator.
+        threshold: the rate to reach, in [0, 1]; a rate equal to it is not below it.
+        ties: rows worth 1/2; None under a rule without such rows.
+
+    Returns:
+        A probability; None if there are no rows.
+
+    Raises:
+        ValueError: the threshold is outside [0, 1], or the counts are inconsistent.
+    """
+    if not 0 <= threshold <= 1:
+        raise ValueError(f"threshold must lie between 0 and 1, got {threshold}")
+    losses = n - wins - (ties or 0)
+    if min(wins, losses, ties or 0) < 0 or any(count != int(count) for count in (wins, n, ties or 0)):
+        raise ValueError(f"counts must be whole, got {wins} wins and {ties or 0} ties of {n} rows")
+    if n == 0:
+        return None
+    from scipy.stats import dirichlet_multinomial
+
+    new_wins, new_ties = numpy.mgrid[: n + 1, : 1 if ties is None else n + 1]
+    # Half points that fall short; the product may round to just above an integer.
+    short = (2 * new_wins + new_ties < 2 * threshold * n - 1e-9) & (new_wins + new_ties <= n)
+    new = numpy.stack([new_wins[short], n - new_wins[short] - new_ties[short], new_ties[short]], axis=1)
+    categories = 2 if ties is None else 3
+    prior = numpy.array([wins, losses, ties or 0])[:categories] + 0.5
+    return min(1.0, float(dirichlet_multinomial.pmf(new[:, :categories], prior, n).sum()))
+
+
+def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> list[PairOutcome]:
+    """The second candidate's outcomes in the order of the first's."""
+    by_row_id = {outcome.row_id: outcome for outcome in second}
+    row_ids = dict.fromkeys(outcome.row_id for outcome in first)
+    for outcomes, ids, name in ((first, row_ids, "first"), (second, by_row_id, "second")):
+        if len(ids) != len(outcomes):
+            raise ValueError(f"the {name} candidate's outcomes repeat a row_id")
+    odd = sorted(row_ids.keys() ^ by_row_id.keys())
+    if odd:
+        raise ValueError(f"row_id {odd[0]}: only one of the two candidates was judged on it; compare on the same rows")
+    return [by_row_id[row_id] for row_id in row_ids]

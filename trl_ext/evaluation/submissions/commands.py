@@ -1,0 +1,278 @@
+"""The flags, the judge and the printed results of the commands in `public_eval/`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
+from trl_ext.evaluation.judging.pairs import CallableJudge
+from trl_ext.evaluation.submissions.assets import (
+    TokenCounter,
+    default_max_new_tokens,
+    load_base,
+    load_prompts,
+    token_counter,
+)
+from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
+from trl_ext.models import resolve_model_path
+from trl_ext.names import check_choice, load_function
+
+JUDGES = ("ground_truth", "openai", "reward_model")
+CACHE = "judge_cache.sqlite"
+DEFAULT = " (default: %(default)s)"
+
+
+def make_parser(command: str, description: str) -> CommandParser:
+    """A parser with the flag that all commands share."""
+    parser = CommandParser(prog=f"python -m public_eval.{command}", description=description)
+    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
+    return parser
+
+
+def command(name: str) -> str:
+    """How a user who started this command would start the named one."""
+    return f"trl-ext {name}" if sys.argv[0].startswith("trl-ext ") else f"python -m public_eval.{name}"
+
+
+def how_to_fill(folder: str | Path) -> str:
+    """The commands that create the files of a submission."""
+    policy, scores = (Path(folder) / submission_file(name) for name in ("METHOD", REWARD_MODEL))
+    return (
+        f"make a policy's file with `{command('generate')} --model RUN --out {policy}`, and the reward model's with "
+        f"`{command('score')} --reward_model RUN --out {scores}`"
+    )
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) -> None:
+    """Add flags for prompts, base responses and the token limit."""
+    parser.add_argument("--prompts_jsonl", help="the course's prompts (default: the embedded ones)")
+    if base:
+        parser.add_argument("--base_jsonl", help="the base's responses to them (default: the embedded ones)")
+    parser.add_argument(
+        "--max_new_tokens",
+        type=at_least_one,
+        help="most tokens of a response (default: 256; 48 for the embedded prompts)",
+    )
+
+
+def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the flag for the tokenizer that recounts responses, both in packing and in grading."""
+    parser.add_argument(
+        "--tokenizer",
+        help="counts the responses' tokens (default: the embedded one's for the embedded prompts, else no check)",
+    )
+
+
+def counter_of(options: argparse.Namespace) -> TokenCounter | None:
+    """The token counter that `--tokenizer` names.
+
+    Raises:
+        FileNotFoundError: no tokenizer of that name was found.
+    """
+    return token_counter(options.tokenizer) if options.tokenizer else None
+
+
+def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add flags that select the judge and its settings."""
+    group = parser.add_argument_group("judge")
+    group.add_argument(
+        "--judge",
+        default="ground_truth",
+        metavar="JUDGE",
+        help="ground_truth, which knows the embedded task's scores; reward_model; openai, which is paid for; or your "
+        "own f(prompt, response_a, response_b) as file.py:function" + DEFAULT,
+    )
+    group.add_argument("--model", help="of openai: a model's name; of reward_model: a folder or hub name")
+    group.add_argument("--base_url", help="an OpenAI-compatible server of your own, such as vLLM's")
+    group.add_argument("--api", choices=("responses", "chat"), default="responses", help="of that server" + DEFAULT)
+    group.add_argument("--instructions", type=Path, help="a rubric in the place of the one that comes along")
+    group.add_argument("--reasoning_effort", help="of openai: none, low, ... (default: the model's own)")
+    group.add_argument(
+        "--max_output_tokens",
+        type=at_least_one,
+        help="of openai: most tokens of an answer, reasoning included; a longer one gives no verdict (default: 2048)",
+    )
+    group.add_argument(
+        "--prices", help="JSON of prices in dollars per million tokens, over the table that comes along"
+    )
+    group.add_argument("--cache", default=CACHE, help="where verdicts that cost something are kept" + DEFAULT)
+    group.add_argument("--max_concurrency", type=at_least_one, default=8, help="questions open at once" + DEFAULT)
+    group.add_argument(
+        "--max_error_fraction", type=_fraction, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
+    )
+    group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
+    group.add_argument(
+        "--rule",
+        choices=("agreed", "half"),
+        default="agreed",
+        help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
+    )
+
+
+def check_judge_arguments(options: argparse.Namespace) -> None:
+    """Check everything that can be checked from the flags alone, before anything is loaded.
+
+    Raises:
+        ValueError: a flag is missing, or belongs to another judge.
+        FileNotFoundError: a flag names a file or a model folder that does not exist.
+    """
+    if ":" not in options.judge:
+        check_choice("judge", options.judge, JUDGES)
+    needed = {"openai": "such as gpt-5.4", "reward_model": "the reward model's folder"}
+    if options.judge in needed and not options.model:
+        raise ValueError(f"--judge {options.judge} needs --model, {needed[options.judge]}")
+    if options.judge not in needed and options.model:
+        raise ValueError("--model is for --judge openai or reward_model: give one of them")
+    of_openai = dict.fromkeys(("base_url", "instructions", "reasoning_effort", "max_output_tokens", "prices"))
+    of_openai["api"] = "responses"
+    for name, default in of_openai.items():
+        if options.judge != "openai" and getattr(options, name) != default:
+            raise ValueError(f"--{name} is for --judge openai alone: give that, or leave it out")
+    if options.judge == "reward_model":
+        resolve_model_path(options.model)
+    for name in ("instructions", "prices"):
+        path = getattr(options, name)
+        if path is not None and not Path(path).is_file():
+            raise FileNotFoundError(f"--{name}: no file {path}")
+    has_key = os.environ.get("OPENAI_API_KEY", "").strip()
+    needs_none = options.base_url or os.environ.get("OPENAI_BASE_URL") or options.estimate
+    # If all verdicts are cached, there is nothing to ask; otherwise the judge itself raises an error.
+    if options.judge == "openai" and not (has_key or needs_none or _holds_something(Path(options.cache))):
+        raise ValueError("OPENAI_API_KEY is not set: export the key, or give the --base_url of your own server")
+
+
+def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> Any:
+    """The judge that the flags select.
+
+    Raises:
+        ValueError, FileNotFoundError: see `check_judge_arguments`; or the judge does not know the prompts.
+    """
+    check_judge_arguments(options)
+    if options.judge == "openai":
+        from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
+
+        return OpenAIJudge(
+            options.model,
+            base_url=options.base_url,
+            api=options.api,
+            instructions=options.instructions,
+            reasoning_effort=options.reasoning_effort,
+            max_output_tokens=options.max_output_tokens or MAX_OUTPUT_TOKENS,
+            prices=options.prices,
+        )
+    if options.judge == "reward_model":
+        from trl_ext.evaluation.judging.score_judges import RewardModelJudge
+
+        return RewardModelJudge(options.model)
+    if options.judge == "ground_truth":
+        from trl_ext.evaluation.submissions.candidates import known_score_judge
+
+        return known_score_judge(prompts)
+    own = CallableJudge(load_function(options.judge, "judge"))
+    # The verdicts of a function without an identity are not cached: an edited function would not be asked again.
+    own.identity = getattr(own, "identity", None)
+    return own
+
+
+def judge_settings(options: argparse.Namespace, judge: Any) -> dict[str, Any]:
+    """The judge's settings, recorded in the results: figures under different settings are not comparable."""
+    settings = {"kind": options.judge, "model": options.model}
+    if options.judge == "openai":
+        settings["instructions"] = options.instructions and str(options.instructions)
+        settings |= {name: getattr(judge, name) for name in ("reasoning_effort", "max_output_tokens")}
+    return settings
+
+
+def judging_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `judge_pairs` from the flags."""
+    return {
+        "cache": options.cache,
+        "max_concurrency": options.max_concurrency,
+        "max_error_fraction": options.max_error_fraction,
+        "progress": "verdicts",
+    }
+
+
+def load_systems(
+    options: argparse.Namespace, files: list[str]
+) -> tuple[list[dict[str, Any]], list[Response], dict[str, list[Response]]]:
+    """Prompts, the base's responses, and each file's responses by the file's stem.
+
+    Raises:
+        ValueError: rows cannot be judged, two files have the same name, or judge flags are inconsistent.
+        FileNotFoundError: a file does not exist.
+    """
+    check_judge_arguments(options)
+    names = [Path(file).stem for file in files]
+    for file, name in zip(files, names, strict=True):
+        if not Path(file).is_file():
+            raise FileNotFoundError(f"no file {file}: make it with `{command('generate')} --model RUN --out {file}`")
+        if names.count(name) > 1:
+            raise ValueError(f"two files are called {name}: their names tell the candidates apart")
+    prompts = load_prompts(options.prompts_jsonl)
+    limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
+    base = load_base(prompts, options.base_jsonl, max_new_tokens=limit if options.base_jsonl else None)
+    systems: dict[str, list[Response]] = {}
+    for file in files:
+        responses, problems = read_responses(file, prompts, max_new_tokens=limit)
+        refuse_fatal(problems)
+        systems[Path(file).stem] = responses
+    return prompts, base, systems
+
+
+def show_estimates(names: list[str], estimates: list[Any], as_json: bool) -> None:
+    """Print the estimated cost of judging."""
+    total = {
+        name: None if any(getattr(e, name) is None for e in estimates) else sum(getattr(e, name) for e in estimates)
+        for name in ("calls", "cached", "input_tokens", "output_tokens", "dollars")
+    }
+    notes = list(dict.fromkeys(note for estimate in estimates for note in estimate.notes))
+    if as_json:
+        rows = {name: estimate.to_dict() for name, estimate in zip(names, estimates, strict=True)}
+        print_json({"estimates": rows, "total": total, "notes": notes})
+        return
+    columns = ("calls", "cached", "input_tokens", "output_tokens", "dollars")
+    rows = [
+        (name, *(getattr(estimate, column) for column in columns))
+        for name, estimate in zip(names, estimates, strict=True)
+    ]
+    print(format_table(("", *columns), [*rows, ("total", *total.values())]))
+    for note in notes:
+        print(note)
+    print("nothing was sent")
+
+
+def usage_line(usage: dict[str, Any], judge: str) -> str:
+    """The usage of judging in one line; for a judge of this library that costs nothing, only what it decided."""
+    if judge in ("ground_truth", "reward_model"):
+        calls, errors = usage["calls"], usage["errors"]
+        return f"{calls} verdicts (equal responses need none), {errors} errors; this judge costs nothing"
+    dollars = "at an unknown price" if usage["dollars"] is None else f"${usage['dollars']:.4f}"
+    return (
+        f"{usage['calls']} calls, {usage['cached']} verdicts from the cache, {usage['errors']} errors, "
+        f"{usage['input_tokens']} input and {usage['output_tokens']} output tokens, {dollars}"
+    )
+
+
+def interval_cell(interval: dict[str, Any] | None) -> str:
+    """A rate with its interval and number of rows."""
+    if interval is None or not interval["n"]:
+        return "-"
+    return f"{format_interval(interval['rate'], interval['low'], interval['high'])}  n {interval['n']}"
+
+
+def _holds_something(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def _fraction(text: str) -> float:
+    """Type of a flag that takes a share between 0 and 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {value}")
+    return value

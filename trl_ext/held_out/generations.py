@@ -1,0 +1,209 @@
+"""A policy's generations compared with its base's, during and after training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trl_ext.evaluation.methods.generations import PolicyComparison, compare_generations
+from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
+from trl_ext.models import score_responses
+from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
+from trl_ext.trainers.context import check_generations
+from trl_ext.trainers.policies import base_policy, trained_policy
+
+if TYPE_CHECKING:
+    from trl_ext.evaluation.judging.protocol import PairwiseJudge
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How responses are generated.
+
+    Attributes:
+        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
+        max_new_tokens: maximum length of a response.
+        temperature: temperature for the responses that are compared and shown; 0 for greedy decoding.
+        batch_size: prompts per batch.
+        seed: seed of the sampling.
+    """
+
+    max_prompt_tokens: int | None
+    max_new_tokens: int
+    temperature: float = 0.0
+    batch_size: int = 32
+    seed: int = 0
+
+
+class GenerationEvaluation:
+    """Compares a trainer's policy with its base on fixed prompts.
+
+    Args:
+        trainer: a `PreferenceTrainer`; call `remember_base` on it before it trains.
+        prompts: dataset rows with `row_id` and `prompt`.
+        settings: how to generate.
+        judge: decides which response is better; None for no win rate.
+        score_function: a known quality of a response; None for none.
+        reward_columns: `f(rows, responses, finished, completion_ids) -> {name: rewards}`, the values of reward
+            functions; None for none. It also scores the prompts' `reference_response_text`.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        prompts: Sequence[dict[str, Any]],
+        settings: GenerationSettings,
+        *,
+        judge: PairwiseJudge | None = None,
+        score_function: Callable[..., float] | None = None,
+        reward_columns: Callable[..., dict[str, list[float | None]]] | None = None,
+    ):
+        self.trainer = trainer
+        self.prompts = list(prompts)
+        self.settings = settings
+        limits = {"max_new_tokens": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
+        check_generations(trainer.model, trainer.processing_class, [row["prompt"] for row in self.prompts], limits)
+        self.judge = judge
+        self.score_function = score_function
+        self.reward_columns = reward_columns
+        self._base_generations: list[Generation] = []
+        # Values that are the same in every comparison: rewards of the references and of the base's responses.
+        self._fixed_rewards: dict[tuple[str, int], dict[str, list[float | None]]] = {}
+
+    def compare(self, count: int | None = None, *, progress: bool = False) -> PolicyComparison:
+        """Generate for the first `count` prompts (None for all) and compare with the base.
+
+        The summary's `kl` is estimated from additional responses to the same prompts, sampled at temperature 1. The
+        base's responses are generated once and kept. Every process must call this; all return the same result.
+        """
+        count = len(self.prompts) if count is None else min(count, len(self.prompts))
+        prompts = [row["prompt"] for row in self.prompts[:count]]
+        self._extend_base(count, progress)
+        with trained_policy(self.trainer) as policy:
+            own = self._generate(policy, prompts, self.settings.temperature, "policy responses" if progress else None)
+            samples = self._generate(policy, prompts, 1.0, "policy samples" if progress else None)
+            policy_log_probs = self._score(policy, samples, "scoring under the policy" if progress else None)
+        with base_policy(self.trainer) as base:
+            base_log_probs = self._score(base, samples, "scoring under the base" if progress else None)
+        comparison = compare_generations(
+            self.prompts[:count],
+            own,
+            self._base_generations[:count],
+            max_new_tokens=self.settings.max_new_tokens,
+            judge=self.judge,
+            score_function=self.score_function,
+            rewards=self._rewards(own, count),
+        )
+        comparison.summary["kl"] = approximate_kl(policy_log_probs, base_log_probs)
+        return comparison
+
+    def _extend_base(self, count: int, progress: bool) -> None:
+        missing = [row["prompt"] for row in self.prompts[len(self._base_generations) : count]]
+        if missing:
+            with base_policy(self.trainer) as base:
+                self._base_generations += self._generate(
+                    base, missing, self.settings.temperature, "base responses" if progress else None
+                )
+
+    def _rewards(self, own: list[Generation], count: int) -> dict[str, dict[str, list[float | None]]] | None:
+        """Rewards by function name and by source: the policy's responses, the base's, and the dataset's references."""
+        if self.reward_columns is None:
+            return None
+        by_source = {"policy": self._reward(self.prompts[:count], [_response(generation) for generation in own])}
+        references = [row.get("reference_response_text") for row in self.prompts[:count]]
+        if ("base", count) not in self._fixed_rewards:
+            base = [_response(generation) for generation in self._base_generations[:count]]
+            self._fixed_rewards["base", count] = self._reward(self.prompts[:count], base)
+            if all(references):
+                encoded = [self._encode(text) for text in references]
+                self._fixed_rewards["reference", count] = self._reward(self.prompts[:count], encoded)
+        for source in ("base", "reference"):
+            if (source, count) in self._fixed_rewards:
+                by_source[source] = self._fixed_rewards[source, count]
+        names = by_source["policy"]
+        return {name: {source: columns[name] for source, columns in by_source.items()} for name in names}
+
+    def _encode(self, text: str) -> tuple[str, bool, list[int]]:
+        tokenizer = self.trainer.processing_class
+        return text, True, [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+
+    def _reward(self, rows: list[dict], responses: list[tuple[str, bool, list[int]]]) -> dict[str, list[float | None]]:
+        def score(items: list[tuple[dict, tuple[str, bool, list[int]]]]) -> list[dict[str, float | None]]:
+            texts, finished, ids = (list(values) for values in zip(*(item for _, item in items), strict=True))
+            columns = self.reward_columns([row for row, _ in items], texts, finished, ids)
+            return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+        scored = map_over_ranks(score, list(zip(rows, responses, strict=True)), self.trainer.accelerator)
+        return {name: [row[name] for row in scored] for name in scored[0]}
+
+    def _generate(self, model, prompts: list, temperature: float, progress: str | None) -> list[Generation]:
+        settings, accelerator = self.settings, self.trainer.accelerator
+        # Ranks that share the prompts sample independently; under FSDP all do the same work and must sample alike.
+        rank = 0 if self.trainer.is_fsdp_enabled else accelerator.process_index
+
+        def generate(own_prompts: list) -> list[Generation]:
+            return generate_responses(
+                model,
+                self.trainer.processing_class,
+                own_prompts,
+                max_new_tokens=settings.max_new_tokens,
+                max_prompt_tokens=settings.max_prompt_tokens,
+                temperature=temperature,
+                batch_size=settings.batch_size,
+                seed=settings.seed + rank,
+                progress=self._on_main(progress),
+            )
+
+        return map_over_ranks(generate, prompts, accelerator)
+
+    def _score(self, model, generations: list[Generation], progress: str | None) -> list:
+        rows = [(generation.prompt_ids, generation.response_ids) for generation in generations]
+        return score_rows(self.trainer, model, rows, self.settings.batch_size, self._on_main(progress))
+
+    def _on_main(self, progress: str | None) -> str | None:
+        return progress if self.trainer.accelerator.is_main_process else None
+
+
+def evaluate_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = False) -> dict[str, Any]:
+    """Preference metrics of the base (`before`) and of the trained policy (`after`) on a tokenized preference dataset.
+
+    Args:
+        trainer: a `PreferenceTrainer`.
+        dataset: the dataset prepared by the trainer, with `prompt_ids`, `chosen_ids` and `rejected_ids`.
+        batch_size: rows per forward pass.
+        progress: whether to show a progress bar.
+
+        Every process must call this; all return the same result.
+    """
+    prompts = dataset["prompt_ids"]
+    rows = [*zip(prompts, dataset["chosen_ids"], strict=True), *zip(prompts, dataset["rejected_ids"], strict=True)]
+    show = progress and trainer.accelerator.is_main_process
+    with trained_policy(trainer) as policy:
+        own = score_rows(trainer, policy, rows, batch_size, "pairs under the policy" if show else None)
+    with base_policy(trainer) as base:
+        other = score_rows(trainer, base, rows, batch_size, "pairs under the base" if show else None)
+    half = len(prompts)
+    before = join_pair_scores(other[:half], other[half:])
+    after = join_pair_scores(own[:half], own[half:], other[:half], other[half:])
+    return {"before": preference_metrics(before), "after": preference_metrics(after)}
+
+
+def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_size: int, progress: str | None) -> list:
+    """Token log-probabilities of (prompt, response) rows, computed across the ranks; one tensor per row."""
+
+    def score(own_rows: list) -> list:
+        return score_responses(
+            model,
+            [prompt for prompt, _ in own_rows],
+            [response for _, response in own_rows],
+            batch_size=batch_size,
+            pad_token_id=trainer.processing_class.pad_token_id,
+            progress=progress,
+        )
+
+    return map_over_ranks(score, rows, trainer.accelerator)
+
+
+def _response(generation: Generation) -> tuple[str, bool, list[int]]:
+    return generation.text, generation.finished, generation.response_ids

@@ -1,0 +1,195 @@
+"""Verified accuracy during training: samples the policy on held-out problems and logs the rewards."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from trl_ext.data.math import math_prompt
+from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
+from trl_ext.files import write_json_lines
+from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
+from trl_ext.trainers.context import check_generations
+from trl_ext.trainers.policies import trained_policy
+
+DECODINGS = ("sampled", "greedy")
+
+
+class ReasoningEvaluation:
+    """Samples responses of a trainer's policy to problems, and grades them.
+
+    Args:
+        trainer: any trainer of a language model from this library or TRL.
+        rows: problems, as `trl_ext.data.math.load_math` returns them.
+        template: prompt template; None for the chat template.
+        grade: grader from `trl_ext.evaluation.reasoning.grader`.
+        settings: settings of sampled decoding; greedy decoding differs only in temperature.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        rows: Sequence[Mapping[str, Any]],
+        template: str | None,
+        grade: Grader,
+        settings: SamplingSettings,
+    ):
+        self.trainer = trainer
+        self.rows = list(rows)
+        self.prompts = [math_prompt(row, template) for row in self.rows]
+        self.grade = grade
+        self.settings = settings
+        limits = {"max_new_tokens": settings.max_new_tokens, "max_prompt_tokens": settings.max_prompt_tokens}
+        check_generations(trainer.model, trainer.processing_class, self.prompts, limits)
+
+    def evaluate(
+        self,
+        decoding: str = "sampled",
+        *,
+        count: int | None = None,
+        path: str | Path | None = None,
+        progress: str | None = None,
+    ) -> list[dict[str, Any]]:
+        """Graded responses of the current policy, one for each of the first `count` problems (None for all).
+
+        Every process must call this; all return the same result.
+
+        Args:
+            decoding: `sampled` or `greedy`.
+            count: number of problems.
+            path: file in which the rows are kept; if it is complete, the rows are read from it.
+            progress: label of the progress bar; None for no bar.
+        """
+        settings = self.settings
+        if decoding == "greedy":
+            settings = dataclasses.replace(settings, temperature=0.0)
+        trainer = self.trainer
+        progress = progress if trainer.accelerator.is_main_process else None
+        tokenizer = trainer.processing_class
+        with trained_policy(trainer) as policy:
+            return evaluate_reasoning(
+                self.rows[:count],
+                self.prompts[:count],
+                TransformersEngine(policy, tokenizer, settings),
+                self.grade,
+                seed=trainer.args.seed,
+                path=path,
+                entropies=lambda generations: response_entropies(
+                    policy,
+                    generations,
+                    batch_size=trainer.args.per_device_eval_batch_size,
+                    pad_token_id=tokenizer.pad_token_id,
+                ),
+                accelerator=trainer.accelerator,
+                progress=progress,
+            )
+
+    def base(self, *, progress: bool = False) -> dict[str, list[dict[str, Any]]]:
+        """Responses of the policy before its first step, by decoding; the run folder keeps them for later."""
+        return {
+            decoding: self.evaluate(
+                decoding, path=self._base_path(decoding), progress=f"base, {decoding}" if progress else None
+            )
+            for decoding in DECODINGS
+        }
+
+    def base_is_known(self) -> bool:
+        """Whether the run folder holds the base's responses to all problems."""
+        return all(_lines(self._base_path(decoding)) == len(self.rows) for decoding in DECODINGS)
+
+    def _base_path(self, decoding: str) -> Path:
+        return Path(self.trainer.args.output_dir) / "samples" / f"base_{decoding}.jsonl"
+
+
+class ReasoningCallback(TrainerCallback):
+    """Grades the policy's answers before the first step, every `every` steps and after the last.
+
+    The values of `held_out_metrics` are logged with the trainer's metrics. Each problem is a row of
+    `{output_dir}/samples/step_{step}.jsonl`, with its response, answer, rewards and entropy. The base's responses to
+    the problems of the final comparison are sampled before the first step and kept.
+
+    Args:
+        evaluation: which problems to sample, and how.
+        every: steps between evaluations; with 0, only the base's responses are sampled.
+        prompts: number of problems in each evaluation; None for all.
+        final: the comparison at the end of training; None if it uses the problems of `evaluation`.
+    """
+
+    def __init__(
+        self,
+        evaluation: ReasoningEvaluation,
+        *,
+        every: int,
+        prompts: int | None = None,
+        final: ReasoningEvaluation | None = None,
+    ):
+        self.evaluation = evaluation
+        self.every = every
+        self.prompts = prompts
+        self.final = final
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.global_step == 0:
+            base = (self.final or self.evaluation).base(progress=True)["sampled"]
+            if self.every:
+                self._log(control, base[: self.prompts] if self.final is None else None)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.every and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
+            self._log(control)
+
+    def _log(self, control, rows: list[dict[str, Any]] | None = None) -> None:
+        # Logging clears a pending log request, which is for the training metrics of this step.
+        should_log = control.should_log
+        log_reasoning(self.evaluation, rows or self.evaluation.evaluate(count=self.prompts))
+        control.should_log = should_log
+
+
+def log_reasoning(evaluation: ReasoningEvaluation, rows: list[dict[str, Any]] | None = None) -> None:
+    """Log the metrics of graded responses at the trainer's step, and write the responses to the run folder.
+
+    Every process must call this.
+
+    Args:
+        evaluation: which problems to sample, and how.
+        rows: responses that are already graded; None to sample all problems now.
+    """
+    rows, trainer = rows or evaluation.evaluate(), evaluation.trainer
+    # TRL's own `log` would include the training metrics collected so far and clear them.
+    Trainer.log(trainer, held_out_metrics(rows))
+    if trainer.accelerator.is_main_process:
+        step = trainer.state.global_step
+        path = Path(trainer.args.output_dir) / "samples" / f"step_{step:06d}.jsonl"
+        write_json_lines(path, [{"step": step, **row} for row in rows])
+
+
+def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of graded rows, under TRL's names. A metric that the rows do not have is omitted.
+
+    `eval_n` is the number of problems, `eval_score` the accuracy with its 95% interval from `eval_score_low` to
+    `eval_score_high`, and `eval_categories/correct`, `/wrong_answer` and `/wrong_format` count responses.
+    """
+    summary = summarize_reasoning(rows)
+    metrics = {
+        "eval_n": summary["n_prompts"],
+        "eval_score": summary["accuracy"]["mean"],
+        "eval_score_low": summary["accuracy"]["low"],
+        "eval_score_high": summary["accuracy"]["high"],
+        "eval_rewards/format": summary["format_rate"]["mean"],
+        "eval_rewards/answer": summary["accuracy"]["mean"],
+        "eval_entropy": summary["mean_entropy"],
+        "eval_completions/mean_length": summary["mean_tokens"],
+        "eval_completions/mean_length_correct": summary["mean_tokens_correct"],
+        "eval_completions/mean_length_incorrect": summary["mean_tokens_incorrect"],
+        "eval_completions/clipped_ratio": summary["truncated_fraction"],
+        **{f"eval_categories/{name}": count for name, count in summary["categories"].items()},
+    }
+    return {name: value for name, value in metrics.items() if value is not None}
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0

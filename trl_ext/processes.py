@@ -1,0 +1,24 @@
+"""The processes of a launch, readable before any distributed state exists."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+logger = logging.getLogger(__name__)
+
+
+def is_main_process() -> bool:
+    """Whether this is the first process, readable before any distributed state exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def world_size() -> int:
+    """The number of processes, readable before any distributed state exists."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def warn_once_per_run(message: str) -> None:
+    """Log a warning from the first process only."""
+    if is_main_process():
+        logger.warning(message)

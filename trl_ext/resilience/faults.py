@@ -1,0 +1,145 @@
+"""Recognises faults of the machine during training, and reports each in one line that says how to continue."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Messages of writers that keep no error number: safetensors, torch's zip writer, DeepSpeed.
+_DISK_TEXT = re.compile(
+    r"no space left|quota exceeded|file too large|PytorchStreamWriter failed|inline_container\.cc.*unexpected pos|"
+    r"os error (28|27|122)\b",
+    re.IGNORECASE,
+)
+# Messages of Gloo's transport, the rendezvous store, and NCCL.
+_LOST_TEXT = re.compile(
+    r"gloo/transport|connection (was )?(likely )?(closed|reset|refused)|broken pipe|remote process exited|"
+    r"socket (timeout|closed)|timed out waiting",
+    re.IGNORECASE,
+)
+
+
+class TrainingFault(RuntimeError):
+    """A fault that ends a run and that its user can fix; the message says what happened and how to continue."""
+
+
+class FaultOfAllProcesses(TrainingFault):
+    """A fault that is raised in every process and between two updates, so that a checkpoint can still be saved."""
+
+
+@contextmanager
+def plain_faults(output_dir: str | None = None) -> Iterator[None]:
+    """Raise a `TrainingFault` for a full disk and for lost processes; other errors pass unchanged."""
+    try:
+        yield
+    except TrainingFault:
+        raise
+    except Exception as error:
+        if is_lost_process(error):
+            raise TrainingFault(
+                "another process of this run has ended, and this one cannot go on without it: see its own message "
+                "above (one that was killed, as for want of memory, leaves none). "
+                f"{_way_on(output_dir)} ({_first_line(error)})"
+            ) from error
+        if is_disk_full(error):
+            raise TrainingFault(disk_message(error, output_dir)) from error
+        raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of a device or of the host was exhausted."""
+    import torch
+    from accelerate.utils.memory import should_reduce_batch_size
+
+    return isinstance(error, torch.OutOfMemoryError) or should_reduce_batch_size(error)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a file could not be written because of a full disk, a quota or a file size limit."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in _DISK_ERRORS
+    return _DISK_TEXT.search(str(error)) is not None
+
+
+def is_lost_process(error: BaseException) -> bool:
+    """Whether a collective failed because another process is gone or does not respond."""
+    import torch
+
+    if not isinstance(error, RuntimeError):
+        return False
+    # Missing if torch was built without distributed training.
+    distributed = getattr(torch.distributed, "DistError", ())
+    return isinstance(error, distributed) or _LOST_TEXT.search(str(error)) is not None
+
+
+def disk_message(error: BaseException, output_dir: str | None) -> str:
+    """The message for a full disk: what could not be written, and how many MiB were free there."""
+    what, where = getattr(error, "filename", None), Path(output_dir or ".")
+    if what is None:
+        # safetensors removes the file that it has begun; other writers leave theirs, which is then the newest file.
+        files = [path for path in (where / PARTIAL_FOLDER).rglob("*") if path.is_file()]
+        what = "model.safetensors or a part of it" if type(error).__name__ == "SafetensorError" or not files else None
+        what = what or max(files, key=lambda path: path.stat().st_mtime_ns)
+    existing = next(folder for folder in (where, *where.absolute().parents) if folder.exists())
+    return (
+        f"the disk is full: {what} could not be written, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB were "
+        "free there. Make room; a lower --save_total_limit keeps fewer checkpoints. "
+        f"{_way_on(output_dir)} ({_first_line(error)})"
+    )
+
+
+def memory_message(error: BaseException, args, step: int) -> str:
+    """The message for exhausted memory: the flags that reduce what a step needs.
+
+    Args:
+        error: the error.
+        args: the trainer's configuration.
+        step: the optimizer step in which it was raised, counted from 1.
+    """
+    flags = []
+    rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    if rows % 2 == 0:
+        # Otherwise a policy's rollout size would change with its micro-batch size.
+        rollout = f" --generation_batch_size {args.generation_batch_size}" if hasattr(args, "num_generations") else ""
+        flags.append(
+            f"--per_device_train_batch_size {rows // 2} --gradient_accumulation_steps {2 * accumulation}{rollout} "
+            "(the same optimizer batch)"
+        )
+    if not args.gradient_checkpointing:
+        flags.append("--gradient_checkpointing true")
+    if getattr(args, "packing", None) == "off":
+        flags.append("--packing auto")
+    limits = ("max_prompt_tokens", "max_response_tokens", "max_completion_length", "max_length")
+    limits = [f"--{name}" for name in limits if getattr(args, name, None)]
+    if limits:
+        flags.append(f"lower {' or '.join(limits)}")
+    resume = "; --resume_from_checkpoint goes on from a checkpoint" if step > 1 else ""
+    return (
+        f"out of memory in step {step} with per_device_train_batch_size {rows}: try {', '.join(flags)}{resume} "
+        f"({_first_line(error)})"
+    )
+
+
+def _way_on(output_dir: str | None) -> str:
+    if output_dir is None:
+        return "The same command with --resume_from_checkpoint goes on from the last checkpoint, if there is one."
+    last = last_checkpoint(output_dir)
+    if last is None:
+        return "There is no checkpoint to go on from: begin anew with --overwrite_output_dir."
+    return (
+        f"Earlier checkpoints are intact: the same command with --resume_from_checkpoint goes on from {last} "
+        "(without --overwrite_output_dir)."
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error's message, without the trace of C++ calls that may follow."""
+    line = next((line for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line.strip()[:200]}"

@@ -1,0 +1,138 @@
+"""Skips and counts updates that are not finite, and stops a run after too many of them in a row."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class UpdateGuard(TrainerCallback):
+    """Drops the gradients of an optimizer step whose gradient norm, loss or rewards are not finite.
+
+    The step then changes neither the parameters nor the optimizer's state. The step counter and the learning-rate
+    schedule advance. After `limit` such steps in a row, the run saves a checkpoint, if its trainer can, and stops.
+
+    DeepSpeed takes the step inside the backward pass, and itself skips steps whose gradient is not finite, which are
+    counted here. With DeepSpeed, a reward that is not finite ends the run.
+
+    Attributes:
+        skipped: number of skipped steps by cause: `reward`, `loss` or `gradient`.
+        failure: why the run was stopped; None if it was not.
+    """
+
+    def __init__(self, trainer, limit: int):
+        self.trainer = trainer
+        self.limit = limit
+        self.skipped = {"reward": 0, "loss": 0, "gradient": 0}
+        self.in_a_row = 0
+        self.failure: str | None = None
+        self._gradient_norm = 0.0
+        # Over the micro-batches of this optimizer step, on this process.
+        self._faults = {"reward": False, "loss": False}
+
+    def observe_gradient_norm(self, norm: torch.Tensor | float | None) -> None:
+        """Record the norm of the step's gradient over all processes; any non-finite entry makes it non-finite."""
+        self._gradient_norm = 0.0 if norm is None else float(norm)
+
+    def observe_loss(self, loss: torch.Tensor) -> None:
+        """Record the loss of a micro-batch."""
+        self._faults["loss"] |= not bool(loss.detach().isfinite().all())
+
+    def observe_reward(self, bad: bool) -> None:
+        """Record whether a micro-batch's loss was computed from a reward that was not finite.
+
+        Raises:
+            FloatingPointError: it was, under DeepSpeed, which skips only steps whose gradient is not finite.
+        """
+        self._faults["reward"] |= bad
+        if bad and self.trainer.is_deepspeed_enabled:
+            raise FloatingPointError(
+                f"a reward at step {self.trainer.state.global_step} was not finite, and DeepSpeed cannot skip the "
+                "update: look into the reward function, and resume from the last checkpoint"
+            )
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        # Training may continue after a stop, with other settings.
+        self.failure = None
+        self.in_a_row = 0
+        self._faults = {"reward": False, "loss": False}
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        fault = self._fault()
+        self._faults = {"reward": False, "loss": False}
+        if fault is None:
+            self.in_a_row = 0
+        else:
+            self._skip(fault, args, state)
+        self.trainer._metrics["train"]["skipped_updates"] = [float(sum(self.skipped.values()))]
+
+    def _skip(self, fault: str, args, state) -> None:
+        # Without gradients, an optimizer leaves parameters and its own state as they are.
+        self.trainer.model.zero_grad(set_to_none=True)
+        self.skipped[fault] += 1
+        self.in_a_row += 1
+        logger.warning(f"step {state.global_step + 1}: the {fault} was not finite, the update is skipped")
+        if self.in_a_row >= self.limit:
+            counts = ", ".join(f"{count} x {name}" for name, count in self.skipped.items() if count)
+            self.failure = (
+                f"stopped at step {state.global_step + 1}: {self.in_a_row} updates in a row were not finite "
+                f"(in all: {counts}); {self._left} is in {args.output_dir}. Lower the "
+                f"learning rate, look at the {self._source}, or raise max_skipped_updates"
+            )
+            # The checkpoint that follows is meant to be resumed with other settings.
+            self.in_a_row = 0
+
+    @property
+    def _left(self) -> str:
+        saves = self.trainer.saves_within_training
+        return "a checkpoint of the last finite parameters" if saves else "the checkpoint of the round before"
+
+    @property
+    def _source(self) -> str:
+        return "reward function" if hasattr(self.trainer, "reward_guard") else "data"
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.failure is not None:
+            control.should_save = self.trainer.saves_within_training
+            control.should_training_stop = self.trainer.interrupted = True
+
+    def on_epoch_end(self, args, state, control, **kwargs):
+        if self.trainer.interrupted:
+            leave_epoch(state, control, saves=self.trainer.saves_within_training)
+
+    def _fault(self) -> str | None:
+        accelerator = self.trainer.accelerator
+        flags = torch.tensor([self._faults["reward"], self._faults["loss"]], dtype=torch.float32)
+        rewards, losses = accelerator.reduce(flags.to(accelerator.device), reduction="sum").tolist()
+        if rewards:
+            return "reward"
+        if losses:
+            return "loss"
+        # In float16 an overflow is routine: the loss scaler skips the step itself and lowers its scale.
+        if not math.isfinite(self._gradient_norm) and accelerator.scaler is None:
+            return "gradient"
+        return None
+
+
+def leave_epoch(state, control, *, saves: bool) -> None:
+    """At the end of an epoch in which the run stops, skip what applies only to complete epochs, or save it.
+
+    transformers treats an interrupted epoch as complete. After a complete epoch, metrics are logged and evaluated
+    after the step's own checkpoint was saved, and a resumed run would not repeat them.
+
+    Args:
+        state: the trainer's state.
+        control: the pending actions.
+        saves: whether the run writes a checkpoint as it stops.
+    """
+    if state.global_step >= state.max_steps:
+        return
+    if state.epoch % 1:
+        control.should_log = control.should_evaluate = control.should_save = False
+    elif control.should_log or control.should_evaluate:
+        control.should_save = saves

@@ -1,0 +1,121 @@
+"""SIGTERM and SIGUSR1: a run that receives one saves a checkpoint, prints one line, and exits with code 75."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+from transformers import TrainerCallback
+
+from trl_ext.processes import is_main_process
+from trl_ext.rollouts import end_processes
+
+# EX_TEMPFAIL of sysexits.h: try again later.
+REQUEUE = 75
+# Windows has no SIGUSR1.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+# torchrun forwards a SIGTERM that the cluster has already sent to every process.
+_SAME_NOTICE_SECONDS = 1.0
+
+
+class Preemption(TrainerCallback):
+    """Ends the program with code 75 (EX_TEMPFAIL) on SIGTERM or SIGUSR1; in training, after writing a checkpoint.
+
+    In training, it first finishes the current optimizer step, and all updates of a policy's rollout, since a
+    checkpoint does not contain the rollout. Then every process saves, in full even with `save_only_model`, and stops
+    at the same step, whichever of them received the signal. The same command with `--resume_from_checkpoint` continues
+    exactly. If a signal comes too late for a checkpoint of the last step, the program saves its model. A second
+    SIGTERM, a second or more after the first, ends the process at once. So does a signal outside of training, where
+    there is nothing to save. Rounds of expert iteration are not saved halfway: they start again from their responses.
+
+    SLURM sends SIGTERM on preemption. On request it sends SIGUSR1 earlier to job steps: `--signal=USR1@300`. Under
+    torchrun, SIGUSR1 must reach the worker processes, and torchrun kills them 30 seconds after a SIGTERM. torchrun and
+    `accelerate launch` exit with 1 themselves: requeue on any failure, or on the printed line.
+
+    Create it in the main thread, and add it to the trainer after its other callbacks.
+
+    Args:
+        trainer: any trainer of this library.
+    """
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        # Steps between the points where the run may end.
+        self.period = getattr(trainer.args, "updates_per_rollout", 1)
+        self._training = False
+        # The first signal, and when the first SIGTERM came.
+        self._asked: signal.Signals | None = None
+        self._terminated_at: float | None = None
+        self._process = os.getpid()
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame) -> None:
+        if os.getpid() != self._process:
+            # A forked process exits on its parent's SIGTERM; SIGUSR1 is only for the parent.
+            if number == signal.SIGTERM:
+                os._exit(128 + number)
+            return
+        if not self._training:
+            self._say(number, "outside of training, where there is nothing to save")
+            os._exit(REQUEUE)
+        self._asked = self._asked or signal.Signals(number)
+        if number == signal.SIGTERM:
+            now = time.monotonic()
+            if self._terminated_at is None:
+                self._terminated_at = now
+            elif now - self._terminated_at >= _SAME_NOTICE_SECONDS:
+                self._say(number, "again, and ended without a checkpoint")
+                os._exit(REQUEUE)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._training = True
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if (state.global_step % self.period == 0 or state.global_step >= state.max_steps) and self._is_asked():
+            control.should_training_stop = True
+            self._save(args, control)
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        # The last chance for a signal that came in the evaluation after the last step.
+        if self._training and state.global_step >= state.max_steps and self._is_asked():
+            self._save(args, control)
+
+    def _save(self, args, control) -> None:
+        self.trainer.interrupted = True
+        control.should_save = self.trainer.saves_within_training
+        args.save_only_model = False
+
+    def on_train_end(self, args, state, control, **kwargs):
+        stopped = self._is_asked()
+        if not self.trainer.interrupted and self.trainer.saves_within_training:
+            # Too late: updates since the last checkpoint are only in memory.
+            stopped = False
+        self._training = False
+        if stopped:
+            # The interpreter removes handlers on exit, and another signal would then kill the process.
+            for late in SIGNALS[1:]:
+                signal.signal(late, signal.SIG_IGN)
+            number = self._asked or signal.SIGTERM
+            self._say(number, f"and ended at step {state.global_step} with what is saved in {args.output_dir}")
+            end_processes(self.trainer.accelerator)
+            raise SystemExit(REQUEUE)
+
+    def _is_asked(self) -> bool:
+        """Whether any process has received a signal."""
+        accelerator = self.trainer.accelerator
+        asked = self._asked is not None
+        if accelerator.num_processes == 1:
+            return asked
+        flag = torch.tensor(int(asked), device=accelerator.device)
+        return bool(accelerator.reduce(flag, reduction="sum"))
+
+    @staticmethod
+    def _say(number: int, what: str) -> None:
+        if is_main_process():
+            name = signal.Signals(number).name
+            line = f"\nreceived {name} {what}; --resume_from_checkpoint goes on (exit code {REQUEUE})\n"
+            # A signal may interrupt a `print`, which is not reentrant.
+            os.write(1, line.encode())

@@ -1,0 +1,63 @@
+"""Credentials in a configuration: kept in memory for the run, and left out of everything that the run writes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+# In lower case, with underscores for hyphens.
+SECRET_NAMES = frozenset(
+    ("token", "hub_token", "hf_token", "push_to_hub_token", "auth_token", "use_auth_token", "access_token")
+    + ("api_token", "bearer_token", "api_key", "apikey", "x_api_key", "hf_api_key", "openai_api_key", "wandb_api_key")
+    + ("judge_api_key", "vllm_api_key", "password", "passwd", "secret", "client_secret", "secret_key")
+    + ("private_key", "access_key", "credentials", "authorization", "cookie")
+)
+
+
+def _is_secret(name: str) -> bool:
+    return name.replace("-", "_").lower() in SECRET_NAMES
+
+
+def without_secrets(value: Any) -> Any:
+    """Remove the keys of `SECRET_NAMES` from dictionaries, at any depth of dictionaries and lists."""
+    if isinstance(value, list):
+        return [without_secrets(entry) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: without_secrets(entry) for key, entry in value.items() if not _is_secret(str(key))}
+
+
+def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
+    """Command-line arguments with `***` for credentials, and JSON without the keys that hold credentials."""
+    shown, hide = [], False
+    for argument in arguments:
+        name, equals, value = argument.partition("=") if argument.startswith("--") else ("", "", argument)
+        if name:
+            hide = _is_secret(name.lstrip("-"))
+        shown.append(name + equals + ("***" if hide and value else _json_without_secrets(value)))
+    return shown
+
+
+def _json_without_secrets(text: str) -> str:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    clean = without_secrets(value)
+    return text if clean == value else json.dumps(clean)
+
+
+class KeepsSecrets:
+    """Mixin before TRL's configurations, whose `hub_token` and `model_init_kwargs` may hold credentials.
+
+    Credentials are left out of training_args.bin, which transformers pickles with every saved model, and out of the
+    settings that it sends to trackers. A copy of the configuration has none either.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return without_secrets(self.__dict__)
+
+    def to_dict(self) -> dict[str, Any]:
+        # transformers hides its own tokens, but does not look into dictionaries.
+        return {name: without_secrets(value) for name, value in super().to_dict().items()}

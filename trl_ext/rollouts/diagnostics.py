@@ -1,0 +1,142 @@
+"""Diagnostics of generated text: length, diversity, repetition and signs of a collapsed policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+REPETITION_NGRAM = 4
+MIN_UNIQUE_TOKEN_RATIO = 0.1
+MAX_DOMINANT_TOKEN_FRACTION = 0.5
+
+Tokens = Sequence[Hashable]
+
+
+@dataclass(frozen=True)
+class GenerationDiagnostics:
+    """Statistics of a set of responses.
+
+    "Per text" is the unweighted mean over the responses that have the statistic; "pooled" counts over all responses
+    together. A statistic that no response has is None.
+
+    Attributes:
+        n: number of responses.
+        mean_tokens: per text; tokens, 0 for an empty response.
+        distinct_1, distinct_2: pooled; distinct n-grams / n-grams within responses (Li et al., 2016).
+        unique_token_ratio: per text; distinct tokens / tokens, over the responses with tokens.
+        dominant_token_fraction: per text; count of the most frequent token / tokens, over the responses with tokens.
+        repetition: per text; 1 - distinct n-grams / n-grams, n = `repetition_ngram`, over the responses with at least
+            n tokens (seq-rep-n of Welleck et al., 2020).
+        repetition_ngram: the n of `repetition`.
+        empty_fraction: share of the responses whose text is empty or whitespace.
+        truncated_fraction: share of the responses cut at the token limit; None if not known.
+        compression_ratio: pooled; UTF-8 bytes of the concatenated texts / their bytes under zlib level 9.
+        collapsed: True if there is a collapse reason.
+        collapse_reasons: one sentence for each threshold that was crossed.
+
+    Every statistic except the empty and truncated fractions depends on length, so compare systems at the same token
+    limit.
+    """
+
+    n: int
+    mean_tokens: float
+    distinct_1: float | None
+    distinct_2: float | None
+    unique_token_ratio: float | None
+    dominant_token_fraction: float | None
+    repetition: float | None
+    repetition_ngram: int
+    empty_fraction: float
+    truncated_fraction: float | None
+    compression_ratio: float | None
+    collapsed: bool
+    collapse_reasons: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def diagnose_generations(
+    responses: Sequence[str],
+    *,
+    token_ids: Sequence[Sequence[int]] | None = None,
+    finished: Sequence[bool] | None = None,
+    max_new_tokens: int | None = None,
+) -> GenerationDiagnostics:
+    """Measure a set of responses and flag a collapsed policy.
+
+    A policy counts as collapsed if the mean unique-token ratio is below 0.1, if the mean dominant-token fraction is
+    above 0.5, or if no response has a token.
+
+    Args:
+        responses: texts.
+        token_ids: the token ids of each response, without padding; default: the words between whitespace.
+        finished: False for a response that was cut at the token limit.
+        max_new_tokens: the token limit. Without `finished`, a response counts as cut if its `token_ids` reach the
+            limit, even if it ended there naturally.
+
+    Raises:
+        ValueError: there are no responses, or `token_ids` or `finished` has another length.
+    """
+    if isinstance(responses, str) or len(responses) == 0:
+        raise ValueError("responses: must be a non-empty list of texts")
+    for name, values in (("token_ids", token_ids), ("finished", finished)):
+        if values is not None and len(values) != len(responses):
+            raise ValueError(f"{name}: has {len(values)} entries for {len(responses)} responses; give one for each")
+    if token_ids is None:
+        tokens: list[list[Hashable]] = [text.split() for text in responses]
+    else:
+        # Convert to integers: elements of a tensor hash by identity, so equal tokens would count as distinct.
+        tokens = [[int(token) for token in ids] for ids in token_ids]
+    unique = _mean([distinct_ngram_ratio([text], 1) for text in tokens])
+    dominant = _mean([max(Counter(text).values()) / len(text) if text else None for text in tokens])
+    distinct = [distinct_ngram_ratio([text], REPETITION_NGRAM) for text in tokens]
+    if finished is None and token_ids is not None and max_new_tokens is not None:
+        finished = [len(ids) < max_new_tokens for ids in tokens]
+    data = "".join(responses).encode("utf-8", errors="replace")
+    reasons = _collapse_reasons(unique, dominant)
+    return GenerationDiagnostics(
+        n=len(responses),
+        mean_tokens=sum(map(len, tokens)) / len(tokens),
+        distinct_1=distinct_ngram_ratio(tokens, 1),
+        distinct_2=distinct_ngram_ratio(tokens, 2),
+        unique_token_ratio=unique,
+        dominant_token_fraction=dominant,
+        repetition=_mean([None if ratio is None else 1 - ratio for ratio in distinct]),
+        repetition_ngram=REPETITION_NGRAM,
+        empty_fraction=sum(not text.strip() for text in responses) / len(responses),
+        truncated_fraction=None if finished is None else sum(not ended for ended in finished) / len(finished),
+        compression_ratio=len(data) / len(zlib.compress(data, level=9)) if data else None,
+        collapsed=bool(reasons),
+        collapse_reasons=reasons,
+    )
+
+
+def distinct_ngram_ratio(texts: Sequence[Tokens], n: int) -> float | None:
+    """Distinct n-grams / n-grams over all texts together, no n-gram crossing from one text to the next.
+
+    None if no text has `n` tokens.
+    """
+    ngrams = [tuple(text[start : start + n]) for text in texts for start in range(len(text) - n + 1)]
+    return len(set(ngrams)) / len(ngrams) if ngrams else None
+
+
+def _collapse_reasons(unique: float | None, dominant: float | None) -> list[str]:
+    if unique is None or dominant is None:
+        return ["no response has a token"]
+    reasons = []
+    if unique < MIN_UNIQUE_TOKEN_RATIO:
+        reasons.append(f"mean unique-token ratio {unique:.3f} is below {MIN_UNIQUE_TOKEN_RATIO}")
+    if dominant > MAX_DOMINANT_TOKEN_FRACTION:
+        reasons.append(f"mean dominant-token fraction {dominant:.3f} is above {MAX_DOMINANT_TOKEN_FRACTION}")
+    return reasons
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None

@@ -1,0 +1,243 @@
+"""The arguments of a recipe, read from its flags and a YAML file, and one-line errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from trl import ModelConfig, TrlParser
+
+from trl_ext.files import brief, read_yaml
+from trl_ext.processes import is_main_process
+from trl_ext.registry import nearest
+from trl_ext.resilience.faults import TrainingFault
+from trl_ext.runs import RECIPES
+
+# Errors that a user can fix: in arguments and data before training, and in training itself.
+MENDABLE = (ValueError, OSError, ImportError, TypeError, SyntaxError)
+MENDABLE_IN_TRAINING = (TrainingFault, FloatingPointError)
+# Maximum length of a message in characters; a library's message may quote a whole file.
+LONGEST_MESSAGE = 2000
+SHOW_ALL = "TRL_EXT_TRACEBACK=1 shows all"
+
+
+@contextmanager
+def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[None]:
+    """Exit with a one-line message on errors that a user can fix; TRL_EXT_TRACEBACK=1 shows the traceback."""
+    try:
+        yield
+    except kinds as error:
+        if os.environ.get("TRL_EXT_TRACEBACK"):
+            raise
+        # Argument errors occur in every process; a reward function may fail in only one.
+        if is_main_process() or kinds is MENDABLE_IN_TRAINING:
+            # Print above a progress bar, not into it.
+            tqdm.write(f"error: {_one_line(error)}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def _one_line(error: Exception) -> str:
+    """The message without line breaks; a long one is cut, with a note of how much is left out."""
+    message = " ".join(str(error).split())
+    cut = len(message) - LONGEST_MESSAGE
+    return message if cut <= 0 else f"{message[:LONGEST_MESSAGE]}... ({cut:,} characters more; {SHOW_ALL})"
+
+
+@dataclasses.dataclass
+class ModelArguments(ModelConfig):
+    """TRL's model arguments, with the embedded model as the default."""
+
+    model_name_or_path: str | None = dataclasses.field(
+        default="toy", metadata={"help": "toy, a folder, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."}
+    )
+
+
+def check_at_least(arguments: Any, least: int, *names: str) -> None:
+    """Raise ValueError for the first named argument that is set and lower than `least`."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def toy_config(name: str) -> Path:
+    """The configuration of a recipe for the embedded benchmark."""
+    return RECIPES / "configs" / "toy" / f"{name}.yaml"
+
+
+def parse_arguments(
+    dataclass_types: Sequence[type], *, default_config: Path | None = None, description: str | None = None
+) -> tuple[Any, ...]:
+    """Instances of the dataclasses from `--config FILE.yaml` and from the flags, which override the file.
+
+    Args:
+        dataclass_types: dataclasses whose fields become flags and keys.
+        default_config: file used without `--config` for the embedded model, whatever the data.
+        description: text for `--help`.
+
+    Raises:
+        ValueError: an unknown flag or key (with the nearest valid one), or a value of the wrong type.
+        FileNotFoundError: the configuration file does not exist.
+    """
+    parser, arguments = _Parser(dataclass_types, description), sys.argv[1:]
+    parser.refuse_unknown(arguments)
+    given, _ = parser.parse_known_args(arguments)
+    config_path, config = given.config, {}
+    if config_path is None and default_config is not None:
+        embedded = given.model_name_or_path == "toy"
+        config_path = default_config if embedded else None
+        if is_main_process():
+            print(f"configuration: {os.path.relpath(default_config) if embedded else 'none but defaults and flags'}")
+    if config_path is not None:
+        config = parser.take_defaults(Path(config_path))
+    try:
+        *instances, rest = parser.parse_args_into_dataclasses(args=arguments, return_remaining_strings=True)
+    except TypeError as error:
+        # Some keys may be empty. The others fail where their value is first used.
+        empty = [name for name, value in config.items() if value is None]
+        what = f"{config_path}: no value for {', '.join(empty)}: " if empty else ""
+        raise ValueError(f"{what}{error}") from error
+    if rest:
+        raise ValueError(f"unexpected {rest[0]!r} on the command line: values follow a --flag")
+    # The last is the namespace that holds --config.
+    return tuple(instance for instance in instances if dataclasses.is_dataclass(instance))
+
+
+def check_arguments(dataclass_types: Sequence[type], arguments: Sequence[str]) -> None:
+    """Reject unknown names and values of the wrong type, without creating an instance.
+
+    Instances query the machine's devices and may occupy them.
+
+    Args:
+        dataclass_types: as for `parse_arguments`.
+        arguments: those of a command line, which may include `--config`.
+
+    Raises:
+        ValueError, FileNotFoundError: see `parse_arguments`.
+    """
+    parser = _Parser(dataclass_types)
+    parser.refuse_unknown(arguments)
+    given, _ = parser.parse_known_args(arguments)
+    if given.config is not None:
+        parser.take_defaults(Path(given.config))
+    parser.parse_args(arguments)
+
+
+class _Parser(TrlParser):
+    """A parser that raises errors instead of printing all usage, and reads -1e-3 as a number.
+
+    Attributes:
+        flags: the action of each flag, by its name.
+    """
+
+    def __init__(self, dataclass_types: Sequence[type], description: str | None = None):
+        super().__init__(dataclass_types, description=description, allow_abbrev=False)
+        self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+        self.add_argument("--config", help="YAML file of arguments; flags override it.")
+        flags = {name[2:]: action for name, action in self._option_string_actions.items() if name[:2] == "--"}
+        self.flags = {name: action for name, action in flags.items() if "-" not in name}
+        # A bare --resume_from_checkpoint means the last one.
+        if "resume_from_checkpoint" in self.flags:
+            resume = self.flags["resume_from_checkpoint"]
+            resume.nargs, resume.const = "?", "last"
+
+    def error(self, message: str):
+        raise ValueError(message)
+
+    def refuse_unknown(self, arguments: Sequence[str]) -> None:
+        """Raise ValueError for an unknown flag, and suggest the nearest known one."""
+        given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
+        names = {flag[2:].replace("-", "_") for flag in given}
+        for name in sorted(names - self.flags.keys()):
+            raise ValueError(f"unknown flag --{name}{nearest(name, list(self.flags))}")
+
+    def take_defaults(self, path: Path) -> dict[str, Any]:
+        """Set the values of a YAML file as defaults and return them.
+
+        Raises:
+            FileNotFoundError: the file does not exist.
+            ValueError: a key is unknown, or a value does not fit its flag.
+        """
+        if not path.is_file():
+            raise FileNotFoundError(f"no configuration file {str(path)!r}")
+        config = read_yaml(path)
+        if not isinstance(config, dict):
+            found = "is empty" if config is None else f"holds a {type(config).__name__}"
+            raise ValueError(f"{path} must hold `key: value` lines, and {found}")
+        values = {}
+        for key, value in config.items():
+            if key not in self.flags or key != self.flags[key].dest or key in ("config", "help"):
+                name = brief(key, 80)
+                raise ValueError(f"{path}: unknown key {name!r}{nearest(name, list(self.flags))}")
+            values[key] = _as_default(path, key, value, self.flags[key])
+        self.set_defaults_with_config(**values)
+        return values
+
+
+def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
+    takes_list = action.nargs in ("+", "*")
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return json.dumps(value)
+    # The parser reads `report_to` as one value, but it takes several.
+    if key == "report_to" and isinstance(value, list):
+        return value
+    if takes_list and not isinstance(value, list):
+        value = [value]
+    if isinstance(value, list) and not takes_list:
+        raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
+    try:
+        if takes_list:
+            return [action.type(str(item)) if action.type else item for item in value]
+        return action.type(str(value)) if action.type else value
+    except Exception as error:
+        raise ValueError(f"{path}: {key} does not take {brief(repr(value), 100)}: {brief(error, 200)}") from error
+
+
+# ---- The arguments of a recipe, by the recipe's name ----
+
+# Recipe -> its arguments in trl_ext.runs and its trainer's configuration. Names without a module are in trl_ext.
+_OFFLINE, _ONLINE = "offline:OfflineArguments", "online:OnlineArguments"
+_TYPES = {
+    "aot": (_OFFLINE, "AOTConfig"),
+    "dpo": (_OFFLINE, "DPOConfig"),
+    "ipo": (_OFFLINE, "IPOConfig"),
+    "preference": (_OFFLINE, "PreferenceConfig"),
+    "kto": (_OFFLINE, "KTOConfig"),
+    "reward_model": ("reward:RewardArguments", "RewardConfig"),
+    "grpo": (_ONLINE, "GRPOConfig"),
+    "dr_grpo": (_ONLINE, "DrGRPOConfig"),
+    "gspo": (_ONLINE, "GSPOConfig"),
+    "rloo": (_ONLINE, "RLOOConfig"),
+    "remax": (_ONLINE, "ReMaxConfig"),
+    "policy": (_ONLINE, "PolicyConfig"),
+    "ppo": (_ONLINE, "PPOConfig"),
+    "online_preference": (_ONLINE, "OnlinePreferenceConfig"),
+    "sft": ("reasoning:SFTArguments", "SFTConfig"),
+    "rlhf_sft": ("offline:DemonstrationArguments", "SFTConfig"),
+    "expert_iteration": ("reasoning:ExpertIterationArguments", "ExpertIterationConfig"),
+    "grpo_math": ("reasoning:GRPOMathArguments", "course_config:CourseConfig"),
+}
+
+
+def argument_types(recipe: str) -> tuple[type, ...] | None:
+    """The dataclasses that a training recipe reads, in order; None for any other recipe."""
+    if recipe not in _TYPES:
+        return None
+    own, config = (_find(name) for name in _TYPES[recipe])
+    return own, ModelArguments, config, _find("plan:LaunchArguments")
+
+
+def _find(name: str) -> type:
+    module, _, attribute = name.rpartition(":")
+    return getattr(importlib.import_module(f"trl_ext.runs.{module}" if module else "trl_ext"), attribute)

@@ -1,0 +1,227 @@
+"""The folder of a run: files of an earlier run, and the settings in its config.yaml."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trl_ext.files import read_yaml
+from trl_ext.processes import is_main_process, warn_once_per_run
+from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
+from trl_ext.resilience.secrets import without_secrets
+
+# Files that a training run writes into its folder, in addition to checkpoints.
+RESULT_FILES = (
+    "config.yaml",
+    "metrics.jsonl",
+    "generations.jsonl",
+    "scores.jsonl",
+    "reward_mistakes.jsonl",
+    "results.json",
+    "report.png",
+    "report_time.png",
+)
+
+
+def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint: str | None) -> str | None:
+    """Check that a run may write into its folder; return the checkpoint to resume from, if any.
+
+    Raises:
+        FileExistsError: the folder holds an earlier run, and neither flag is given.
+        OSError: the folder cannot be created or written to.
+        FileNotFoundError: there is no checkpoint to resume from.
+        ValueError: both flags are given.
+    """
+    folder = Path(output_dir)
+    if overwrite and resume_from_checkpoint:
+        raise ValueError("give --overwrite_output_dir or --resume_from_checkpoint, not both")
+    if resume_from_checkpoint and resume_from_checkpoint.lower() != "false":
+        return _checkpoint_to_resume(folder, resume_from_checkpoint)
+    _check_writable(folder)
+    earlier = _earlier_run(folder)
+    if earlier and not overwrite:
+        holds = f"{output_dir} holds an earlier run ({', '.join(earlier[:3])})"
+        if last_checkpoint(folder) is None:
+            raise FileExistsError(
+                f"{holds} and no checkpoint of it to resume: choose another --output_dir, or begin anew with "
+                "--overwrite_output_dir"
+            )
+        raise FileExistsError(
+            f"{holds}: choose another --output_dir, resume it with --resume_from_checkpoint, or give "
+            "--overwrite_output_dir"
+        )
+    return None
+
+
+def _checkpoint_to_resume(folder: Path, wanted: str) -> str | None:
+    """The checkpoint at this path, or the folder's last one for `last` or `true`.
+
+    Returns None, to start over, if a run ended before its first checkpoint: a scheduler repeats the same command.
+    """
+    if wanted.lower() not in ("last", "true"):
+        check_checkpoint(wanted)
+        return wanted
+    last = last_checkpoint(folder)
+    if last is None:
+        earlier = _earlier_run(folder)
+        if (folder / "config.yaml").is_file() and set(earlier) <= {"metrics.jsonl"}:
+            if is_main_process():
+                print(f"{folder} has no checkpoint yet: its run begins anew")
+            return None
+        if earlier:
+            raise FileNotFoundError(
+                f"{folder} has no checkpoint to resume, only {', '.join(earlier[:3])}: to begin anew, give "
+                "--overwrite_output_dir in place of --resume_from_checkpoint"
+            )
+        raise FileNotFoundError(f"{folder} has no checkpoint to resume: leave out --resume_from_checkpoint")
+    if is_main_process():
+        print(f"going on from {last}")
+    return str(last)
+
+
+def _earlier_run(folder: Path) -> list[str]:
+    """Names of the files that a run left. Arguments alone come from a run that failed before its first step."""
+    files = [folder / name for name in RESULT_FILES if name != "config.yaml"]
+    names = [path.name for path in files if path.exists() and path.stat().st_size]
+    return names + [path.name for path in sorted(folder.glob("checkpoint-*"))]
+
+
+def _check_writable(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
+    parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"--output_dir {folder} cannot be written to: no permission in {parent}")
+
+
+def clear_run_folder(output_dir: str) -> None:
+    """Remove the files of an earlier run, so that none of them is mistaken for the new run's."""
+    folder = Path(output_dir)
+    model_files = ("adapter_*", "model*.safetensors*", "*config.json", "training_args.bin", "reward_model.json")
+    for path in [*(folder / name for name in RESULT_FILES), *(p for name in model_files for p in folder.glob(name))]:
+        path.unlink(missing_ok=True)
+    folders = ("samples", "best", "best.partial", PARTIAL_FOLDER)
+    for path in [*folder.glob("checkpoint-*"), *(folder / name for name in folders)]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def forget_other_base(folder: Path, resolved: str) -> None:
+    """Remove base responses left by a run with other arguments that ended before its first step."""
+    config = folder / "config.yaml"
+    if config.is_file() and config.read_text(encoding="utf-8") != resolved:
+        for path in folder.glob("samples/base_*.jsonl"):
+            path.unlink()
+
+
+# ---- Settings ----
+
+# Arguments of a single call, and arguments derived from others or from the device.
+_NOT_OF_THE_RUN = (
+    "resume_from_checkpoint",
+    "overwrite_output_dir",
+    "use_cpu",
+    "steps_per_generation",
+    # A course name that gradient_accumulation_steps replaces.
+    "train_batch_size",
+)
+
+
+def config_text(*instances: Any) -> str:
+    """The resolved arguments as YAML that `--config` can read, without secrets and empty values."""
+    values: dict[str, Any] = {}
+    for instance in instances:
+        for field in dataclasses.fields(instance):
+            value = getattr(instance, field.name)
+            # An empty value is kept if it is not the default.
+            told = value is not None or field.default not in (None, dataclasses.MISSING)
+            if field.init and told and field.name not in _NOT_OF_THE_RUN:
+                values[field.name] = value
+    if "report_to" in values:
+        values["report_to"] = values["report_to"] or "none"
+    plain = without_secrets(json.loads(json.dumps(values, default=_plain)))
+    return yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
+
+
+# Settings that differ between runs of one method over several seeds.
+_OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
+
+
+def settings_digest(resolved: str) -> str:
+    """A short digest of resolved arguments, equal for runs that differ only in their seed."""
+    values = {name: value for name, value in yaml.safe_load(resolved).items() if name not in _OF_THE_SEED}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    """Convert values that JSON cannot hold: nested configurations, and types, which become their names."""
+    return value.to_dict() if hasattr(value, "to_dict") else str(value)
+
+
+# Prefixes of settings that may change when a run is resumed: output and evaluation, how an optimizer batch is split,
+# the device, and fault handling.
+_MAY_CHANGE = (
+    *("output_dir", "run_name", "report_to", "push_to_hub", "hub_", "disable_tqdm", "project", "trackio_"),
+    *("save_", "log", "eval_", "num_eval_prompts", "num_generation_prompts", "generation_eval_", "max_hours"),
+    *("per_device_", "gradient_accumulation_steps", "gradient_checkpointing", "packing"),
+    *("bf16", "fp16", "tf32", "dtype", "deepspeed", "fsdp", "torch_compile", "ddp_", "dataloader_"),
+    *("use_vllm", "vllm_", "reward_timeout", "reward_errors", "max_skipped_updates"),
+)
+# Settings that determine the run's length, on which the learning-rate schedule depends.
+_LENGTHS = ("max_steps", "num_train_epochs", "n_steps", "n_grpo_steps")
+
+
+def changed_settings(config: Path, resolved: str, may_change: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Settings that differ from an earlier config.yaml: name -> (earlier value, present value).
+
+    Args:
+        config: the earlier file.
+        resolved: the present settings, as `config_text` returns them.
+        may_change: prefixes of names that are not compared.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    earlier, now = read_yaml(config), yaml.safe_load(resolved)
+    if not isinstance(earlier, dict):
+        raise ValueError(
+            f"{config} does not hold the settings of a run: choose another --output_dir, or give "
+            "--overwrite_output_dir"
+        )
+    names = [name for name in sorted({*earlier, *now}) if not name.startswith(tuple(may_change))]
+    return {name: (earlier.get(name), now.get(name)) for name in names if earlier.get(name) != now.get(name)}
+
+
+def check_same_settings(config: Path, resolved: str) -> None:
+    """Refuse to resume a training run with settings other than its original ones.
+
+    Args:
+        config: the run's config.yaml; nothing is checked if it does not exist.
+        resolved: the present settings, as `config_text` returns them.
+
+    Raises:
+        ValueError: the file is damaged, or settings that affect training differ; the message names the first one.
+    """
+    if not config.is_file():
+        return
+    changed = changed_settings(config, resolved, _MAY_CHANGE)
+    for name in [name for name in changed if name in _LENGTHS]:
+        begun, now = changed.pop(name)
+        warn_once_per_run(
+            f"going on with {name} {now}, and the run was begun with {begun}: a learning rate that falls towards the "
+            "end falls by the new one"
+        )
+    if changed:
+        (name, (begun, now)), *others = changed.items()
+        more = f" (and {', '.join(other for other, _ in others[:3])})" if others else ""
+        raise ValueError(
+            f"{config.parent} holds a run that was begun with {name} {begun!r}, and now it is {now!r}{more}: resume "
+            f"it with its own settings (--config {config}), or begin another run in another --output_dir"
+        )

@@ -1,0 +1,222 @@
+"""The data, the trainer and the held-out evaluation of a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import get_peft_config, get_quantization_config
+
+from trl_ext import SFTConfig, load_benchmark
+from trl_ext.evaluation import GroundTruthJudge
+from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+from trl_ext.held_out.table import GenerationTableCallback
+from trl_ext.models import resolve_model_path
+from trl_ext.processes import is_main_process, warn_once_per_run
+from trl_ext.resilience.faults import plain_faults
+from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, check_at_least, one_line_errors
+from trl_ext.trainers.context import check_rows
+from trl_ext.trainers.policies import remember_base
+
+
+@dataclass
+class EvaluatedArguments:
+    """The benchmark, its held-out prompts, and how responses to them are sampled."""
+
+    dataset_name: str = field(
+        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
+    )
+    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; not evaluated if missing."})
+    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+    num_generation_prompts: int = field(default=32, metadata={"help": "Prompts in each table while training."})
+    num_eval_prompts: int | None = field(
+        default=None, metadata={"help": "Prompts of the comparison at the end. Default: all of prompt_split."}
+    )
+    generation_temperature: float = field(
+        default=0.0, metadata={"help": "Of the held-out responses; 0 for greedy decoding."}
+    )
+
+    def __post_init__(self):
+        check_at_least(self, 1, "num_generation_prompts")
+        check_at_least(self, 0, "generation_eval_every")
+        if self.generation_temperature < 0:
+            raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
+
+
+@contextmanager
+def can_be_resumed() -> Iterator[None]:
+    """If a run is interrupted or the machine fails, exit with a line that says how to resume."""
+    try:
+        with one_line_errors(MENDABLE_IN_TRAINING), plain_faults():
+            yield
+    except KeyboardInterrupt:
+        if is_main_process():
+            print(
+                "\ninterrupted: steps after the last checkpoint are lost. The same command goes on from it with "
+                "--resume_from_checkpoint; where there is none yet, --overwrite_output_dir begins anew"
+            )
+        raise SystemExit(130) from None
+
+
+def load_rows(name: str, split: str, *, skip_bad_rows: bool):
+    """Load a benchmark with `split` for training. The only split of a single file becomes `split`, whatever its rows.
+
+    Raises:
+        ValueError: the split does not exist.
+    """
+    benchmark = load_benchmark(name, skip_bad_rows=skip_bad_rows)
+    if split not in benchmark and Path(name).expanduser().is_file():
+        # The rows show which task this is; the recipe checks whether it can use them.
+        (only,) = benchmark
+        benchmark[split] = benchmark.pop(only)
+    if split not in benchmark:
+        fields = "pairs (prompt, chosen, rejected)" if split.endswith("_prefs") else "prompts (prompt)"
+        raise ValueError(
+            f"{name} has no split {split!r} to train on, only {', '.join(benchmark)}: call the file of {fields} "
+            f"{split}.jsonl, give it alone as --dataset_name FILE.jsonl, or name a split with --train_split"
+        )
+    return benchmark
+
+
+def load_pairs(name: str, split: str, *, skip_bad_rows: bool):
+    """Load a benchmark with `split` for training, and check that the split holds pairs.
+
+    Raises:
+        ValueError: the split does not exist or holds no pairs.
+    """
+    benchmark = load_rows(name, split, skip_bad_rows=skip_bad_rows)
+    check_pairs(benchmark[split], split, "train_split")
+    return benchmark
+
+
+def check_pairs(rows, split: str, flag: str) -> None:
+    """Reject a split without pairs.
+
+    Raises:
+        ValueError: the message names the split, and the flag that selects another.
+    """
+    columns = rows.column_names
+    if "label" in columns and "completion" in columns:
+        raise ValueError(f"the split {split!r} holds labelled responses and no pairs: they are for recipes/kto.py")
+    if "chosen" not in columns:
+        raise ValueError(
+            f"the split {split!r} holds prompts and no pairs: name another --{flag}, whose rows have prompt, chosen "
+            "and rejected"
+        )
+
+
+def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):
+    """Create the trainer for a model given by name, on the datasets given as keywords.
+
+    Raises:
+        ValueError: the run would overwrite the model to train, or the model cannot be loaded.
+    """
+    model_path = resolve_model_path(model.model_name_or_path)
+    output, source = Path(training.output_dir).resolve(), Path(model_path).resolve()
+    if source.is_dir() and output in (source, source.parent):
+        raise ValueError(
+            f"the model to train, {model.model_name_or_path}, lies in --output_dir {training.output_dir}, where the "
+            "run would replace it: choose another --output_dir"
+        )
+    dtype = model.dtype
+    if training.use_cpu and not training.bf16 and dtype not in (None, "float32"):
+        warn_once_per_run(f"dtype {dtype} was asked for: the weights are loaded in float32, which this CPU trains in")
+        dtype = "float32"
+    # Pass the name, not an instance: ZeRO-3 must see the model being built.
+    training.model_init_kwargs = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": dtype,
+        **(training.model_init_kwargs or {}),
+    }
+    try:
+        _check_template(model_path, model, training, datasets.get("train_dataset"))
+        trainer = trainer_class(
+            model_path,
+            args=training,
+            quantization_config=get_quantization_config(model),
+            peft_config=get_peft_config(model),
+            **datasets,
+        )
+    except OSError as error:
+        if error.filename and Path(error.filename).absolute() == Path(training.output_dir).absolute():
+            raise ValueError(f"--output_dir {training.output_dir} cannot be made: {error}") from error
+        raise ValueError(
+            f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
+            f"with --model_name_or_path. ({error})"
+        ) from error
+    names = ("max_length",) if isinstance(training, SFTConfig) else ("max_response_tokens", "max_prompt_tokens")
+    limits = {name: getattr(training, name, None) for name in names}
+    for dataset in (trainer.train_dataset, trainer.eval_dataset):
+        check_rows(trainer.model, dataset, limits)
+    return trainer
+
+
+def _check_template(model_path: str, model: ModelArguments, training, rows: Any) -> None:
+    """Reject conversations if there is no chat template; otherwise some trainers would fail only in their first step.
+
+    Raises:
+        OSError: the tokenizer cannot be loaded.
+        ValueError: there is no template; the message says what to do.
+    """
+    columns = rows.column_names if isinstance(rows, Dataset) else []
+    first = rows[0]["prompt"] if "prompt" in columns and len(rows) else None
+    if not isinstance(first, list) or getattr(training, "chat_template_path", None):
+        return
+    if AutoTokenizer.from_pretrained(model_path, revision=model.model_revision).chat_template is None:
+        raise ValueError(
+            f"the data holds messages, and the model {model.model_name_or_path} has no chat template to write them "
+            "by: put a chat_template.jinja into the model's folder, or give plain text (prompt, chosen and rejected "
+            "as strings), which python -m trl_ext.data.formats --plain makes of some data sets"
+        )
+
+
+def optional_split(benchmark, name: str, arguments: EvaluatedArguments, consequence: str):
+    """A split of held-out rows. If it is missing, warn about the consequence and return None."""
+    if name not in benchmark:
+        warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {consequence}")
+        return None
+    return benchmark[name]
+
+
+def evaluate_generations(
+    trainer, prompts, arguments: EvaluatedArguments, *, max_new_tokens: int, batch_size: int, **options: Any
+) -> GenerationEvaluation | None:
+    """Set up the comparison of the policy with its base on held-out prompts, with the data's own judge if any.
+
+    Args:
+        trainer: the policy's trainer; its base is remembered.
+        prompts: rows of the benchmark; None for no evaluation.
+        arguments: the recipe's arguments.
+        max_new_tokens: maximum length of a response.
+        batch_size: prompts per batch.
+        options: further options of `GenerationEvaluation`.
+    """
+    if prompts is None:
+        return None
+    remember_base(trainer)
+    limits = arguments if hasattr(arguments, "max_prompt_tokens") else trainer.args
+    settings = GenerationSettings(
+        max_prompt_tokens=limits.max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        temperature=arguments.generation_temperature,
+        batch_size=batch_size,
+        seed=trainer.args.seed,
+    )
+    # Only the embedded benchmark has a known quality for every response.
+    judge = GroundTruthJudge() if arguments.dataset_name == "toy" else None
+    score_function = judge.score_function if judge else None
+    return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)
+
+
+def show_generations(trainer, evaluation: GenerationEvaluation | None, arguments, every: int, **options: Any) -> None:
+    """Write a table of generations every `every` steps; 0 for none. Options go to the callback."""
+    if evaluation is not None and every:
+        prompts = arguments.num_generation_prompts
+        trainer.add_callback(GenerationTableCallback(evaluation, every=every, prompts=prompts, **options))

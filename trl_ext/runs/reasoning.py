@@ -1,0 +1,295 @@
+"""Problems with known answers, on which the reasoning recipes train, validate and evaluate."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+from trl_ext.data.math import demonstration, load_math, math_prompt
+from trl_ext.data.templates import load_prompt_template
+from trl_ext.evaluation.reasoning import grader
+from trl_ext.processes import is_main_process
+from trl_ext.rollouts import SamplingSettings
+from trl_ext.rollouts.engines import ANSWER_END
+from trl_ext.runs.arguments import check_at_least
+
+CHAT = "chat"
+
+
+@dataclass
+class ProblemArguments:
+    """Problems, prompts and rewards, and how responses to held-out problems are sampled."""
+
+    dataset_name: str = field(
+        default="toy", metadata={"help": "toy (additions), a folder of {split}.jsonl, or one .jsonl file."}
+    )
+    eval_split: str = field(default="test", metadata={"help": "Problems to evaluate on."})
+    prompt_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "r1_zero, question_only, alpaca_sft, a text file with {question}, or chat for the model's chat "
+            "template. Default: chat on toy, r1_zero on everything else."
+        },
+    )
+    reward: str | None = field(
+        default=None,
+        metadata={
+            "help": "r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
+            "Default: countdown where problems have numbers and a target, question_only for the prompt of that name, "
+            "else r1_zero."
+        },
+    )
+    use_math_verify: bool = field(
+        default=False,
+        metadata={"help": "Also ask math-verify about answers that string and value comparison do not decide."},
+    )
+    num_eval_prompts: int | None = field(default=None, metadata={"help": "Problems to evaluate on. Default: all."})
+    max_new_tokens: int = field(default=1024, metadata={"help": "Longest response, in tokens."})
+    generation_temperature: float = field(default=1.0, metadata={"help": "Of sampled evaluations; 0 is greedy."})
+    generation_top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling in evaluations."})
+    generation_eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluations."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+
+    def __post_init__(self):
+        check_at_least(self, 1, "num_eval_prompts")
+        sampling_settings(self)
+
+
+@dataclass
+class TrainingProblems(ProblemArguments):
+    """Problems to train on and the length of training, in addition to the evaluation's problems."""
+
+    train_split: str = field(default="train", metadata={"help": "Problems to train on."})
+    max_hours: float | None = field(
+        default=None, metadata={"help": "End training after so long, with a checkpoint and the final table."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.max_hours is not None and not self.max_hours > 0:
+            raise ValueError(f"max_hours must be positive, got {self.max_hours}")
+
+
+@dataclass
+class SFTArguments(TrainingProblems):
+    """The worked problems to train on, and how often to evaluate."""
+
+    num_examples: int | None = field(
+        default=None, metadata={"help": "Train on the first so many, after filtering. Default: all."}
+    )
+    filter_correct: bool = field(
+        default=False, metadata={"help": "Train only on responses whose answer verifies; says how many do."}
+    )
+    generation_eval_every: int = field(
+        default=50, metadata={"help": "Steps between evaluations on held-out problems; 0 for none."}
+    )
+    num_generation_prompts: int = field(default=64, metadata={"help": "Problems in each of these evaluations."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, 0, "generation_eval_every")
+        check_at_least(self, 1, "num_generation_prompts", "num_examples")
+
+
+@dataclass
+class ValidatedProblems(TrainingProblems):
+    """Problems to validate on, in addition to those for training and for the final comparison."""
+
+    validation_split: str | None = field(
+        default=None, metadata={"help": "Problems to validate on. Default: validation on toy, else eval_split."}
+    )
+    num_validation_prompts: int = field(default=128, metadata={"help": "The first so many are the fixed set."})
+    num_train_problems: int | None = field(
+        default=None, metadata={"help": "Train on the first so many. Default: all."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, 1, "num_validation_prompts", "num_train_problems")
+
+
+@dataclass
+class GRPOMathArguments(ValidatedProblems):
+    """Problems, prompts and rewards, how often to validate, and how long to train."""
+
+    eval_every: int = field(default=10, metadata={"help": "Steps between validations; 0 for none."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, 0, "eval_every")
+
+    def sample_as(self, training) -> None:
+        """Make evaluations sample as many tokens as rollouts do.
+
+        Raises:
+            ValueError: a different number was given.
+        """
+        default, length = type(self).__dataclass_fields__["max_new_tokens"].default, training.max_completion_length
+        if self.max_new_tokens not in (default, length):
+            raise ValueError(
+                f"max_new_tokens {self.max_new_tokens} is not max_completion_length {length}: evaluations sample as "
+                "the rollouts do; give the second alone"
+            )
+        self.max_new_tokens = length
+
+
+@dataclass
+class ExpertIterationArguments(ValidatedProblems):
+    """Problems, prompts and rewards. Responses are sampled as in evaluations; validation follows each round.
+
+    Once `max_hours` have passed, the run ends after the current round.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.generation_temperature == 0:
+            raise ValueError("generation_temperature 0 samples the same response again and again: give a positive one")
+
+    @staticmethod
+    def check_checkpoint(checkpoint: str | None) -> None:
+        """Raise ValueError if a checkpoint to resume from belongs to another recipe."""
+        if checkpoint is not None and not (Path(checkpoint) / "expert_step.json").is_file():
+            raise ValueError(f"{checkpoint} is no checkpoint of expert iteration: it has no expert_step.json")
+
+
+@dataclass
+class Problems:
+    """The problems of a split, with their prompt template and reward.
+
+    Attributes:
+        rows: rows of `load_math`.
+        template: text of the prompt template; None for the chat template.
+        template_name: the template's name.
+        reward: the reward's name.
+        grade: the reward function.
+    """
+
+    rows: list[dict[str, Any]]
+    template: str | None
+    template_name: str
+    reward: str
+    grade: Any
+
+    def prompts(self) -> list:
+        """The rows with the model's prompts."""
+        return [math_prompt(row, self.template) for row in self.rows]
+
+    def dataset(self) -> Dataset:
+        """The rows in TRL's format: prompts, and the columns that the reward reads."""
+        columns = [name for name in ("row_id", "answer", "numbers") if name in self.rows[0]]
+        pairs = zip(self.rows, self.prompts(), strict=True)
+        return Dataset.from_list(
+            [{"prompt": prompt, **{name: row[name] for name in columns}} for row, prompt in pairs]
+        )
+
+
+def load_problems(arguments: ProblemArguments, split: str, count: int | None = None) -> Problems:
+    """The first `count` problems of a split (None for all), with their template and reward.
+
+    Raises:
+        FileNotFoundError, ValueError: the problems, template or reward do not exist, or there are too few problems.
+    """
+    name = arguments.prompt_template or (CHAT if arguments.dataset_name == "toy" else "r1_zero")
+    template = None if name == CHAT else load_prompt_template(name)
+    rows = first(load_math(arguments.dataset_name, split), count, f"{arguments.dataset_name}, split {split!r},")
+    reward = arguments.reward
+    if reward is None:
+        has_numbers = all("numbers" in row for row in rows)
+        reward = "countdown" if has_numbers else "question_only" if name == "question_only" else "r1_zero"
+    elif reward == "countdown" and not all("numbers" in row for row in rows):
+        raise ValueError(f"the reward countdown needs problems with nums and target, which {split!r} has not")
+    return Problems(rows, template, name, reward, grader(reward, fast=not arguments.use_math_verify))
+
+
+def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems, Problems]:
+    """Problems for training, for validation and for the final comparison, all with the same template and reward.
+
+    Raises:
+        FileNotFoundError, ValueError: see `load_problems`.
+    """
+    validation = arguments.validation_split
+    if validation is None:
+        validation = "validation" if arguments.dataset_name == "toy" else arguments.eval_split
+    wanted = (
+        (arguments.train_split, arguments.num_train_problems),
+        (validation, arguments.num_validation_prompts),
+        (arguments.eval_split, arguments.num_eval_prompts),
+    )
+    return tuple(load_problems(arguments, split, count) for split, count in wanted)
+
+
+def first(rows: list, count: int | None, what: str) -> list:
+    """The first `count` rows, or all for None.
+
+    Raises:
+        ValueError: there are fewer rows.
+    """
+    if count is not None and count > len(rows):
+        raise ValueError(f"{what} has {len(rows)} problems, and {count} were asked for: ask for fewer")
+    return rows[:count]
+
+
+def sampling_settings(arguments: ProblemArguments, *, reward: str = "r1_zero") -> SamplingSettings:
+    """How responses are sampled. If answers are in tags, the closing tag ends a response.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+    return SamplingSettings(
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.generation_temperature,
+        top_p=arguments.generation_top_p,
+        stop=(ANSWER_END,) if reward in ("r1_zero", "countdown") else (),
+        batch_size=arguments.generation_eval_batch_size,
+    )
+
+
+def rollout_settings(arguments: GRPOMathArguments, training, reward: str) -> SamplingSettings:
+    """Sampling settings of evaluations, equal to those of rollouts; without stop strings, the reward's are used."""
+    settings = sampling_settings(arguments, reward=reward)
+    if training.stop is None:
+        training.set_stop(list(settings.stop))
+    return dataclasses.replace(settings, max_prompt_tokens=training.max_prompt_tokens, stop=tuple(training.stop or ()))
+
+
+def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[Dataset, dict[str, int] | None]:
+    """The rows to train on, with `prompt` and `completion`, and the filter's counts of kept and of all rows (or None).
+
+    Raises:
+        ValueError: no problem has a response or solution, the filter keeps none, or there are fewer than requested.
+    """
+    boxed = problems.reward == "question_only"
+    pairs = [(row, demonstration(row, problems.template, boxed=boxed)) for row in problems.rows]
+    pairs = [(row, response) for row, response in pairs if response is not None]
+    if not pairs:
+        raise ValueError(
+            f"{arguments.dataset_name}, split {arguments.train_split!r}, has no response or solution to train on"
+        )
+    counts = None
+    if arguments.filter_correct:
+        right = [(row, response) for row, response in pairs if problems.grade(response, row)["reward"]]
+        counts = {"kept": len(right), "of": len(pairs)}
+        if is_main_process():
+            print(f"filter_correct: kept {len(right)} of {len(pairs)} responses, whose answers verify")
+        if not right:
+            raise ValueError(
+                f"filter_correct: no response of {arguments.train_split!r} verifies under {problems.reward}: look at "
+                "--prompt_template and --reward"
+            )
+        pairs = right
+    pairs = first(pairs, arguments.num_examples, f"what is left of {arguments.train_split!r} to train on")
+    prompts = [(row, math_prompt(row, problems.template), response) for row, response in pairs]
+    rows = [
+        # Prompt and completion must both be messages or both be text.
+        {
+            "row_id": row["row_id"],
+            "prompt": prompt,
+            "completion": response if isinstance(prompt, str) else [{"role": "assistant", "content": response}],
+        }
+        for row, prompt, response in prompts
+    ]
+    return Dataset.from_list(rows), counts

@@ -1,0 +1,334 @@
+"""Training a reward model on pairs, with the best checkpoint chosen on one split and evaluated on another."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from trl_ext import toy
+from trl_ext.data import encode_turn
+from trl_ext.evaluation import plot_reward_run, reward_metrics, reward_mistakes, true_order_metrics
+from trl_ext.evaluation.command_line import format_interval, format_table
+from trl_ext.evaluation.judging.protocol import last_user_text
+from trl_ext.evaluation.reporting.model_card import results_section
+from trl_ext.files import write_json, write_json_lines
+from trl_ext.held_out.reward_selection import CheckpointSelection, ScoredSamples
+from trl_ext.models import resolve_model_path
+from trl_ext.processes import is_main_process, warn_once_per_run
+from trl_ext.rollouts import end_processes, generate_responses
+from trl_ext.runs.arguments import ModelArguments, check_at_least, one_line_errors
+from trl_ext.runs.loading import can_be_resumed, check_pairs, load_pairs, optional_split
+from trl_ext.runs.results import describe_run, drawing, say_written
+from trl_ext.runs.training_run import begin_run
+from trl_ext.trainers import RewardConfig, RewardTrainer
+from trl_ext.trainers.callbacks import read_metrics
+
+DEFAULT_SELECTION_SPLIT = "validation_prefs"
+
+
+@dataclass
+class RewardArguments:
+    """Data, evaluation and output of a run."""
+
+    dataset_name: str = field(
+        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
+    )
+    train_split: str = field(default="train_prefs", metadata={"help": "Pairs to train on."})
+    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; not evaluated if missing."})
+    selection_split: str | None = field(
+        default=None,
+        metadata={
+            "help": "Pairs by which the best checkpoint is chosen. Default: validation_prefs where there is one, "
+            "else eval_split."
+        },
+    )
+    best_of_n: int = field(
+        default=4, metadata={"help": "From how many samples the model picks, for select_best best_of_n."}
+    )
+    samples_per_prompt: int = field(
+        default=8, metadata={"help": "Responses sampled for each prompt, for select_best best_of_n."}
+    )
+    num_train_pairs: int | None = field(
+        default=None, metadata={"help": "Train on the first so many pairs. Default: all."}
+    )
+    label_noise: float = field(
+        default=0.0, metadata={"help": "Share of the training pairs whose labels are turned round, for a weak model."}
+    )
+    num_mistakes: int = field(default=50, metadata={"help": "Most held-out pairs in reward_mistakes.jsonl."})
+    skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
+    overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
+
+    def __post_init__(self):
+        if not 1 <= self.best_of_n <= self.samples_per_prompt:
+            raise ValueError(
+                f"best_of_n must lie between 1 and samples_per_prompt {self.samples_per_prompt}, got {self.best_of_n}"
+            )
+        check_at_least(self, 0, "num_mistakes")
+        check_at_least(self, 1, "num_train_pairs")
+        if not 0 <= self.label_noise <= 1:
+            raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
+
+
+@can_be_resumed()
+def main() -> None:
+    """Read the arguments, train, choose a checkpoint, evaluate it, and write the run folder."""
+    with one_line_errors():
+        run = begin_run(
+            RewardArguments,
+            RewardConfig,
+            config="reward_model",
+            description="Train a reward model on preference pairs.",
+            name=lambda training: "reward-model",
+        )
+        arguments, training = run.arguments, run.training
+        benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        held_out = optional_split(benchmark, arguments.eval_split, arguments, "held-out pairs will not be evaluated")
+        if held_out is not None:
+            check_pairs(held_out, arguments.eval_split, "eval_split")
+        selection_split = _selection_split(benchmark, arguments, training)
+        train = training_pairs(benchmark[arguments.train_split], arguments, training.seed)
+        trainer = run.load_trainer(RewardTrainer, train_dataset=train, eval_dataset=held_out)
+        selection = None
+        if selection_split is not None:
+            pairs = benchmark[selection_split]
+            samples = _samples(trainer, pairs, arguments, run.model) if training.select_best == "best_of_n" else None
+            selection = CheckpointSelection(trainer, pairs, samples=samples)
+    run.open(trainer)
+    if selection is not None:
+        trainer.add_callback(selection)
+
+    run.train(trainer, save=False)
+    with one_line_errors():
+        selected = None if selection is None else selection.load_best(split=selection_split)
+    trainer.save_model(training.output_dir)
+
+    scores = None
+    if held_out is not None:
+        scores = trainer.score_pairs(trainer.eval_dataset, progress="held-out pairs")
+    if trainer.accelerator.is_main_process:
+        results = write_reward_results(
+            trainer,
+            run.describe(
+                objective=_objective(training, arguments),
+                train_pairs=len(trainer.train_dataset),
+                label_noise=arguments.label_noise,
+                eval_split=None if held_out is None else arguments.eval_split,
+            ),
+            held_out,
+            scores,
+            selected,
+            true_score=toy.score if arguments.dataset_name == "toy" else None,
+            num_mistakes=arguments.num_mistakes,
+        )
+        print_reward_results(results, training.output_dir)
+    end_processes(trainer.accelerator)
+
+
+def training_pairs(pairs, arguments: RewardArguments, seed: int):
+    """The first pairs, as many as requested, with exactly round(share * pairs) labels flipped.
+
+    Raises:
+        ValueError: there are too few pairs.
+    """
+    count = arguments.num_train_pairs
+    if count is not None and count > len(pairs):
+        raise ValueError(f"num_train_pairs {count}: {arguments.train_split!r} has {len(pairs)} pairs")
+    pairs = pairs.select(range(len(pairs) if count is None else count))
+    if not arguments.label_noise:
+        return pairs
+    turned = set(random.Random(seed).sample(range(len(pairs)), round(arguments.label_noise * len(pairs))))
+
+    def turn(row: dict[str, Any], index: int) -> dict[str, Any]:
+        return {"chosen": row["rejected"], "rejected": row["chosen"]} if index in turned else {}
+
+    return pairs.map(turn, with_indices=True, desc="Label noise")
+
+
+def _selection_split(benchmark, arguments: RewardArguments, training: RewardConfig) -> str | None:
+    """The name of the split for choosing a checkpoint; None, with the reason printed, if none is chosen."""
+    if training.select_best is None:
+        return None
+    if training.save_strategy == "no":
+        warn_once_per_run("save_strategy is no, so there are no checkpoints to choose from: the last weights are kept")
+        return None
+    if arguments.selection_split is not None:
+        if arguments.selection_split not in benchmark:
+            raise ValueError(
+                f"{arguments.dataset_name} has no split {arguments.selection_split!r} to choose a checkpoint by: it "
+                f"has {', '.join(benchmark)}; name one with --selection_split"
+            )
+        check_pairs(benchmark[arguments.selection_split], arguments.selection_split, "selection_split")
+        return arguments.selection_split
+    if DEFAULT_SELECTION_SPLIT in benchmark:
+        return DEFAULT_SELECTION_SPLIT
+    if arguments.eval_split in benchmark:
+        warn_once_per_run(
+            f"{arguments.dataset_name} has no split {DEFAULT_SELECTION_SPLIT!r}: the checkpoint is chosen on "
+            f"{arguments.eval_split}, whose figures are therefore no longer held out, but a little too good"
+        )
+        return arguments.eval_split
+    warn_once_per_run("there are no pairs to choose a checkpoint by: the last weights are kept")
+    return None
+
+
+def _samples(trainer: RewardTrainer, pairs, arguments: RewardArguments, model: ModelArguments) -> ScoredSamples:
+    """Responses of the base model to the prompts of the pairs, with their known scores."""
+    if arguments.dataset_name != "toy":
+        raise ValueError(
+            "select_best best_of_n needs a known score of every response, which only toy has: choose accuracy, margin "
+            "or calibration"
+        )
+    generator = AutoModelForCausalLM.from_pretrained(resolve_model_path(model.model_name_or_path), dtype="float32")
+    generator.to(trainer.accelerator.device)
+    count, tokenizer = arguments.samples_per_prompt, trainer.processing_class
+    prompts = [prompt for prompt in pairs["prompt"] for _ in range(count)]
+    responses = generate_responses(
+        generator,
+        tokenizer,
+        prompts,
+        max_new_tokens=toy.MAX_NEW_TOKENS,
+        temperature=1.0,
+        batch_size=100,
+        seed=trainer.args.seed,
+        progress="samples for the selection" if is_main_process() else None,
+    )
+    sequences, gold = [], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = encode_turn(
+            tokenizer,
+            prompt,
+            response.text,
+            finished=response.finished,
+            max_prompt_tokens=trainer.args.max_prompt_tokens,
+            max_response_tokens=trainer.args.max_response_tokens,
+        )
+        sequences.append([*ids[0], *ids[1]])
+        gold.append(toy.score(last_user_text(prompt), response.text, finished=response.finished))
+    starts = range(0, len(prompts), count)
+    return ScoredSamples(
+        sequences=[sequences[start : start + count] for start in starts],
+        gold=[gold[start : start + count] for start in starts],
+        n=arguments.best_of_n,
+    )
+
+
+def _objective(training: RewardConfig, arguments: RewardArguments) -> str:
+    """The loss and the options that are on."""
+    options: dict[str, Any] = {
+        "margin": training.margin_column,
+        "margin scale": training.margin_scale if training.margin_scale != 1 else None,
+        "label smoothing": training.label_smoothing or None,
+        "centring": training.center_rewards_coefficient or None,
+        "pairs": arguments.num_train_pairs,
+        "label noise": arguments.label_noise or None,
+    }
+    given = ", ".join(f"{name} {value}" for name, value in options.items() if value is not None)
+    return f"Bradley-Terry ({given})" if given else "Bradley-Terry"
+
+
+# ---- Results ----
+
+
+def write_reward_results(
+    trainer,
+    run: dict[str, Any],
+    held_out,
+    scores: tuple[Sequence[float], Sequence[float]] | None,
+    selection: dict[str, Any] | None,
+    *,
+    true_score: Callable[[str, str], float] | None,
+    num_mistakes: int,
+) -> dict[str, Any]:
+    """Write scores, mistakes, `results.json` and `report.png` into the run folder; return the results.
+
+    Args:
+        trainer: the trainer after training.
+        run: description of the run, with `training_seconds` and `total_seconds`.
+        held_out: rows of the held-out pairs; None if there are none.
+        scores: scores of their chosen and of their rejected responses.
+        selection: how the scored and saved checkpoint was chosen; None for the last one.
+        true_score: `f(prompt_text, response)`, a known quality; None for none.
+        num_mistakes: maximum number of rows in `reward_mistakes.jsonl`.
+    """
+    folder = Path(trainer.args.output_dir)
+    run["weights"] = "last" if selection is None else f"checkpoint-{selection['step']}"
+    results = {"run": describe_run(trainer, run), "selection": selection, "pairs": None, "true_order": None}
+    margins: list[float] = []
+    if scores is not None:
+        chosen, rejected = ([float(score) for score in side] for side in scores)
+        margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+        results["pairs"] = reward_metrics(chosen, rejected)
+        if true_score is not None:
+            results["true_order"] = true_order_metrics(chosen, rejected, *_true_scores(held_out, true_score))
+        rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
+        keys = ("row_id", "chosen_score", "rejected_score", "margin")
+        write_json_lines(folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
+        mistakes = reward_mistakes(held_out, chosen, rejected, num_mistakes)
+        write_json_lines(folder / "reward_mistakes.jsonl", mistakes)
+    write_json(folder / "results.json", results)
+    trainer.card_results = results_section(results)
+    trainer.create_model_card()
+    title = f"{run['objective']}, model {run['model']}, data {run['dataset']}"
+    with drawing("report.png"):
+        metrics = read_metrics(folder / "metrics.jsonl")
+        plot_reward_run(metrics, results["pairs"], margins, folder / "report.png", title=title)
+    return results
+
+
+def _true_scores(rows, true_score: Callable[[str, str], float]) -> tuple[list[float], list[float]]:
+    prompts = [last_user_text(prompt) for prompt in rows["prompt"]]
+    chosen, rejected = (
+        [true_score(prompt, response[0]["content"]) for prompt, response in zip(prompts, rows[side], strict=True)]
+        for side in ("chosen", "rejected")
+    )
+    return chosen, rejected
+
+
+def print_reward_results(results: dict[str, Any], output_dir: str) -> None:
+    """Print the compared checkpoints, and the figures of the one that was kept."""
+    run, selection = results["run"], results["selection"]
+    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
+    if selection is not None:
+        criterion = selection["criterion"]
+        criterion += " (lowest negative log-likelihood)" if criterion == "calibration" else ""
+        print(f"\ncheckpoints by {criterion} on {selection['n']} pairs of {selection['split']}")
+        names = list(selection["checkpoints"][0])
+        rows = [
+            [*entry.values(), "<- kept in best/" if entry["step"] == selection["step"] else ""]
+            for entry in selection["checkpoints"]
+        ]
+        print(format_table([*names, ""], rows))
+    rows = [*_pairs(results), *_true_order(results)]
+    if rows:
+        header = (f"held-out pairs, {run['eval_split']}, {run['weights']}", "")
+        print(f"\n{format_table(header, rows)}")
+    files = ("results.json", "scores.jsonl", "reward_mistakes.jsonl", "metrics.jsonl", "config.yaml", "report.png")
+    say_written(run, output_dir, files)
+
+
+def _pairs(results):
+    pairs = results["pairs"]
+    if pairs is None:
+        return
+    ties = f", {pairs['ties']} ties" if pairs["ties"] else ""
+    yield "accuracy", f"{_interval(pairs)}  n {pairs['n']}{ties}"
+    yield "mean margin", f"{pairs['margin']:.3f}"
+    yield "negative log-likelihood", f"{pairs['nll']:.3f}  (0.693 where nothing is known)"
+    yield "Brier score", f"{pairs['brier']:.3f}  (0.250 where nothing is known)"
+    yield f"ECE, {len(pairs['calibration'])} bins", f"{pairs['ece']:.3f}"
+
+
+def _true_order(results):
+    order = results["true_order"]
+    if order is not None and order["n"]:
+        yield "accuracy, true order", f"{_interval(order)}  n {order['n']}, {order['ties']} ties"
+        yield "  of the labels", f"{order['label_agreement']:.3f}"
+
+
+def _interval(found: dict[str, Any]) -> str:
+    return format_interval(found["accuracy"], found["low"], found["high"])

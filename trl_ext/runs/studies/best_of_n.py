@@ -1,0 +1,272 @@
+"""Best-of-n sampling against a reward: its gain over n, reward hacking, and data for fine-tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_ext import toy
+from trl_ext.evaluation import best_of_n_curve, plot_best_of_n
+from trl_ext.evaluation.command_line import format_interval, format_table
+from trl_ext.evaluation.methods.generations import compare_generations
+from trl_ext.files import write_json_lines
+from trl_ext.rollouts import (
+    BestOfN,
+    Generation,
+    SamplingSettings,
+    best_of_n,
+    demonstrations,
+    end_processes,
+    map_over_ranks,
+)
+from trl_ext.rollouts.best_of_n import EMPTY_CHOICES, KEEP_CHOICES
+from trl_ext.runs.online import only_reward
+from trl_ext.runs.results import drawing
+from trl_ext.runs.studies.sampling import (
+    JUDGE_CACHE,
+    SampledArguments,
+    SamplingRun,
+    add_true_scores,
+    judge_against,
+    load_judge,
+    load_prompts,
+    name_of_reward,
+    response_ids,
+    sampling_errors,
+)
+
+SAMPLES = "samples.jsonl"
+FILES = (
+    "config.yaml", "results.json", "generations.jsonl", SAMPLES, "sft.jsonl", "best_of_n.png", JUDGE_CACHE
+)  # fmt: skip
+
+
+@dataclass
+class BestOfNArguments(SampledArguments):
+    """How many responses to pick the best from, and which of them to keep for fine-tuning."""
+
+    n: list[int] | None = field(
+        default=None, metadata={"help": "Numbers to pick the best from. Default: 1, 2, 4, 8, 16."}
+    )
+    num_samples: int | None = field(default=None, metadata={"help": "Responses to each prompt. Default: largest n."})
+    temperature: float = field(default=1.0, metadata={"help": "Of the sampling."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus sampling."})
+    top_k: int = field(default=0, metadata={"help": "Most likely tokens to sample from; 0 for all."})
+    empty: str = field(
+        default="score",
+        metadata={"help": "Responses without text: score them like others, leave_out of the picks, or refuse."},
+    )
+    keep: str | None = field(
+        default=None,
+        metadata={
+            "help": "Write sft.jsonl to fine-tune on: each prompt's best response, its top_k (--keep_count), or all "
+            "from a threshold (--keep_threshold) up."
+        },
+    )
+    keep_count: int | None = field(
+        default=None, metadata={"help": "Responses to a prompt, for --keep top_k. Default: 1."}
+    )
+    keep_threshold: float | None = field(default=None, metadata={"help": "Lowest reward, for --keep threshold."})
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.n = [1, 2, 4, 8, 16] if self.n is None else sorted(self.n)
+        if len({*self.n}) < len(self.n):
+            raise ValueError(f"n: a number is given twice among {', '.join(map(str, self.n))}")
+        if not self.n or self.n[0] < 1:
+            raise ValueError(f"n must be at least 1, got {self.n[0] if self.n else 'none'}")
+        self.num_samples = self.n[-1] if self.num_samples is None else self.num_samples
+        if self.num_samples < self.n[-1]:
+            raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError("best-of-n at temperature 0 would pick from equal responses: sample at --temperature 1")
+        if self.num_samples > 1 and self.top_k == 1:
+            raise ValueError("best-of-n at top_k 1 would pick from equal responses: sample with --top_k 0, from all")
+        for name, choices in (("empty", EMPTY_CHOICES), ("keep", (None, *KEEP_CHOICES))):
+            if getattr(self, name) not in choices:
+                known = ", ".join(filter(None, choices))
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        self._check_keep()
+        self.place("best-of-n")
+
+    def _check_keep(self) -> None:
+        """Check `keep` and its options before sampling, which may take an hour."""
+        for name, choice in (("keep_count", "top_k"), ("keep_threshold", "threshold")):
+            if getattr(self, name) is not None and self.keep != choice:
+                kept = "nothing is kept" if self.keep is None else f"--keep is {self.keep}"
+                raise ValueError(f"{name} is for --keep {choice}, and {kept}: leave it out, or give --keep {choice}")
+        demonstrations(BestOfN([]), [], **self.kept())
+        if self.keep_count is not None and self.keep_count > self.num_samples:
+            raise ValueError(f"keep_count {self.keep_count} is more than the {self.num_samples} responses to a prompt")
+
+    def kept(self) -> dict[str, Any]:
+        """Keyword arguments of `demonstrations`."""
+        count = 1 if self.keep_count is None else self.keep_count
+        return {"keep": self.keep or "best", "count": count, "threshold": self.keep_threshold}
+
+    def settings(self) -> SamplingSettings:
+        return SamplingSettings(
+            max_new_tokens=self.max_new_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=(),
+            max_prompt_tokens=self.max_prompt_tokens,
+            batch_size=self.generation_batch_size,
+        )
+
+
+def main() -> None:
+    """Sample, score, compare, and write the run folder; resume an earlier call that stopped."""
+    with sampling_errors():
+        run = SamplingRun(
+            BestOfNArguments,
+            config="best_of_n",
+            description="Pick the best of n responses by a reward.",
+            files=FILES,
+            responses=SAMPLES,
+        )
+        arguments, folder, settings = run.arguments, run.folder, run.arguments.settings()
+        reward = only_reward(arguments, arguments.reward_batch_size)
+        judge, prompts = load_judge(arguments), load_prompts(arguments)
+        run.open()
+        if run.is_main_process and arguments.keep and arguments.prompt_split.startswith("test"):
+            print(f"{arguments.prompt_split} is held out: to fine-tune on, give --prompt_split train_gen")
+        engine, tokenizer = run.load_engine(settings)
+        result = best_of_n(
+            prompts,
+            engine,
+            reward,
+            arguments.num_samples,
+            empty=arguments.empty,
+            seed=arguments.seed,
+            path=folder / SAMPLES,
+            save_every=arguments.save_every,
+            accelerator=run.accelerator,
+            progress=run.progress("responses"),
+        )
+        engine.settings = dataclasses.replace(settings, temperature=0.0, top_p=1.0, top_k=0)
+        base = map_over_ranks(
+            lambda rows: engine([row["prompt"] for row in rows], seed=arguments.seed), prompts, run.accelerator
+        )
+        if run.is_main_process:
+            if arguments.has_ground_truth:
+                add_true_scores(result.rows)
+                # The same rows as before, now with the score.
+                write_json_lines(folder / SAMPLES, result.rows)
+            found, outcomes = _figures(arguments, result, prompts, base, judge, folder)
+            results = _results(arguments, found, outcomes, result, prompts, base, tokenizer, folder)
+            named = {"reward": name_of_reward(reward), "judge": arguments.judge}
+            objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g})"
+            results["run"] = run.describe(objective, settings, **named)
+            if arguments.keep:
+                provenance = {"sampled_from": run.model.model_name_or_path, "rewarded_by": named["reward"]}
+                results["sft"] = _write_sft(arguments, result, prompts, provenance, folder)
+            model, reward_name = run.model.model_name_or_path, named["reward"]
+            title = f"{objective} by {reward_name}, model {model}, data {arguments.dataset_name}"
+            with drawing("best_of_n.png"):
+                plot_best_of_n(found["curve"], folder / "best_of_n.png", title=title)
+            run.write_results(results)
+            _print(results)
+            run.say_written(results)
+    end_processes(run.accelerator)
+
+
+def _figures(
+    arguments, result: BestOfN, prompts, base: list[Generation], judge, folder: Path
+) -> tuple[dict[str, Any], list[str | None]]:
+    """The curve over n, with the picks' win rate against the base in each row if there is a judge.
+
+    Also returns the outcomes of the picks of the largest n, or none without a judge.
+    """
+    outcomes: list[str | None] = []
+    found = best_of_n_curve(result.samples, arguments.n)
+    for row in found["curve"]:
+        picks = result.picks(row["n"])
+        kept = [index for index, pick in enumerate(picks) if pick is not None]
+        own = [picks[index] for index in kept]
+        row["mean_tokens"] = sum(pick["generated_num_tokens"] for pick in own) / len(own)
+        row["win_rate"] = None
+        if judge is not None:
+            asked = [prompts[index] for index in kept]
+            compared, outcomes = judge_against(judge, asked, own, [base[index] for index in kept], folder)
+            row["win_rate"] = compared.to_dict()
+    return {**found, "unscorable": result.unscorable}, outcomes
+
+
+def _results(
+    arguments, found: dict[str, Any], outcomes, result: BestOfN, prompts, base: list[Generation], tokenizer, folder
+) -> dict[str, Any]:
+    """The picks of the largest n compared with the base, in the format of policy results; writes generations.jsonl."""
+    largest = arguments.n[-1]
+    picks = result.picks(largest)
+    kept = [index for index, pick in enumerate(picks) if pick is not None]
+    own = [picks[index] for index in kept]
+    comparison = compare_generations(
+        [prompts[index] for index in kept],
+        [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
+        [base[index] for index in kept],
+        max_new_tokens=arguments.max_new_tokens,
+        score_function=toy.score if arguments.has_ground_truth else None,
+    )
+    for row, pick in zip(comparison.rows, own, strict=True):
+        row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")} | {"best_of": largest}
+    for row, outcome in zip(comparison.rows, outcomes, strict=bool(outcomes)):
+        row["outcome"] = outcome
+    write_json_lines(folder / "generations.jsonl", comparison.rows)
+    return {
+        "run": None,
+        "win_rate": found["curve"][-1]["win_rate"],
+        "score": comparison.summary["score"],
+        "rewards": None,
+        "preferences": None,
+        "kl": None,
+        "generations": comparison.summary["generations"],
+        "best_of_n": found,
+    }
+
+
+def _write_sft(arguments, result: BestOfN, prompts, provenance: dict[str, Any], folder: Path) -> dict[str, Any]:
+    provenance = {**provenance, "temperature": arguments.temperature, "keep": arguments.keep}
+    rows = demonstrations(result, prompts, provenance=provenance, **arguments.kept())
+    write_json_lines(folder / "sft.jsonl", rows)
+    told = {"rows": len(rows), "prompts": sum(row["rank"] == 1 for row in rows)}
+    if not rows:
+        rewards = [row["reward"] for row in result.rows if row["finished"] and row["reward"] is not None]
+        highest = f"; the highest reward of one that ended is {max(rewards):.3g}" if rewards else ""
+        print(f"warning: sft.jsonl is empty: no response that ended has a reward to keep it for{highest}")
+    return told
+
+
+def _print(results: dict[str, Any]) -> None:
+    run, found = results["run"], results["best_of_n"]
+    print(f"\n{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}")
+    left_out = f", {found['left_out']} left out for want of rewards" if found["left_out"] else ""
+    print(f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base")
+    names = {"proxy": "reward", "gold": "true score", "oracle": "best possible"}
+    shown = [name for name in names if name in found["curve"][0]]
+    judged = found["curve"][0]["win_rate"] is not None
+    header = ["n", "KL bound", *(names[name] for name in shown), *(["win rate, ties as half"] * judged), "tokens"]
+    lines = []
+    for row in found["curve"]:
+        win = [_interval(row["win_rate"]["half"], "rate")] if judged else []
+        estimates = [_interval(row[name]) if name != "oracle" else f"{row[name]['mean']:.3f}" for name in shown]
+        lines.append([str(row["n"]), f"{row['kl_bound']:.3f}", *estimates, *win, f"{row['mean_tokens']:.1f}"])
+    print(f"\n{format_table(header, lines)}")
+    peak = found["peak"]
+    if peak is not None and peak["n"] < found["curve"][-1]["n"]:
+        print(
+            f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {_interval(peak['change'])}"
+        )
+    if found["unscorable"]:
+        print(f"\n{found['unscorable']} responses have no reward")
+    if "sft" in results:
+        print(
+            f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses to {results['sft']['prompts']} prompts"
+        )
+
+
+def _interval(estimate: dict[str, float], name: str = "mean") -> str:
+    return format_interval(estimate[name], estimate["low"], estimate["high"])

@@ -1,0 +1,98 @@
+"""Evaluation on problems with known answers: accuracy, pass@k and maj@k of one model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl_ext.evaluation.command_line import format_table
+from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
+from trl_ext.rollouts import end_processes
+from trl_ext.runs.arguments import check_at_least
+from trl_ext.runs.reasoning import ProblemArguments, load_problems, sampling_settings
+from trl_ext.runs.reasoning_results import LENGTHS, TITLES, interval, print_examples
+from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
+
+FILES = ("config.yaml", "generations.jsonl", "results.json")
+
+
+@dataclass
+class EvaluationArguments(EngineArguments, ProblemArguments):
+    """The number of sampled responses, and the k of pass@k."""
+
+    samples_per_prompt: int = field(default=1, metadata={"help": "Responses to each problem; several give pass@k."})
+    pass_at: list[int] | None = field(
+        default=None, metadata={"help": "The k of pass@k and maj@k. Default: powers of 2 up to samples_per_prompt."}
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_at_least(self, 1, "samples_per_prompt", "save_every")
+        if self.samples_per_prompt > 1 and self.generation_temperature == 0:
+            raise ValueError(
+                f"samples_per_prompt {self.samples_per_prompt} at temperature 0 would all be the same: sample at "
+                "--generation_temperature 1, or one response"
+            )
+        self.place("evaluate-math")
+        if self.pass_at is None:
+            powers = [2**power for power in range(self.samples_per_prompt.bit_length())]
+            self.pass_at = powers if self.samples_per_prompt > 1 else []
+        wrong = [k for k in self.pass_at if not 1 <= k <= self.samples_per_prompt]
+        if wrong:
+            raise ValueError(f"pass_at {wrong[0]} must lie between 1 and samples_per_prompt {self.samples_per_prompt}")
+
+
+def main() -> None:
+    """Sample, grade, and write the run folder; resume an earlier call that was interrupted."""
+    with sampling_errors():
+        run = SamplingRun(
+            EvaluationArguments,
+            config="evaluate_math",
+            description="Evaluate a model on problems with known answers.",
+            files=FILES,
+        )
+        arguments = run.arguments
+        problems = load_problems(arguments, arguments.eval_split, arguments.num_eval_prompts)
+        settings = sampling_settings(arguments, reward=problems.reward)
+        run.open()
+        engine, tokenizer = run.load_engine(settings)
+        if problems.template is None and tokenizer.chat_template is None:
+            raise ValueError("the model has no chat template: name a --prompt_template, such as r1_zero")
+        rows = evaluate_reasoning(
+            problems.rows,
+            problems.prompts(),
+            engine,
+            problems.grade,
+            samples=arguments.samples_per_prompt,
+            seed=arguments.seed,
+            path=run.folder / "generations.jsonl",
+            save_every=arguments.save_every,
+            accelerator=run.accelerator,
+            progress=run.progress("responses"),
+        )
+        if run.is_main_process:
+            objective = f"evaluation ({problems.template_name} prompt, temperature {settings.temperature:g})"
+            summary = summarize_reasoning(rows, arguments.pass_at)
+            results = {
+                "run": run.describe(objective, settings, reward=problems.reward),
+                "score": {"policy": summary["accuracy"]["mean"]},
+                "generations": {"policy": {name: summary[name] for name in ("mean_tokens", "truncated_fraction")}},
+                "reasoning": summary,
+            }
+            run.write_results(results)
+            _print(results, rows)
+            run.say_written(results)
+    end_processes(run.accelerator)
+
+
+def _print(results: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    run, summary = results["run"], results["reasoning"]
+    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, reward {run['reward']}")
+    print(f"{summary['n_prompts']} problems, responses to each: {summary['n_samples']}; 95% intervals")
+    lines = [(TITLES[name], f"{count}  ({count / len(rows):.1%})") for name, count in summary["categories"].items()]
+    estimates = {"accuracy": summary["accuracy"], "in the form asked for": summary["format_rate"]}
+    estimates |= {f"{name}@{k}": value for name in ("pass", "maj") for k, value in summary[f"{name}_at"].items()}
+    lines += [(name, interval(estimate)) for name, estimate in estimates.items()]
+    lines += [(label, f"{summary[key]:.3f}") for key, label in LENGTHS.items() if summary[key] is not None]
+    print(f"\n{format_table(('', 'responses'), lines)}")
+    print_examples(rows)

@@ -1,0 +1,253 @@
+"""The pipeline's plan: its arguments, and its stages in order, each a recipe run in its own folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trl_ext.files import brief, read_json, read_yaml, write_json
+from trl_ext.registry import nearest
+from trl_ext.runs.arguments import check_at_least
+from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, PAIR_RECIPES
+from trl_ext.runs.studies.processes import launcher_options, run_or_stop
+from trl_ext.runs.studies.sweep import Run, Study, find_shipped, read_arguments, state_of
+
+# A stage's settings, kept in its folder; a folder without this file belongs to something else.
+RECORD_NAME = "stage.json"
+SFT, REWARD_MODEL, WEAK_REWARD_MODEL = "sft", "reward_model", "reward_model_weak"
+_OWN_ARGUMENTS = ("sft", "reward_model", "weak_reward_model", "policy", "methods")
+
+
+@dataclass
+class RLHFArguments:
+    """SFT, two reward models, policies that start from the SFT model, and an evaluation of all of them."""
+
+    model_name_or_path: str = field(default="toy", metadata={"help": "toy, a folder, or a hub model."})
+    dataset_name: str = field(default="toy", metadata={"help": "toy, or a folder of {split}.jsonl."})
+    sft_dataset_name: str | None = field(default=None, metadata={"help": "Demonstrations. Default: dataset_name."})
+    configs: str = field(
+        default="recipes/configs/toy",
+        metadata={"help": "Folder of the stages' configurations: rlhf_sft.yaml, reward_model.yaml, {method}.yaml."},
+    )
+    policy_methods: str = field(
+        default="ppo,dpo",
+        metadata={"help": "Recipes with commas; `ppo:weak` is rewarded by the weak reward model."},
+    )
+    sft: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of the SFT stage, as JSON."})
+    reward_model: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of both reward models, as JSON."}
+    )
+    weak_reward_model: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Arguments of the weak one beside these: fewer pairs, noise on their labels."}
+    )
+    policy: dict[str, Any] | str | None = field(default=None, metadata={"help": "Arguments of every policy, as JSON."})
+    methods: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Arguments by method, as JSON; {sft} and {reward_model} in a value name these folders."},
+    )
+    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts, of dataset_name."})
+    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs, of dataset_name."})
+    adversarial_prompts: str | None = field(
+        default=None, metadata={"help": "JSONL of prompts, each with its family and, for toy, graded_as. None: none."}
+    )
+    num_eval_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
+    max_prompt_tokens: int = field(default=700, metadata={"help": "Longer prompts lose their beginning."})
+    max_new_tokens: int = field(default=256, metadata={"help": "Longest response of the evaluation."})
+    eval_batch_size: int = field(default=32, metadata={"help": "Prompts per batch of the evaluation."})
+    num_samples: int = field(default=10, metadata={"help": "Prompts whose responses the report shows."})
+    num_mistakes: int = field(default=10, metadata={"help": "Worst mistakes of each reward model in the report."})
+    seed: int = field(default=0, metadata={"help": "Of every stage and of the sampling."})
+    output_dir: str = field(default="runs/rlhf", metadata={"help": "Folder of the stages' folders and the report."})
+    accelerate_config: str | None = field(default=None, metadata={"help": "For accelerate launch --config_file."})
+    dry_run: bool = field(default=False, metadata={"help": "Print the stages' commands and run nothing."})
+
+    def __post_init__(self):
+        for name in _OWN_ARGUMENTS:
+            setattr(self, name, _mapping(name, getattr(self, name)))
+        check_at_least(self, 1, "num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size")
+        check_at_least(self, 1, "num_samples")
+        check_at_least(self, 0, "num_mistakes")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One run of the pipeline, and the stages whose models it uses."""
+
+    run: Run
+    study: Study
+    after: tuple[Stage, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.run.name
+
+    @property
+    def folder(self) -> Path:
+        return self.study.folder_of(self.run)
+
+    def record(self) -> dict[str, Any]:
+        """Every setting of the run, including its configuration, and a digest of each earlier stage that it uses."""
+        arguments = dict(self.run.arguments)
+        config = arguments.pop("config")
+        settings = {**read_yaml(config), **arguments}
+        settings.pop("output_dir", None)
+        # Normalize to the form in which JSON returns it.
+        record = {"recipe": self.study.recipe, "settings": settings}
+        record["after"] = {stage.name: _digest(stage.record()) for stage in self.after}
+        return json.loads(json.dumps(record))
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The stages in order, and the folders of policies (base and SFT first) and of reward models by name."""
+
+    stages: list[Stage]
+    policies: dict[str, str]
+    reward_models: dict[str, str]
+
+
+def plan_pipeline(given: RLHFArguments) -> Pipeline:
+    """The stages for these arguments.
+
+    Raises:
+        FileNotFoundError: a configuration or a prompt file does not exist.
+        ValueError: a method is unknown or repeated, or arguments are given for a method that was not requested.
+    """
+    names = [name.strip() for name in given.policy_methods.split(",") if name.strip()]
+    _check_names(names, given)
+    folder = Path(given.output_dir)
+    launcher = launcher_options(given.accelerate_config)
+
+    def stage(name: str, recipe: str, arguments: dict[str, Any], after: Sequence[Stage] = ()) -> Stage:
+        arguments = {"config": _config(given.configs, recipe), **arguments, "seed": given.seed}
+        return Stage(Run(name, arguments), Study(recipe, [], folder, launcher), tuple(after))
+
+    model, data = given.model_name_or_path, given.dataset_name
+    demonstrations = {"dataset_name": given.sft_dataset_name or data, "model_name_or_path": model}
+    demonstrations["prompt_split"] = given.prompt_split
+    sft = stage(SFT, "rlhf_sft", {**demonstrations, **given.sft})
+    start = {"dataset_name": data, "model_name_or_path": str(folder / SFT)}
+    rewarding = {**start, "eval_split": given.eval_split, **given.reward_model}
+    stages = [sft, stage(REWARD_MODEL, "reward_model", rewarding, [sft])]
+    if given.weak_reward_model:
+        stages.append(stage(WEAK_REWARD_MODEL, "reward_model", {**rewarding, **given.weak_reward_model}, [sft]))
+    reward_stages = {one.name: one for one in stages[1:]}
+    policies = {"base": model, SFT: str(folder / SFT)}
+    for name in names:
+        recipe, _, weak = name.partition(":")
+        arguments, after = {**start, "prompt_split": given.prompt_split}, [sft]
+        rewards = reward_stages[WEAK_REWARD_MODEL if weak else REWARD_MODEL]
+        if recipe in ONLINE_RECIPES:
+            arguments["reward_model"] = str(rewards.folder)
+            after.append(rewards)
+        else:
+            arguments["eval_split"] = given.eval_split
+        own = {**given.policy, **given.methods.get(recipe, {}), **given.methods.get(name, {})}
+        places = {"{sft}": str(folder / SFT), "{reward_model}": str(rewards.folder)}
+        arguments |= {key: _filled(value, places) for key, value in own.items()}
+        stages.append(stage(name.replace(":", "-"), recipe, arguments, after))
+        policies[stages[-1].name] = str(stages[-1].folder)
+    return Pipeline(stages, policies, {name: str(one.folder) for name, one in reward_stages.items()})
+
+
+def check_record(stage: Stage) -> None:
+    """Reject a folder that holds a run with other settings, or something else.
+
+    Raises:
+        ValueError: the message names the first setting that differs, and what to do.
+    """
+    folder = stage.folder
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    begun = read_json(folder / RECORD_NAME) if (folder / RECORD_NAME).is_file() else None
+    if not isinstance(begun, dict) or not {"recipe", "settings", "after"} <= begun.keys():
+        raise ValueError(
+            f"{folder} holds something that is no stage of a pipeline: move it away, or choose another --output_dir"
+        )
+    now = stage.record()
+    if begun == now:
+        return
+    remedy = f"take that back, remove {folder} and the stages after it, or choose another --output_dir"
+    changed = [name for name in begun["after"] if begun["after"][name] != now["after"].get(name)]
+    if changed and begun["settings"] == now["settings"]:
+        raise ValueError(f"{folder} was run after another {changed[0]} than the one now asked for: {remedy}")
+    names = sorted({*begun["settings"], *now["settings"]})
+    name = next((name for name in names if begun["settings"].get(name) != now["settings"].get(name)), "recipe")
+    values = [(one["settings"] | {"recipe": one["recipe"]}).get(name) for one in (begun, now)]
+    raise ValueError(f"{folder} was run with {name} {values[0]!r}, and now it is {values[1]!r}: {remedy}")
+
+
+def run_stage(stage: Stage, place: str) -> None:
+    """Run a stage unless it is finished.
+
+    Raises:
+        ValueError: the stage failed; the message contains its command.
+        KeyboardInterrupt, SystemExit: the pipeline was asked to stop meanwhile; the code is 75 unless from a terminal.
+    """
+    state = state_of(stage.study, stage.run)
+    print(f"\n=== stage {place}, {stage.name}: {state}", flush=True)
+    if state == "finished":
+        return
+    command = stage.study.command(stage.run)
+    write_json(stage.folder / RECORD_NAME, stage.record())
+    code = run_or_stop(command, "this stage")
+    if code or state_of(stage.study, stage.run) != "finished":
+        raise ValueError(
+            f"the stage {stage.name} failed with exit status {code}, for the reason above -- repeat the same command, "
+            f"which goes on from this stage, or this stage alone: {shlex.join(stage.study.command(stage.run))}"
+        )
+
+
+def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
+    known = (*PAIR_RECIPES, *ONLINE_RECIPES)
+    if not names:
+        raise ValueError(f"policy_methods: name one or more of {', '.join(known)}")
+    for name in names:
+        recipe, colon, which = name.partition(":")
+        if recipe not in known:
+            raise ValueError(f"policy_methods: no method {recipe!r}{nearest(recipe, known)} Known: {', '.join(known)}")
+        if colon and (which != "weak" or recipe in PAIR_RECIPES):
+            raise ValueError(f"policy_methods: {name!r}: only :weak may follow, and only a method with rewards")
+        if colon and not given.weak_reward_model:
+            raise ValueError(f"policy_methods: {name!r} needs weak_reward_model, the arguments that make it weak")
+        if names.count(name) > 1:
+            raise ValueError(f"policy_methods: {name!r} is named twice")
+    for name, arguments in given.methods.items():
+        if name.partition(":")[0] not in known:
+            raise ValueError(f"methods: no method {brief(name)!r}{nearest(brief(name), known)}")
+        read_arguments(Path("methods"), name, arguments)
+
+
+def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
+    """A mapping of arguments; on the command line it is given as JSON."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{name} must be a mapping of arguments as JSON: {error}") from None
+    value = {} if value is None else value
+    if name == "methods":
+        if not isinstance(value, dict):
+            raise ValueError(f"methods must hold `method: arguments`, got {brief(repr(value), 100)}")
+        return value
+    return read_arguments(Path("rlhf"), name, value) if value else {}
+
+
+def _config(folder: str, recipe: str) -> str:
+    path = Path(folder) / f"{recipe}.yaml"
+    return str(find_shipped(path, f"no configuration {path} for the stage of recipes/{recipe}.py: see --configs"))
+
+
+def _filled(value: Any, places: dict[str, str]) -> Any:
+    for place, path in places.items():
+        value = value.replace(place, path) if isinstance(value, str) else value
+    return value
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

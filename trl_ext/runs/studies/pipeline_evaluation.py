@@ -1,0 +1,308 @@
+"""The pipeline's evaluation: base, SFT and every policy on held-out and adversarial prompts, by both reward models."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_ext.data import load_benchmark
+from trl_ext.evaluation.judging.protocol import last_user_text
+from trl_ext.evaluation.methods.reward_models import reward_mistakes
+from trl_ext.evaluation.stages import compare_stages, mean_and_std
+from trl_ext.evaluation.submissions.assets import load_prompts
+from trl_ext.files import read_json, write_json, write_json_lines
+from trl_ext.rewards import RewardModel
+from trl_ext.runs.studies.pipeline import REWARD_MODEL, SFT, Pipeline, RLHFArguments
+from trl_ext.runs.studies.sweep import find_shipped
+from trl_ext.toy import score as toy_score
+
+FOLDER, SUMMARY_NAME = "evaluation", "evaluation.json"
+HELD_OUT, ADVERSARIAL = "held_out", "adversarial"
+# Statistic -> its description in the report.
+PATTERNS = {
+    "length": "words of the response that the model prefers minus those of the other, mean",
+    "longer": "share of the pairs of unequal length in which it prefers the longer",
+    "overlap": "words in both responses / words in either (Jaccard), mean",
+    "position": "words before the two part / words of the shorter, mean; 1 where one begins with the other",
+    "label_wrong": "share of the pairs whose label contradicts the true order; ties of it left out",
+}
+
+
+def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
+    """Sample, score and measure; write the samples and evaluation.json, or read the latter if nothing has changed.
+
+    Returns:
+        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; `mistakes` by
+        reward model; and `settings`, with digests of the data and the models.
+
+    Raises:
+        FileNotFoundError: prompts or pairs do not exist.
+        ValueError: prompts are malformed or have no family.
+    """
+    folder = Path(given.output_dir) / FOLDER
+    files, benchmark = _prompt_files(given, folder), load_benchmark(given.dataset_name)
+    pairs = list(benchmark[given.eval_split]) if given.eval_split in benchmark else []
+    settings = _settings(given, pipeline) | {"digests": _digests(pipeline, files, pairs)}
+    if (folder / SUMMARY_NAME).is_file():
+        done = read_json(folder / SUMMARY_NAME)
+        if isinstance(done, dict) and done.get("settings") == settings:
+            return done
+    summary: dict[str, Any] = {"prompts": {}, "settings": settings}
+    for name, path in files.items():
+        summary["prompts"][name] = _evaluate_prompts(given, pipeline, name, path, folder)
+    if pairs:
+        known = _known_score(given)
+        summary["mistakes"] = {
+            name: mistakes_of(pairs, Path(path) / "scores.jsonl", count=given.num_mistakes, true_score=known)
+            for name, path in pipeline.reward_models.items()
+        }
+    write_json(folder / SUMMARY_NAME, summary)
+    return summary
+
+
+def check_evaluation(given: RLHFArguments) -> None:
+    """Check, before anything is trained, that the evaluation's data exists; nothing is sampled.
+
+    Raises:
+        FileNotFoundError: data or prompts do not exist.
+        ValueError: the split does not exist, or prompts are malformed or have no family.
+    """
+    benchmark = load_benchmark(given.dataset_name)
+    if given.prompt_split not in benchmark:
+        raise ValueError(
+            f"{given.dataset_name} has no split {given.prompt_split!r}: it has {', '.join(benchmark)}; name one with "
+            "--prompt_split"
+        )
+    if given.adversarial_prompts:
+        find_adversarial(given.adversarial_prompts)
+
+
+def _settings(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
+    """The settings on which the figures depend, in the form in which JSON returns them."""
+    names = ("dataset_name", "prompt_split", "eval_split", "adversarial_prompts", "num_eval_prompts", "num_mistakes")
+    names += ("max_prompt_tokens", "max_new_tokens", "eval_batch_size", "seed", "num_samples")
+    stages = {stage.name: stage.record() for stage in pipeline.stages}
+    return json.loads(json.dumps({**{name: getattr(given, name) for name in names}, "stages": stages}))
+
+
+def _digests(pipeline: Pipeline, files: Mapping[str, Path], pairs: list[dict[str, Any]]) -> dict[str, str]:
+    """SHA-256 of each set of prompts, of the pairs, and of each stage's results, which change with retraining."""
+    contents = {name: path.read_bytes() for name, path in files.items()}
+    contents |= {stage.name: (stage.folder / "results.json").read_bytes() for stage in pipeline.stages}
+    contents["pairs"] = json.dumps(pairs, sort_keys=True, default=str).encode()
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def _prompt_files(given: RLHFArguments, folder: Path) -> dict[str, Path]:
+    """Prompt files by set; the held-out prompts are written out, because some datasets have no file."""
+    rows = list(load_benchmark(given.dataset_name)[given.prompt_split])[: given.num_eval_prompts]
+    path = folder / "prompts.jsonl"
+    write_json_lines(path, ({"row_id": row["row_id"], "prompt": row["prompt"]} for row in rows))
+    files = {HELD_OUT: path}
+    if given.adversarial_prompts:
+        files[ADVERSARIAL] = find_adversarial(given.adversarial_prompts)
+    return files
+
+
+def find_adversarial(path: str) -> Path:
+    """The file of adversarial prompts, relative to the working directory or to the repository.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a prompt is malformed or has no family.
+    """
+    found = find_shipped(path, f"no file --adversarial_prompts {path}")
+    for row in load_prompts(found):
+        if not isinstance(row.get("family"), str):
+            raise ValueError(f"{found}, row_id {row['row_id']}: every adversarial prompt must say its family")
+    return found
+
+
+def _known_score(given: RLHFArguments) -> Callable[..., float] | None:
+    """The true score, which only the embedded benchmark has."""
+    return toy_score if given.dataset_name == "toy" else None
+
+
+def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, path: Path, folder: Path) -> dict[str, Any]:
+    prompts = load_prompts(path)
+    comparison = compare_stages(
+        pipeline.policies,
+        reward_model=pipeline.reward_models[REWARD_MODEL],
+        reference=SFT,
+        prompts_jsonl=path,
+        max_prompt_tokens=given.max_prompt_tokens,
+        max_new_tokens=given.max_new_tokens,
+        batch_size=given.eval_batch_size,
+        seed=given.seed,
+        progress=True,
+    )
+    _score_samples(pipeline, prompts, comparison.samples, given.eval_batch_size, _known_score(given))
+    for model, samples in comparison.samples.items():
+        write_json_lines(folder / f"samples_{name}_{model}.jsonl", samples)
+    models = [
+        {**{key: row[key] for key in ("name", "model", "n", "kl", "kl_note", "tokens", "finished")}, **_means(samples)}
+        for row, samples in zip(comparison.rows, comparison.samples.values(), strict=True)
+    ]
+    families = {}
+    for family in dict.fromkeys(row["family"] for row in prompts) if name == ADVERSARIAL else ():
+        families[family] = [
+            {"name": model, **_means([sample for sample in samples if sample["family"] == family])}
+            for model, samples in comparison.samples.items()
+        ]
+    first = _one_of_each_family(prompts)[: given.num_samples]
+    shown = {model: [samples[index] for index in first] for model, samples in comparison.samples.items()}
+    return {"models": models, "families": families, "samples": shown}
+
+
+def _one_of_each_family(prompts: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Indices of the prompts: the first of every family, then the second of every family, and so on."""
+    seen: Counter = Counter()
+    ranks = []
+    for index, row in enumerate(prompts):
+        ranks.append((seen[row.get("family")], index))
+        seen[row.get("family")] += 1
+    return [index for _, index in sorted(ranks)]
+
+
+def _score_samples(pipeline, prompts, samples: Mapping[str, list], batch_size: int, known: Callable | None) -> None:
+    """Add to each sample its `rewards` by reward model, its `true_score` (None if unknown) and its `family`."""
+    others = {
+        name: RewardModel(path, batch_size=batch_size)
+        for name, path in pipeline.reward_models.items()
+        if name != REWARD_MODEL
+    }
+    messages = [row["prompt"] for row in prompts]
+    for rows in samples.values():
+        texts, finished = [row["response_text"] for row in rows], [row["finished"] for row in rows]
+        scored = {name: model.score(messages, texts, finished=finished).tolist() for name, model in others.items()}
+        for index, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+            row["rewards"] = {
+                REWARD_MODEL: row.pop("reward"),
+                **{name: values[index] for name, values in scored.items()},
+            }
+            # The request inside an adversarial prompt, if it is a prompt of the benchmark.
+            graded_as = prompt.get("graded_as", prompt["prompt_text"])
+            right = known is not None and bool(graded_as)
+            row["true_score"] = known(graded_as, row["response_text"], finished=row["finished"]) if right else None
+            row["family"] = prompt.get("family")
+
+
+def _means(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Mean, standard deviation and interval of the rewards by model and of the known true scores."""
+    scores = [sample["true_score"] for sample in samples if sample["true_score"] is not None]
+    lengths = [sample["generated_num_tokens"] for sample in samples]
+    return {
+        "n": len(samples),
+        "rewards": {
+            name: mean_and_std([sample["rewards"][name] for sample in samples]) for name in samples[0]["rewards"]
+        },
+        "true_score": {**mean_and_std(scores), "n": len(scores)} if scores else None,
+        "tokens": mean_and_std(lengths),
+    }
+
+
+# ---- Mistakes of the reward models ----
+
+
+def mistakes_of(
+    pairs: Sequence[Mapping[str, Any]],
+    scores: str | Path,
+    *,
+    count: int,
+    true_score: Callable[[str, str], float] | None = None,
+) -> dict[str, Any]:
+    """The worst mistakes of a reward model on held-out pairs, and how they differ from the other pairs.
+
+    Args:
+        pairs: rows with `row_id`, `prompt`, `chosen` and `rejected`.
+        scores: scores.jsonl of the reward model's run, for these pairs.
+        count: maximum number of mistakes to return.
+        true_score: `f(prompt_text, response)`, a known quality; None for none.
+
+    Returns:
+        `n`, the number of pairs; `patterns`, statistics of the `wrong` and the `right` pairs from
+        `pattern_statistics`; and `worst`, the worst mistakes from `reward_mistakes`, each with its own statistics.
+
+    Raises:
+        FileNotFoundError: the score file does not exist.
+        ValueError: the scores belong to other pairs.
+    """
+    path = Path(scores)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}: the reward model was not evaluated on held-out pairs")
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    found = {row["row_id"]: (row["chosen_score"], row["rejected_score"]) for row in rows}
+    missing = next((row["row_id"] for row in pairs if row["row_id"] not in found), None)
+    if missing is not None:
+        raise ValueError(f"{scores}: no score of row_id {missing}: the reward model was evaluated on other pairs")
+    chosen, rejected = zip(*(found[row["row_id"]] for row in pairs), strict=True)
+    every = reward_mistakes(pairs, chosen, rejected)
+    wrong_ids = {row["row_id"] for row in every}
+    described = {
+        row["row_id"]: describe_pair(
+            last_user_text(row["prompt"]), _text(row["chosen"]), _text(row["rejected"]), c - r, true_score
+        )
+        for row, c, r in zip(pairs, chosen, rejected, strict=True)
+    }
+    groups = {
+        "wrong": [one for row_id, one in described.items() if row_id in wrong_ids],
+        "right": [one for row_id, one in described.items() if row_id not in wrong_ids],
+    }
+    return {
+        "n": len(pairs),
+        "patterns": {name: pattern_statistics(group) for name, group in groups.items()},
+        "worst": [{**row, **described[row["row_id"]]} for row in every[:count]],
+    }
+
+
+def describe_pair(
+    prompt: str, chosen: str, rejected: str, margin: float, true_score: Callable[[str, str], float] | None = None
+) -> dict[str, Any]:
+    """Properties of a pair: `length`, `overlap` and `position` as defined in `PATTERNS`, and `label_wrong`.
+
+    Args:
+        prompt: text of the last message.
+        chosen, rejected: the responses.
+        margin: chosen score minus rejected score. At 0 the model prefers neither, and `length` is 0.
+        true_score: as for `mistakes_of`. Without it, or if both responses are equally good, `label_wrong` is None.
+    """
+    one, other = (re.findall(r"\w+", text.lower()) for text in (chosen, rejected))
+    sign = (margin > 0) - (margin < 0)
+    shared = 0
+    while shared < min(len(one), len(other)) and one[shared] == other[shared]:
+        shared += 1
+    either = set(one) | set(other)
+    truth = 0.0 if true_score is None else true_score(prompt, chosen) - true_score(prompt, rejected)
+    return {
+        "length": sign * (len(one) - len(other)),
+        "overlap": len(set(one) & set(other)) / len(either) if either else 1.0,
+        "position": shared / min(len(one), len(other)) if one and other else 0.0,
+        "label_wrong": None if truth == 0 else truth < 0,
+    }
+
+
+def pattern_statistics(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """`n`, the number of pairs, and the statistics of `PATTERNS`; None for one that no pair has."""
+    unequal = [one["length"] > 0 for one in described if one["length"]]
+    labels = [one["label_wrong"] for one in described if one["label_wrong"] is not None]
+    return {
+        "n": len(described),
+        "length": _average([one["length"] for one in described]),
+        "longer": _average(unequal),
+        "overlap": _average([one["overlap"] for one in described]),
+        "position": _average([one["position"] for one in described]),
+        "label_wrong": _average(labels),
+    }
+
+
+def _average(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _text(response: Sequence[Mapping[str, Any]] | str) -> str:
+    return response if isinstance(response, str) else response[-1]["content"]

@@ -1,0 +1,239 @@
+"""The pipeline's report: tables of the stages above the report of their runs, and a plot of reward against KL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trl_ext.evaluation.command_line import format_table
+from trl_ext.evaluation.report import write_report
+from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.reporting.summary import pareto_front
+from trl_ext.evaluation.reporting.tables import Cell, Table, count, figure
+from trl_ext.files import read_json, replacing
+from trl_ext.runs.results import drawing
+from trl_ext.runs.studies.pipeline import SFT, Pipeline, RLHFArguments
+from trl_ext.runs.studies.pipeline_evaluation import ADVERSARIAL, HELD_OUT, PATTERNS
+
+TITLES = {HELD_OUT: "Held-out prompts", ADVERSARIAL: "Adversarial prompts"}
+TRUE_SCORE = "true score"
+PICTURE_NAME = "pareto.png"
+# Only for the HTML page: it is too long for a terminal.
+FAMILIES = "stages-families"
+SAMPLED = (
+    "One response per prompt, sampled at temperature 1. Brackets hold 95% intervals, std is over responses. KL is the "
+    "approximate divergence from the SFT model in nats per response."
+)
+
+
+def write_pipeline_report(given: RLHFArguments, pipeline: Pipeline, summary: Mapping[str, Any]) -> list[str]:
+    """Write report.html, report.md and pareto.png into the pipeline's folder; return the files' names."""
+    folder = Path(given.output_dir)
+    pictures = {}
+    with drawing(PICTURE_NAME):
+        plot_pareto(summary, folder / PICTURE_NAME)
+        pictures["Reward against KL from the SFT model, held-out prompts"] = (folder / PICTURE_NAME).read_bytes()
+    tables = [*_model_tables(summary), *_mistake_tables(summary), *_sample_tables(summary), _stage_table(pipeline)]
+    runs = [stage.folder for stage in pipeline.stages]
+    write_report(runs, folder / "report.html", stages=tables, pictures=pictures)
+    return ["report.html", "report.md", *([PICTURE_NAME] if pictures else []), "evaluation/"]
+
+
+def print_tables(summary: Mapping[str, Any]) -> None:
+    """Print the models' figures on both sets of prompts, and the patterns of the reward models' mistakes."""
+    found = [table for table in _model_tables(summary) if table.name != FAMILIES]
+    for table in [*found, *_mistake_tables(summary)[:1]]:
+        rows = [[cell.text for cell in row] for row in table.rows]
+        print(f"\n{table.title}\n{format_table(table.columns, rows)}")
+
+
+# ---- Tables ----
+
+
+def _model_tables(summary: Mapping[str, Any]) -> list[Table]:
+    tables = []
+    for name, found in summary["prompts"].items():
+        rows = [
+            [
+                Cell(row["name"]),
+                count(row["n"]),
+                *_figures(row, found["models"]),
+                _kl(row),
+                figure(row["tokens"]["mean"], 1),
+            ]
+            for row in found["models"]
+        ]
+        columns = ["model", "n", *_figure_names(found["models"]), "KL to SFT (nats)", "tokens"]
+        tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, columns, rows))
+        if found["families"]:
+            models = [row for models in found["families"].values() for row in models]
+            by_family = [
+                [
+                    Cell(family),
+                    Cell(row["name"]),
+                    count(row["n"]),
+                    *_figures(row, models),
+                    figure(row["tokens"]["mean"], 1),
+                ]
+                for family, rows in found["families"].items()
+                for row in rows
+            ]
+            columns = ["family", "model", "n", *_figure_names(models), "tokens"]
+            note = f"{SAMPLED} The true score is that of the benchmark's instruction in the prompt, if there is one."
+            tables.append(Table(FAMILIES, "Adversarial prompts by family", note, columns, by_family))
+    return tables
+
+
+def _figure_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = [part for name in rows[0]["rewards"] for part in (f"reward, {name}", "std")]
+    return names + ([TRUE_SCORE, "n graded"] if any(row["true_score"] for row in rows) else [])
+
+
+def _figures(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
+    """Rewards with their standard deviations, and the true score; for the columns of `_figure_names(rows)`."""
+    cells = [part for one in row["rewards"].values() for part in (_mean(one), figure(one["std"], 2))]
+    if not any(other["true_score"] for other in rows):
+        return cells
+    true = row["true_score"]
+    return cells + ([_mean(true, 3), count(true["n"])] if true else [Cell("-"), count(0)])
+
+
+def _mean(value: Mapping[str, float], digits: int = 2) -> Cell:
+    text = f"{value['mean']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+    return Cell(text, value["mean"])
+
+
+def _kl(row: Mapping[str, Any]) -> Cell:
+    return Cell("-") if row["kl"] is None else _mean(row["kl"])
+
+
+def _mistake_tables(summary: Mapping[str, Any]) -> list[Table]:
+    mistakes = summary.get("mistakes", {})
+    patterns = [
+        [Cell(name), Cell(group), count(row["n"]), *(figure(row[key], 2) for key in PATTERNS)]
+        for name, found in mistakes.items()
+        for group, row in found["patterns"].items()
+    ]
+    note = "Held-out pairs that a reward model ranks against their label (wrong), and the others (right). "
+    note += "; ".join(f"{name}: {what}" for name, what in PATTERNS.items()) + "."
+    columns = ["reward model", "pairs", "n", *PATTERNS]
+    worst = [
+        [
+            Cell(name),
+            figure(row["margin"], 2),
+            *(Cell(row[key], prose=True) for key in ("prompt_text", "chosen_text", "rejected_text")),
+            count(row["length"]),
+            figure(row["overlap"], 2),
+            figure(row["position"], 2),
+            Cell({None: "-", True: "yes", False: "no"}[row["label_wrong"]]),
+        ]
+        for name, found in mistakes.items()
+        for row in found["worst"]
+    ]
+    titles = ["reward model", "margin", "prompt", "chosen", "rejected", *PATTERNS]
+    titles.remove("longer")
+    return [
+        Table("stages-patterns", "What the reward models' mistakes have in common", note, columns, patterns),
+        Table("stages-mistakes", "Worst mistakes, with their patterns", note, titles, worst),
+    ]
+
+
+def _sample_tables(summary: Mapping[str, Any]) -> list[Table]:
+    tables = []
+    for name, found in summary["prompts"].items():
+        samples = found["samples"]
+        names = list(next(iter(samples.values()))[0]["rewards"])
+        rows = [
+            [
+                Cell(rows[index]["prompt_text"], prose=True),
+                Cell(model),
+                Cell(rows[index]["response_text"], prose=True),
+                *(figure(rows[index]["rewards"][key], 2) for key in names),
+                figure(rows[index]["true_score"], 2),
+            ]
+            for index in range(len(next(iter(samples.values()))))
+            for model, rows in samples.items()
+        ]
+        columns = ["prompt", "model", "response", *(f"reward, {key}" for key in names), TRUE_SCORE]
+        note = f"All of them are in evaluation/samples_{name}_*.jsonl."
+        tables.append(Table(f"stages-samples-{name}", f"Samples, {TITLES[name].lower()}", note, columns, rows))
+    return tables
+
+
+def _stage_table(pipeline: Pipeline) -> Table:
+    rows = []
+    for stage in pipeline.stages:
+        run = read_json(stage.folder / "results.json")["run"]
+        seconds = [figure(run.get(name), 0) for name in ("training_seconds", "total_seconds")]
+        rows.append([Cell(stage.name), Cell(str(run.get("objective"))), count(run.get("optimizer_steps")), *seconds])
+    columns = ["stage", "objective", "steps", "training (s)", "in all (s)"]
+    return Table("stages-runs", "Runs of the stages", "Each is a run of one recipe in its own folder.", columns, rows)
+
+
+# ---- The plot ----
+
+
+def pareto_points(models: Sequence[Mapping[str, Any]], what: str) -> list[dict[str, Any]]:
+    """The SFT model, at KL 0 from itself, and the policies, by KL and by a reward model's reward or the true score.
+
+    Args:
+        models: models of one set of prompts, from the evaluation; the base is left out, since no policy started from
+            it.
+        what: name of a reward model, or `true score`.
+
+    Returns:
+        By ascending KL: `run`, `kl` and `reward` with `value`, `low` and `high`, and `on_front`: whether no other has
+        at least its reward at no more KL.
+    """
+    points = []
+    for row in models:
+        reward = row["true_score"] if what == TRUE_SCORE else row["rewards"].get(what)
+        kl = {"mean": 0.0, "low": 0.0, "high": 0.0} if row["name"] == SFT else row["kl"]
+        if row["name"] != "base" and reward is not None and kl is not None:
+            estimates = {
+                name: {"value": one["mean"], "low": one["low"], "high": one["high"]}
+                for name, one in (("kl", kl), ("reward", reward))
+            }
+            points.append({"run": row["name"], "setting": (), **estimates})
+    front = pareto_front(points, intervals=False)
+    return sorted(({**point, "on_front": point["run"] in front} for point in points), key=lambda p: p["kl"]["value"])
+
+
+def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
+    """Draw reward against KL on the held-out prompts, one panel for each reward model and for the true score.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    models = summary["prompts"][HELD_OUT]["models"]
+    panels = {name: pareto_points(models, name) for name in (*models[0]["rewards"], TRUE_SCORE)}
+    panels = {name: points for name, points in panels.items() if points}
+    drawing, axes = new_figure(1, max(len(panels), 2))
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    colors = {row["name"]: f"C{index}" for index, row in enumerate(models)}
+    for axis, (name, points) in zip(axes, panels.items(), strict=False):
+        axis.set_title(name if name == TRUE_SCORE else f"reward, {name}")
+        axis.set_xlabel("KL from the SFT model (nats per response)")
+        front = [point for point in points if point["on_front"]]
+        axis.plot(*_positions(front), color="grey", linestyle="--", linewidth=1, label="Pareto front")
+        for point in points:
+            (x, x_error), (y, y_error) = (_with_error(point[key]) for key in ("kl", "reward"))
+            fill = "full" if point["on_front"] else "none"
+            style = {"fillstyle": fill, "color": colors[point["run"]], "label": point["run"]}
+            axis.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", capsize=3, **style)
+        axis.grid(alpha=0.3)
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    drawing.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
+    with replacing(path) as temporary:
+        drawing.savefig(temporary, dpi=110)
+
+
+def _positions(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    return [point["kl"]["value"] for point in points], [point["reward"]["value"] for point in points]
+
+
+def _with_error(estimate: Mapping[str, float]) -> tuple[float, list[list[float]]]:
+    value = estimate["value"]
+    return value, [[max(value - estimate["low"], 0)], [max(estimate["high"] - value, 0)]]

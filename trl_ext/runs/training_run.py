@@ -1,0 +1,275 @@
+"""A recipe's training run: its arguments, its folder, and the steps that all training runs share."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from httpx import HTTPError
+from huggingface_hub import whoami
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import IntervalStrategy
+
+from trl_ext.files import brief, write_text
+from trl_ext.processes import is_main_process, world_size
+from trl_ext.resilience.preemption import Preemption
+from trl_ext.resilience.secrets import arguments_without_secrets
+from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.folder import (
+    RESULT_FILES,
+    check_same_settings,
+    clear_run_folder,
+    config_text,
+    forget_other_base,
+    open_run_folder,
+    settings_digest,
+)
+from trl_ext.runs.loading import load_trainer
+from trl_ext.runs.plan import LaunchArguments, check_launch, end_with_plan, run_check
+from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
+
+
+@dataclasses.dataclass
+class TrainingRun:
+    """One call of a recipe that trains, from its arguments to its results.
+
+    A recipe creates it with `begin_run`, calls `load_trainer`, `open` and `train` in this order, and uses `describe`
+    for its results.
+
+    Attributes:
+        arguments: the recipe's own arguments.
+        model: model arguments.
+        training: the trainer's configuration.
+        launch: launch arguments.
+        checkpoint: the checkpoint that the run resumes from; None to start from the beginning.
+        started: start time in seconds of the system clock.
+        resolved: the arguments as config.yaml holds them; set by `load_trainer`.
+        training_seconds: duration of `train`.
+    """
+
+    arguments: Any
+    model: ModelArguments
+    training: Any
+    launch: LaunchArguments
+    checkpoint: str | None
+    started: float
+    resolved: str = ""
+    training_seconds: float = 0.0
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.training.output_dir)
+
+    def load_trainer(self, trainer_class: Callable[..., Any], **datasets: Any):
+        """Create the trainer on the datasets given as keywords; with `eval_dataset=None` it does not evaluate.
+
+        Raises:
+            ValueError: as for `loading.load_trainer`; a resumed run was started with other settings; or the best
+                checkpoint is to be chosen on rows that do not exist.
+        """
+        # Do this before the data and model change the arguments: config.yaml holds what the user requested.
+        self.resolved = config_text(self.arguments, self.model, self.training)
+        if self.checkpoint is not None:
+            check_same_settings(self.folder / "config.yaml", self.resolved)
+        if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
+            if self.training.load_best_model_at_end:
+                raise ValueError(
+                    "load_best_model_at_end chooses a checkpoint on held-out rows, and there are none: name a split "
+                    "with --eval_split, or leave it out to keep the last"
+                )
+            self.training.eval_strategy = IntervalStrategy.NO
+        end_with_plan(self.launch, self.model, self.training, datasets, RESULT_FILES)
+        return load_trainer(trainer_class, self.model, self.training, **datasets)
+
+    def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
+        """Clear the folder if requested, and write config.yaml.
+
+        Args:
+            trainer: this run's trainer.
+            metrics: the callback that writes metrics.jsonl; None to add one.
+
+        Returns:
+            the callback that writes metrics.jsonl.
+        """
+        if trainer.accelerator.is_main_process:
+            if self.arguments.overwrite_output_dir:
+                clear_run_folder(self.training.output_dir)
+            elif self.checkpoint is None:
+                forget_other_base(self.folder, self.resolved)
+            write_text(self.folder / "config.yaml", self.resolved)
+        trainer.accelerator.wait_for_everyone()
+        if metrics is None:
+            metrics = MetricsFileCallback(self.folder / "metrics.jsonl")
+            trainer.add_callback(metrics)
+        StepLineCallback.show_in(trainer)
+        return metrics
+
+    def train(
+        self, trainer, *, save: bool = True, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING
+    ) -> None:
+        """Train, from the checkpoint if there is one, and save the model into the folder.
+
+        Args:
+            trainer: this run's trainer.
+            save: False if the recipe first chooses a checkpoint and saves it itself.
+            mendable: errors that end the run with one line.
+        """
+        begun = time.time()
+        with one_line_errors(mendable), logging_redirect_tqdm():
+            # Add it last: it may end the program, and all other callbacks must have finished.
+            trainer.add_callback(Preemption(trainer))
+            trainer.train(resume_from_checkpoint=self.checkpoint)
+        self.training_seconds = time.time() - begun
+        if save:
+            trainer.save_model(self.training.output_dir)
+
+    def describe(self, **own: Any) -> dict[str, Any]:
+        """The description of the run for results.json: common entries and `own`; the total time ends now."""
+        return {
+            **own,
+            "settings_digest": settings_digest(self.resolved),
+            "model": self.model.model_name_or_path,
+            "dataset": self.arguments.dataset_name,
+            "training_seconds": self.training_seconds,
+            "total_seconds": time.time() - self.started,
+        }
+
+    # ---- The time budget of recipes whose arguments have `max_hours` ----
+
+    def check_time_left(self) -> None:
+        """Refuse to resume a run whose time budget is used up.
+
+        Raises:
+            ValueError: no time is left.
+        """
+        hours = self.arguments.max_hours
+        if self.checkpoint is None or hours is None:
+            return
+        rows = read_metrics(self.folder / "metrics.jsonl")
+        taken = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
+        if taken >= hours:
+            raise ValueError(f"the run has taken {taken:.2f} of its --max_hours {hours:g}: give more")
+
+    def time_budget(self, trainer, metrics: MetricsFileCallback, *, period: int = 1) -> TimeBudgetCallback | None:
+        """A callback that ends training when the time budget is used up; None without `--max_hours`.
+
+        Args:
+            trainer: this run's trainer.
+            metrics: the callback that measures the time.
+            period: steps between the points at which the run may end.
+        """
+        hours = self.arguments.max_hours
+        return None if hours is None else TimeBudgetCallback(hours, metrics, trainer.accelerator, period=period)
+
+    def say_stopped(self, done: int, of: int, what: str = "steps") -> None:
+        """Print when the time budget ended the run, and how to resume it."""
+        print(
+            f"stopped by --max_hours {self.arguments.max_hours:g} after {done} of {of} {what}; with more hours, "
+            "--resume_from_checkpoint goes on"
+        )
+
+
+def begin_run(
+    argument_class: type,
+    config_class: type,
+    *,
+    config: str,
+    description: str | None,
+    name: Callable[[Any], str],
+) -> TrainingRun:
+    """Read the arguments, and check the run folder and the trackers before anything is loaded.
+
+    Args:
+        argument_class: class of the recipe's own arguments, with `dataset_name` and `overwrite_output_dir`.
+        config_class: class of the trainer's configuration.
+        config: name of the file in configs/toy that is used without arguments.
+        description: text for `--help`.
+        name: function from the trainer's configuration to the start of the run folder's name, before the dataset's
+            name.
+
+    Raises:
+        ValueError, OSError: see `parse_arguments`, `open_run_folder`, `check_trackers` and `check_hub`.
+    """
+    started = time.time()
+    arguments, model, training, launch = parse_arguments(
+        (argument_class, ModelArguments, config_class, LaunchArguments),
+        default_config=toy_config(config),
+        description=description,
+    )
+    # Trackers record the command line.
+    sys.argv[1:] = arguments_without_secrets(sys.argv[1:])
+    if training.output_dir == "trainer_output":
+        training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
+    check_launch(launch, training)
+
+    def check() -> str | None:
+        checkpoint = of_first_process(
+            lambda: open_run_folder(
+                training.output_dir,
+                overwrite=arguments.overwrite_output_dir,
+                resume_from_checkpoint=training.resume_from_checkpoint,
+            )
+        )
+        check_trackers(training.report_to)
+        check_hub(training)
+        return checkpoint
+
+    checkpoint = run_check(launch, check)
+    return TrainingRun(arguments, model, training, launch, checkpoint, started)
+
+
+def of_first_process(find: Callable[[], str | None]) -> str | None:
+    """Return in every process what the first one finds, or raise its error: others may see changes on disk late."""
+    if world_size() == 1:
+        return find()
+    found: list[Any] = [None, None]
+    if is_main_process():
+        try:
+            found[0] = find()
+        except (OSError, ValueError) as error:
+            found[1] = error
+    broadcast_object_list(found)
+    if found[1] is not None:
+        raise found[1]
+    return found[0]
+
+
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Fail before the model loads if a tracker cannot be used.
+
+    Raises:
+        ValueError: its package is missing, or wandb would ask for a login.
+    """
+    for tracker in report_to:
+        if tracker in ("wandb", "trackio", "tensorboard") and importlib.util.find_spec(tracker) is None:
+            raise ValueError(f"--report_to {tracker} needs its package: pip install {tracker}")
+    if "wandb" in report_to and not os.environ.get("WANDB_API_KEY") and is_main_process():
+        import wandb
+
+        online = wandb.setup().settings.mode not in ("offline", "disabled", "dryrun")
+        if online and not wandb.login(prompt=False):
+            raise ValueError("--report_to wandb has no login: run `wandb login`, or set WANDB_MODE=offline")
+
+
+def check_hub(training) -> None:
+    """Fail before anything is loaded if `push_to_hub` could not push.
+
+    Raises:
+        ValueError: the hub cannot be reached, or there is no login.
+    """
+    if not training.push_to_hub or not is_main_process():
+        return
+    try:
+        whoami(token=training.hub_token)
+    except (OSError, HTTPError) as error:
+        raise ValueError(
+            f"--push_to_hub needs the hub, which cannot be reached or refuses the login ({brief(error, 200)}): run "
+            "`hf auth login` on a machine with a network, or leave it out and push the folder later with `hf upload`"
+        ) from error

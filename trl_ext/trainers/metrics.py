@@ -1,0 +1,196 @@
+"""Metrics of an optimizer step or an evaluation describe its whole batch, however it was divided.
+
+TRL logs a value for each micro-batch, over all ranks, and then averages these values. That gives the mean over pairs
+if the micro-batches have equal size, but not the mean over tokens, and a mean of minima is not a minimum. Here, the
+values of a step are merged before TRL averages over steps. If a step is one micro-batch, the result is TRL's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_ext.losses import PreferenceScores
+from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
+
+
+class StepMetrics:
+    """Mixin before one of TRL's trainers; the trainer defines the counts and the count that weights each metric.
+
+    Costs one exchange of a few numbers per micro-batch. In an evaluation over several processes whose rows do not
+    divide evenly, the rows that accelerate repeats count twice in these means.
+    """
+
+    # Weights of the micro-batch values since the last merge, in order.
+    _unmerged: dict[str, list[dict[str, float]]] | None = None
+
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        """Numbers of pairs, tokens or the like in this process's micro-batch."""
+        raise NotImplementedError
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        """Names of metrics, each with the count that weights it, or `min` or `max` for an extreme."""
+        raise NotImplementedError
+
+    def _loss_weight(self) -> str | None:
+        """The count that weights the held-out losses of batches and ranks; None to keep TRL's mean."""
+        return None
+
+    def _held_out_loss(self) -> float | None:
+        """The loss over all rows of the evaluation that has just ended; None to keep TRL's. Called once."""
+        counts = self._unmerged["eval"] if self._unmerged else []
+        weight = sum(count.get(self._loss_weight(), 0.0) for count in counts)
+        return sum(count["loss"] for count in counts) / weight if weight else None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        counts = self._micro_batch_counts(inputs)
+        result = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
+        )
+        mode, weight = "train" if self.model.training else "eval", self._loss_weight()
+        if mode == "eval" and weight:
+            loss = result[0] if return_outputs else result
+            counts["loss"] = loss.double() * counts[weight]
+        values = torch.stack([count.detach().double() for count in counts.values()])
+        totals = self.accelerator.reduce(values.to(self.accelerator.device), reduction="sum").tolist()
+        if self._unmerged is None:
+            self._unmerged = {"train": [], "eval": []}
+        self._unmerged[mode].append(dict(zip(counts, totals, strict=True)))
+        if mode == "train" and self.accelerator.sync_gradients:
+            self._merge(mode)
+        return result
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if not self.model.training:
+            loss = self._held_out_loss()
+            for name in [name for name in logs if name.endswith("_loss")] if loss is not None else []:
+                logs[name] = loss
+            self._merge("eval")
+        super().log(logs, start_time)
+
+    def _merge(self, mode: str) -> None:
+        """Merge the latest micro-batch values of each metric into one value."""
+        counts = self._unmerged[mode] if self._unmerged else []
+        if counts:
+            self._unmerged[mode] = []
+        if len(counts) < 2:
+            return
+        for name, by in self._step_metrics(mode).items():
+            values = self._metrics[mode].get(name, [])
+            latest = values[-len(counts) :]
+            if len(latest) == len(counts):
+                values[-len(counts) :] = [merged(latest, by, counts)]
+
+
+def merged(values: Sequence[float], by: str, counts: Sequence[dict[str, float]]) -> float:
+    """Merge the values of several micro-batches into one; NaN values are left out.
+
+    Args:
+        values: one for each micro-batch.
+        by: `min`, `max`, or the count to weight them by.
+        counts: the counts of each micro-batch.
+    """
+    known = [(value, count) for value, count in zip(values, counts, strict=True) if not math.isnan(value)]
+    if not known:
+        return math.nan
+    if by in ("min", "max"):
+        return {"min": min, "max": max}[by](value for value, _ in known)
+    total = sum(count[by] for _, count in known)
+    # TRL logs 0 for a batch without tokens; here no batch has any.
+    return sum(value * count[by] for value, count in known) / total if total else 0.0
+
+
+class PairMetrics(StepMetrics):
+    """For chosen and rejected pairs: metrics per pair are weighted by pairs, metrics per token by tokens.
+
+    If an objective couples or normalises a batch, its held-out loss treats all held-out pairs as one batch.
+    """
+
+    # Scores of the held-out pairs of an evaluation in progress, over all ranks; None for other objectives.
+    _held_out: list[PreferenceScores] | None = None
+
+    def _keep_held_out(self, scores: PreferenceScores) -> None:
+        if self._couples_batch or self.objective.normalizes:
+            gathered = map_scores(self.accelerator.gather_for_metrics, map_scores(Tensor.detach, scores))
+            self._held_out = [*(self._held_out or []), gathered]
+
+    def _held_out_loss(self) -> float | None:
+        parts, self._held_out = self._held_out, None
+        return None if parts is None else self.objective(join_scores(parts)).mean().item()
+
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        chosen, rejected = inputs["completion_mask"][:, 1:].sum(dim=1).chunk(2)
+        pairs = torch.tensor(len(chosen), device=chosen.device)
+        return {
+            "pairs": pairs,
+            "tokens": (chosen + rejected).sum(),
+            "chosen": chosen.sum(),
+            "rejected": rejected.sum(),
+        }
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        of_pairs = [f"{group}/{side}" for group in ("rewards", "logps") for side in ("chosen", "rejected")]
+        of_pairs += ["rewards/accuracies", "rewards/margins"]
+        return {
+            **dict.fromkeys(of_pairs, "pairs"),
+            "entropy": "tokens",
+            "logits/chosen": "chosen",
+            "logits/rejected": "rejected",
+            "mean_token_accuracy": "chosen",
+        }
+
+
+class RewardMetrics(StepMetrics):
+    """For a reward model's pairs; the trainer itself logs held-out accuracy and margin for each pair."""
+
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        return {"pairs": torch.tensor(len(inputs["input_ids"]) // 2, device=inputs["input_ids"].device)}
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        by_pair = {"accuracy": "pairs", "margin": "pairs"} if mode == "train" else {}
+        return {"min_reward": "min", "max_reward": "max", "mean_reward": "pairs", **by_pair}
+
+
+class RolloutMetrics(StepMetrics):
+    """For a policy's responses; a metric of clipped sequence ratios is weighted by responses.
+
+    With several processes, TRL's own held-out loss drops responses of the last batch, because accelerate takes the
+    repeated prompts for rows that pad the batch.
+    """
+
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        mask = self._token_mask(inputs)
+        return {"tokens": mask.sum(), "rows": torch.tensor(len(mask), device=mask.device)}
+
+    def _loss_weight(self) -> str:
+        return "tokens" if self.objective.aggregation == "token_mean" else "rows"
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        by = "rows" if self.importance_sampling_level == "sequence" else "tokens"
+        return {
+            "kl": "tokens",
+            "entropy": "tokens",
+            "cispo_clip_ratio": "tokens",
+            "log_ratio/clamped": "tokens",
+            **{f"clip_ratio/{name}_mean": by for name in ("low", "high", "region")},
+            "clip_ratio/low_min": "min",
+            "clip_ratio/high_max": "max",
+        }
+
+
+class TokenMetrics(StepMetrics):
+    """For demonstrations, whose held-out loss is also the mean over all tokens."""
+
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+        return {"tokens": labels.ne(-100).sum()}
+
+    def _loss_weight(self) -> str:
+        return "tokens"
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        return {"entropy": "tokens", "mean_token_accuracy": "tokens"}

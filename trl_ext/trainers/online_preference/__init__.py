@@ -1,0 +1,1 @@
+"""Preference optimization on the policy's own samples: `OnlinePreferenceTrainer`."""

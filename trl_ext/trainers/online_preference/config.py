@@ -1,0 +1,206 @@
+"""`OnlinePreferenceConfig`: TRL's `GRPOConfig` with a named preference loss, and settings for pairs and replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trl_ext.algorithms import PolicyObjective
+from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.registry import preference_losses
+from trl_ext.rollouts.pairing import PAIR_CHOICES
+from trl_ext.rollouts.replay import WEIGHT_CHOICES
+from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS
+from trl_ext.trainers.defaults import check_choice, parse_json_option
+from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.trl_settings import refuse_given
+
+_ABOUT_ADVANTAGES = "a preference loss has no advantages"
+_ABOUT_RATIOS = "a preference loss has no importance ratio of tokens"
+_ABOUT_KL = "the preference loss holds the policy to the reference with beta"
+_ABOUT_ENTROPY = "train an algorithm of PolicyConfig for it"
+# Policy-gradient settings that a preference loss does not read: setting -> why.
+_NOT_READ = {
+    **dict.fromkeys((*ADVANTAGE_SETTINGS, "scale_rewards"), _ABOUT_ADVANTAGES),
+    **dict.fromkeys((*LOSS_SETTINGS, "importance_sampling_level", "delta"), _ABOUT_RATIOS),
+    **{name: _ABOUT_KL for name in (*LOSS_SETTINGS, "use_bias_correction_kl") if "kl" in name},
+    **dict.fromkeys(("surrogate", "loss_type"), "name the loss with `loss`"),
+    **dict.fromkeys(("aggregation", "loss_constant"), "a preference loss is a mean over pairs"),
+    "algorithm_kwargs": "options of the loss go into loss_kwargs",
+    "off_policy_mask_threshold": "limit staleness with replay_max_age",
+    "entropy_coef": _ABOUT_ENTROPY,
+    "use_adaptive_entropy": _ABOUT_ENTROPY,
+    "top_entropy_quantile": _ABOUT_ENTROPY,
+    "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
+}
+# Here beta belongs to the preference loss.
+del _NOT_READ["beta"]
+
+
+class OnlinePreferenceObjective(PolicyObjective):
+    """A preference loss in place of the algorithm of `PolicyTrainer`. Its advantages only fill the logged tables.
+
+    Attributes:
+        preference: the loss.
+    """
+
+    def __init__(self, preference: PreferenceObjective, settings: dict[str, Any]):
+        self.preference = preference
+        self._settings = settings
+        super().__init__("grpo", advantage="group_centered", beta=preference.beta)
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.preference.needs_reference
+
+    def describe(self) -> str:
+        """One line for logs and reports that names the loss and how pairs are made."""
+        settings = [f"{name} {value}" for name, value in self._settings.items() if value not in (None, 0, 0.0)]
+        return f"online {self.preference.describe()}, {', '.join(settings)}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved settings, ready for JSON."""
+        loss = {"loss": self.preference.loss.name, "beta": self.preference.beta, **self.preference.loss_options}
+        return {"algorithm": "online_preference", **loss, **self._settings}
+
+
+@dataclass
+class OnlinePreferenceConfig(PolicyConfig):
+    """Online preference optimisation: sample, rank, and train a preference loss on new and replayed pairs.
+
+    Has the fields of `PolicyConfig` for sampling, rewards and batches, and those below. `pairs` selects which of the
+    `per_device_train_batch_size` responses of a micro-batch are compared. `beta` is the loss's.
+
+    Raises:
+        ValueError: an unknown loss or option, a policy-gradient setting, fewer than two responses to a prompt, or a
+            replay that can never return a pair; the message names the field and what to do.
+    """
+
+    _method = "online_preference"
+
+    algorithm: str = "online_preference"
+    loss: str = field(
+        default="dpo", metadata={"help": "Preference loss: a registered name, or your own as file.py:function."}
+    )
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."}
+    )
+    num_generations: int | None = field(
+        default=4, metadata={"help": "Responses to a prompt, of which pairs are made."}
+    )
+    pairs: str = field(
+        default="best_worst",
+        metadata={"help": "best_worst: the best against the worst response to a prompt. all: every two of them."},
+    )
+    tie_tolerance: float = field(
+        default=0.0, metadata={"help": "Rewards that differ by no more than this are a tie, which is dropped."}
+    )
+    keep_groups: str = field(
+        default="on",
+        metadata={"help": "on: the pairs of a prompt stay in one micro-batch, which encodes each response once."},
+    )
+    replay_capacity: int = field(default=0, metadata={"help": "Recent pairs that are kept; 0 for no replay."})
+    replay_fraction: float = field(
+        default=0.5, metadata={"help": "Share of replayed pairs among those of a rollout, below 1."}
+    )
+    replay_max_age: int = field(
+        default=4, metadata={"help": "Optimizer updates after which a pair is no longer replayed."}
+    )
+    replay_weights: str = field(
+        default="none",
+        metadata={
+            "help": "Importance weights of pairs that an earlier policy sampled: none; sequence, the ratio of the "
+            "pair's probabilities; length_normalized, its geometric mean over tokens. The loss is then sum(w l) / "
+            "sum(w) over the optimizer batch. That costs another forward pass with accumulated micro-batches, and one "
+            "with a temperature other than 1, at which the weights are and the loss is not."
+        },
+    )
+    replay_weight_cap: float = field(default=2.0, metadata={"help": "The largest importance weight."})
+
+    def __post_init__(self):
+        self._refuse_policy_gradients()
+        self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
+        self._check_pairs()
+        # The loss would not use token ratios between vLLM and the trainer.
+        self.vllm_importance_sampling_correction = False
+        super().__post_init__()
+        self._check_windows()
+        self._check_replay()
+
+    def build_objective(self) -> OnlinePreferenceObjective:
+        """The loss with its options, in the form that `PolicyTrainer` expects.
+
+        Raises:
+            ValueError: an unknown loss or option, or a loss that reads dataset columns.
+        """
+        preference = PreferenceObjective(self.loss, beta=self.beta, loss_options=self.loss_kwargs)
+        if preference.columns:
+            raise ValueError(
+                f"the loss {self.loss!r} reads the column {preference.columns[0]!r}, and pairs that are sampled in "
+                "training have no dataset columns: use another loss, or PreferenceTrainer on a dataset of pairs"
+            )
+        settings = {"pairs": self.pairs, "group_size": self.num_generations, "tie_tolerance": self.tie_tolerance}
+        if self.replay_capacity:
+            names = ("replay_capacity", "replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap")
+            settings |= {name: getattr(self, name) for name in names}
+        return OnlinePreferenceObjective(preference, settings)
+
+    def _refuse_policy_gradients(self) -> None:
+        refuse_given(self, _NOT_READ)
+        preference_losses.find(self.loss)
+
+    def _check_pairs(self) -> None:
+        check_choice("pairs", self.pairs, PAIR_CHOICES)
+        for name in ("num_generations", "num_generations_eval"):
+            size = getattr(self, name)
+            if size is not None and size < 2:
+                raise ValueError(f"{name} must be at least 2, got {size}: a pair takes two responses to a prompt")
+        if not 0 <= self.tie_tolerance < float("inf"):
+            raise ValueError(f"tie_tolerance must be a number from 0 up, got {self.tie_tolerance}")
+
+    def _check_windows(self) -> None:
+        if self.steps_per_generation % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"an optimizer step takes its pairs from one rollout, and gradient_accumulation_steps "
+                f"{self.gradient_accumulation_steps} does not divide the {self.steps_per_generation} micro-batches of "
+                "a rollout (steps_per_generation): change one of the two"
+            )
+
+    def _check_replay(self) -> None:
+        if self.replay_capacity < 0:
+            raise ValueError(f"replay_capacity must be at least 0, got {self.replay_capacity}; 0 is no replay")
+        check_choice("replay_weights", self.replay_weights, WEIGHT_CHOICES)
+        if not self.replay_capacity:
+            self._refuse_settings_of_a_replay()
+            return
+        if not 0 < self.replay_fraction < 1:
+            raise ValueError(
+                f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}; for no replay, set "
+                "replay_capacity 0"
+            )
+        if not 1 <= self.replay_weight_cap < float("inf"):
+            raise ValueError(
+                f"replay_weight_cap must be a number from 1, the weight of a new pair, up, got "
+                f"{self.replay_weight_cap}"
+            )
+        if self.replay_weights == "none" and self.replay_weight_cap != type(self).replay_weight_cap:
+            raise ValueError(
+                f"replay_weight_cap {self.replay_weight_cap} caps nothing with replay_weights none: choose weights, "
+                "or leave it out"
+            )
+        if self.replay_max_age < self.updates_per_rollout:
+            raise ValueError(
+                f"replay_max_age {self.replay_max_age} leaves nothing to replay: at the next rollout, pairs are "
+                f"{self.updates_per_rollout} updates old; set it to that at least"
+            )
+        if self.sync_ref_model:
+            raise ValueError(
+                "replay does not go with sync_ref_model: pairs are kept with log-probabilities of a reference that "
+                "stays as it is"
+            )
+
+    def _refuse_settings_of_a_replay(self) -> None:
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.startswith("replay_") and value != f.default:
+                raise ValueError(f"{f.name} {value} needs a replay: set replay_capacity, or leave it out")

@@ -1,0 +1,1 @@
+"""Online policy optimization: `PolicyTrainer` and named pairs for common algorithms."""

@@ -1,0 +1,320 @@
+"""`PolicyConfig`: TRL's `GRPOConfig` with a named algorithm and device-dependent defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from trl import GRPOConfig as TRLGRPOConfig
+
+from trl_ext.algorithms import PolicyObjective
+from trl_ext.processes import warn_once_per_run, world_size
+from trl_ext.registry import Algorithm
+from trl_ext.rollouts.stopping import check_stop
+from trl_ext.settings import SETTINGS, AdvantageFields, LossFields
+from trl_ext.trainers.defaults import (
+    PackedFields,
+    check_choice,
+    check_training,
+    parse_json_option,
+    resolve_device_defaults,
+)
+from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
+
+# Settings of TRL's loss without an equivalent: field -> what to use.
+_NOT_CARRIED = {
+    "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
+    "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
+    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "train stock `trl.GRPOTrainer` for SAPO"),
+    **dict.fromkeys(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "train stock `trl.GRPOTrainer` for VESPO",
+    ),
+}
+
+
+def _override(text: str) -> Any:
+    return field(default=None, metadata={"help": f"{text} Default: the algorithm's own."})
+
+
+def _trl_setting(name: str, stands_for: str) -> Any:
+    values = ", ".join(map(str, POLICY_SETTINGS[name]))
+    return _override(f"TRL's name for {stands_for}: {values}.")
+
+
+@dataclass
+class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
+    """Configuration of `PolicyTrainer`: the fields of `trl.GRPOConfig` except its loss, the algorithm's settings
+    (`trl_ext.settings.SETTINGS`; None keeps the algorithm's own), the fields of `PackedFields`, and those below.
+
+    Raises:
+        ValueError: an unknown algorithm, settings that contradict the algorithm's name or one another, or a batch that
+            does not divide into groups; the message names the flags and what to use instead.
+    """
+
+    # The algorithm of a named configuration; None if `algorithm` may be chosen.
+    _method: ClassVar[str | None] = None
+
+    algorithm: str = field(
+        default="grpo",
+        metadata={
+            "help": "A named algorithm (python -m trl_ext.algorithms lists them), or your own as file.py:function."
+        },
+    )
+    algorithm_kwargs: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of your own algorithm's function, as JSON."}
+    )
+    loss_type: str | None = _trl_setting("loss_type", "surrogate and aggregation")
+    importance_sampling_level: str | None = _trl_setting("importance_sampling_level", "ratio")
+    scale_rewards: str | None = _trl_setting("scale_rewards", "an advantage")
+    use_bias_correction_kl: bool | None = _trl_setting("use_bias_correction_kl", "kl_ratio_correction")
+    delta: float | None = _override("TRL's name for dual_clip, at least 1 + epsilon_high.")
+    num_generations: int | None = _override("Group size: responses per prompt.")
+    max_prompt_tokens: int | None = field(
+        default=512, metadata={"help": "Longer prompts lose their beginning. None for no limit."}
+    )
+    min_new_tokens: int = field(default=0, metadata={"help": "Shortest response, in tokens."})
+    stop: list[str] | None = field(
+        default=None, metadata={"help": "Texts that end a response, which keeps the one it met, as </answer>."}
+    )
+    missing_eos_penalty: float = field(
+        default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_completion_length."}
+    )
+    reward_errors: str = field(
+        default="raise",
+        metadata={"help": "When a reward function fails: raise, or skip (the response gets no reward; counted)."},
+    )
+    reward_timeout: float | None = field(
+        default=600.0,
+        metadata={
+            "help": "Seconds that a call of a reward function may take before reward_errors applies; 0 for no limit. "
+            "The default is well below ddp_timeout, after which other processes give up without knowing why."
+        },
+    )
+    share_backbone: str = field(
+        default="auto",
+        metadata={
+            "help": "Put reward adapters on the policy's own copy of their base: auto where it can be done, always to "
+            "refuse anything else, never."
+        },
+    )
+    keep_groups: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether a group's responses stay in one micro-batch, where packing encodes their prompt once. "
+            "auto: where that leaves the update as it is, since a whole rollout goes into one optimizer step and "
+            "nothing but the loss is averaged within micro-batches. on: always. off: never."
+        },
+    )
+    disable_dropout: bool = field(
+        default=True,
+        metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
+    )
+
+    def __post_init__(self):
+        self._refuse_what_is_not_carried()
+        self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
+        objective = self.build_objective()
+        self.beta = objective.beta
+        if self.num_generations is None:
+            self.num_generations = objective.algorithm.group_size
+        self._check_values()
+        self._check_group(objective)
+        self._give_generation_limits()
+        resolve_device_defaults(self)
+        self._post_init_of_any_group_size()
+        self._check_batch(objective)
+        self._say_what_is_not_exact(objective)
+        self._save_between_rollouts()
+
+    def build_objective(self) -> PolicyObjective:
+        """The algorithm with its settings resolved.
+
+        Raises:
+            ValueError: see the class.
+        """
+        return self._objective_of(self.algorithm)
+
+    def _objective_of(self, algorithm: str | Algorithm) -> PolicyObjective:
+        given = {name: getattr(self, name) for name in SETTINGS}
+        translated = translate(self, POLICY_SETTINGS)
+        if self.delta is not None:
+            translated[f"delta {self.delta}"] = {"dual_clip": self.delta}
+        if self.loss_type == "cispo" and self.epsilon_high is not None:
+            # TRL passes its cap on the ratio as `epsilon_high`.
+            translated[f"epsilon_high {self.epsilon_high}"] = {"ratio_cap": given.pop("epsilon_high")}
+        given = merge(given, translated)
+        try:
+            objective = PolicyObjective(algorithm, options=self.algorithm_kwargs, **given)
+        except ValueError as error:
+            error.args = (explain(error, translated),)
+            raise
+        if self.scale_rewards == "batch" and objective.algorithm.advantage_options:
+            raise ValueError(
+                "scale_rewards 'batch' divides by the deviation of the rewards, "
+                f"{objective.algorithm.name} by that of the advantages: leave scale_rewards out"
+            )
+        if self.delta is not None and self.delta < 1 + objective.epsilon_high:
+            raise ValueError(
+                f"delta must be at least 1 + epsilon_high, {1 + objective.epsilon_high:g}, where the clip ends, got "
+                f"{self.delta}"
+            )
+        return objective
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """The number of optimizer steps that use one rollout; the next step samples a new one."""
+        micro_batches = self.steps_per_generation * self.num_iterations
+        return math.lcm(micro_batches, self.gradient_accumulation_steps) // self.gradient_accumulation_steps
+
+    def _refuse_what_is_not_carried(self) -> None:
+        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        refuse_given(self, _NOT_CARRIED)
+        if self._method is not None and self.algorithm != self._method:
+            raise ValueError(
+                f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
+                "use PolicyConfig, or recipes/policy.py --algorithm, to choose an algorithm by name"
+            )
+
+    def _check_values(self) -> None:
+        check_training(
+            self, num_generations=1, num_iterations=1, max_completion_length=1, reward_timeout=0, missing_eos_penalty=0
+        )
+        if self.max_completion_length is None:
+            raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
+        if not 0 <= self.min_new_tokens <= self.max_completion_length:
+            raise ValueError(
+                f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
+                f"got {self.min_new_tokens}"
+            )
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k == 1 or self.top_k < 0:
+            raise ValueError(
+                f"top_k must be 0, for all tokens, or at least 2, got {self.top_k}: sampled from one token, responses "
+                "are all alike"
+            )
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}; 1 is none")
+        if self.reward_errors not in ("raise", "skip"):
+            raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
+        check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
+        check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
+
+    def _check_group(self, objective: PolicyObjective) -> None:
+        if self.num_generations == 1 and objective.group_relative:
+            raise ValueError(
+                f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
+                "nothing to compare: use at least 2, or --algorithm remax or reinforce"
+            )
+
+    def _give_generation_limits(self) -> None:
+        """Pass on `min_new_tokens` and `stop` under the names that transformers or vLLM uses for them."""
+        given: dict[str, Any] = {}
+        if self.min_new_tokens:
+            given["min_tokens" if self.use_vllm else "min_new_tokens"] = self.min_new_tokens
+        if self.stop:
+            self.stop = list(check_stop(self.stop))
+            for name in ("mask_truncated_completions", "use_transformers_continuous_batching"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} does not go with stop: it knows of no responses that a text ends")
+            stopping = {"stop": self.stop, "include_stop_str_in_output": True}
+            given |= stopping if self.use_vllm else {"stop_strings": self.stop}
+        if given:
+            self.generation_kwargs = (parse_json_option("generation_kwargs", self.generation_kwargs) or {}) | given
+
+    def _post_init_of_any_group_size(self) -> None:
+        """Run TRL's checks, which reject groups of 1, and suggest a batch size where none would divide."""
+        group, processes = self.num_generations, world_size()
+        global_batch = self.per_device_train_batch_size * processes
+        batch = self.generation_batch_size or global_batch * (
+            self.steps_per_generation or self.gradient_accumulation_steps
+        )
+        if self.generation_batch_size is not None and batch % global_batch:
+            raise ValueError(
+                f"generation_batch_size {batch} does not divide into the {global_batch} responses of one forward pass "
+                f"(per_device_train_batch_size {self.per_device_train_batch_size} x {processes} processes): the "
+                f"nearest that does is {_nearest_multiple(batch, math.lcm(global_batch, group))}"
+            )
+        if batch % group:
+            nearest = _nearest_multiple(batch, math.lcm(global_batch, group))
+            flag = f"generation_batch_size {nearest}"
+            if self.steps_per_generation is not None:
+                flag = f"steps_per_generation {nearest // global_batch}, which makes {nearest}"
+            raise ValueError(
+                f"a rollout of {batch} responses does not divide into groups of num_generations {group}: set {flag}, "
+                "the nearest that does, or change per_device_train_batch_size"
+            )
+        if group == 1:
+            if batch == 1:
+                raise ValueError("a rollout of one response: set generation_batch_size to at least 2")
+            self.num_generations_eval = self.num_generations_eval or 1
+            # Temporary: any size that passes TRL's checks.
+            self.num_generations = batch
+        super().__post_init__()
+        self.num_generations = group
+
+    def _check_batch(self, objective: PolicyObjective) -> None:
+        if not objective.needs_greedy:
+            return
+        group = self.num_generations_eval or self.num_generations
+        if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
+            raise ValueError(
+                f"a greedy baseline needs whole groups on every process: per_device_eval_batch_size "
+                f"{self.per_device_eval_batch_size} does not divide into groups of {group}; the nearest that does is "
+                f"{_nearest_multiple(self.per_device_eval_batch_size, group)}"
+            )
+        local = self.per_device_train_batch_size * self.steps_per_generation
+        if local % self.num_generations:
+            raise ValueError(
+                f"a greedy baseline needs whole groups on every process, and {local} responses per process do not "
+                f"divide into groups of num_generations {self.num_generations}: the nearest that does is "
+                f"{_nearest_multiple(local, self.num_generations)}; change per_device_train_batch_size or "
+                "generation_batch_size"
+            )
+
+    def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:
+        if objective.ratio == "none" and self.updates_per_rollout > 1:
+            warn_once_per_run(
+                f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
+                "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
+            )
+        means = (objective.aggregation, objective.kl_aggregation if objective.needs_reference else None)
+        if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:
+            warn_once_per_run(
+                "an update spans several rollouts, whose later tokens are not known when it begins: the mean over "
+                "tokens weighs each rollout alike; make steps_per_generation a multiple of gradient_accumulation_steps"
+            )
+
+    def _save_between_rollouts(self) -> None:
+        """Save checkpoints only at the end of a rollout, since rollouts are not saved and would be sampled again."""
+        period = self.updates_per_rollout
+        if self.save_strategy != "steps" or period == 1 or (self.save_steps >= 1 and self.save_steps % period == 0):
+            return
+        if self.save_steps < 1:
+            raise ValueError(
+                f"save_steps {self.save_steps} is a share of the run, and checkpoints must lie between rollouts: give "
+                f"a multiple of {period} steps"
+            )
+        later = int(math.ceil(self.save_steps / period) * period)
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and later % self.eval_steps:
+            raise ValueError(
+                f"save_steps {int(self.save_steps)} would become {later}, where a rollout is used up, and "
+                f"load_best_model_at_end needs a multiple of eval_steps {self.eval_steps}: give both as multiples of "
+                f"{period}"
+            )
+        if self.max_steps < 0 or self.save_steps <= self.max_steps:
+            warn_once_per_run(
+                f"a rollout serves {period} updates and is not part of a checkpoint: saving every {later} steps "
+                f"instead of every {int(self.save_steps)}, so that a resumed run goes on exactly as it would have"
+            )
+        self.save_steps = later
+
+
+def _nearest_multiple(number: int, of: int) -> int:
+    return max(round(number / of), 1) * of

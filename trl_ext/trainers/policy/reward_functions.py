@@ -1,0 +1,116 @@
+"""Turns the `reward_funcs` argument into named functions, and calls them outside a rollout."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+from typing import Any
+
+from torch.nn import Module
+
+from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
+from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.rewards.shaping import innermost
+
+
+def as_reward_functions(given: Any, packing: str = "auto") -> list:
+    """The reward functions as a list; a folder or hub name becomes the `RewardModel` saved there. None gives none."""
+    functions = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    return [
+        RewardModel(function, packing=packing) if isinstance(function, (str, os.PathLike)) else function
+        for function in functions
+    ]
+
+
+def reward_models(functions: list) -> list[RewardModel]:
+    """The `RewardModel`s among the functions and among the members of ensembles."""
+    plain = [innermost(function) for function in functions]
+    members = [m for f in plain for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
+    return [member for member in members if isinstance(member, RewardModel)]
+
+
+def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, Any], list]:
+    """The functions under unique names, and as a list with their faults handled; modules are left to TRL."""
+    by_name: dict[str, Any] = {}
+    guarded = []
+    for function in functions:
+        if isinstance(function, Module):
+            guarded.append(function)
+            continue
+        wrapped = guard.wrap(function)
+        name, number = wrapped.__name__, 1
+        while wrapped.__name__ in by_name:
+            number += 1
+            wrapped.__name__ = f"{name}_{number}"
+        by_name[wrapped.__name__] = function
+        guarded.append(wrapped)
+    return by_name, guarded
+
+
+def reward_columns(
+    trainer,
+    rows: list[dict[str, Any]],
+    responses: list[str],
+    finished: list[bool],
+    completion_ids: list[list[int]],
+) -> dict[str, list[float | None]]:
+    """Rewards of responses by function name.
+
+    Args:
+        trainer: a `PolicyTrainer`, whose `reward_errors` decides how a failing function is handled.
+        rows: dataset rows with `prompt`; their other columns reach the functions as they do in training.
+        responses: one text per row.
+        finished: whether each response ended by itself.
+        completion_ids: the responses as token ids.
+
+    Returns:
+        Name -> one finite reward per row, None where there is none. Modules, which TRL scores itself, and functions
+        that score groups are left out.
+
+    Raises:
+        RewardError: a function failed, and errors are not skipped.
+    """
+    prompts = [row["prompt"] for row in rows]
+    messages = isinstance(prompts[0], list)
+    report = _Report()
+    arguments = {
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": t}] for t in responses] if messages else responses,
+        "completion_ids": completion_ids,
+        "finished": finished,
+        "trainer_state": trainer.state,
+        "log_extra": report,
+        "log_metric": ignore,
+        **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
+    }
+    # A separate guard, since the trainer still needs the faults of its latest rollout.
+    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
+    columns: dict[str, list[float | None]] = {}
+    for name, given in trainer.plain_reward_functions.items():
+        # Without shaping: batch statistics mean nothing here, and running ones belong to training.
+        function = innermost(given)
+        if getattr(function, "scores_groups", False):
+            # It compares several responses to a prompt, and here there is one per prompt.
+            continue
+        if function is not given and function_name(function) not in columns:
+            name = function_name(function)
+        rewards = guard.wrap(function)(**arguments)
+        if inspect.isawaitable(rewards):
+            # TRL's event loop, since a notebook already runs one in this thread.
+            rewards = asyncio.run_coroutine_threadsafe(rewards, trainer.async_loop).result()
+        columns[name] = rewards
+        members = function.names if isinstance(function, RewardEnsemble) else []
+        for member in members:
+            columns[member] = report.columns.get(member, [None] * len(rows))
+    return columns
+
+
+class _Report:
+    """Collects the columns that an ensemble reports for its members."""
+
+    def __init__(self):
+        self.columns: dict[str, list[float | None]] = {}
+
+    def __call__(self, column: str, values: list[float | None]) -> None:
+        self.columns[column.removeprefix("reward/")] = values

@@ -1,0 +1,92 @@
+"""Metrics that a `PolicyTrainer` logs for a rollout in addition to TRL's own."""
+
+from __future__ import annotations
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor
+
+from trl_ext.losses import PolicyScores
+from trl_ext.processes import warn_once_per_run
+from trl_ext.rollouts.diagnostics import diagnose_generations
+
+
+def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: list[bool], output: dict) -> None:
+    """Log extremes of the rewards, the rewards after penalties, and diagnostics of the responses.
+
+    Args:
+        trainer: a `PolicyTrainer`.
+        mode: train or eval.
+        rewards: over all processes, NaN where there is none, [N].
+        shaped: the same after penalties, [N].
+        finished: whether each of this process's responses ended.
+        output: this process's part of the rollout.
+    """
+    metrics = trainer._metrics[mode]
+    known = rewards[~rewards.isnan()]
+    if len(known):
+        metrics["reward_min"].append(known.min().item())
+        metrics["reward_max"].append(known.max().item())
+        if not rewards.nan_to_num().equal(shaped.nan_to_num()):
+            metrics["shaped_reward"].append(shaped.nanmean().item())
+    metrics["unscorable"].append(rewards.isnan().float().mean().item())
+    mask = output["completion_mask"].bool().cpu()
+    ids = gather_object([row[kept].tolist() for row, kept in zip(output["completion_ids"].cpu(), mask, strict=True)])
+    if mode == "train" and trainer.rollouts == 0:
+        _warn_of_empty(trainer, [len(row) for row in ids])
+    diagnostics = diagnose_generations(
+        trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
+        token_ids=ids,
+        finished=gather_object(finished),
+        max_new_tokens=trainer.max_completion_length,
+    )
+    if diagnostics.distinct_2 is not None:
+        metrics["distinct_2"].append(diagnostics.distinct_2)
+    metrics["collapsed"].append(float(diagnostics.collapsed))
+
+
+def log_reward_errors(trainer, mode: str, errors: int) -> None:
+    """Log the number of rows, over all processes, on which reward functions failed and were skipped."""
+    if trainer.args.reward_errors == "skip":
+        trainer._metrics[mode]["reward_errors"].append(float(sum(gather_object([errors]))))
+
+
+def log_clamped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
+    """Log the share of a micro-batch's tokens, over all processes, that `PolicyObjective.clamped` marks."""
+    clamped = trainer.objective.clamped(scores, ref_log_probs)
+    counts = torch.stack([clamped.sum(), (scores.mask != 0).sum()]).float()
+    beyond, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
+    trainer._metrics[mode]["log_ratio/clamped"].append(beyond / max(tokens, 1))
+
+
+def log_advantages(trainer, mode: str, advantages: Tensor) -> None:
+    """Log statistics of the advantages over all processes, [N], and put them into TRL's table of completions."""
+    metrics = trainer._metrics[mode]
+    metrics["advantages/mean"].append(advantages.mean().item())
+    metrics["advantages/std"].append(advantages.std(correction=0).item())
+    metrics["advantages/min"].append(advantages.min().item())
+    metrics["advantages/max"].append(advantages.max().item())
+    # TRL has just added its own advantages.
+    logged = trainer._logs["advantages"]
+    for _ in range(min(len(advantages), len(logged))):
+        logged.pop()
+    logged.extend(advantages.tolist())
+
+
+def _warn_of_empty(trainer, lengths: list[int]) -> None:
+    """Warn, with a likely cause, if nearly all responses end at once, given their lengths over all processes."""
+    ended = sum(length <= 1 for length in lengths)
+    if trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
+        return
+    tokenizer, rows = trainer.processing_class, trainer.train_dataset
+    why = "check that the model can continue such prompts"
+    if isinstance(rows, Dataset) and isinstance(rows[0]["prompt"], str) and tokenizer.chat_template:
+        why = (
+            "the prompts are plain text, and the model expects its chat template: call their column prompt_text, "
+            "which makes each a user's message, or give messages"
+        )
+    warn_once_per_run(
+        f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "
+        f"{tokenizer.eos_token!r}, and nothing can be learned from them: {why}"
+    )

@@ -1,0 +1,87 @@
+"""Policy rollouts that end at stop strings, which TRL's own generation does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import gather
+
+from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+
+
+class StopStrings:
+    """Mixin for a subclass of TRL's `GRPOTrainer` whose `args.stop` lists texts that end a response, or is None.
+
+    A response keeps its stop string, and no token after the one that completes it. If that token extends beyond the
+    stop string, reward functions receive the text only up to the string's end.
+    """
+
+    def has_ended(self, ids: list[int]) -> bool:
+        """Whether a response, given as token ids, ended by itself or at a stop string, and not at the limit."""
+        if ids and ids[-1] in self.eos_token_ids:
+            return True
+        stop = self.args.stop
+        return bool(stop) and end_of_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop) is not None
+
+    def _generate_single_turn(self, *args, **kwargs):
+        if not self.args.stop:
+            return super()._generate_single_turn(*args, **kwargs)
+        with _given_to_generate(self.accelerator.unwrap_model(self.model_wrapped), tokenizer=self._tokenizer):
+            completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
+        # transformers pads a response that has met a stop string while others continue.
+        cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]
+        completion_ids = [
+            ids if stopped is None else stopped[0] for ids, stopped in zip(completion_ids, cut, strict=True)
+        ]
+        if log_probs is not None:
+            log_probs = [own[: len(ids)] for own, ids in zip(log_probs, completion_ids, strict=True)]
+        return completion_ids, log_probs
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        if self.args.stop:
+            completions = [_text_cut_at_stop(one, self.args.stop) for one in completions]
+        return super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+
+    def _generate(self, prompts: list):
+        output = super()._generate(prompts)
+        if self.args.stop:
+            self._log_what_ended(output[1])
+        return output
+
+    def _log_what_ended(self, completion_ids: list[list[int]]) -> None:
+        """Replace TRL's metrics of ended responses, which do not count those that end at a stop string."""
+        device = self.accelerator.device
+        lengths = gather(torch.tensor([len(ids) for ids in completion_ids], device=device)).float()
+        ended = gather(torch.tensor([self.has_ended(ids) for ids in completion_ids], device=device))
+        of_ended = lengths[ended] if ended.any() else torch.zeros(1)
+        figures = {"clipped_ratio": (~ended).float().mean()}
+        figures |= {f"{name}_terminated_length": getattr(of_ended, name)() for name in ("mean", "min", "max")}
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name, value in figures.items():
+            metrics[f"completions/{name}"][-1] = value.item()
+
+
+def _text_cut_at_stop(completion: str | list[dict[str, Any]], stop: list[str]) -> str | list[dict[str, Any]]:
+    """A completion, or the model's text in its messages, up to the end of the first stop string."""
+    if isinstance(completion, str):
+        return completion[: end_of_stop(completion, stop)]
+    return [
+        {**message, "content": _text_cut_at_stop(message["content"], stop)}
+        if message.get("role") == "assistant" and isinstance(message.get("content"), str)
+        else message
+        for message in completion
+    ]
+
+
+@contextmanager
+def _given_to_generate(model, **arguments) -> Iterator[None]:
+    """Temporarily pass further arguments to `model.generate`, which TRL's call does not pass."""
+    model.generate = partial(model.generate, **arguments)
+    try:
+        yield
+    finally:
+        del model.generate

@@ -1,0 +1,391 @@
+"""`PolicyTrainer`: TRL's `GRPOTrainer` with its own advantages and its own loss.
+
+It overrides two methods, its seams. `_generate_and_score_completions` lets TRL generate, score and log, and then
+inserts the advantages of the named algorithm. `_compute_loss` lets TRL run the forward pass and log its metrics, and
+replaces the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from accelerate.utils import gather, is_peft_model
+from datasets import Dataset
+from torch import Tensor
+from trl import GRPOTrainer as TRLGRPOTrainer
+
+from trl_ext.losses import PolicyScores
+from trl_ext.processes import warn_once_per_run
+from trl_ext.resilience.reward_guard import RewardGuard
+from trl_ext.resilience.training import ResilientTraining
+from trl_ext.rewards import share_or_load
+from trl_ext.trainers.context import check_policy
+from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.metrics import RolloutMetrics
+from trl_ext.trainers.model_card import WritesModelCard
+from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
+from trl_ext.trainers.policies import is_zero3
+from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.greedy import greedy_rewards
+from trl_ext.trainers.policy.positions import count_from_the_first_token
+from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
+from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
+from trl_ext.trainers.policy.rollout_state import RolloutState
+from trl_ext.trainers.policy.stop_strings import StopStrings
+from trl_ext.trainers.policy.vllm_server import wait_for_server, watch_server
+
+
+class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
+    """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
+
+    Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
+    transformers or vLLM, tools, adapters, checkpoints, metrics, distributed training. It differs in six ways.
+    Advantages and loss are the algorithm's. Prompts are cut at the beginning to `max_prompt_tokens`. A response also
+    ends at a text in `stop`, which it keeps. Reward functions receive `finished`, which marks the responses that
+    ended, and may be `trl_ext.rewards.RewardModel`s, whose adapters share the policy's backbone if possible. A token
+    mean divides by the tokens of the whole optimizer batch. Updates that are not finite are skipped.
+
+    Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
+    `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
+    rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
+    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
+
+    Raises:
+        TypeError: `args` is not a `PolicyConfig`.
+        ValueError: there is no source of rewards, the token limits exceed the model's context, or a reward model
+            cannot be used as configured.
+    """
+
+    _tag_names = [*TRLGRPOTrainer._tag_names, "trl_ext", "policy-optimization"]
+    _name = "Policy optimization"
+    _paper: ClassVar[dict] = {}
+    _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
+    carried_over = (*ResilientTraining.carried_over, "_seen_signal", "rollouts", "shaping_state")
+
+    def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
+        args = self._config_class() if args is None else args
+        check_configuration(type(self).__name__, args, self._config_class)
+        self.objective = args.build_objective()
+        functions = as_reward_functions(reward_funcs, args.packing)
+        if not functions and not kwargs.get("environment_factory"):
+            raise ValueError(
+                "no reward function: name a reward model or give a function as reward_funcs, or an "
+                "environment_factory whose environments have get_reward"
+            )
+        self._check_greedy(kwargs)
+        self._check_prompts(kwargs.get("train_dataset"), args)
+        self._reward_models = reward_models(functions)
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
+        # The latest rollout's rewards and which responses ended, and the latest forward pass.
+        self._rollout: tuple[Tensor, list[bool]] | None = None
+        self._forward: tuple | None = None
+        self._window_tokens: Tensor | None = None
+        self._seen_signal = False
+        self.rollouts = 0
+        self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
+        wait_for_server(args, model)
+        super().__init__(model, guarded, args, **kwargs)
+        # TRL has appended the rewards of environments.
+        own = self.reward_funcs[len(functions) :]
+        self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
+        watch_server(self)
+        check_policy(self)
+        self._fit_trl_to_objective()
+        self.packing = pack_trainer(self)
+        models = [model for model in (self.model, self.ref_model) if model is not None]
+        count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
+        self._place_reward_models()
+
+    # ---- Settings of TRL ----
+
+    def _fit_trl_to_objective(self) -> None:
+        """Choose settings that make TRL's metrics describe this algorithm; TRL's loss is discarded."""
+        objective = self.objective
+        self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
+        self.scale_rewards = "group"
+        self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
+        clips = objective.surrogate == "clip"
+        self.epsilon_low = objective.epsilon if clips else float("inf")
+        self.epsilon_high = objective.epsilon_high if clips else float("inf")
+        if objective.surrogate == "cispo":
+            self.epsilon_high = objective.ratio_cap
+
+    def _check_greedy(self, given: dict[str, Any]) -> None:
+        named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
+        if named and self.objective.needs_greedy:
+            raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
+
+    @staticmethod
+    def _check_prompts(dataset, args: PolicyConfig) -> None:
+        needed = -(-args.generation_batch_size // args.num_generations)
+        if isinstance(dataset, Dataset) and len(dataset) < needed:
+            raise ValueError(
+                f"the training data has {len(dataset)} prompts, and a rollout of generation_batch_size "
+                f"{args.generation_batch_size} responses, {args.num_generations} to each prompt, takes "
+                f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
+            )
+
+    def _place_reward_models(self) -> None:
+        if not self._reward_models:
+            return
+        reason = None
+        if not is_peft_model(self.model):
+            reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
+        elif self.is_fsdp_enabled or is_zero3(self.accelerator):
+            reason = "the policy is sharded, and processes may score different numbers of responses"
+        elif self.use_vllm:
+            reason = "what vLLM receives of the policy has not been tried with further adapters on it"
+        for line in share_or_load(
+            self._reward_models,
+            self.model if reason is None else None,
+            self.args.share_backbone,
+            policy_reason=reason,
+            device=self.accelerator.device,
+        ):
+            warn_once_per_run(f"reward model {line}")
+
+    def _tokenize_prompts(self, prompts: list):
+        prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        limit = self.args.max_prompt_tokens
+        return [ids if limit is None else ids[-limit:] for ids in prompt_ids], images, multimodal_fields
+
+    # ---- From rewards to advantages ----
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        finished = [self.has_ended(ids) for ids in completion_ids_list]
+        inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
+        self.reward_guard.begin()
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._watch_modules(rewards, len(prompts))
+        # A response on which one function failed has no reward; a sum would count the missing part as 0.
+        faulty = self.reward_guard.failed | self.reward_guard.not_finite
+        flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
+        rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
+        self._rollout = rewards, finished
+        return rewards
+
+    def _watch_modules(self, rewards: Tensor, count: int) -> None:
+        """Record rows for which a module, which TRL scores itself, returned a number that is not finite."""
+        modules = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
+        first = self.accelerator.process_index * count
+        own = rewards[first : first + count, torch.tensor(modules, device=rewards.device)]
+        self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
+
+    def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
+        """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
+
+        Args:
+            inputs: dataset rows of this process's responses.
+            prompts: their prompts.
+            completions: the responses, as text or messages.
+            completion_ids: the responses as token ids.
+
+        Returns:
+            Rewards over all processes, NaN where no function could score, [N].
+        """
+        rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        return self._weighted_sum(rewards) - self._missing_end_penalty()
+
+    def _weighted_sum(self, rewards: Tensor) -> Tensor:
+        total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
+
+    def _missing_end_penalty(self) -> Tensor:
+        rewards, finished = self._rollout
+        cut = torch.tensor([not ended for ended in finished], dtype=rewards.dtype, device=rewards.device)
+        return self.args.missing_eos_penalty * gather(cut)
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        mode = "train" if self.model.training else "eval"
+        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
+        rewards = self._weighted_sum(self._rollout[0])
+        shaped = rewards - self._missing_end_penalty()
+        if self.objective.kl_in == "reward" and self.beta != 0.0:
+            shaped = shaped - gather(self._kl_penalty(output))
+        log_rollout(self, mode, rewards, shaped, self._rollout[1], output)
+        if group_size == 1:
+            # TRL's share of groups with equal rewards is meaningless for groups of one.
+            self._metrics[mode].pop("frac_reward_zero_std", None)
+        known = {"lengths": gather(self._token_mask(output).sum(dim=1))}
+        if self.objective.needs_greedy:
+            errors = len(self.reward_guard.failed)
+            known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
+            bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
+            log_reward_errors(self, mode, errors + len(self.reward_guard.failed))
+        else:
+            log_reward_errors(self, mode, len(self.reward_guard.failed))
+        advantages = self.objective.advantages(shaped, group_size, **known)
+        first = self.accelerator.process_index * len(inputs)
+        output["advantages"] = advantages[first : first + len(inputs)]
+        output["bad_reward"] = torch.tensor(bad, device=advantages.device)
+        output["group"] = (first + torch.arange(len(inputs), device=advantages.device)) // group_size
+        log_advantages(self, mode, advantages)
+        if mode == "train":
+            self.rollouts += 1
+            self._seen_signal = self._seen_signal or bool(advantages.any())
+        return output
+
+    def _greedy_baseline(self, inputs, group_size: int, mode: str) -> tuple[Tensor, list[bool]]:
+        """Rewards of greedy responses over all processes, and which of this process's were not finite."""
+        rewards, lengths = greedy_rewards(self, inputs, group_size)
+        lengths = gather(torch.tensor(lengths, device=rewards.device))
+        if mode == "train":
+            self.state.num_input_tokens_seen += int(lengths.sum())
+        metrics = self._metrics[mode]
+        metrics["greedy/reward"].append(rewards.nanmean().item())
+        metrics["greedy/mean_length"].append(lengths.float().mean().item())
+        metrics["greedy/num_rollouts"].append(float(len(lengths)))
+        return rewards, [index in self.reward_guard.not_finite for index in range(len(inputs) // group_size)]
+
+    @torch.no_grad()
+    def _kl_penalty(self, output: dict) -> Tensor:
+        """The KL penalty subtracted from the reward of each of this process's responses. [n]."""
+        log_probs = output.get("old_per_token_logps")
+        if log_probs is None and "pixel_values" in output:
+            raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
+        if log_probs is None:
+            tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+            attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+            # In batches of the same size as a training pass.
+            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
+                self.model,
+                tokens,
+                attended,
+                output["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+            )
+        return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
+
+    @staticmethod
+    def _token_mask(inputs: dict) -> Tensor:
+        """1 where the policy chose the token: neither padding nor tool output. [B, T]."""
+        mask = inputs["completion_mask"]
+        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
+    # ---- From log-probabilities to the loss ----
+
+    def _prepare_inputs(self, generation_batch):
+        earlier = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        # TRL has just split a new rollout into its micro-batches.
+        is_new = self.model.training and self._buffered_inputs is not earlier
+        if is_new and keeps_groups(self) and can_regroup(self._buffered_inputs):
+            self._buffered_inputs = regroup(self._buffered_inputs, "group")
+            inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]
+        if self.model.training and self._needs_token_count:
+            inputs = {**inputs, "mean_tokens": self._mean_tokens_of_window(inputs)}
+        return inputs
+
+    @property
+    def _needs_token_count(self) -> bool:
+        return "token_mean" in (self.objective.aggregation, self.objective.kl_aggregation)
+
+    def _mean_tokens_of_window(self, inputs: dict) -> Tensor:
+        """Tokens per micro-batch, averaged over the micro-batches and processes of this optimizer step."""
+        accumulation, per_rollout = self.current_gradient_accumulation_steps, self.args.steps_per_generation
+        index = self._step % per_rollout
+        if per_rollout % accumulation:
+            # A step that spans several rollouts begins before the later ones exist, so use this rollout's average.
+            return (inputs["num_items_in_batch"] / (self.accelerator.num_processes * per_rollout)).clamp(min=1)
+        if index % accumulation == 0 or self._window_tokens is None:
+            start = index - index % accumulation
+            window = self._buffered_inputs[start : start + accumulation]
+            tokens = sum(self._token_mask(batch).sum() for batch in window).float()
+            total = self.accelerator.reduce(tokens, reduction="sum")
+            self._window_tokens = (total / (self.accelerator.num_processes * accumulation)).clamp(min=1)
+        return self._window_tokens
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        self._forward = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        return self._forward
+
+    def _compute_loss(self, model, inputs):
+        training = self.model.training
+        entropy_coefficient = self._entropy_coefficient()
+        with self._plain_kl():
+            super()._compute_loss(model, inputs)
+        log_probs, entropies, auxiliary_loss = self._forward
+        self._forward = None
+        mask, advantages = self._token_mask(inputs), inputs["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        old_log_probs = inputs.get("old_per_token_logps")
+        scores = PolicyScores(
+            log_probs=log_probs,
+            old_log_probs=log_probs.detach() if old_log_probs is None else old_log_probs,
+            mask=mask,
+            advantages=advantages,
+            ratio=self.objective.ratio,
+        )
+        log_clamped(self, scores, inputs.get("ref_per_token_logps"), "train" if training else "eval")
+        entropy_mask, kept = None, self.top_entropy_quantile
+        if kept < 1:
+            entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
+        loss = self.objective(
+            scores,
+            ref_log_probs=inputs.get("ref_per_token_logps"),
+            weights=self._weights(inputs, scores, entropy_mask),
+            token_count=inputs.get("mean_tokens"),
+            constant=self.max_completion_length,
+        )
+        if self._entropy_bonus_enabled:
+            # Replace the value that TRL has logged for its own loss.
+            self._metrics["train" if training else "eval"]["policy_loss"][-1] = gather(loss.detach()).nanmean().item()
+        if entropy_coefficient:
+            counted = mask if entropy_mask is None else mask * entropy_mask
+            loss = loss - entropy_coefficient * (entropies * counted).sum() / counted.sum().clamp(min=1)
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * auxiliary_loss
+        if not training:
+            return loss
+        self.update_guard.observe_reward("bad_reward" in inputs and bool(inputs["bad_reward"].any()))
+        return loss / self.current_gradient_accumulation_steps
+
+    def _entropy_coefficient(self) -> float:
+        """The coefficient of this step's entropy bonus; TRL's own loss may change it for the next step."""
+        if not self._entropy_bonus_enabled:
+            return 0.0
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    @contextmanager
+    def _plain_kl(self) -> Iterator[None]:
+        """Compute TRL's `kl` metric without the importance ratio that its loss applies."""
+        saved = self.args.use_bias_correction_kl
+        self.args.use_bias_correction_kl = False
+        try:
+            yield
+        finally:
+            self.args.use_bias_correction_kl = saved
+
+    def _weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
+        """TRL's factors of the surrogate: masks of tokens and sequences, and vLLM's importance ratio."""
+        factors = [] if entropy_mask is None else [entropy_mask]
+        if self.off_policy_mask_threshold is not None:
+            factors.append(
+                self.get_off_policy_mask(
+                    advantages=scores.advantages,
+                    per_token_logps=scores.log_probs,
+                    sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
+                    mask=scores.mask,
+                    off_policy_threshold=self.off_policy_mask_threshold,
+                )
+            )
+        if self.use_vllm and self.vllm_importance_sampling_correction:
+            factors.append(inputs["importance_sampling_ratio"])
+        weights = None
+        for factor in factors:
+            weights = factor if weights is None else weights * factor
+        return weights
+
+    def train(self, *args: Any, **kwargs: Any):
+        result = super().train(*args, **kwargs)
+        if self._step and not self._seen_signal:
+            warn_once_per_run(f"nothing was learned from rewards: {self._without_signal}")
+        return result

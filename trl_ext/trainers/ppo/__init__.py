@@ -1,0 +1,1 @@
+"""PPO with a value model: `PPOTrainer`."""

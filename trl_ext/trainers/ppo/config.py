@@ -1,0 +1,170 @@
+"""`PPOConfig`: a `PolicyConfig` whose advantages come from a value function."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from trl_ext.advantages import no_baseline
+from trl_ext.algorithms import PolicyObjective
+from trl_ext.losses import clipped_surrogate
+from trl_ext.registry import Algorithm
+from trl_ext.trainers.defaults import check_at_least, check_choice
+from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.ppo.rollout import LARGEST_ERROR
+
+VALUE_MODELS = ("shared", "adapter", "separate")
+
+
+def gae(rewards: Tensor, group_size: int) -> Tensor:
+    """The rewards of whole responses, [N], used until the trainer has computed each token's advantage."""
+    return no_baseline(rewards, group_size)
+
+
+# Not a row of the table, since `PolicyTrainer` has no value function and could not use it.
+PPO = Algorithm(
+    "ppo",
+    clipped_surrogate,
+    summary="Advantages of a value function, clipped token ratio",
+    paper="1707.06347",
+    advantage=gae,
+    surrogate="clip",
+    epsilon=0.2,
+    aggregation="token_mean",
+    beta=0.05,
+    kl_estimator="k1",
+    kl_in="reward",
+    group_size=1,
+    fixed={
+        "ratio": (("token",), "PPO's ratio is that of each token"),
+        "surrogate": (("clip",), "PPO clips its ratio"),
+    },
+)
+
+
+@dataclass
+class PPOConfig(PolicyConfig):
+    """Proximal policy optimisation with a value function: the fields of `PolicyConfig`, and those below.
+
+    Raises:
+        ValueError: as `PolicyConfig` does, and for settings that a value function does not support; the message names
+            the flags and what to use instead.
+    """
+
+    _method = "ppo"
+
+    algorithm: str = "ppo"
+    num_iterations: int = field(
+        default=4, metadata={"help": "Passes over a rollout; each takes the same minibatches in the same order."}
+    )
+    value_model: str = field(
+        default="shared",
+        metadata={
+            "help": "shared: a linear head on the policy's last hidden states. adapter: the same on those of a LoRA "
+            "adapter of its own, beside the policy's. separate: a model of its own, value_model_name_or_path."
+        },
+    )
+    value_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "For separate: a reward model (whose head is where the value head starts), or a language model."
+        },
+    )
+    value_coefficient: float = field(default=0.1, metadata={"help": "Of the value loss."})
+    value_clip: float | None = field(
+        default=0.2, metadata={"help": "How far a value may move from that of the rollout. None for no clip."}
+    )
+    value_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the value function's own parameters. Default: learning_rate."}
+    )
+    gamma: float = field(default=1.0, metadata={"help": "Discount per token."})
+    lam: float = field(
+        default=0.95, metadata={"help": "Of generalized advantage estimation: 1 for whole returns, 0 for one step."}
+    )
+    whiten_rewards: bool = field(
+        default=False,
+        metadata={
+            "help": "Whiten the rewards of tokens in the rollout and add their mean back: (r - m) / s + m, by which a "
+            "token without a reward has m (1 - 1 / s), a penalty on length where m > 0 and s < 1."
+        },
+    )
+    whiten_advantages: bool = field(
+        default=True, metadata={"help": "Give the advantages of a rollout's tokens mean 0 and standard deviation 1."}
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={"help": "Adapt beta so that the divergence per response comes near this. None for a fixed beta."},
+    )
+    kl_horizon: int = field(default=10_000, metadata={"help": "Responses over which beta adapts."})
+
+    def __post_init__(self):
+        self._check_value_model()
+        check_at_least(self, {"value_coefficient": 0, "value_learning_rate": 0, "kl_horizon": 1})
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for name in ("value_clip", "kl_target"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive, got {value}; leave it None for none")
+        self._refuse_what_has_no_place()
+        super().__post_init__()
+        if self.kl_target is not None and not self.beta:
+            raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
+        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
+            raise ValueError(
+                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
+            )
+        if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
+            raise ValueError(
+                f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
+                f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
+                f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least, and to many times that for a "
+                "smooth course"
+            )
+
+    def build_objective(self) -> PolicyObjective:
+        """PPO's policy loss with its settings resolved.
+
+        Raises:
+            ValueError: see the class.
+        """
+        return self._objective_of(PPO)
+
+    def _check_value_model(self) -> None:
+        check_choice("value_model", self.value_model, VALUE_MODELS)
+        given = self.value_model_name_or_path
+        if self.value_model == "separate" and not given:
+            raise ValueError(
+                "value_model separate needs value_model_name_or_path: a reward model's folder, or a language model"
+            )
+        if self.value_model != "separate" and given:
+            raise ValueError(
+                f"value_model {self.value_model} and value_model_name_or_path {given} contradict each other: a value "
+                "head on the policy's own base cannot have another base; use value_model separate"
+            )
+
+    def _refuse_what_has_no_place(self) -> None:
+        for name in ("advantage", "std_ddof", "advantage_eps", "scale_rewards"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} is not used by {type(self).__name__}: PPO's advantages are those of its value function; "
+                    "use whiten_advantages, gamma and lam, or PolicyConfig for another estimator"
+                )
+        refused = {
+            "use_vllm": "the value head would be sent to vLLM with the policy's weights",
+            "torch_compile": "the value head reads the hidden states inside the forward pass",
+            "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
+        }
+        for name, reason in refused.items():
+            if getattr(self, name):
+                raise ValueError(f"{name} does not go with {type(self).__name__}: {reason}")
+        if self.ddp_find_unused_parameters:
+            raise ValueError(
+                "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "
+                "ready twice; leave it out"
+            )
+        # transformers would enable it for a model with adapters.
+        self.ddp_find_unused_parameters = False

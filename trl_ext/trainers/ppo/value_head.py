@@ -1,0 +1,338 @@
+"""PPO's value function: a head on the policy's trunk, on a separate adapter, or on a separate model.
+
+Its parameters are part of the policy's module tree, below `value_head` or in the adapter `value`, so that the
+optimizer, gradient clipping and distributed engines find them. The policy's files do not contain them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from accelerate.utils import is_peft_model
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from trl.models.utils import disable_gradient_checkpointing
+
+from trl_ext.files import replacing
+from trl_ext.models.packing import packing_of
+from trl_ext.models.packing.attention import PLAN_KEYWORD
+from trl_ext.models.shared_backbone import preserved_random_state, save_without
+
+VALUE_FILE = "value_head.safetensors"
+HEAD, ADAPTER = "value_head", "value"
+
+
+class ValueModel:
+    """Estimates the value before each token of responses: a float32 linear head on hidden states.
+
+    Args:
+        trainer: a `PPOTrainer` that already has its policy.
+
+    Attributes:
+        kind: its name in the configuration.
+        policy: the policy, unwrapped.
+    """
+
+    kind: str
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self.policy = trainer.model
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Wrap this around a forward pass of the policy over responses to read their values."""
+        yield
+
+    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
+        """Estimates before each of the last `count` tokens, with gradient if enabled, [B, count].
+
+        Args:
+            input_ids: prompts and responses, [B, L].
+            attention_mask: 1 on their tokens, [B, L].
+            count: width of the responses.
+            batch_size: rows per forward pass; None for all at once.
+        """
+        size = batch_size or len(input_ids)
+        parts = [
+            self._every_value(ids, attended)
+            for ids, attended in zip(input_ids.split(size), attention_mask.split(size), strict=True)
+        ]
+        return torch.cat(parts)[:, -count - 1 : -1]
+
+    def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The value after each token, [B, L]."""
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Its own parameters by their name in the policy, including those that are currently frozen."""
+        return {name: weight for name, weight in self.policy.named_parameters() if _is_own(name)}
+
+    # ---- Files ----
+
+    @property
+    def _identity(self) -> dict[str, str]:
+        config = self.policy.config.get_text_config()
+        return {
+            "value_model": self.kind,
+            "hidden_size": str(_head_of(self.policy).in_features),
+            "vocab_size": str(config.vocab_size),
+            "base": f"{config.model_type} of {config.num_hidden_layers} layers",
+            **_frozen_weights(self.policy),
+        }
+
+    def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Write `value_head.safetensors`.
+
+        Args:
+            folder: the folder to write to.
+            state_dict: the state of the policy with the value function, if an engine has gathered it.
+        """
+        source = self.parameters() if state_dict is None else state_dict
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.items() if _is_own(name)}
+        with replacing(Path(folder) / VALUE_FILE) as path:
+            save_file(tensors, path, metadata=self._identity)
+
+    @torch.no_grad()
+    def load(self, folder: str | Path) -> None:
+        """Read the file that `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file holds a value function of another kind or on another base.
+        """
+        path = Path(folder) / VALUE_FILE
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: there is no value function to go on with; is it a checkpoint of PPO?")
+        own = self.parameters()
+        with safe_open(path, "pt") as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name, value in self._identity.items():
+                # Entries that an earlier version did not write are not compared.
+                found = (file.metadata() or {}).get(name, value)
+                if found != value:
+                    raise ValueError(
+                        f"{path}: its {name} is {found}, and that of this run is {value}: a value function goes on "
+                        "only on the base and in the form that it was trained in"
+                    )
+        if saved.keys() != own.keys() or any(saved[name].shape != own[name].shape for name in own):
+            raise ValueError(f"{path}: its tensors are not those of this run's value function: the base is another")
+        for name, weight in own.items():
+            weight.copy_(saved[name])
+            weight.requires_grad_(True)
+
+
+class SharedValueModel(ValueModel):
+    """A head on the policy's own hidden states, read from the forward pass that gives the log-probabilities.
+
+    It needs no additional pass, and the value loss trains the trunk as well.
+    """
+
+    kind = "shared"
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        _add_head(self.policy, _new_head(self.policy))
+        self._passes: list[Tensor] | None = None
+        self._latest: Tensor | None = None
+        _trunk_of(self.policy).register_forward_hook(self._read_hidden_states, with_kwargs=True)
+        # Packing's check of itself also runs the trunk; this hook marks the end of a requested pass.
+        self.policy.register_forward_hook(self._end_pass)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        self._passes = []
+        try:
+            yield
+        finally:
+            self._read, self._passes, self._latest = self._passes, None, None
+
+    def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
+        read, self._read = self._read, None
+        return torch.cat(read)[:, -count - 1 : -1]
+
+    def _read_hidden_states(self, trunk, args, kwargs, output) -> None:
+        if self._passes is None:
+            return
+        values = _estimate(_head_of(self.policy), output.last_hidden_state)
+        plan = kwargs.get(PLAN_KEYWORD)
+        self._latest = values if plan is None else _unpacked(values[0], plan)
+
+    def _end_pass(self, policy, args, output) -> None:
+        if self._passes is not None:
+            self._passes.append(self._latest)
+
+
+class AdapterValueModel(ValueModel):
+    """A head on the hidden states of the policy's base under a separate LoRA adapter, which initially changes nothing.
+
+    It needs one more forward pass over each batch. The policy's adapter and the value function share no gradient.
+
+    Raises:
+        ValueError: the policy has no LoRA adapter.
+    """
+
+    kind = "adapter"
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        if not is_peft_model(self.policy):
+            raise ValueError(
+                "value_model adapter needs a policy with a LoRA adapter: full fine-tuning changes the base below it; "
+                "use value_model shared or separate"
+            )
+        self._active = self.policy.active_adapters[0]
+        config = self.policy.peft_config[self._active]
+        if not isinstance(config, LoraConfig):
+            raise ValueError(
+                f"value_model adapter is made like the policy's, which must be LoRA, not {config.peft_type}"
+            )
+        config = deepcopy(config)
+        config.init_lora_weights, config.modules_to_save, config.inference_mode = True, None, False
+        if trainer.args.disable_dropout:
+            config.lora_dropout = 0.0
+        trained = _trained(self.policy)
+        with preserved_random_state():
+            self.policy.add_adapter(ADAPTER, config, autocast_adapter_dtype=_has_float32(trained))
+        _add_head(self.policy, _new_head(self.policy))
+        save_without(self.policy, {ADAPTER: self.policy.value_head.weight})
+        for weight in (*trained, *self.parameters().values()):
+            weight.requires_grad_(True)
+
+    def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        trainer, head, packing = self.trainer, _head_of(self.policy), packing_of(self.policy)
+        with (
+            self._switched_on(),
+            # The backward pass would recompute checkpointed layers under the policy's adapter.
+            disable_gradient_checkpointing(self.policy, trainer.args.gradient_checkpointing_kwargs),
+            trainer.accelerator.autocast(),
+        ):
+            plan = None if packing is None else packing.plan(input_ids, attention_mask)
+            if plan is not None:
+                return _unpacked(_estimate(head, packing.hidden_states(plan)), plan)
+            return _estimate(head, _hidden_states(_trunk_of(self.policy), input_ids, attention_mask))
+
+    @contextmanager
+    def _switched_on(self) -> Iterator[None]:
+        # PEFT freezes adapters that it switches off: here, and where TRL scores with the reference.
+        trained = {*_trained(self.policy), *self.parameters().values()}
+        self.policy.set_adapter(ADAPTER)
+        try:
+            yield
+        finally:
+            self.policy.set_adapter(self._active)
+            for weight in trained:
+                weight.requires_grad_(True)
+
+
+class SeparateValueModel(ValueModel):
+    """A separate model under the head, fully trained.
+
+    The value head starts as a reward model's head, or at zero on a language model.
+
+    Raises:
+        ValueError: the engine shards parameters, or the model has another vocabulary than the policy.
+    """
+
+    kind = "separate"
+
+    def __init__(self, trainer):
+        super().__init__(trainer)
+        from trl_ext.trainers.ppo.value_model import load_value_model
+
+        trunk, head = load_value_model(trainer)
+        _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
+
+    def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        own = self.policy.value_head
+        with self.trainer.accelerator.autocast():
+            return _estimate(own["head"], _hidden_states(own["trunk"], input_ids, attention_mask))
+
+
+VALUE_MODELS = {own.kind: own for own in (SharedValueModel, AdapterValueModel, SeparateValueModel)}
+
+
+def _is_own(name: str) -> bool:
+    parts = name.split(".")
+    return HEAD in parts or (ADAPTER in parts and any(part.startswith("lora_") for part in parts))
+
+
+def _add_head(policy, head: nn.Module) -> None:
+    policy.add_module(HEAD, head)
+    if not is_peft_model(policy):
+        # transformers leaves these out of the model's files, and does not report them as missing.
+        names = {f"{HEAD}.{name}" for name in head.state_dict()}
+        policy._keys_to_ignore_on_save = {*(policy._keys_to_ignore_on_save or ()), *names}
+
+
+def _new_head(policy) -> nn.Linear:
+    """A head that estimates 0, created without changing the random state."""
+    embedding = policy.get_input_embeddings().weight
+    with preserved_random_state():
+        head = nn.Linear(policy.config.get_text_config().hidden_size, 1, device=embedding.device, dtype=torch.float32)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head
+
+
+def _head_of(policy) -> nn.Linear:
+    return policy.value_head if isinstance(policy.value_head, nn.Linear) else policy.value_head["head"]
+
+
+def _trunk_of(policy) -> nn.Module:
+    return (policy.get_base_model() if is_peft_model(policy) else policy).base_model
+
+
+def _trained(policy) -> list[nn.Parameter]:
+    return [weight for weight in policy.parameters() if weight.requires_grad]
+
+
+def _frozen_weights(policy) -> dict[str, str]:
+    """A digest of the frozen base below an adapter; empty if the base is trained or sharded.
+
+    It samples numbers of every matrix in bfloat16, so that it does not depend on the dtype of the loaded weights.
+    """
+    if not is_peft_model(policy):
+        return {}
+    frozen = [
+        weight.detach()
+        for name, weight in policy.named_parameters()
+        # Other frozen adapters may exist: the reference's, and those of reward models.
+        if not (weight.requires_grad or weight.ndim < 2 or "lora_" in name or "modules_to_save" in name)
+        and weight.is_floating_point()
+    ]
+    if not frozen or not all(weight.numel() for weight in frozen):
+        return {}
+    sampled = [weight.flatten()[:: max(weight.numel() // 64, 1)].to("cpu", torch.bfloat16) for weight in frozen]
+    numbers = torch.cat(sampled).view(torch.int16).numpy()
+    return {"base_weights": sha256(numbers.tobytes()).hexdigest()[:16]}
+
+
+def _has_float32(weights: list[nn.Parameter]) -> bool:
+    """Whether adapters have float32 weights: under ZeRO-3 all of them must have the base's dtype."""
+    return any(weight.dtype == torch.float32 for weight in weights)
+
+
+def _hidden_states(trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
+    return trunk(
+        input_ids=input_ids, attention_mask=attention_mask, position_ids=positions, use_cache=False
+    ).last_hidden_state
+
+
+def _estimate(head: nn.Linear, hidden: Tensor) -> Tensor:
+    """Apply the head in float32, whatever the policy's own precision."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        return head(hidden.float()).squeeze(-1)
+
+
+def _unpacked(values: Tensor, plan) -> Tensor:
+    """Values of a packed row, [T], at the positions of their tokens in the batch, 0 at its padding, [B, L]."""
+    return values[plan.columns].masked_fill(~plan.present, 0)

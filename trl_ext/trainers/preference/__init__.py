@@ -1,0 +1,1 @@
+"""Offline preference optimization: `PreferenceTrainer` and a named pair for each loss."""

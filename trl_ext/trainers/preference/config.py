@@ -1,0 +1,153 @@
+"""`PreferenceConfig`: TRL's `DPOConfig` with a named loss and device-dependent defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from trl import DPOConfig as TRLDPOConfig
+
+from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.registry import preference_losses
+from trl_ext.trainers.defaults import TruncatedFields, check_training, parse_json_option, resolve_device_defaults
+from trl_ext.trainers.trl_settings import PREFERENCE_SETTINGS, merge, refuse_given, translate
+
+# DPOConfig options that act inside TRL's own loss, which `loss` replaces: option -> what to use.
+_NOT_CARRIED = {
+    "loss_weights": "write the sum as a loss of your own and name it with `loss=file.py:function`",
+    "ld_alpha": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for LD-DPO",
+    "use_weighting": "use `weighting=['wpo']`, which composes with every loss",
+    "f_divergence_type": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
+    "f_alpha_divergence_coef": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for f-DPO",
+    "discopop_tau": "it acts inside TRL's loss; train stock `trl.DPOTrainer` for DiscoPOP",
+    "label_smoothing_factor": "use `label_smoothing` with cdpo or robust_dpo",
+    "truncation_mode": "prompts keep their end and responses their start",
+    "padding_free": "TRL has it switched off at present",
+    "max_length": "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately",
+}
+
+
+@dataclass
+class PreferenceConfig(TruncatedFields, TRLDPOConfig):
+    """Configuration of `PreferenceTrainer`: the fields of `trl.DPOConfig` except its loss, those of `TruncatedFields`,
+    and those below.
+
+    Raises:
+        ValueError: an unknown loss or option, a beta that is not positive, or a TRL option that acts inside the
+            replaced loss; the message names the option and what to use instead.
+    """
+
+    # The loss of a named configuration; None if `loss` may be chosen.
+    _method: ClassVar[str | None] = None
+
+    loss: str | None = field(
+        default=None,
+        metadata={"help": "Preference loss: a registered name, or your own as file.py:function. Default: dpo."},
+    )
+    loss_type: list[str] | None = field(
+        default=None,
+        metadata={"help": f"TRL's name for a loss: {', '.join(PREFERENCE_SETTINGS['loss_type'])}. Default: see loss."},
+    )
+    loss_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Options of the loss beside beta, as JSON: '{\"label_smoothing\": 0.2}'."},
+    )
+    beta: float | None = field(
+        default=None,
+        metadata={"help": "Strength of the preference signal. Default: the loss's own, which is its paper's."},
+    )
+    label_smoothing: float | None = field(
+        default=None,
+        metadata={"help": "Probability that a label is wrong, for the losses that take it. Default: the loss's own."},
+    )
+    weighting: list[str] | None = field(
+        default=None,
+        metadata={"help": "Weightings of the pairs: any of wpo, confidence, or your own as file.py:function."},
+    )
+    weighting_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": 'Options of the weightings, as JSON: \'{"power": 2, "floor": 0.3}\'.'},
+    )
+    aot_scope: str = field(
+        default="global",
+        metadata={
+            "help": "What a batch-coupled loss such as AOT sorts over: 'global', the whole optimizer batch over ranks "
+            "and accumulated micro-batches, or 'device', one device's micro-batch, as TRL does. Global costs one more "
+            "forward pass of the policy without gradients when micro-batches are accumulated, and nothing otherwise."
+        },
+    )
+    loss_columns: list[str] | None = field(
+        default=None,
+        metadata={"help": "Dataset columns to pass to the loss, beside those that it declares."},
+    )
+    precompute_ref_log_probs: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Compute the reference's log-probabilities once, before training, and keep them in the cache of "
+            "datasets. Default: where training goes over the data more than once and the reference stays as it is."
+        },
+    )
+
+    def __post_init__(self):
+        self._name_the_loss()
+        self._refuse_what_is_not_carried()
+        self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
+        self.weighting_kwargs = parse_json_option("weighting_kwargs", self.weighting_kwargs)
+        objective = self.build_objective()
+        self.beta = objective.beta
+        resolve_device_defaults(self)
+        super().__post_init__()
+
+    def build_objective(self) -> PreferenceObjective:
+        """The loss, its options and its weightings as one function of `PreferenceScores`.
+
+        Raises:
+            ValueError: see the class.
+        """
+        entry = preference_losses.find(self.loss)
+        return PreferenceObjective(
+            self.loss,
+            beta=self.beta,
+            loss_options=self._loss_options(entry.options),
+            weightings=self.weighting or (),
+            weighting_options=self.weighting_kwargs,
+            columns=self.loss_columns or (),
+        )
+
+    def _loss_options(self, known: dict[str, Any]) -> dict[str, Any]:
+        """Options from `loss_kwargs` and from fields named like an option, such as `label_smoothing`."""
+        options = dict(self.loss_kwargs or {})
+        # Only fields of a named configuration. Others are the trainer's, even if a loss has an option of that name.
+        own = {f.name for f in fields(self)} - {f.name for f in fields(PreferenceConfig)} | {"label_smoothing"}
+        for name in own & set(known):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if name in options and options[name] != value:
+                raise ValueError(f"{name} is given twice, as {value} and in loss_kwargs as {options[name]}")
+            options[name] = value
+        translated = translate(self, PREFERENCE_SETTINGS)
+        options = {name: value for name, value in merge(options, translated).items() if name != "loss"}
+        if self.label_smoothing and "label_smoothing" not in known:
+            raise ValueError(
+                f"the loss {self.loss!r} has no label smoothing, so label_smoothing {self.label_smoothing} would be "
+                "ignored; use cdpo or robust_dpo, or leave it out"
+            )
+        return options
+
+    def _name_the_loss(self) -> None:
+        # TRL also accepts a single loss type as text.
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else self.loss_type
+        translated = translate(self, PREFERENCE_SETTINGS)
+        self.loss = merge({"loss": self.loss}, translated)["loss"] or "dpo"
+
+    def _refuse_what_is_not_carried(self) -> None:
+        refuse_given(self, _NOT_CARRIED)
+        if self._method is not None and self.loss != self._method:
+            raise ValueError(
+                f"{type(self).__name__} is the loss {self._method!r} and cannot be {self.loss!r}: "
+                "use PreferenceConfig, or recipes/preference.py --loss, to choose a loss by name"
+            )
+        if self.aot_scope not in ("global", "device"):
+            raise ValueError(f"aot_scope must be 'global' or 'device', got {self.aot_scope!r}")
+        check_training(self)

@@ -1,0 +1,228 @@
+"""Batches of pairs: distributes and encodes pairs, passes each response through a model once, and weights losses."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl_ext.losses import PreferenceObjective, PreferenceScores
+from trl_ext.rollouts.replay import SampledPair, weighted_mean
+from trl_ext.trainers.preference.optimizer_batch import CoupledShare, join_scores, map_scores
+
+
+def deal_pairs(
+    pairs: Sequence[SampledPair], filler: SampledPair, parts: int, rank: int, ranks: int
+) -> tuple[list[SampledPair], list[bool]]:
+    """One process's pairs, the same number on every process and a multiple of `parts`, and which of them count.
+
+    Args:
+        pairs: the pairs of all processes, the same list on each; pairs of a prompt stay together.
+        filler: a pair that fills empty places and does not count.
+        parts: number of micro-batches to divide the pairs into.
+        rank, ranks: this process's index, and the number of processes.
+    """
+    slots = parts * max(-(-len(pairs) // (parts * ranks)), 1)
+    own = list(pairs[rank * slots : (rank + 1) * slots])
+    missing = slots - len(own)
+    return own + [filler] * missing, [True] * len(own) + [False] * missing
+
+
+def encode_pairs(
+    pairs: Sequence[SampledPair],
+    counted: Sequence[bool],
+    *,
+    pad_token_id: int,
+    version: int,
+    device: torch.device | str,
+) -> dict[str, Tensor]:
+    """Pairs as tensors whose first dimension is P pairs; a second dimension of 2 is chosen, then rejected.
+
+    Returns:
+        `prompt_ids` and `prompt_mask` [P, L], padded on the left; `completion_ids` and `completion_mask` [P, 2, T],
+        padded on the right; `sampler` and `reference`, sums of log-probabilities, [P, 2]; `counted` and `fresh`, 1
+        where a pair counts and where the current policy sampled it, [P]; `group`, equal for pairs of one prompt, [P].
+    """
+    prompts = [pair.prompt_ids for pair in pairs]
+    responses = [ids for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids)]
+    prompt_ids, prompt_mask = _padded(prompts, pad_token_id, left=True)
+    completion_ids, completion_mask = _padded(responses, pad_token_id, left=False)
+    groups: dict[bytes, int] = {}
+    batch = {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids.unflatten(0, (-1, 2)),
+        "prompt_mask": prompt_mask,
+        "completion_mask": completion_mask.unflatten(0, (-1, 2)),
+        "sampler": torch.tensor([[pair.chosen_log_prob, pair.rejected_log_prob] for pair in pairs]),
+        "reference": torch.tensor([[pair.ref_chosen, pair.ref_rejected] for pair in pairs]),
+        "counted": torch.tensor(counted, dtype=torch.float32),
+        "fresh": torch.tensor([pair.version == version for pair in pairs], dtype=torch.float32),
+        "group": torch.tensor([groups.setdefault(prompt.tobytes(), len(groups)) for prompt in prompts]),
+    }
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _padded(rows: Sequence[array], pad_token_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
+    width = max(map(len, rows))
+    ids = torch.full((len(rows), width), pad_token_id)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for index, row in enumerate(rows):
+        place = slice(width - len(row), width) if left else slice(len(row))
+        ids[index, place] = torch.tensor(row.tolist(), dtype=torch.long)
+        mask[index, place] = 1
+    return ids, mask
+
+
+@dataclass
+class ForwardRows:
+    """The R distinct responses of a micro-batch.
+
+    Attributes:
+        input_ids, attention_mask: prompt and response, [R, L + T].
+        mask: 1 at the tokens of the response, [R, T].
+        index: the row of each pair's chosen and rejected response, [P, 2].
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    mask: Tensor
+    index: Tensor
+
+
+def forward_rows(batch: dict[str, Tensor]) -> ForwardRows:
+    """The responses of a micro-batch of pairs, each once, without columns that hold only padding."""
+    prompts = batch["prompt_mask"].any(dim=0)
+    responses = batch["completion_mask"].flatten(0, 1).any(dim=0)
+    ids, attended = (
+        torch.cat(
+            [
+                batch[f"prompt_{kind}"][:, prompts].repeat_interleave(2, dim=0),
+                batch[f"completion_{kind}"].flatten(0, 1)[:, responses],
+            ],
+            dim=1,
+        )
+        for kind in ("ids", "mask")
+    )
+    rows, index = torch.cat([ids, attended], dim=1).unique(dim=0, return_inverse=True)
+    ids, attended = rows.chunk(2, dim=1)
+    return ForwardRows(ids, attended, attended[:, int(prompts.sum()) :], index.unflatten(0, (-1, 2)))
+
+
+def weighted_shares(
+    objective: PreferenceObjective,
+    parts: list[PreferenceScores],
+    weights: Tensor,
+    counted: Tensor,
+    rank: int,
+    gather: Callable[[Tensor], Tensor],
+) -> tuple[list[CoupledShare], Tensor]:
+    """Differentiate `sum(w l) / sum(w)` over all pairs of an update with respect to this process's scores.
+
+    Args:
+        objective: the loss, which may couple pairs.
+        parts: this process's scores, one entry per micro-batch; gradients are not needed and not used.
+        weights: of this process's pairs, [n].
+        counted: 1 where a pair counts, [n].
+        rank: this process's index.
+        gather: concatenates a tensor of equal length from every process, in order.
+
+    Returns:
+        One share per part, in order, and the weights of all pairs that count.
+    """
+    own = join_scores([map_scores(Tensor.detach, part) for part in parts])
+    keep = gather(counted).bool()
+    weights = gather(weights)[keep]
+    window = map_scores(lambda values: gather(values)[keep], own)
+    slopes = torch.zeros(2, len(keep), dtype=own.chosen.dtype, device=own.chosen.device)
+    loss = slopes.new_zeros(())
+    if len(weights):
+        window.chosen.requires_grad_()
+        window.rejected.requires_grad_()
+        with torch.enable_grad():
+            loss = weighted_mean(objective(window), weights)
+        inputs = (window.chosen, window.rejected)
+        slopes[:, keep] = torch.stack(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)).to(
+            slopes.dtype
+        )
+    size = len(own.chosen)
+    lengths = [len(part.chosen) for part in parts]
+    own_slopes = slopes[:, rank * size : (rank + 1) * size].split(lengths, dim=1)
+    return [CoupledShare(loss.detach(), *slope) for slope in own_slopes], weights
+
+
+class SampledPairMetrics:
+    """Logs TRL's pair metrics for a trainer on batches of pairs, over the pairs that count and their tokens.
+
+    The held-out loss of a batch-coupled loss treats all held-out pairs as one batch.
+    """
+
+    # Scores of the held-out pairs of an evaluation in progress, over all processes; None for other losses.
+    _held_out: list[PreferenceScores] | None = None
+
+    def _held_out_mean(self, scores: PreferenceScores, counted: Tensor) -> Tensor:
+        """The mean loss of the pairs that count in a held-out micro-batch; 0 if none does."""
+        preference, keep = self.objective.preference, counted.bool()
+        if preference.batch_coupled:
+            everywhere = self.accelerator.gather(counted).bool()
+            gathered = map_scores(lambda values: self.accelerator.gather(values.detach())[everywhere], scores)
+            self._held_out = [*(self._held_out or []), gathered]
+        if not keep.any():
+            return counted.new_zeros(())
+        return preference(map_scores(lambda values: values[keep], scores)).mean()
+
+    def _held_out_loss(self) -> float | None:
+        parts, self._held_out = self._held_out, None
+        loss = super()._held_out_loss()
+        if parts is None or not any(len(part.chosen) for part in parts):
+            return loss
+        return self.objective.preference(join_scores(parts)).mean().item()
+
+    def _micro_batch_counts(self, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        tokens = inputs["completion_mask"].sum(dim=(1, 2)) * inputs["counted"]
+        return {"pairs": inputs["counted"].sum(), "tokens": tokens.sum(), "fresh": (tokens * inputs["fresh"]).sum()}
+
+    def _loss_weight(self) -> str:
+        return "pairs"
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        groups = {"rewards": ("chosen", "rejected", "margins", "accuracies"), "logps": ("chosen", "rejected")}
+        of_pairs = [f"{group}/{name}" for group, names in groups.items() for name in names]
+        return {**dict.fromkeys(of_pairs, "pairs"), "entropy": "tokens", "kl": "fresh"}
+
+    def _log_pairs(self, scores: PreferenceScores, batch: dict, entropies: Tensor) -> None:
+        """Log the metrics of a micro-batch over all processes, NaN where no pair contributes.
+
+        Args:
+            scores: the scores of its pairs.
+            batch: the pairs.
+            entropies: of each pair's responses, summed over tokens, [P].
+        """
+        counted, chosen, rejected = batch["counted"], scores.chosen.detach(), scores.rejected.detach()
+        ratios = chosen, rejected
+        if scores.ref_chosen is not None:
+            ratios = chosen - scores.ref_chosen, rejected - scores.ref_rejected
+        beta = self.objective.beta
+        values = {
+            "rewards/chosen": beta * ratios[0],
+            "rewards/rejected": beta * ratios[1],
+            "rewards/margins": beta * (ratios[0] - ratios[1]),
+            "rewards/accuracies": (ratios[0] > ratios[1]).float(),
+            "logps/chosen": chosen,
+            "logps/rejected": rejected,
+            "entropy": entropies,
+        }
+        if scores.ref_chosen is not None:
+            values["kl"] = (ratios[0] + ratios[1]) * batch["fresh"]
+        counts = self._micro_batch_counts(batch)
+        local = [(counted * value).sum() for value in values.values()] + list(counts.values())
+        totals = self.accelerator.reduce(torch.stack([value.float() for value in local]), reduction="sum").tolist()
+        counts = dict(zip(counts, totals[len(values) :], strict=True))
+        mode = "train" if self.model.training else "eval"
+        by = self._step_metrics(mode)
+        for name, total in zip(values, totals, strict=False):
+            count = counts[by[name]]
+            self._metrics[mode][name].append(total / count if count else math.nan)
