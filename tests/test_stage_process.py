@@ -62,6 +62,8 @@ class Stage:
         self.folder = folder
         self.driver = drive(folder, [sys.executable, "launcher.py", "worker.py", worker])
         self.wait_for(worker)
+        # The driver looks for the launcher's children every 0.2 s, and has to know the worker before anything ends.
+        time.sleep(1)
         self.launcher, self.worker = psutil.Process(self.driver.pid).children(recursive=True)
 
     def wait_for(self, name: str) -> None:
