@@ -92,10 +92,9 @@ def test_the_grader_gives_full_points_to_the_solution_and_none_to_the_starter(as
 
 MUTANT = """
 from functools import partial
-from trl_ext.assignment.catalog.catalog import mistakes_of
-from {module} import {name} as right
+from trl_ext.assignment.catalog.catalog import mistakes_of, task
 
-{name} = partial(mistakes_of({task!r})[{message!r}], right)
+{name} = partial(mistakes_of({task!r})[{message!r}], task({task!r}).function)
 """
 
 
@@ -110,9 +109,9 @@ def test_every_mistake_loses_its_points_with_its_message(assignment, tmp_path):
     items = {item["name"]: item for item in plan["functions"]}
     plan |= {"functions": [], "thresholds": [], "imports": "ignore"}
     messages = []
-    for module, each in spec.functions():
+    for _, each in spec.functions():
         for message in mistakes_of(each.function):
-            names = {"module": f"{spec.package}.{module}", "name": each.known_as, "task": each.function}
+            names = {"name": each.known_as, "task": each.function}
             file = f"wrong_{len(messages)}"
             append(submission / spec.package / f"{file}.py", MUTANT.format(**names, message=message))
             plan["functions"].append({**items[each.known_as], "module": f"{spec.package}.{file}"})

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trl_ext.assignment.catalog.course_mistakes import COURSE_MISTAKES
-from trl_ext.assignment.catalog.loss_mistakes import LOSS_MISTAKES
 from trl_ext.assignment.catalog.loss_tasks import LOSS_TASKS
+from trl_ext.assignment.catalog.mistakes import MISTAKES
 from trl_ext.assignment.catalog.task import Task
 from trl_ext.assignment.catalog.text_tasks import TEXT_TASKS
-from trl_ext.assignment.catalog.whole_mistakes import WHOLE_MISTAKES
 from trl_ext.registry import nearest
 
 TASKS: dict[str, Task] = {**LOSS_TASKS, **TEXT_TASKS}
@@ -34,5 +32,5 @@ def task(name: str) -> Task:
 
 def mistakes_of(name: str) -> dict[str, Callable]:
     """The known wrong answers to a task, by the message of a test."""
-    tables = (*LOSS_MISTAKES.items(), *WHOLE_MISTAKES.items(), *COURSE_MISTAKES.items())
-    return {message: wrong for tasks, rows in tables if name in tasks.split() for message, wrong in rows.items()}
+    tables = (rows for tasks, rows in MISTAKES.items() if name in tasks.split())
+    return {message: wrong for rows in tables for message, wrong in rows.items()}

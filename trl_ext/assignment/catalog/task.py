@@ -1,9 +1,4 @@
-"""A function that an assignment can ask for, and helpers that build most known wrong answers to it.
-
-A wrong answer takes the correct function and then that function's arguments by name. A table of wrong answers maps the
-names of one or several tasks to messages and functions. A message completes the sentence "this is what you get when".
-The outcomes are stored with the expected ones, so that a failing test can say why it fails.
-"""
+"""A function that an assignment can ask for."""
 
 from __future__ import annotations
 
@@ -71,22 +66,3 @@ def group(tasks: dict[str, Task], kind: str, shapes: str = "", **common: Any) ->
         tasks[name] = Task(name=name, summary=summary, build=build, **settings)
 
     return add
-
-
-def given(**changes: Any) -> Callable:
-    """The correct function with other arguments: a value, or a function of an existing argument."""
-
-    def wrong(right, **arguments):
-        for name, change in changes.items():
-            if not callable(change):
-                arguments[name] = change
-            elif arguments.get(name) is not None:
-                arguments[name] = change(arguments[name])
-        return right(**arguments)
-
-    return wrong
-
-
-def then(change: Callable) -> Callable:
-    """The correct function with a modified result."""
-    return lambda right, **arguments: change(right(**arguments))

@@ -49,11 +49,6 @@ def split_minibatches(batch: dict[str, Tensor], order: Tensor, minibatch_size: i
     return [{name: rows[part] for name, rows in batch.items()} for part in parts]
 
 
-def _divergence(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """The k3 estimate of the KL divergence, averaged over all tokens."""
-    return aggregate(kl_estimate(log_probs, ref_log_probs.detach(), "k3"), mask, "token_mean")
-
-
 def grpo_loss(
     log_probs: Tensor,
     old_log_probs: Tensor,
@@ -71,7 +66,8 @@ def grpo_loss(
     """
     log_ratio = token_log_ratio(log_probs, old_log_probs.detach())
     losses = clipped_surrogate(log_ratio, advantages.detach(), clip_low=clip, clip_high=clip)
-    return aggregate(losses, mask, "sequence_mean") + kl_coef * _divergence(log_probs, ref_log_probs, mask)
+    kl = kl_estimate(log_probs, ref_log_probs.detach(), "k3")
+    return aggregate(losses, mask, "sequence_mean") + kl_coef * aggregate(kl, mask, "token_mean")
 
 
 def dr_grpo_loss(
@@ -92,8 +88,9 @@ def dr_grpo_loss(
     """
     log_ratio = token_log_ratio(log_probs, old_log_probs.detach())
     losses = clipped_surrogate(log_ratio, advantages.detach(), clip_low=clip, clip_high=clip)
+    kl = kl_estimate(log_probs, ref_log_probs.detach(), "k3")
     surrogate = aggregate(losses, mask, "constant", constant=max_new_tokens)
-    return surrogate + kl_coef * _divergence(log_probs, ref_log_probs, mask)
+    return surrogate + kl_coef * aggregate(kl, mask, "token_mean")
 
 
 def gspo_loss(
@@ -113,4 +110,5 @@ def gspo_loss(
     """
     log_ratio = sequence_log_ratio(log_probs, old_log_probs.detach(), mask)
     losses = clipped_surrogate(log_ratio, advantages.detach(), clip_low=clip, clip_high=clip)
-    return aggregate(losses, mask, "sequence_mean") + kl_coef * _divergence(log_probs, ref_log_probs, mask)
+    kl = kl_estimate(log_probs, ref_log_probs.detach(), "k3")
+    return aggregate(losses, mask, "sequence_mean") + kl_coef * aggregate(kl, mask, "token_mean")
