@@ -36,7 +36,7 @@ def one_thread():
 
 def judged(name: str, function, *, seed: int = 2, count: int = 8) -> list[str | None]:
     """The verdict on each case."""
-    cases = build_cases(task(name), seed, count, nan_padding=True)
+    cases = build_cases(task(name), seed, count)
     return [verdict(call(function, case, CLASSES), case) for case in cases]
 
 
@@ -54,8 +54,8 @@ def test_the_library_passes_and_every_mistake_is_caught_and_named(name):
     No hidden case is a visible one, and what students read of it has none of its texts.
     """
     given = task(name)
-    visible = build_cases(given, 1, 8, nan_padding=True)
-    cases = build_cases(given, 2, 8, nan_padding=True, others=visible)
+    visible = build_cases(given, 1, 8)
+    cases = build_cases(given, 2, 8, others=visible)
     arguments = [json.dumps(case["arguments"], sort_keys=True) for case in (*visible, *cases)]
     assert len(set(arguments)) == len(arguments)
     for case in cases:
@@ -122,11 +122,13 @@ def half_detached(scores, *, beta):
     "function, part",
     [
         (lambda scores, *, beta: None, "got None: is there a return?"),
-        (lambda scores, *, beta: dpo(scores, beta=beta).detach(), "has no gradient"),
+        (
+            lambda scores, *, beta: dpo(scores, beta=beta).detach(),
+            "no gradient reaches scores.chosen: is there a detach()",
+        ),
         (lambda scores, *, beta: dpo(scores, beta=beta).tolist(), "expected a tensor"),
         (lambda scores, *, beta: dpo(scores, beta=beta)[:, None], "expected the shape [7], got [7, 1]"),
         (lambda scores, *, beta: dpo(scores, beta=beta).half(), "expected the dtype float64"),
-        (lambda scores, *, beta: dpo(scores, beta=beta) * 3, "every value is 3 times"),
         (in_place, "changes its argument scores.chosen in place"),
         (half_detached, "scores.rejected"),
         (lambda scores, *, beta: exit(), "ends the program"),
@@ -189,15 +191,9 @@ def test_wrong_answers_in_the_students_own_words_are_named(name, function, messa
     assert name != "losses.aggregate" or (len(found) == 3 and "mask is left out" not in str(found))
 
 
-def test_a_single_value_is_not_called_a_multiple():
-    """Of one number every other is a multiple."""
-    found = failures("assignment.grpo_loss", lambda **given: whole_losses.grpo_loss(**given) + 0.1)
-    assert found and not any("times the expected" in each for each in found)
-
-
 def test_values_can_be_left_out():
     """The verdict says what is wrong and where, but neither the expected value nor the function's."""
-    case = build_cases(task("losses.dpo"), 1, 1, nan_padding=True)[0]
+    case = build_cases(task("losses.dpo"), 1, 1)[0]
     outcome = call(lambda scores, *, beta: -dpo(scores, beta=beta), case, CLASSES)
     expected = f"{case['expected']['output']['$tensor'][0]:.6g}"
     assert verdict(outcome, case).startswith(f"expected {expected} at [0], got -{expected}; this is what you get when")
@@ -207,7 +203,7 @@ def test_values_can_be_left_out():
 def test_values_survive_json():
     values = torch.tensor([1.5, math.nan, math.inf])
     assert encode(values)["$tensor"] == [1.5, "nan", "inf"]
-    assert encode({"a": (1, None, math.nan)}) == {"a": [1, None, {"$number": "nan"}]}
+    assert encode({"a": (1, None, math.nan)}) == {"a": [1, None, {"$other": "nan"}]}
     assert encode(object()) == {"$other": "object"}
 
 
@@ -253,14 +249,14 @@ def test_starter_is_blank_and_solution_is_the_library(name):
     solved, _ = package_files(spec, solution=True)
     assert set(given) <= {"trl_ext.data.packed_sft.encode_documents"}
     for module, each in spec.functions():
-        node = {n.name: n for n in ast.parse(blank[module]).body if isinstance(n, ast.FunctionDef)}[each.known_as]
+        node = {n.name: n for n in ast.parse(blank[module]).body if isinstance(n, ast.FunctionDef)}[each.name]
         assert len(node.body) == 2 and isinstance(node.body[1], ast.Raise)
         message = node.body[1].exc.args[0].value
-        assert message.startswith(f"implement {each.known_as} in {spec.package}/{module}.py: ")
+        assert message.startswith(f"implement {each.name} in {spec.package}/{module}.py: ")
         docstring = ast.get_docstring(node)
         assert "Shapes: " in docstring
         assert re.search(r"arXiv|Williams|CS336|Shannon", docstring), each.function
-        own = {n.name: n for n in ast.parse(solved[module]).body if isinstance(n, ast.FunctionDef)}[each.known_as]
+        own = {n.name: n for n in ast.parse(solved[module]).body if isinstance(n, ast.FunctionDef)}[each.name]
         assert ast.dump(own.args) == ast.dump(node.args), "the signature is that of the starter"
         assert not any(isinstance(n, ast.Raise) and "implement" in ast.dump(n) for n in ast.walk(own))
     for text in (*blank.values(), *solved.values()):

@@ -64,7 +64,7 @@ def test_visible_tests_fail_on_the_starter_and_pass_on_the_solution(assignment):
     failed = run("-m", "pytest", "-q", "tests", folder=starter)
     assert failed.returncode == 1 and " passed" not in failed.stdout.splitlines()[-1]
     for module, each in spec.functions():
-        assert f"not implemented yet: implement {each.known_as} in {spec.package}/{module}.py" in failed.stdout
+        assert f"not implemented yet: implement {each.name} in {spec.package}/{module}.py" in failed.stdout
     passed = run("-m", "pytest", "-q", "tests", folder=solution)
     assert passed.returncode == 0, passed.stdout[-3000:]
     blocked = "import sys; sys.modules |= dict.fromkeys(['trl_ext', 'trl', 'transformers']); import pytest; "
@@ -77,7 +77,7 @@ def test_the_grader_gives_full_points_to_the_solution_and_none_to_the_starter(as
     spec, starter, solution = assignment
     rows, table = grade(solution)
     for _, each in spec.functions():
-        assert (rows[each.known_as]["score"], rows[each.known_as]["status"]) == (each.points, "passed"), table
+        assert (rows[each.name]["score"], rows[each.name]["status"]) == (each.points, "passed"), table
     assert {"score", "output", "stdout_visibility", "tests"} <= set(rows["all"])
     assert {"name", "score", "max_score", "output", "visibility"} <= set(rows["all"]["tests"][0])
     for threshold in spec.thresholds:
@@ -86,8 +86,8 @@ def test_the_grader_gives_full_points_to_the_solution_and_none_to_the_starter(as
     rows, table = grade(starter)
     assert rows["all"]["score"] == 0
     for module, each in spec.functions():
-        assert f"implement {each.known_as} in {spec.package}/{module}.py" in rows[each.known_as]["output"]
-        assert f"{each.known_as} " in table
+        assert f"implement {each.name} in {spec.package}/{module}.py" in rows[each.name]["output"]
+        assert f"{each.name} " in table
 
 
 MUTANT = """
@@ -111,10 +111,10 @@ def test_every_mistake_loses_its_points_with_its_message(assignment, tmp_path):
     messages = []
     for _, each in spec.functions():
         for message in mistakes_of(each.function):
-            names = {"name": each.known_as, "task": each.function}
+            names = {"name": each.name, "task": each.function}
             file = f"wrong_{len(messages)}"
             append(submission / spec.package / f"{file}.py", MUTANT.format(**names, message=message))
-            plan["functions"].append({**items[each.known_as], "module": f"{spec.package}.{file}"})
+            plan["functions"].append({**items[each.name], "module": f"{spec.package}.{file}"})
             messages.append(message)
     assert len(messages) == {"my_rlhf": 97, "my_reasoning": 43}[spec.package]
     plan_file.write_text(json.dumps(plan))
@@ -156,7 +156,7 @@ def test_the_grader_names_what_is_wrong_with_each_broken_function(tmp_path):
     write_assignment(spec, out, solution=True)
     plan_file = grader_folder(out) / "grading.json"
     plan_file.write_text(json.dumps({**json.loads(plan_file.read_text()), "seconds": 4}))
-    module_of = {each.known_as: module for module, each in spec.functions()}
+    module_of = {each.name: module for module, each in spec.functions()}
     for name, (code, _) in BROKEN.items():
         append(out / spec.package / f"{module_of[name]}.py", f"\n\n{code}")
     # Files that would be imported in place of others.

@@ -49,13 +49,12 @@ MEAN = {"function": "losses.masked_mean", "points": 1}
         (specification({"function": "dpo"}), "did you mean 'losses.dpo'"),
         (
             specification({"function": "losses.dpo", "hints": "x"}),
-            "no such key; did you mean 'hint'.*Allowed: function, name",
+            "no such key; did you mean 'hint'",
         ),
         (
             specification({"function": "losses.dpo", "points": 0}),
             "points: Input should be greater than 0, got 0",
         ),
-        (specification({"function": "losses.dpo", "name": "lambda"}), "'lambda' is a word of Python's"),
         (specification(titel="x"), "titel: no such key; did you mean 'title'"),
         (specification(package="json"), "'json' is the name of something else"),
         (specification(package="torch"), "'torch' is the name of something else"),
@@ -77,7 +76,7 @@ MEAN = {"function": "losses.masked_mean", "points": 1}
         ),
         (
             specification(modules={"a": module([MEAN]), "b": module([{**MEAN, "function": "course.masked_mean"}])}),
-            "modules.b: 'masked_mean' is also in a; give one of them another name",
+            "modules.b: course.masked_mean has the name of losses.masked_mean",
         ),
     ],
 )
@@ -102,35 +101,11 @@ def test_settings_are_those_of_the_loop():
         check_settings({"sft": recipe})
 
 
-@pytest.mark.parametrize(
-    "functions, tests, part",
-    [
-        (
-            # One case is of one kind, and shows no mistake in another.
-            [{"function": "losses.aggregate"}],
-            {"hidden": 1, "nan_padding": False},
-            "tests.hidden: 1 cases of losses.aggregate do not show the mistake",
-        ),
-        (
-            # A solution of this name would call itself.
-            [{"function": "losses.dpo", "name": "logsigmoid"}],
-            {},
-            "modules.losses.functions: name: 'logsigmoid' is the name of what the text use",
-        ),
-        (
-            # The caller has an argument of this name.
-            [
-                {"function": "course.naive_policy_gradient_loss", "name": "advantages"},
-                {"function": "course.policy_gradient_loss"},
-            ],
-            {},
-            "'advantages' is another thing inside policy_gradient_loss",
-        ),
-    ],
-)
-def test_assignments_that_would_not_work_are_not_written(functions, tests, part, tmp_path):
-    with pytest.raises(ValueError, match=part):
-        write_assignment(spec_of(*functions, tests=tests), tmp_path / "course")
+def test_too_few_hidden_cases_are_not_written(tmp_path):
+    """One case is of one kind, and shows no mistake in another."""
+    spec = spec_of({"function": "losses.aggregate"}, tests={"hidden": 1})
+    with pytest.raises(ValueError, match="tests.hidden: 1 cases of losses.aggregate do not show the mistake"):
+        write_assignment(spec, tmp_path / "course")
     assert not list(tmp_path.iterdir())
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from trl_ext.assignment.catalog.catalog import mistakes_of
-from trl_ext.assignment.catalog.drawing import Draw, encode_arguments
+from trl_ext.assignment.catalog.drawing import Draw
 from trl_ext.assignment.catalog.task import Task
-from trl_ext.assignment.runtime.checks import call
-from trl_ext.assignment.runtime.verdicts import differs
+from trl_ext.assignment.runtime.checks import call, encode
+from trl_ext.assignment.runtime.verdicts import verdict
 
 # The module with the classes of arguments.
 CLASSES = "trl_ext.losses"
@@ -26,9 +26,7 @@ ABOUT = {
 OPTIONS = ("kind", "loss_type")
 
 
-def build_cases(
-    given: Task, seed: int, count: int, *, nan_padding: bool, others: Sequence[dict[str, Any]] = ()
-) -> list[dict[str, Any]]:
+def build_cases(given: Task, seed: int, count: int, *, others: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
     """Build the cases of a function: `count` ordinary ones, the special ones, and one in float32.
 
     The arguments of each case differ from those of all others, and from those of `others`, which students know.
@@ -38,8 +36,7 @@ def build_cases(
     """
     wanted = [("at random", index, "") for index in range(count)]
     for special in given.special:
-        if special != "nan" or nan_padding:
-            wanted += [(ABOUT[special], 100 + index, special) for index in range(min(given.variants, 3))]
+        wanted += [(ABOUT[special], 100 + index, special) for index in range(min(given.variants, 3))]
     wanted += [("float32", 200, "")] if given.in_float32 else []
     known = [case["arguments"] for case in others]
     cases = []
@@ -60,8 +57,6 @@ def _new_case(given: Task, about: str, drawn: tuple[int, int, str], known: list[
     """The first case whose arguments are new."""
     for attempt in range(100):
         case = _case(given, about, Draw(*drawn, attempt))
-        if about == "float32":
-            case["arguments"] = _in_float32(case["arguments"])
         if case["arguments"] not in known:
             return case
     raise ValueError(f"{given.name}: no more than {len(known)} different cases; ask for fewer")
@@ -72,22 +67,21 @@ def _case(given: Task, about: str, draw: Draw) -> dict[str, Any]:
     plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
     texts = [name for name, value in plain.items() if isinstance(value, str) and name not in OPTIONS]
     options = [f"{name}={value!r}" for name, value in plain.items() if name not in texts]
-    case: dict[str, Any] = {"about": ", ".join([about, *options[:4]]), "arguments": encode_arguments(arguments)}
+    encoded = encode(arguments)
+    case: dict[str, Any] = {
+        "about": ", ".join([about, *options[:4]]),
+        "arguments": _in_float32(encoded) if about == "float32" else encoded,
+    }
     if texts:
         # Separate from `about`, which the grader prints: students must not see the texts of hidden cases.
         case["texts"] = ", ".join(f"{name}={plain[name]!r}" for name in texts)
-    if given.unordered:
-        case["unordered"] = True
-    if draw.special:
-        case["special"] = draw.special
-    if given.own_backward:
-        case["backward"] = "own"
-    if given.compared is not None:
-        case["compared"] = list(given.compared)
-    differentiated = given.compared if given.differentiated is None else given.differentiated
-    if differentiated is not None:
-        case["differentiated"] = list(differentiated)
-    return case
+    settings = {
+        "special": draw.special,
+        "compared": given.compared,
+        "unordered": given.unordered,
+        "own_backward": given.own_backward,
+    }
+    return case | {name: value for name, value in settings.items() if value}
 
 
 def _with_outcomes(given: Task, case: dict[str, Any]) -> dict[str, Any]:
@@ -95,12 +89,13 @@ def _with_outcomes(given: Task, case: dict[str, Any]) -> dict[str, Any]:
     if "error" in expected:
         raise ValueError(f"{given.name} fails on its own case: {expected['error']['message']}")
     case = {**case, "expected": expected, "mistakes": []}
+    mistakes = []
     for message, wrong in mistakes_of(given.name).items():
         outcome = _call(partial(wrong, given.function), case)
         # Omit mistakes that raise an error, which has its own message, and mistakes whose outcome is correct.
-        if "error" not in outcome and differs(outcome, case):
-            case["mistakes"].append({"message": message, "outcome": outcome})
-    return case
+        if "error" not in outcome and verdict(outcome, case) is not None:
+            mistakes.append({"message": message, "outcome": outcome})
+    return {**case, "mistakes": mistakes}
 
 
 def _call(function: Callable, case: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import inspect
 import re
 import textwrap
 
-from trl_ext.assignment.builder.source import Place, Text, docstring_literal, parsed, place_of
+from trl_ext.assignment.builder.source import Text, docstring_literal, parsed, place_of
 from trl_ext.assignment.builder.spec import AssignmentSpec, FunctionSpec
 from trl_ext.assignment.catalog.catalog import task
 from trl_ext.assignment.catalog.task import Task
@@ -21,35 +21,23 @@ _FORMULA = re.compile(r"`(-\w+ |.* [-+*/=] |.*[(^](?!\)))", re.DOTALL)
 
 def package_files(spec: AssignmentSpec, *, solution: bool) -> tuple[dict[str, str], list[str]]:
     """The files of the package by name, and the library names that they may import."""
-    places = {place_of(task(each.function).function): (module, each.known_as) for module, each in spec.functions()}
     scores = place_of(PreferenceScores)
-    places[scores] = (SCORES, scores[1])
+    places = {place_of(task(each.function).function): module for module, each in spec.functions()} | {scores: SCORES}
     files = {"__init__": f"{docstring_literal(f'{spec.title}.')}\n"}
     given: set[str] = set()
-    for module in spec.modules:
-        solved = _module_text(spec, module, places, solution=True)
-        given |= _library_imports(solved)
-        files[module] = solved if solution else _module_text(spec, module, places, solution=False)
-    text = Text({scores: scores[1]}, {})
-    files[SCORES] = text.file("The argument of a preference loss.", [text.whole(scores, scores[1])])
+    for module, content in spec.modules.items():
+        own = [place_of(task(each.function).function) for each in content.functions]
+        text = Text(places, module)
+        files[module] = text.contents(content.description, [text.whole(place, place[1]) for place in own])
+        given |= _library_imports(files[module])
+        if not solution:
+            text = Text(places, module)
+            blank = zip(own, content.functions, strict=True)
+            definitions = [f"{text.signature(place)}\n{_blank_body(spec, module, each)}" for place, each in blank]
+            files[module] = text.contents(content.description, definitions)
+    text = Text(places, SCORES)
+    files[SCORES] = text.contents("The argument of a preference loss.", [text.whole(scores, scores[1])])
     return files, sorted(given)
-
-
-def _module_text(spec: AssignmentSpec, module: str, places: dict[Place, tuple[str, str]], *, solution: bool) -> str:
-    own = {place: name for place, (file, name) in places.items() if file == module}
-    elsewhere = {place: found for place, found in places.items() if found[0] != module}
-    text = Text(own, elsewhere)
-    definitions = []
-    for each in spec.modules[module].functions:
-        place = place_of(task(each.function).function)
-        try:
-            if solution:
-                definitions.append(text.whole(place, each.known_as))
-            else:
-                definitions.append(f"{text.signature(place, each.known_as)}\n{_blank_body(spec, module, each)}")
-        except ValueError as error:
-            raise ValueError(f"modules.{module}.functions: name: {error}") from None
-    return text.file(spec.modules[module].description, definitions)
 
 
 def _library_imports(text: str) -> set[str]:
@@ -61,7 +49,7 @@ def _library_imports(text: str) -> set[str]:
 def _blank_body(spec: AssignmentSpec, module: str, each: FunctionSpec) -> str:
     given = task(each.function)
     docstring = docstring_literal("\n".join([*docstring_lines(given, spec.docstring, each.hint), ""]))
-    error = f'raise NotImplementedError("implement {each.known_as} in {spec.package}/{module}.py: {given.summary}")'
+    error = f'raise NotImplementedError("implement {given.short_name} in {spec.package}/{module}.py: {given.summary}")'
     if len(error) >= 115:
         error = error.replace("(", "(\n    ", 1)[:-1] + "\n)"
     return textwrap.indent(f"{docstring}\n{error}", "    ")

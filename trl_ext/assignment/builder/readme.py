@@ -10,7 +10,7 @@ def starter_readme(spec: AssignmentSpec, given: list[str]) -> str:
     """The README for students: functions, commands and thresholds."""
     parts = [f"# {spec.title}\n\nEvery function below raises `NotImplementedError` until you implement it."]
     for module, content in spec.modules.items():
-        rows = [f"| `{x.known_as}` | {task(x.function).summary} | {x.points:g} |" for x in content.functions]
+        rows = [f"| `{x.name}` | {task(x.function).summary} | {x.points:g} |" for x in content.functions]
         table = "\n".join(["| function | task | points |", "|---|---|---|", *rows])
         parts.append(f"## {spec.package}/{module}.py\n\n{content.description}\n\n{table}")
     first_module, first = spec.functions()[0]
@@ -20,7 +20,7 @@ They need torch and pytest{_and_given(given)}. A failing test says what is likel
 
 ```bash
 python -m pytest -q tests   # everything
-python -m pytest -q tests -k {first.known_as}   # the functions whose names contain this one
+python -m pytest -q tests -k {first.name}   # the functions whose names contain this one
 ```""")
     if spec.recipes:
         commands = "\n".join(f"python train.py --recipe {name}" for name in spec.recipes)

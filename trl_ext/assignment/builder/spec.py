@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import builtins
-import keyword
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,7 +17,7 @@ from pydantic import (
 )
 
 from trl_ext.assignment.catalog.catalog import task
-from trl_ext.assignment.train.recipe import RecipeSpec, check_measure, check_recipe
+from trl_ext.assignment.train.recipe import MEASURES, RecipeSpec, check_known, check_recipe
 from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
 
@@ -32,16 +28,9 @@ RESERVED = ("scores", "tests", "train")
 # A package with one of these names would shadow another.
 TAKEN = (*RESERVED, *sys.stdlib_module_names, "trl_ext", "torch", "trl", "transformers", "checking", "conftest")
 
-
-def _no_name_of_python(value: str) -> str:
-    if keyword.iskeyword(value) or value in dir(builtins):
-        raise ValueError(f"{value!r} is a word of Python's; choose another")
-    return value
-
-
-Name = Annotated[
-    str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=40), AfterValidator(_no_name_of_python)
-]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Points = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
@@ -49,22 +38,21 @@ class _Strict(BaseModel):
 
 
 class FunctionSpec(_Strict):
-    """A function to implement: its name in the catalogue, its points, and its name in the assignment."""
+    """A function to implement: its name in the catalogue, its points, and a hint for its docstring."""
 
     function: str
-    name: Name | None = None
-    points: float = Field(gt=0, allow_inf_nan=False)
+    points: Points
     hint: str = ""
 
     @field_validator("function")
     @classmethod
     def _known(cls, value: str) -> str:
-        task(value)
-        return value
+        return task(value).name
 
     @property
-    def known_as(self) -> str:
-        return self.name or task(self.function).short_name
+    def name(self) -> str:
+        """Its name in the assignment."""
+        return task(self.function).short_name
 
 
 class ModuleSpec(_Strict):
@@ -86,7 +74,6 @@ class TestsSpec(_Strict):
     hidden: int = Field(8, ge=1, le=50)
     visible_seed: int = Field(1, ge=0, lt=2**31)
     hidden_seed: int | None = Field(None, ge=0, lt=2**31)
-    nan_padding: bool = True
     seconds: float = Field(30, gt=0, le=600)
     partial_credit: bool = False
     imports: Literal["zero", "ignore"] = "zero"
@@ -100,9 +87,9 @@ class ThresholdSpec(_Strict):
 
     recipe: str
     measure: str
-    at_least: float = Field(allow_inf_nan=False)
-    zero_at: float | None = Field(None, allow_inf_nan=False)
-    points: float = Field(gt=0, allow_inf_nan=False)
+    at_least: Finite
+    zero_at: Finite | None = None
+    points: Points
 
 
 class AssignmentSpec(_Strict):
@@ -121,42 +108,29 @@ class AssignmentSpec(_Strict):
     recipes: dict[Name, RecipeSpec] = {}
     thresholds: list[ThresholdSpec] = []
     submission: dict[str, float] = {}
-    submission_points: float = Field(5, gt=0, allow_inf_nan=False)
-    submission_zero_at: float | None = Field(None, allow_inf_nan=False)
-
-    @field_validator("package")
-    @classmethod
-    def _imported_by_no_other(cls, value: str) -> str:
-        if value in TAKEN:
-            raise ValueError(f"{value!r} is the name of something else, which would be imported; choose another")
-        return value
+    submission_points: Points = 5
+    submission_zero_at: Finite | None = None
 
     @model_validator(mode="after")
     def _consistent(self):
-        seen: dict[str, str] = {}
-        for module, content in self.modules.items():
-            if module in RESERVED:
-                raise ValueError(f"modules: {module!r} is the name of another file; choose another")
-            for each in content.functions:
-                if each.known_as in seen:
-                    raise ValueError(
-                        f"modules.{module}: {each.known_as!r} is also in {seen[each.known_as]}; give one of them "
-                        "another name"
-                    )
-                seen[each.known_as] = module
-        library = {each.known_as: each.function for _, each in self.functions()}
+        for name, taken in ((self.package, TAKEN), *((module, RESERVED) for module in self.modules)):
+            if name in taken:
+                raise ValueError(f"{name!r} is the name of something else; choose another")
+        library: dict[str, str] = {}
+        for module, each in self.functions():
+            if each.name in library:
+                raise ValueError(f"modules.{module}: {each.function} has the name of {library[each.name]}")
+            library[each.name] = each.function
         for name, recipe in self.recipes.items():
-            _placed(f"recipes.{name}: ", check_recipe, recipe, library)
+            check_recipe(name, recipe, library)
         for index, threshold in enumerate(self.thresholds):
-            if threshold.recipe not in self.recipes:
-                near = nearest(threshold.recipe, list(self.recipes))
-                raise ValueError(f"thresholds[{index}]: no recipe {threshold.recipe!r}{near}")
-            _placed(f"thresholds[{index}].", _check_zero, threshold.zero_at, threshold.at_least)
-            kind = self.recipes[threshold.recipe].kind
-            _placed(f"thresholds[{index}].measure: ", check_measure, threshold.measure, kind)
+            check_known(f"thresholds[{index}]: no recipe", threshold.recipe, self.recipes)
+            measures = MEASURES[self.recipes[threshold.recipe].kind]
+            check_known(f"thresholds[{index}].measure: no figure", threshold.measure, measures)
+            _check_zero(f"thresholds[{index}].zero_at", threshold.zero_at, threshold.at_least)
         if self.submission:
-            _placed("submission: ", _check_submission, self.submission, list(self.recipes))
-            _placed("submission_", _check_zero, self.submission_zero_at, min(self.submission.values()))
+            _check_submission(self.submission, list(self.recipes))
+            _check_zero("submission_zero_at", self.submission_zero_at, min(self.submission.values()))
         return self
 
     def functions(self) -> list[tuple[str, FunctionSpec]]:
@@ -164,16 +138,9 @@ class AssignmentSpec(_Strict):
         return [(module, each) for module, content in self.modules.items() for each in content.functions]
 
 
-def _placed(place: str, check: Callable[..., None], *arguments: Any) -> None:
-    try:
-        check(*arguments)
-    except ValueError as error:
-        raise ValueError(f"{place}{error}") from None
-
-
-def _check_zero(zero_at: float | None, at_least: float) -> None:
+def _check_zero(key: str, zero_at: float | None, at_least: float) -> None:
     if zero_at is not None and zero_at >= at_least:
-        raise ValueError(f"zero_at must be below {at_least:g}, which earns all points, got {zero_at:g}")
+        raise ValueError(f"{key} must be below {at_least:g}, which earns all points, got {zero_at:g}")
 
 
 def _check_submission(thresholds: dict[str, float], recipes: list[str]) -> None:
@@ -182,8 +149,7 @@ def _check_submission(thresholds: dict[str, float], recipes: list[str]) -> None:
 
     known = list(dict.fromkeys([*METHODS, *PART_TWO, REWARD_MODEL, *recipes]))
     for name in load_thresholds(thresholds):
-        if name not in known:
-            raise ValueError(f"no method {name!r}{nearest(name, known)} Known: {', '.join(known)}")
+        check_known("submission: no method", name, known)
 
 
 def load_spec(name: str | Path) -> AssignmentSpec:
@@ -195,14 +161,10 @@ def load_spec(name: str | Path) -> AssignmentSpec:
     """
     path = SPECS / f"{name}.yaml" if str(name) in SHIPPED else Path(name)
     if not path.is_file() and not path.suffix:
-        raise ValueError(
-            f"no specification {str(name)!r}{nearest(str(name), list(SHIPPED))} Shipped: {', '.join(SHIPPED)}"
-        )
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold `key: value` lines")
+        near = nearest(str(name), list(SHIPPED))
+        raise ValueError(f"no specification {str(name)!r}{near} Shipped: {', '.join(SHIPPED)}")
     try:
-        return AssignmentSpec.model_validate(content)
+        return AssignmentSpec.model_validate(read_yaml(path))
     except ValidationError as error:
         raise ValueError(f"{path}: {_first_problem(error)}") from None
 
@@ -213,18 +175,9 @@ def _first_problem(error: ValidationError) -> str:
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        message = f"no such key{_keys_near(first['loc'])}"
-    elif "input" in first and not isinstance(first["input"], (dict, list)) and first["type"] != "value_error":
+        models = (AssignmentSpec, ModuleSpec, FunctionSpec, TestsSpec, RecipeSpec, ThresholdSpec)
+        allowed = sorted({name for model in models for name in model.model_fields})
+        message = f"no such key{nearest(str(first['loc'][-1]), allowed)}"
+    elif isinstance(first["input"], (str, int, float)) and first["type"] != "value_error":
         message += f", got {brief(repr(first['input']), 60)}"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"{place}: {message}{more}" if place else f"{message}{more}"
-
-
-def _keys_near(location: tuple) -> str:
-    """The keys that are allowed at the position of an unknown one."""
-    model: Any = AssignmentSpec
-    inner = {"modules": ModuleSpec, "functions": FunctionSpec, "tests": TestsSpec, "recipes": RecipeSpec}
-    for part in location[:-1]:
-        model = {**inner, "thresholds": ThresholdSpec}.get(part, model)
-    allowed = list(model.model_fields)
-    return f"{nearest(str(location[-1]), allowed)} Allowed: {', '.join(allowed)}"
+    return f"{place}: {message}" if place else message

@@ -17,7 +17,7 @@ from trl_ext.assignment import runtime
 from trl_ext.assignment.builder.outcomes import build_cases, uncaught
 from trl_ext.assignment.builder.package import SCORES, package_files
 from trl_ext.assignment.builder.readme import grader_readme, starter_readme
-from trl_ext.assignment.builder.spec import AssignmentSpec, ThresholdSpec
+from trl_ext.assignment.builder.spec import AssignmentSpec, FunctionSpec
 from trl_ext.assignment.catalog.catalog import task
 from trl_ext.assignment.runtime.running import Runner
 from trl_ext.assignment.runtime.verdicts import verdict
@@ -63,7 +63,7 @@ def write_assignment(
     for each in (folder, grader):
         _check_folder(each, replace)
     files, allowed = package_files(spec, solution=solution)
-    cases = {each.known_as: _cases(spec, each) for _, each in spec.functions()}
+    cases = {each.name: _cases(spec, each) for _, each in spec.functions()}
     visible, hidden = ({name: both[part] for name, both in cases.items()} for part in (0, 1))
     texts = {
         folder: _starter_texts(spec, files, allowed, visible),
@@ -95,16 +95,15 @@ def _check_folder(folder: Path, replace: bool) -> None:
 
 def _put_in_place(new: dict[Path, Path]) -> list[Path]:
     """Move each new folder into place; return the previous folders under their new names."""
-    numbered = ({each: each.with_name(f"{each.name}.old-{n}") for each in new} for n in itertools.count(1))
-    old = next(names for names in numbered if not any(path.exists() for path in names.values()))
-    for folder, written in new.items():
-        if folder.exists():
-            folder.rename(old[folder])
-        written.rename(folder)
-        # Do not keep an empty folder.
-        if old[folder].is_dir() and not any(old[folder].iterdir()):
-            old[folder].rmdir()
-    return [folder for folder in old.values() if folder.exists()]
+    numbered = ([each.with_name(f"{each.name}.old-{n}") for each in new] for n in itertools.count(1))
+    old = next(names for names in numbered if not any(path.exists() for path in names))
+    kept = []
+    for (folder, written), before in zip(new.items(), old, strict=True):
+        # An empty folder is not kept.
+        if folder.exists() and any(folder.iterdir()):
+            kept.append(folder.rename(before))
+        written.replace(folder)
+    return kept
 
 
 def _check_solution(
@@ -114,37 +113,39 @@ def _check_solution(
     runner = Runner(folder, grader / "checking", spec.tests.seconds, allowed if spec.tests.imports == "zero" else None)
     with contextlib.closing(runner):
         for module, each in spec.functions():
-            for case in cases[each.known_as]:
-                outcome = runner.run(f"{spec.package}.{module}", each.known_as, case, f"checking.{SCORES}")
+            for case in cases[each.name]:
+                outcome = runner.run(f"{spec.package}.{module}", each.name, case, f"checking.{SCORES}")
                 problem = verdict(outcome, case)
                 if problem is not None:
-                    raise ValueError(f"modules.{module}: the solution of {each.known_as} would not pass: {problem}")
+                    raise ValueError(f"modules.{module}: the solution of {each.name} would not pass: {problem}")
 
 
-def _cases(spec: AssignmentSpec, each) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _cases(spec: AssignmentSpec, each: FunctionSpec) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The visible and the hidden cases of a function."""
     tests, given = spec.tests, task(each.function)
-    visible = build_cases(given, tests.visible_seed, tests.visible, nan_padding=tests.nan_padding)
+    visible = build_cases(given, tests.visible_seed, tests.visible)
     # Try several random seeds: the cases of one may not reveal every mistake.
     seeds = [secrets.randbelow(2**31) for _ in range(5)] if tests.hidden_seed is None else [tests.hidden_seed]
     for seed in seeds:
-        hidden = build_cases(given, seed, tests.hidden, nan_padding=tests.nan_padding, others=visible)
+        hidden = build_cases(given, seed, tests.hidden, others=visible)
         missed = uncaught(given, hidden)
         if not missed:
-            break
-    if missed:
-        raise ValueError(
-            f"tests.hidden: {tests.hidden} cases of {each.function} do not show the mistake {missed[0]!r}; its "
-            f"settings take turns over {given.variants}: give more, or another hidden_seed"
-        )
-    return visible, hidden
+            return visible, hidden
+    raise ValueError(
+        f"tests.hidden: {tests.hidden} cases of {each.function} do not show the mistake {missed[0]!r}; its "
+        f"settings take turns over {given.variants}: give more, or another hidden_seed"
+    )
 
 
 def _starter_texts(
     spec: AssignmentSpec, files: dict[str, str], allowed: list[str], cases: dict[str, list]
 ) -> dict[str, str]:
     """The starter's files by path."""
-    recipes = {name: recipe.model_dump(exclude_none=True) for name, recipe in spec.recipes.items()}
-    known = {"package": spec.package, "functions": _names(spec), "recipes": recipes}
+    known = {
+        "package": spec.package,
+        "functions": {each.name: {"module": module, "library": each.function} for module, each in spec.functions()},
+        "recipes": {name: recipe.model_dump(exclude_none=True) for name, recipe in spec.recipes.items()},
+    }
     return {
         **{f"{spec.package}/{name}.py": text for name, text in files.items()},
         "train.py": TRAIN,
@@ -162,19 +163,18 @@ def _grader_texts(
     spec: AssignmentSpec, allowed: list[str], scores: str, cases: dict[str, list], name: str
 ) -> dict[str, str]:
     """The grader's files by path."""
+    library = {each.name: each.function for _, each in spec.functions()}
+    uses = {name: used_functions(recipe, library) for name, recipe in spec.recipes.items()}
     plan = {
         "title": spec.title,
         "package": spec.package,
         "classes": f"checking.{SCORES}",
-        "seconds": spec.tests.seconds,
-        "partial_credit": spec.tests.partial_credit,
-        "imports": spec.tests.imports,
+        **spec.tests.model_dump(include={"seconds", "partial_credit", "imports"}),
         "allowed_imports": allowed,
         "functions": _items(spec),
-        "thresholds": [_threshold(spec, each) for each in spec.thresholds],
-        "submission": spec.submission,
-        "submission_points": spec.submission_points,
-        "submission_zero_at": spec.submission_zero_at,
+        # With the functions that the run must take from the student.
+        "thresholds": [{**each.model_dump(), "uses": uses[each.recipe]} for each in spec.thresholds],
+        **spec.model_dump(include={"submission", "submission_points", "submission_zero_at"}),
     }
     return {
         **_runtime_texts((*SHARED, *GRADING), "checking"),
@@ -187,23 +187,13 @@ def _grader_texts(
     }
 
 
-def _threshold(spec: AssignmentSpec, threshold: ThresholdSpec) -> dict[str, Any]:
-    """A threshold, with the functions that the run must take from the student."""
-    library = {each.known_as: each.function for _, each in spec.functions()}
-    return {**threshold.model_dump(), "uses": used_functions(spec.recipes[threshold.recipe], library)}
-
-
-def _names(spec: AssignmentSpec) -> dict[str, dict[str, str]]:
-    return {each.known_as: {"module": module, "library": each.function} for module, each in spec.functions()}
-
-
 def _items(spec: AssignmentSpec) -> list[dict[str, Any]]:
     return [
         {
-            "name": each.known_as,
+            "name": each.name,
             "module": f"{spec.package}.{module}",
             "points": each.points,
-            "cases": f"cases/{each.known_as}.json",
+            "cases": f"cases/{each.name}.json",
         }
         for module, each in spec.functions()
     ]

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_ext.assignment.runtime.checks import encode
-
 # Value at positions that do not count: far from every other value, to reveal leaks.
 GARBAGE = 37.0
 
@@ -82,16 +80,3 @@ def with_padding(values: Tensor, mask: Tensor, filler: float = GARBAGE) -> Tenso
     """Put the filler where the mask is 0."""
     filled = values.detach().masked_fill(mask == 0, filler)
     return filled.requires_grad_() if values.requires_grad else filled
-
-
-def encode_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Encode arguments for the JSON of a case."""
-    return {name: _encoded(value) for name, value in arguments.items()}
-
-
-def _encoded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _encoded(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_encoded(item) for item in value]
-    return encode(value)

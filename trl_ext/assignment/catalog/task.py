@@ -24,7 +24,6 @@ class Task:
         paper: the paper, if the library's docstring names none.
         notes: conventions that the library's docstring does not state.
         compared: the parts of a returned tuple that are compared; None for all.
-        differentiated: the parts of a returned tuple or dict whose gradient is compared; None for those compared.
         own_backward: whether the function calls `backward` itself.
         special: the kinds of special cases that the function is tested on.
         in_float32: whether the function is also tested on float32.
@@ -39,8 +38,7 @@ class Task:
     variants: int = 2
     paper: str = ""
     notes: str = ""
-    compared: tuple[int, ...] | None = None
-    differentiated: tuple[int | str, ...] | None = None
+    compared: list[int] | None = None
     own_backward: bool = False
     special: tuple[str, ...] = ()
     in_float32: bool = False

@@ -48,7 +48,6 @@ add(
     text_cases.log_probs,
     shapes="input_ids and labels [B, T]; returns a dict of tensors [B, T]",
     paper="Ziegler et al. 2019, arXiv 1909.08593.",
-    differentiated=("log_probs",),
     notes="Gradient flows through log_probs; token_entropy may have one or none.",
 )
 add(
@@ -83,7 +82,7 @@ add("rewards.parse_mmlu_response", "the letter that a response chooses", text_ca
 # ---- The reasoning course ----
 
 POLICY_GRADIENT = "CS336 assignment 5; Schulman et al. 2017, arXiv 1707.06347."
-first = {"compared": (0,)}
+first = {"compared": [0]}
 masked = {
     "variants": 6,
     "special": ("nan",),
@@ -100,7 +99,7 @@ add(
     text_cases.group_rewards,
     variants=6,
     special=("equal",),
-    compared=(0, 1),
+    compared=[0, 1],
     shapes="N responses; returns advantages [N], rewards [N], metadata",
     paper="Shao et al. 2024, arXiv 2402.03300, section 4.1.2.",
 )

@@ -22,18 +22,17 @@ class Given:
     Attributes:
         arguments: arguments by name.
         leaves: the tensors that gradients are taken with respect to, by path.
-        passed: the tensors that the function received, by path.
+        passed: the tensors that the function received, by path, each with a copy.
     """
 
     def __init__(self, case: dict[str, Any], package: str | None):
-        self.package, self.leaves, self.passed, self.models = package, {}, {}, {}
+        self.package, self.leaves, self.passed = package, {}, {}
         self.arguments = {name: self._decode(value, name) for name, value in case["arguments"].items()}
-        self._before = {path: tensor.detach().clone() for path, tensor in self.passed.items()}
 
     def changed(self) -> list[str]:
         """Paths of the tensors that have changed."""
-        same = {path: _equal(tensor.detach(), self._before[path]) for path, tensor in self.passed.items()}
-        return [path for path, equal in same.items() if not equal]
+        pairs = self.passed.items()
+        return [path for path, (now, before) in pairs if not torch.equal(now.nan_to_num(1e30), before)]
 
     def _decode(self, value: Any, path: str) -> Any:
         if isinstance(value, list):
@@ -42,10 +41,8 @@ class Given:
             return value
         if "$tensor" in value:
             return self._tensor(value, path)
-        if "$number" in value:
-            return float(value["$number"])
         if "$fake" in value:
-            made = fakes.make(value["$fake"], **value.get("settings", {}))
+            made = fakes.make(value["$fake"], **value["settings"])
             if value.get("grad"):
                 self.leaves |= {f"{path}.{name}": leaf for name, leaf in made.named_parameters()}
             return made
@@ -53,17 +50,16 @@ class Given:
         decoded = {name: self._decode(item, f"{path}.{name}") for name, item in fields.items()}
         if "$object" not in value:
             return decoded
-        module = importlib.import_module(self.package) if self.package else None
-        return getattr(module, value["$object"])(**decoded)
+        return getattr(importlib.import_module(self.package), value["$object"])(**decoded)
 
     def _tensor(self, value: dict[str, Any], path: str) -> Tensor:
-        tensor = torch.tensor(_numbers(value["$tensor"]), dtype=getattr(torch, value["dtype"]))
-        tensor = tensor.reshape(value["shape"])
+        numbers = [float(number) if isinstance(number, str) else number for number in value["$tensor"]]
+        tensor = torch.tensor(numbers, dtype=getattr(torch, value["dtype"])).reshape(value["shape"])
         if value.get("grad"):
             self.leaves[path] = tensor.requires_grad_()
             # Not the leaf itself: torch forbids changing it in place.
             tensor = tensor.clone()
-        self.passed[path] = tensor
+        self.passed[path] = tensor, tensor.detach().clone().nan_to_num(1e30)
         return tensor
 
 
@@ -83,93 +79,44 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
         output = function(**given.arguments)
         if hasattr(output, "__next__"):
             output = list(output)
-        output = _differentiable(output, case.get("differentiated"))
         changed = given.changed()
-        if case.get("backward") == "own":
-            gradients = _own_gradients(given)
+        if case.get("own_backward"):
+            gradients = [leaf.grad for leaf in given.leaves.values()]
         else:
-            gradients = _gradients(output, given, even=bool(case.get("unordered")))
-        return {"output": encode(output), "gradients": gradients, "changed": changed}
-    except KeyboardInterrupt:
-        raise
-    # Also SystemExit: a function that ends the program has not passed.
-    except BaseException as error:
+            gradients = _gradients(output, list(given.leaves.values()), even=bool(case.get("unordered")))
+        encoded = {path: encode(each) for path, each in zip(given.leaves, gradients, strict=True)}
+        return {"output": encode(output), "gradients": encoded, "changed": changed}
+    except (Exception, SystemExit) as error:
         message = " ".join(str(error).split())[:400]
         return {"error": {"kind": type(error).__name__, "message": message}}
 
 
-def _differentiable(output: Any, named: list | None) -> Any:
-    """A tuple or dict with gradient only in the named parts; None for all."""
-    if named is None or not isinstance(output, (dict, list, tuple)):
-        return output
+def _gradients(output: Any, leaves: list[Tensor], *, even: bool) -> list[Tensor | None]:
+    """The gradients of the output: of a tuple's first part, or of a dict's first in alphabetical order.
+
+    Its entries have distinct weights, so that swapped entries have different gradients, or `even` ones.
+    """
     if isinstance(output, dict):
-        return {name: part if name in named else _detached(part) for name, part in output.items()}
-    return [part if index in named else _detached(part) for index, part in enumerate(output)]
+        output = [output[name] for name in sorted(output)]
+    part = output[0] if isinstance(output, (list, tuple)) and output else output
+    if not leaves or not isinstance(part, Tensor) or not part.requires_grad:
+        return [None] * len(leaves)
+    weights = torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).reshape(part.shape)
+    total = ((1 if even else weights) * part.nan_to_num()).sum()
+    return list(torch.autograd.grad(total, leaves, allow_unused=True))
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, dict):
-        return {name: _detached(item) for name, item in value.items()}
-    return [_detached(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _gradients(output: Any, given: Given, *, even: bool) -> dict[str, Any]:
-    parts = [tensor for tensor in _tensors(output) if tensor.requires_grad and tensor.is_floating_point()]
-    if not given.leaves:
-        return {}
-    if not parts:
-        return dict.fromkeys(given.leaves)
-    total = sum(((1 if even else _weights(part)) * part.nan_to_num()).sum() for part in parts)
-    found = torch.autograd.grad(total, list(given.leaves.values()), allow_unused=True)
-    return {path: None if g is None else encode(g) for path, g in zip(given.leaves, found, strict=True)}
-
-
-def _own_gradients(given: Given) -> dict[str, Any]:
-    found = {path: leaf.grad for path, leaf in given.leaves.items()}
-    return {path: None if gradient is None else encode(gradient) for path, gradient in found.items()}
-
-
-def _weights(part: Tensor) -> Tensor:
-    """Distinct weights, so that swapped entries have different gradients."""
-    return torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).reshape(part.shape)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (list, tuple)) else []
-
-
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one.nan_to_num(nan=1e30), other.nan_to_num(nan=1e30))
-
-
-def encode(value: Any, *, grad: bool = False) -> Any:
+def encode(value: Any) -> Any:
     """Encode a value for JSON; an unknown value is represented by its type."""
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        plain = value.detach().cpu()
-        flat = [_plain(item) for item in plain.flatten().tolist()]
-        encoded = {"$tensor": flat, "dtype": dtype, "shape": list(value.shape)}
-        return {**encoded, "grad": True} if grad or value.requires_grad else encoded
+        numbers = value.detach().cpu().flatten().tolist()
+        flat = [str(x) if isinstance(x, float) and not math.isfinite(x) else x for x in numbers]
+        encoded = {"$tensor": flat, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+        return encoded | ({"grad": True} if value.requires_grad else {})
     if isinstance(value, dict):
         return {str(name): encode(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [encode(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$number": str(value)}
-    return {"$other": type(value).__name__}
-
-
-def _plain(number: float) -> float | str:
-    return number if not isinstance(number, float) or math.isfinite(number) else str(number)
-
-
-def _numbers(flat: list) -> list:
-    return [float(number) if isinstance(number, str) else number for number in flat]
+        return value if math.isfinite(value) else {"$other": str(value)}
+    return value if value is None or isinstance(value, (int, str)) else {"$other": type(value).__name__}

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     plan = json.loads((HERE / "grading.json").read_text(encoding="utf-8"))
     try:
         rows = _graded(options, plan)
-        write_gradescope(options.out, rows, options.visibility)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(gradescope(rows, options.visibility), indent=2) + "\n", encoding="utf-8")
     except (WorkerProblem, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -45,18 +45,18 @@ def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> list[dict[str,
         raise FileNotFoundError(f"no folder {options.submission}")
     if options.user and HERE.stat().st_mode & 0o007:
         raise PermissionError(f"{HERE} can be read by all users: chmod 700 it, so that {options.user} cannot")
-    # Check this before running the cases, which is slow.
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    if options.out.is_dir():
-        raise IsADirectoryError(f"{options.out} is a folder: name a file for --out")
     submission, package = options.submission.resolve(), plan["package"]
     if (submission / package).is_dir():
         rows = grade_functions(submission, plan, options)
     else:
         note = f"no folder {package} in {submission}: hand in the folder that holds it"
-        rows = [_row(item, 0.0, [note]) for item in plan["functions"]]
-    rows += [grade_threshold(options.submission, each) for each in plan["thresholds"]]
-    return rows + (grade_responses(options.submission, plan) if plan["submission"] else [])
+        rows = [_row(item["name"], item["points"], 0.0, note) for item in plan["functions"]]
+    rows += [grade_threshold(submission, each) for each in plan["thresholds"]]
+    return rows + (grade_responses(submission, plan) if plan["submission"] else [])
+
+
+def _row(name: str, points: float, score: float, *notes: str) -> dict[str, Any]:
+    return {"name": name, "score": round(score, 4), "max_score": points, "notes": list(notes)}
 
 
 def grade_functions(submission: Path, plan: dict[str, Any], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -69,98 +69,97 @@ def grade_functions(submission: Path, plan: dict[str, Any], options: argparse.Na
 
 def _grade_function(runner: Runner, plan: dict[str, Any], item: dict[str, Any], values: bool) -> dict[str, Any]:
     cases = json.loads((HERE / item["cases"]).read_text(encoding="utf-8"))
-    failures = []
+    first, failed = [], 0
     for number, case in enumerate(cases):
         outcome = runner.run(item["module"], item["name"], case, plan["classes"])
         try:
             problem = verdict(outcome, case, values=values)
+            kind = outcome.get("error", {}).get("kind")
         # The student's code can write malformed answers.
         except Exception as error:
-            problem = f"its outcome cannot be read ({type(error).__name__})"
+            problem, kind = f"its outcome cannot be read ({type(error).__name__})", None
         if problem is not None:
-            failures.append(f"case {number} ({case['about']}): {problem}")
-            if outcome.get("error", {}).get("kind") in (*OF_THE_RUN, "NotImplementedError"):
+            first = first or [f"case {number} ({case['about']}): {problem}"]
+            if kind in (*OF_THE_RUN, "NotImplementedError"):
                 # The other cases would fail the same way and take as long.
-                failures += [f"case {left}: not run" for left in range(number + 1, len(cases))]
+                failed += len(cases) - number
                 break
-    share = 1 - len(failures) / len(cases)
-    score = item["points"] * (share if plan["partial_credit"] else float(share == 1))
-    notes = failures[:1] + ([f"{len(failures)} of {len(cases)} cases fail"] if len(failures) > 1 else [])
-    return _row(item, round(score, 4), notes)
-
-
-def _row(item: dict[str, Any], score: float, notes: list[str]) -> dict[str, Any]:
-    name = item.get("label", item["name"])
-    return {"name": name, "score": score, "max_score": item["points"], "notes": notes}
+            failed += 1
+    share = 1 - failed / len(cases)
+    score = item["points"] * (share if plan["partial_credit"] else float(not failed))
+    notes = first + ([f"{failed} of {len(cases)} cases fail"] if failed > 1 else [])
+    return _row(item["name"], item["points"], score, *notes)
 
 
 def grade_threshold(submission: Path, threshold: dict[str, Any]) -> dict[str, Any]:
     """One row for a threshold: a figure in results.json from the student's own run."""
-    name = f"{threshold['recipe']}: {threshold['measure']} >= {threshold['at_least']:g}"
-    path = submission / "runs" / threshold["recipe"] / "results.json"
-    row = {"name": name, "score": 0.0, "max_score": threshold["points"]}
+    recipe, measure, points = threshold["recipe"], threshold["measure"], threshold["points"]
+    name, file = f"{recipe}: {measure} >= {threshold['at_least']:g}", f"runs/{recipe}/results.json"
     try:
-        results = value = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name in threshold["uses"] if name not in results.get("yours", [])]
+        results = value = json.loads((submission / file).read_text(encoding="utf-8"))
+        missing = [function for function in threshold["uses"] if function not in results["yours"]]
         if missing:
-            return {**row, "notes": [f"the run was not on the student's own {', '.join(missing)}"]}
-        for key in threshold["measure"].split("."):
+            return _row(name, points, 0.0, f"the run was not on the student's own {', '.join(missing)}")
+        for key in measure.split("."):
             value = value[key]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(f"{threshold['measure']} is no finite number")
+        if not math.isfinite(value):
+            raise ValueError(f"{measure} is no finite number")
     except FileNotFoundError:
-        return {**row, "notes": [f"no file runs/{threshold['recipe']}/results.json"]}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        return {**row, "notes": [f"runs/{threshold['recipe']}/results.json: {type(error).__name__}: {error}"]}
-    score = credit(value, threshold["at_least"], threshold["zero_at"], threshold["points"])
-    return {**row, "score": score, "notes": [f"reached {value:.3f}"]}
+        return _row(name, points, 0.0, f"no file {file}")
+    # The student's run, or the student, has written the file.
+    except Exception as error:
+        return _row(name, points, 0.0, f"{file}: {type(error).__name__}: {error}")
+    return _row(
+        name, points, points * earned(value, threshold["at_least"], threshold["zero_at"]), f"reached {value:.3f}"
+    )
 
 
-def credit(value: float, at_least: float, zero_at: float | None, points: float) -> float:
-    """All points from `at_least` on; below it none, or a linear share from `zero_at` on."""
-    share = float(value >= at_least) if zero_at is None else (value - zero_at) / (at_least - zero_at)
-    return round(points * min(max(share, 0.0), 1.0), 4)
+def earned(value: float, at_least: float, zero_at: float | None) -> float:
+    """The share of the points: 1 from `at_least` on; below it 0, or linear from `zero_at` on."""
+    if zero_at is None:
+        return float(value >= at_least)
+    return min(max((value - zero_at) / (at_least - zero_at), 0.0), 1.0)
 
 
 def grade_responses(submission: Path, plan: dict[str, Any]) -> list[dict[str, Any]]:
     """One row for each method: its responses in submission/, judged as in the public evaluation."""
     points, names = plan["submission_points"], plan["submission"]
-    rows = [{"name": f"{name}: responses", "score": 0.0, "max_score": points, "notes": []} for name in names]
     try:
         from trl_ext.evaluation.submissions.grading import grade_submission
 
         grades = {grade.method: grade for grade in grade_submission(submission / "submission", names).grades}
     except Exception as error:
-        return [{**row, "notes": [f"{type(error).__name__}: {error}"]} for row in rows]
-    for row, name in zip(rows, names, strict=True):
-        grade = grades[name]
-        figure = grade.reason if grade.figure is None else f"{grade.measure} {grade.figure:.3f}"
-        row["notes"] = [f"{figure}, needed {grade.threshold:g}"]
+        return [_row(f"{name}: responses", points, 0.0, f"{type(error).__name__}: {error}") for name in names]
+    rows = []
+    for name in names:
+        grade, score = grades[name], 0.0
+        figure = grade.reason
         if grade.figure is not None:
-            row["score"] = credit(grade.figure, grade.threshold, plan["submission_zero_at"], points)
+            figure = f"{grade.measure} {grade.figure:.3f}"
+            score = points * earned(grade.figure, grade.threshold, plan["submission_zero_at"])
+        rows.append(_row(f"{name}: responses", points, score, f"{figure}, needed {grade.threshold:g}"))
     return rows
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
     """Print the table of points, followed by the faults."""
+    total, most = (sum(row[key] for row in rows) for key in ("score", "max_score"))
     width = max(len(row["name"]) for row in rows)
-    print(f"{title}\n\n{'function':{width}}  points")
-    print("-" * (width + 16))
+    line = "-" * (width + 16)
+    print(f"{title}\n\n{'function':{width}}  points\n{line}")
     for row in rows:
         print(f"{row['name']:{width}}  {row['score']:5g} of {row['max_score']:g}")
-    total, most = (sum(row[key] for row in rows) for key in ("score", "max_score"))
-    print("-" * (width + 16))
-    print(f"{'total':{width}}  {total:5g} of {most:g}")
-    said: dict[tuple[str, ...], list[str]] = {}
+    print(f"{line}\n{'total':{width}}  {total:5g} of {most:g}")
+    said: dict[str, list[str]] = {}
     for row in rows:
         if row["score"] < row["max_score"]:
-            said.setdefault(tuple(row["notes"]), []).append(row["name"])
+            said.setdefault("\n  ".join(row["notes"]), []).append(row["name"])
     for notes, names in said.items():
-        print(f"\n{', '.join(names)}: " + "\n  ".join(notes))
+        print(f"\n{', '.join(names)}: {notes}")
 
 
-def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str) -> None:
-    """Write Gradescope's results.json."""
+def gradescope(rows: list[dict[str, Any]], visibility: str) -> dict[str, Any]:
+    """The contents of Gradescope's results.json."""
     tests = [
         {
             "name": row["name"],
@@ -173,15 +172,8 @@ def write_gradescope(path: Path, rows: list[dict[str, Any]], visibility: str) ->
         for row in rows
     ]
     total = round(sum(row["score"] for row in rows), 4)
-    result = {
-        "score": total,
-        "output": f"{total:g} of {sum(row['max_score'] for row in rows):g} points",
-        "stdout_visibility": "hidden",
-        "tests": tests,
-    }
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+    output = f"{total:g} of {sum(row['max_score'] for row in rows):g} points"
+    return {"score": total, "output": output, "stdout_visibility": "hidden", "tests": tests}
 
 
 if __name__ == "__main__":

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
-import select
 import shutil
 import signal
 import site
 import subprocess
 import sys
 import tempfile
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 # For starting Python and importing torch, on a busy machine.
 START_SECONDS = 300
@@ -48,31 +48,24 @@ class Runner:
         self._submission, self._checking, self._seconds = submission, checking, seconds
         self._allowed, self._user = json.dumps(allowed), user
         self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
         self._home: Path | None = None
-        self._answers: int | None = None
-        self._rest = b""
 
     def run(self, module: str, function: str, case: dict[str, Any], classes: str) -> dict[str, Any]:
-        """The outcome of a case; a hang, the end of the process and an invalid answer are errors like any other."""
-        names = ("arguments", "backward", "unordered", "differentiated")
-        given = {name: case[name] for name in names if name in case}
+        """The outcome of a case; a hang and the end of the process are errors like any other."""
+        given = {name: case[name] for name in ("arguments", "own_backward", "unordered") if name in case}
         request = {"module": module, "function": function, "case": given, "classes": classes}
         if self._process is None:
             self._start()
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            answer = json.loads(self._line(self._seconds))
-            if not _is_outcome(answer):
-                raise ValueError("no answer")
-            return answer
-        except TimeoutError:
-            self.close()
-            message = f"it took more than {self._seconds:g} s: is there a loop without end?"
-            return {"error": {"kind": "TimeLimit", "message": message}}
-        except (OSError, ValueError, RecursionError):
-            self.close()
-            return {"error": {"kind": "Ended", "message": "it ended the process in which it ran"}}
+            self._connection.send_bytes(json.dumps(request).encode())
+            if self._connection.poll(self._seconds):
+                return json.loads(self._connection.recv_bytes(MAX_ANSWER_BYTES))
+            error = ("TimeLimit", f"it took more than {self._seconds:g} s: is there a loop without end?")
+        except (EOFError, OSError, ValueError):
+            error = ("Ended", "it ended the process in which it ran")
+        self.close()
+        return {"error": dict(zip(("kind", "message"), error, strict=True))}
 
     def close(self) -> None:
         """End the worker and its child processes, and remove its files."""
@@ -80,20 +73,20 @@ class Runner:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        if self._answers is not None:
-            os.close(self._answers)
+        if self._connection is not None:
+            self._connection.close()
         if self._home is not None:
             shutil.rmtree(self._home, ignore_errors=True)
-        self._process, self._home, self._answers, self._rest = None, None, None, b""
+        self._process, self._connection, self._home = None, None, None
 
     def _start(self) -> None:
         with tempfile.TemporaryFile() as errors:
             try:
                 self._open(errors)
-                self._line(START_SECONDS)
-            except (OSError, LookupError, subprocess.SubprocessError) as error:
+                if not self._connection.poll(START_SECONDS):
+                    raise TimeoutError(f"no answer in {START_SECONDS} s")
+                self._connection.recv_bytes()
+            except (EOFError, OSError, LookupError, subprocess.SubprocessError) as error:
                 self.close()
                 errors.seek(0)
                 said = errors.read().decode(errors="replace").strip().splitlines()
@@ -103,75 +96,44 @@ class Runner:
                     f"Nothing is graded; the interpreter is {sys.executable}"
                 ) from None
 
-    def _open(self, errors: BinaryIO) -> None:
+    def _open(self, errors) -> None:
         home = self._home = Path(tempfile.mkdtemp(prefix="grading-"))
         (home / "checking").mkdir()
         for name in FILES:
             shutil.copy(self._checking / f"{name}.py", home / "checking")
         other = {}
         if self._user is not None:
+            import pwd
+
             for path in (home, *home.rglob("*")):
                 shutil.chown(path, self._user)
             # Only the user's own groups, without the grader's.
-            other = {"user": self._user, "group": _group(self._user), "extra_groups": []}
-        self._answers, theirs = os.pipe()
-        try:
+            other = {"user": self._user, "group": pwd.getpwnam(self._user).pw_gid, "extra_groups": []}
+        program = [sys.executable, "-P", "-m", "checking.worker"]
+        self._connection, theirs = multiprocessing.Pipe()
+        with theirs:
             self._process = subprocess.Popen(
                 # The submission's folder comes last, so that its files cannot shadow other modules.
-                [sys.executable, "-P", "-m", "checking.worker", str(theirs), str(self._submission), self._allowed],
-                cwd=self._submission,
+                [*program, str(theirs.fileno()), str(self._submission), self._allowed],
+                cwd=home,
                 env=self._environment(),
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                pass_fds=[theirs],
+                pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 **other,
             )
-        finally:
-            os.close(theirs)
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name in VARIABLES or name.startswith("PYTHON")}
-        # An empty or relative entry would put the submission ahead of Python's own modules.
-        others = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(path)]
         return {
             **kept,
             "HOME": str(self._home),
             "TMPDIR": str(self._home),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-            "PYTHONPATH": os.pathsep.join([str(self._home), *others]),
+            "PYTHONPATH": os.pathsep.join([str(self._home), os.environ.get("PYTHONPATH", "")]),
             # Packages installed only for the user are in the other home directory.
             "PYTHONUSERBASE": site.getuserbase(),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
-
-    def _line(self, seconds: float) -> bytes:
-        """Read the next line of the answers."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self._rest:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self._answers], [], [], left)[0]:
-                raise TimeoutError(f"no answer in {seconds:g} s")
-            part = os.read(self._answers, 2**16)
-            if not part or len(self._rest) > MAX_ANSWER_BYTES:
-                raise OSError("it has ended without an answer")
-            self._rest += part
-        line, _, self._rest = self._rest.partition(b"\n")
-        return line
-
-
-def _is_outcome(answer: Any) -> bool:
-    """Whether an answer has the form of an outcome: the student's code can write anything."""
-    if not isinstance(answer, dict):
-        return False
-    if "error" not in answer:
-        return "output" in answer
-    error = answer["error"]
-    return isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("kind", "message"))
-
-
-def _group(user: str) -> int:
-    import pwd
-
-    return pwd.getpwnam(user).pw_gid

@@ -22,12 +22,8 @@ CASES = [
 @pytest.mark.parametrize("item, case", CASES)
 def test_case(item, case):
     """Check the output, its gradients, and that no argument changes."""
-    module = importlib.import_module(item["module"])
-    function = getattr(module, item["name"], None)
-    if function is None:
-        pytest.fail(f"{item['module']} has no function {item['name']}", pytrace=False)
-    outcome = call(function, case, PLAN["classes"])
-    problem = verdict(outcome, case)
+    function = getattr(importlib.import_module(item["module"]), item["name"])
+    problem = verdict(call(function, case, PLAN["classes"]), case)
     if problem is not None:
         about = ", ".join([case["about"], *([case["texts"]] if "texts" in case else [])])
         pytest.fail(f"{item['name']}, {about}: {problem}", pytrace=False)

@@ -1,8 +1,8 @@
 """Run cases one after the other in a separate process: `python -m checking.worker DESCRIPTOR FOLDER ALLOWED`.
 
-Answers are written to the descriptor; the folder contains the student's package; `ALLOWED` is a JSON list of the
-library names that may be imported, or null for all. The process receives arguments and never the expected values.
-Output of the student's code is discarded.
+Cases arrive and outcomes leave through the connection of the descriptor; the folder contains the student's package;
+`ALLOWED` is a JSON list of the library names that may be imported, or null for all. The process receives arguments and
+never the expected values. Output of the student's code is discarded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 LIBRARY = "trl_ext"
 
@@ -40,29 +40,26 @@ class LibraryGuard:
 
 
 def main() -> None:
-    """Answer every line of input until it ends."""
+    """Answer every request until the connection ends."""
     from . import checks
 
     descriptor, folder, allowed = sys.argv[1:]
     if allowed != "null":
         sys.meta_path.insert(0, LibraryGuard(json.loads(allowed)))
     sys.path.append(folder)
-    with os.fdopen(int(descriptor), "w", encoding="utf-8") as answers:
-
-        def answer(value: dict) -> None:
-            answers.write(json.dumps(value) + "\n")
-            answers.flush()
-
-        # Errors up to here are the grader's own and are read by the other side.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        answer({"ready": True})
-        for line in sys.stdin:
-            request = json.loads(line)
+    connection = Connection(int(descriptor))
+    # Errors up to here are the grader's own and are read by the other side.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    connection.send_bytes(b"ready")
+    with contextlib.suppress(EOFError):
+        while True:
+            request = json.loads(connection.recv_bytes())
             found = _function(request["module"], request["function"], folder)
             if isinstance(found, dict):
-                answer({"error": found})
+                outcome = {"error": found}
             else:
-                answer(checks.call(found, request["case"], request["classes"]))
+                outcome = checks.call(found, request["case"], request["classes"])
+            connection.send_bytes(json.dumps(outcome).encode())
 
 
 def _function(module: str, name: str, folder: str):
@@ -70,14 +67,11 @@ def _function(module: str, name: str, folder: str):
     file = f"{module.replace('.', '/')}.py"
     try:
         function = getattr(importlib.import_module(module), name, None)
-    except KeyboardInterrupt:
-        raise
-    # Also SystemExit.
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         if isinstance(error, SyntaxError):
             frames.append((error.filename or "", error.lineno))
-        own = [(Path(path).relative_to(folder), line) for path, line in frames if path.startswith(f"{folder}/")]
+        own = [(os.path.relpath(path, folder), line) for path, line in frames if path.startswith(f"{folder}/")]
         place = "{}, line {}".format(*own[-1]) if own else "?"
         message = f"{file} cannot be imported ({place}): {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return {"kind": "ImportProblem", "message": message}

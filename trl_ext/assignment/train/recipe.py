@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from trl_ext.assignment.catalog.catalog import task
+from trl_ext.course import LOSS_TYPES
 from trl_ext.registry import nearest
 
 # Recipe kind -> catalogue kind of the loss that it trains on.
 LOSS_KINDS = {"preference": "preference loss", "reward": "reward model's loss", "policy": "whole loss"}
-LOOPS = ("policy_loop", "sft_loop")
+CONFIGS = {"preference": "PreferenceConfig", "reward": "RewardConfig", "policy": "PolicyConfig"}
 _BOTH_LOOPS = ("models.tokenize_prompt_and_output", "models.response_log_probs")
 # The catalogue functions that a loop calls.
 USED_BY_LOOPS = {
@@ -27,11 +27,18 @@ USED_BY_LOOPS = {
         "rewards.parse_gsm8k_response",
     ),
 }
-_RATE = [f"win_rate.{rule}.{figure}" for rule in ("half", "agreed") for figure in ("rate", "low", "high")]
-_POLICY = [*_RATE, "score.policy", *(f"score.gain.{figure}" for figure in ("mean", "low", "high"))]
-_LOOP = ["accuracy.after", "accuracy.before"]
+_POLICY = [
+    *(f"win_rate.{rule}.{figure}" for rule in ("half", "agreed") for figure in ("rate", "low", "high")),
+    "score.policy",
+    *(f"score.gain.{figure}" for figure in ("mean", "low", "high")),
+]
 # The figures of results.json that thresholds can use, by kind of recipe.
-MEASURES = {"preference": _POLICY, "policy": _POLICY, "reward": ["accuracy"], **dict.fromkeys(LOOPS, _LOOP)}
+MEASURES = {
+    "preference": _POLICY,
+    "policy": _POLICY,
+    "reward": ["accuracy"],
+    **dict.fromkeys(USED_BY_LOOPS, ["accuracy.after", "accuracy.before"]),
+}
 
 
 class RecipeSpec(BaseModel):
@@ -77,48 +84,33 @@ class LoopSettings:
 
 def used_functions(recipe: RecipeSpec, library: Mapping[str, str]) -> list[str]:
     """The assignment's functions that a recipe trains on; `library` maps each to its name in the catalogue."""
-    if recipe.kind in LOOPS:
+    if recipe.kind in USED_BY_LOOPS:
         return [name for name, known in library.items() if known in USED_BY_LOOPS[recipe.kind]]
     return [name for name in (recipe.loss, recipe.advantage) if name]
 
 
-def check_recipe(recipe: RecipeSpec, library: Mapping[str, str]) -> None:
+def check_recipe(name: str, recipe: RecipeSpec, library: Mapping[str, str]) -> None:
     """Check that the loss and the advantage of a recipe are valid for its kind.
 
     Raises:
         ValueError: one is invalid or missing.
     """
-    if recipe.kind == "sft_loop":
-        return
-    if not recipe.loss:
-        raise ValueError(f"a recipe of the kind {recipe.kind!r} needs a loss")
     if recipe.kind == "policy_loop":
-        from trl_ext.course import LOSS_TYPES
-
-        _check_known("loss_type", recipe.loss, list(LOSS_TYPES))
+        check_known(f"recipes.{name}: no loss_type", recipe.loss, LOSS_TYPES)
+    if recipe.kind in USED_BY_LOOPS:
         return
-    wanted = [(recipe.loss, LOSS_KINDS[recipe.kind]), *([(recipe.advantage, "advantage")] if recipe.advantage else [])]
-    for name, kind in wanted:
-        if name not in library:
-            raise ValueError(f"no function {name!r}{nearest(name, list(library))}")
-        own = task(library[name]).kind
+    wanted = {recipe.loss: LOSS_KINDS[recipe.kind]} | ({recipe.advantage: "advantage"} if recipe.advantage else {})
+    for function, kind in wanted.items():
+        check_known(f"recipes.{name}: no function", function, library)
+        own = task(library[function]).kind
         if own != kind:
-            raise ValueError(f"{name!r} is of the kind {own!r}, and a {kind} is needed")
+            raise ValueError(f"recipes.{name}: {function!r} is of the kind {own!r}, and a {kind} is needed")
 
 
-def check_measure(measure: str, kind: str) -> None:
-    """Check that a run of this kind reports a figure.
-
-    Raises:
-        ValueError: it has no figure with that name.
-    """
-    if not re.fullmatch(r"score\.by_kind\.\w+\.policy", measure):
-        _check_known("figure", measure, MEASURES[kind])
-
-
-def _check_known(what: str, name: str, known: list[str]) -> None:
+def check_known(what: str, name: str, known: Iterable[str]) -> None:
+    """Reject an unknown name; the message begins with `what` and ends with the names that are known."""
     if name not in known:
-        raise ValueError(f"no {what} {name!r}{nearest(name, known)} Known: {', '.join(known)}")
+        raise ValueError(f"{what} {name!r}{nearest(name, list(known))} Known: {', '.join(known)}")
 
 
 def check_settings(recipes: Mapping[str, RecipeSpec]) -> None:
@@ -127,17 +119,11 @@ def check_settings(recipes: Mapping[str, RecipeSpec]) -> None:
     Raises:
         ValueError: a setting is invalid.
     """
+    import trl_ext
+
     for name, recipe in recipes.items():
-        known = _settings_of(recipe.kind) if recipe.settings else []
+        config = getattr(trl_ext, CONFIGS[recipe.kind]) if recipe.kind in CONFIGS else LoopSettings
+        known = [each.name for each in dataclasses.fields(config)]
         for setting in recipe.settings:
             if setting not in known:
                 raise ValueError(f"recipes.{name}.settings: no setting {setting!r}{nearest(setting, known)}")
-
-
-def _settings_of(kind: str) -> list[str]:
-    if kind in LOOPS:
-        return [each.name for each in dataclasses.fields(LoopSettings)]
-    import trl_ext
-
-    config = {"preference": "PreferenceConfig", "reward": "RewardConfig", "policy": "PolicyConfig"}[kind]
-    return [each.name for each in dataclasses.fields(getattr(trl_ext, config))]
