@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from transformers import HfArgumentParser
 
 from trl_ext.assignment.catalog.catalog import task
 from trl_ext.registry import policy_algorithm, preference_loss, preference_losses
 
 LIBRARY = "library"
+Config = TypeVar("Config")
 
 
 @dataclass
@@ -49,18 +52,16 @@ def load_functions(assignment: dict[str, Any], implementation: str) -> Functions
         implementation: the package, one of its modules, any other module, or `library` for none.
 
     Raises:
-        ValueError: the module does not exist, or has none of the functions.
+        ImportError: the module does not exist.
+        ValueError: it has none of the functions.
     """
-    listed = assignment["functions"]
-    found = Functions(
-        {name: task(entry["library"]).function for name, entry in listed.items()},
-        {name: entry["library"] for name, entry in listed.items()},
-    )
+    library = {name: entry["library"] for name, entry in assignment["functions"].items()}
+    found = Functions({name: task(known).function for name, known in library.items()}, library)
     if implementation == LIBRARY:
         return found
-    for name, entry in listed.items():
+    for name, entry in assignment["functions"].items():
         whole = implementation == assignment["package"]
-        module = _import(f"{implementation}.{entry['module']}" if whole else implementation)
+        module = importlib.import_module(f"{implementation}.{entry['module']}" if whole else implementation)
         function = vars(module).get(name)
         # Names imported from another module are not the module's own.
         if callable(function) and (whole or function.__module__ == module.__name__):
@@ -69,19 +70,8 @@ def load_functions(assignment: dict[str, Any], implementation: str) -> Functions
         elif whole:
             raise ValueError(f"{module.__file__} has no function {name!r}")
     if not found.own:
-        raise ValueError(f"{implementation} has none of the assignment's functions: {', '.join(listed)}")
+        raise ValueError(f"{implementation} has none of the assignment's functions: {', '.join(library)}")
     return found
-
-
-def _import(name: str):
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(f"no module {name!r}: run this in the assignment's folder, or name another one") from None
-    except SyntaxError as error:
-        raise ValueError(f"{error.filename}, line {error.lineno}: {error.msg}") from None
 
 
 def register_preference_loss(functions: Functions, name: str) -> str:
@@ -89,29 +79,45 @@ def register_preference_loss(functions: Functions, name: str) -> str:
     function = functions.by_name[name]
     entry = preference_losses[functions.library[name].removeprefix("losses.")]
     registered = f"{function.__module__}.{name}"
-    if registered not in preference_losses:
-        needs = {"needs_reference": entry.needs_reference, "batch_coupled": entry.batch_coupled}
-        preference_loss(registered, **needs, columns=entry.columns)(function)
+    needs = {"needs_reference": entry.needs_reference, "batch_coupled": entry.batch_coupled}
+    preference_loss(registered, **needs, columns=entry.columns)(function)
     return registered
 
 
-def register_policy_loss(functions: Functions, loss: str, advantage: str | None, max_new_tokens: int) -> str:
+def register_policy_loss(functions: Functions, loss: str, advantage: str | None, options: dict[str, Any]) -> str:
     """Register a whole policy loss and an advantage as an algorithm without a KL term; return its name.
 
     The loss is a scalar, but an algorithm returns one loss per response: every response gets the scalar, which is also
-    their mean.
+    their mean. `options` are further arguments of the loss, read at each call.
     """
     function = functions.by_name[loss]
-    options = {"max_new_tokens": max_new_tokens} if functions.library[loss].endswith("dr_grpo_loss") else {}
 
     def whole(scores):
         given = (scores.log_probs, scores.old_log_probs, scores.old_log_probs, scores.mask)
         scalar = function(*given, scores.advantages[:, 0], **options, kl_coef=0.0)
         return scalar.reshape(1, 1).expand(len(scores.mask), 1)
 
-    whole.__name__ = whole.__qualname__ = f"{loss}_{max_new_tokens}"
-    registered = f"{function.__module__}.{whole.__name__}"
+    registered = f"{function.__module__}.{loss}"
     settings = {"advantage": functions.by_name[advantage]} if advantage else {}
     # An earlier run in this process may have registered the same name.
     policy_algorithm(registered, ratio="token", aggregation="sequence_mean", beta=0.0, **settings)(whole)
     return registered
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str):
+        raise ValueError(message)
+
+
+def read_config(config_class: type[Config], settings: dict[str, Any], flags: list[str]) -> Config:
+    """Build a configuration from settings and from flags, which take precedence.
+
+    Raises:
+        ValueError: the configuration does not have a setting, or does not accept a value.
+    """
+    given = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    parser = _Parser(config_class, allow_abbrev=False)
+    config, unknown = parser.parse_args_into_dataclasses([*given, *flags], return_remaining_strings=True)
+    if unknown:
+        raise ValueError(f"{config_class.__name__} has no setting {unknown[0]}")
+    return config

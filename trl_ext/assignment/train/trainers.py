@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from trl_ext import (
@@ -14,12 +13,17 @@ from trl_ext import (
     RewardTrainer,
     load_benchmark,
 )
-from trl_ext.assignment.train.arguments import read_config
-from trl_ext.assignment.train.functions import Functions, register_policy_loss, register_preference_loss
-from trl_ext.assignment.train.recipe import RecipeSpec
+from trl_ext.assignment.train.functions import (
+    Functions,
+    read_config,
+    register_policy_loss,
+    register_preference_loss,
+)
+from trl_ext.assignment.train.recipe import RecipeSpec, used_functions
 from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
 from trl_ext.models import resolve_model_path
+from trl_ext.rewards import RewardModel
 from trl_ext.rewards.verified import completion_text
 from trl_ext.toy import MAX_NEW_TOKENS, score
 from trl_ext.trainers.policies import remember_base
@@ -47,38 +51,32 @@ def run_trainer(recipe: RecipeSpec, functions: Functions, options: Any, rest: li
         ValueError: the trainer does not have a setting, or a function is not implemented or cannot be used.
     """
     settings = {**COMMON, **recipe.settings, "output_dir": str(options.output_dir)}
-    if recipe.kind == "preference":
-        trainer = _preference(recipe, functions, settings, rest)
-    elif recipe.kind == "reward":
-        trainer = _reward(recipe, functions, settings, rest)
-    else:
-        trainer = _policy(recipe, functions, settings, rest, options.reward_model)
-    used = [name for name in (recipe.loss, recipe.advantage) if name]
+    build = {"preference": _preference, "reward": _reward, "policy": _policy}[recipe.kind]
+    trainer = build(recipe, functions, settings, rest, options.reward_model)
     if trainer.accelerator.is_main_process:
-        print(functions.describe(used))
+        print(functions.describe(used_functions(recipe, functions.library)))
     compared = recipe.kind != "reward" and options.eval_prompts
     if compared:
         remember_base(trainer)
     trainer.train()
     trainer.save_model(str(options.output_dir))
-    results = {"yours": sorted(functions.own), "steps": trainer.state.global_step}
+    steps = trainer.state.global_step
+    results = {"yours": sorted(functions.own), "steps": steps, "summary": f"{steps} steps"}
     if recipe.kind == "reward":
         accuracy = trainer.evaluate()["eval_accuracy"]
         results |= {"accuracy": accuracy, "summary": f"accuracy on held-out pairs {accuracy:.3f}"}
     elif compared:
         results |= _compare(trainer, options.eval_prompts)
-    else:
-        results["summary"] = f"{trainer.state.global_step} steps"
     return results if trainer.accelerator.is_main_process else None
 
 
-def _preference(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], rest: list[str]):
+def _preference(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], rest: list[str], _):
     settings["loss"] = register_preference_loss(functions, recipe.loss)
     config = read_config(PreferenceConfig, settings, rest)
     return PreferenceTrainer(resolve_model_path("toy"), args=config, train_dataset=load_benchmark()["train_prefs"])
 
 
-def _reward(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], rest: list[str]):
+def _reward(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], rest: list[str], _):
     config = read_config(RewardConfig, settings, rest)
     splits = load_benchmark()
     datasets = {"train_dataset": splits["train_prefs"], "eval_dataset": splits["test_prefs"]}
@@ -88,26 +86,20 @@ def _reward(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], 
 
 
 def _policy(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], rest: list[str], reward: str | None):
-    settings.setdefault("max_completion_length", MAX_NEW_TOKENS)
-    register = partial(register_policy_loss, functions, recipe.loss, recipe.advantage)
-    settings["algorithm"] = register(settings["max_completion_length"])
-    config = read_config(PolicyConfig, settings, rest)
-    if config.max_completion_length != settings["max_completion_length"]:
-        config.algorithm = register(config.max_completion_length)
-    rewards = known_score
-    if reward is not None:
-        from trl_ext.rewards import RewardModel
-
-        rewards = RewardModel(reward)
+    options: dict[str, Any] = {}
+    settings["algorithm"] = register_policy_loss(functions, recipe.loss, recipe.advantage, options)
+    config = read_config(PolicyConfig, {"max_completion_length": MAX_NEW_TOKENS, **settings}, rest)
+    if functions.library[recipe.loss] == "assignment.dr_grpo_loss":
+        options["max_new_tokens"] = config.max_completion_length
+    rewards = known_score if reward is None else RewardModel(reward)
     prompts = load_benchmark()["train_gen"]
     return PolicyTrainer(resolve_model_path("toy"), [rewards], args=config, train_dataset=prompts)
 
 
 def known_score(prompts: list, completions: list, **columns: Any) -> list[float]:
     """The reward of the embedded benchmark: the known quality of each response."""
-    return [
-        score(prompt[-1]["content"], completion_text(text)) for prompt, text in zip(prompts, completions, strict=True)
-    ]
+    pairs = zip(prompts, completions, strict=True)
+    return [score(prompt[-1]["content"], completion_text(text)) for prompt, text in pairs]
 
 
 def _compare(trainer, prompts: int) -> dict[str, Any]:
