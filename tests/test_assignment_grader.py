@@ -280,7 +280,7 @@ def test_without_torch_nothing_is_graded(submission, tmp_path):
         ('{"yours": ["dpo"], "win_rate": {"half": {"rate": 0.5}}}', (0, 1), "reached 0.500"),
         ('{"yours": ["dpo"], "win_rate": {"half": {"rate": NaN}}}', (0, 0), "no finite number"),
         ('{"yours": [], "win_rate": {"half": {"rate": 0.7}}}', (0, 0), "the run was not on the student's own dpo"),
-        ("[1]", (0, 0), "AttributeError"),
+        ("[1]", (0, 0), "TypeError"),
     ],
 )
 def test_figures_of_runs_and_responses(results, points, part, submission):

@@ -20,7 +20,7 @@ ABOUT = {
     "nan": "NaN at positions that do not count",
     "empty row": "a row without a token that counts",
     "equal": "a group of equal rewards in float32",
-    "far apart": "margins of about 800 in either direction",
+    "far apart": "margins of 800 and more in either direction",
 }
 # Text arguments that select a function's behaviour. All others are its input.
 OPTIONS = ("kind", "loss_type")
@@ -63,7 +63,7 @@ def _new_case(given: Task, about: str, drawn: tuple[int, int, str], known: list[
 
 
 def _case(given: Task, about: str, draw: Draw) -> dict[str, Any]:
-    arguments = given.build(draw)
+    arguments = given.arguments(draw)
     plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
     texts = [name for name, value in plain.items() if isinstance(value, str) and name not in OPTIONS]
     options = [f"{name}={value!r}" for name, value in plain.items() if name not in texts]

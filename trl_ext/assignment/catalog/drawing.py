@@ -1,7 +1,8 @@
-"""Random arguments for test cases: tensors in float64, masks, scores and stand-ins for models."""
+"""Random arguments for test cases: tensors in float64, masks and stand-ins for models."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -29,11 +30,13 @@ class Draw:
 
     def integer(self, low: int, high: int) -> int:
         """An integer from `low` to `high`, inclusive."""
-        return int(torch.randint(low, high + 1, (1,), generator=self._generator))
+        return int(self.integers(1, low=low, high=high))
 
-    def uniform(self, low: float, high: float) -> float:
-        """A uniform number with three digits, for readability."""
-        return round(low + (high - low) * float(torch.rand(1, generator=self._generator)), 3)
+    def integers(self, *shape: int, low: int, high: int) -> Tensor:
+        return torch.randint(low, high + 1, shape, generator=self._generator)
+
+    def permutation(self, count: int) -> Tensor:
+        return torch.randperm(count, generator=self._generator)
 
     def tensor(self, *shape: int, low: float = -2.0, high: float = 2.0, grad: bool = False) -> Tensor:
         """A tensor of uniform numbers with four digits."""
@@ -44,39 +47,26 @@ class Draw:
     def log_probs(self, *shape: int, grad: bool = False) -> Tensor:
         return self.tensor(*shape, low=-3.0, high=-0.05, grad=grad)
 
-    def integers(self, *shape: int, low: int, high: int) -> Tensor:
-        return torch.randint(low, high + 1, shape, generator=self._generator)
+    def signed(self, rows: int) -> Tensor:
+        """Advantages of alternating signs, none of them near 0."""
+        return self.tensor(rows, low=0.3, high=2.0) * (1.0 - 2.0 * (torch.arange(rows) % 2))
 
-    def permutation(self, count: int) -> Tensor:
-        return torch.randperm(count, generator=self._generator)
+    def drift(self, tokens: int) -> Tensor:
+        """Log-ratios of four rows, two of which rise and two fall, so that their means are also beyond a clip."""
+        return self.tensor(4, tokens, low=0.0, high=0.9) * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
 
     def mask(self, rows: int, tokens: int, *, start: int = 0) -> Tensor:
         """A mask that is True from a position at or after `start` to the end of each row; rows differ in length."""
-        ends = torch.stack(
-            [torch.tensor(start + 1 + (row * 2 + self.index) % (tokens - start)) for row in range(rows)]
-        )
+        ends = start + 1 + (torch.arange(rows) * 2 + self.index) % (tokens - start)
         places = torch.arange(tokens)
         return (places >= start) & (places < ends.unsqueeze(1))
 
-    def scores(self, pairs: int, *, reference: bool = True, lengths: bool = False, **fields: Any) -> dict[str, Any]:
-        """`PreferenceScores` of a number of pairs, with gradient to the policy's scores."""
-        made = {"chosen": self._sums(pairs, True), "rejected": self._sums(pairs, True)}
-        if reference:
-            made |= {"ref_chosen": self._sums(pairs, False), "ref_rejected": self._sums(pairs, False)}
-        if lengths:
-            made |= {f"{name}_length": self.integers(pairs, low=2, high=12) for name in ("chosen", "rejected")}
-        return {"$object": "PreferenceScores", "fields": {**made, **fields}}
-
-    def _sums(self, pairs: int, grad: bool) -> Tensor:
-        return self.tensor(pairs, low=-30.0, high=-2.0, grad=grad)
+    def padded(self, values: Tensor, mask: Tensor, *, grad: bool = False) -> Tensor:
+        """Values with NaN in its special case, and otherwise `GARBAGE`, where the mask is 0."""
+        filled = values.masked_fill(mask == 0, math.nan if self.special == "nan" else GARBAGE)
+        return filled.requires_grad_() if grad else filled
 
 
 def fake(kind: str, *, grad: bool = False, **settings: Any) -> dict[str, Any]:
     """A stand-in, named by the case and created by the test."""
     return {"$fake": kind, "settings": settings, **({"grad": True} if grad else {})}
-
-
-def with_padding(values: Tensor, mask: Tensor, filler: float = GARBAGE) -> Tensor:
-    """Put the filler where the mask is 0."""
-    filled = values.detach().masked_fill(mask == 0, filler)
-    return filled.requires_grad_() if values.requires_grad else filled

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from trl_ext.assignment.catalog.cases import Builder
+from trl_ext.assignment.catalog.cases import Arguments, Builder
+from trl_ext.assignment.catalog.drawing import Draw
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Task:
         summary: the task in one line, without a formula.
         shapes: the shapes of the arguments and of the result.
         build: builds the arguments of a case.
+        options: further arguments, each with the values that cases take in turn; None leaves it out.
         variants: the number of consecutive cases that use all its settings.
         paper: the paper, if the library's docstring names none.
         notes: conventions that the library's docstring does not state.
@@ -35,6 +37,7 @@ class Task:
     summary: str
     shapes: str
     build: Builder
+    options: dict[str, tuple] = field(default_factory=dict)
     variants: int = 2
     paper: str = ""
     notes: str = ""
@@ -55,12 +58,17 @@ class Task:
     def short_name(self) -> str:
         return self.name.rpartition(".")[2]
 
+    def arguments(self, draw: Draw) -> Arguments:
+        """The arguments of a case."""
+        chosen = {name: draw.turn(*values) for name, values in self.options.items()}
+        return self.build(draw) | {name: value for name, value in chosen.items() if value is not None}
+
 
 def group(tasks: dict[str, Task], kind: str, shapes: str = "", **common: Any) -> Callable[..., None]:
-    """A function that adds tasks with a kind, shapes and settings in common."""
+    """A function that adds tasks with a kind, shapes and settings in common; other settings are options."""
 
-    def add(name: str, summary: str, build: Builder, **settings: Any) -> None:
+    def add(name: str, summary: str, build: Builder, options: dict[str, tuple] | None = None, **settings: Any) -> None:
         settings = {"kind": kind, "shapes": shapes, **common, **settings}
-        tasks[name] = Task(name=name, summary=summary, build=build, **settings)
+        tasks[name] = Task(name=name, summary=summary, build=build, options=options or {}, **settings)
 
     return add

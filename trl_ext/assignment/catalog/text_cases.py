@@ -1,14 +1,9 @@
-"""Test inputs for the functions of the reasoning course and the reward rules: builders as in `cases`."""
+"""Test inputs for functions of texts, tokens and models: builders as in `cases`."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
-import torch
-
 from trl_ext.assignment.catalog.cases import Arguments, Builder
-from trl_ext.assignment.catalog.drawing import GARBAGE, Draw, fake, with_padding
+from trl_ext.assignment.catalog.drawing import Draw, fake
 
 WORDS = ["red", "green", "blue", "one", "two", "three", "four", "five", "cats", "dogs", "sing", "run"]
 
@@ -31,12 +26,8 @@ def tokenize(draw: Draw) -> Arguments:
 
 
 def log_probs(draw: Draw) -> Arguments:
-    return {
-        "model": fake("model", seed=draw.integer(0, 99), size=9, width=3, grad=True),
-        "input_ids": draw.integers(2, 5, low=0, high=8),
-        "labels": draw.integers(2, 5, low=0, high=8),
-        "return_token_entropy": draw.turn(True, False),
-    }
+    ids = {name: draw.integers(2, 5, low=0, high=8) for name in ("input_ids", "labels")}
+    return {"model": fake("model", seed=draw.integer(0, 99), size=9, width=3, grad=True), **ids}
 
 
 def group_rewards(draw: Draw) -> Arguments:
@@ -72,72 +63,15 @@ def _equal_rewards(draw: Draw) -> Arguments:
     }
 
 
-def naive_loss(draw: Draw) -> Arguments:
-    return {
-        "raw_rewards_or_advantages": draw.tensor(3, 1),
-        "policy_log_probs": draw.log_probs(3, 4, grad=True),
-    }
-
-
-def clip_loss(draw: Draw) -> Arguments:
-    new = draw.log_probs(4, 4, grad=True)
-    drift = draw.tensor(4, 4, low=0.0, high=0.8) * torch.tensor([[1.0], [1.0], [-1.0], [-1.0]])
-    return {
-        "advantages": (draw.tensor(4, low=0.3, high=2.0) * torch.tensor([1.0, -1.0, 1.0, -1.0])).unsqueeze(1),
-        "policy_log_probs": new,
-        "old_log_probs": (new.detach() - drift).requires_grad_(),
-        "cliprange": draw.turn(0.2, 0.4),
-    }
-
-
-def by_type(draw: Draw) -> Arguments:
-    arguments = clip_loss(draw)
-    arguments["raw_rewards"] = draw.tensor(4, 1, low=0.0, high=1.0)
-    types = ("grpo_clip", "no_baseline", "reinforce_with_baseline", "grpo_no_clip")
-    return {"loss_type": draw.turn(*types), **arguments}
-
-
-def sft_step(draw: Draw) -> Arguments:
-    mask = draw.mask(3, 5, start=1)
-    return {
-        "policy_log_probs": with_padding(draw.log_probs(3, 5), mask).requires_grad_(),
-        "response_mask": mask.long(),
-        "gradient_accumulation_steps": draw.turn(2, 4, 1),
-        "normalize_constant": draw.turn(1.0, 3.0, 2.0),
-    }
-
-
-def policy_step(draw: Draw) -> Arguments:
-    mask = draw.mask(4, 4)
-    arguments = by_type(draw)
-    for name in ("policy_log_probs", "old_log_probs"):
-        arguments[name] = with_padding(arguments[name].detach(), mask, -5.0).requires_grad_()
-    return {**arguments, "response_mask": mask.long(), "gradient_accumulation_steps": draw.turn(2, 3)}
-
-
 def instance_dpo(draw: Draw) -> Arguments:
     return {
         "lm": fake("model", seed=draw.integer(0, 99), grad=True),
         "lm_ref": fake("model", seed=draw.integer(100, 199)),
         "tokenizer": fake("tokenizer"),
-        "beta": draw.turn(0.1, 0.02),
         "prompt": _text(draw, 2, 4),
         "response_chosen": _text(draw, 2, 4),
         "response_rejected": _text(draw, 2, 5),
     }
-
-
-def masked_course(*, constant: bool) -> Builder:
-    """Arguments of the course's `masked_mean` and `masked_normalize`."""
-
-    def build(draw: Draw) -> Arguments:
-        mask = draw.mask(3, 5, start=draw.turn(0, 1))
-        filler = math.nan if draw.special == "nan" else GARBAGE
-        tensor = with_padding(draw.tensor(3, 5), mask, filler).requires_grad_()
-        given: dict[str, Any] = {"normalize_constant": draw.turn(4.0, 7.0)} if constant else {}
-        return {"tensor": tensor, "mask": mask, "dim": draw.turn(1, None, 0), **given}
-
-    return build
 
 
 def gsm8k_text(draw: Draw) -> Arguments:
@@ -174,35 +108,33 @@ def mmlu_text(draw: Draw) -> Arguments:
     return {"mmlu_example": example, "model_output": draw.turn(*texts)}
 
 
-def tagged(draw: Draw) -> Arguments:
-    right, wrong = draw.integer(10, 54), draw.integer(55, 99)
-    responses = (
-        f"so it is {_text(draw, 1, 2)} </think> <answer> {right} </answer>",
-        f"so it is less </think> <answer> {wrong} </answer>",
-        f"</think><answer> {right} </answer>",
-        f"it is {right}",
-        f"{_text(draw, 1, 2)} </think> <answer> \\boxed{{{right}}} </answer>",
-        f"first </think> <answer> {wrong} </answer> no <answer> {right} </answer>",
-    )
-    return {"response": draw.turn(*responses), "ground_truth": str(right)}
+def answered(*responses: str) -> Builder:
+    """Responses in turn, with {right} and {wrong} answers and {words}, and the right answer."""
+
+    def build(draw: Draw) -> Arguments:
+        right, wrong = draw.integer(1000, 5400), draw.integer(5500, 9900)
+        response = draw.turn(*responses).format(right=right, wrong=wrong, words=_text(draw, 1, 2))
+        return {"response": response, "ground_truth": str(right)}
+
+    return build
 
 
-def boxed(draw: Draw) -> Arguments:
-    right, wrong = draw.integer(10, 54), draw.integer(55, 99)
-    responses = (
-        f"so \\boxed{{{right}}}",
-        f"so \\boxed{{{wrong}}}",
-        f"it is {right}",
-        f"\\boxed{{{wrong}}} or rather \\boxed{{{right}}}",
-        f"so \\boxed{{{right}",
-    )
-    return {"response": draw.turn(*responses), "ground_truth": str(right)}
-
-
-def last_number(draw: Draw) -> Arguments:
-    right, wrong, price = draw.integer(10, 54), draw.integer(55, 99), draw.integer(1000, 9999)
-    texts = (f"so {right - 2} + 2 = {right}", f"{right}, or is it {wrong}", _text(draw, 2, 4), f"it costs ${price:,}")
-    return {"response": draw.turn(*texts), "ground_truth": str(draw.turn(right, right, right, price))}
+tagged = answered(
+    "so it is {words} </think> <answer> {right} </answer>",
+    "so it is less </think> <answer> {wrong} </answer>",
+    "</think><answer> {right} </answer>",
+    "it is {right}",
+    "{words} </think> <answer> \\boxed{{{right}}} </answer>",
+    "first </think> <answer> {wrong} </answer> no <answer> {right} </answer>",
+)
+boxed = answered(
+    "so \\boxed{{{right}}}",
+    "so \\boxed{{{wrong}}}",
+    "it is {right}",
+    "\\boxed{{{wrong}}} or rather \\boxed{{{right}}}",
+    "so \\boxed{{{right}",
+)
+last_number = answered("so {wrong} - 2 = {right}", "{right}, or is it {wrong}", "{words}", "it costs ${right:,}")
 
 
 def countdown(draw: Draw) -> Arguments:

@@ -22,6 +22,7 @@ add(
     "assignment.split_minibatches",
     "a rollout cut into minibatches",
     cases.split_minibatches,
+    {"minibatch_size": (2, 3, 5)},
     variants=3,
     shapes="tensors [N, ...]; returns a list of dicts of [minibatch_size, ...]",
     paper="Schulman et al. 2017, arXiv 1707.06347, algorithm 1.",
@@ -46,6 +47,7 @@ add(
     "models.response_log_probs",
     "the log-probability of each label",
     text_cases.log_probs,
+    {"return_token_entropy": (True, False)},
     shapes="input_ids and labels [B, T]; returns a dict of tensors [B, T]",
     paper="Ziegler et al. 2019, arXiv 1909.08593.",
     notes="Gradient flows through log_probs; token_entropy may have one or none.",
@@ -54,17 +56,13 @@ add(
     "models.completion_mask",
     "the mask of each completion up to its end-of-text token",
     cases.completion_mask,
+    {"eos_token_id": (2, [2, 3])},
     shapes="completion_ids [B, T]; returns [B, T]",
     paper="Ziegler et al. 2019, arXiv 1909.08593.",
 )
-shapes = "three lists of token ids; returns three lists"
-add(
-    "data.truncate_pair",
-    "the token limits of prompts and responses",
-    cases.truncate_pair,
-    variants=3,
-    shapes=shapes,
-)
+summary, shapes = "the token limits of prompts and responses", "three lists of token ids; returns three lists"
+add("data.truncate_pair", summary, cases.truncate_pair, variants=3, shapes=shapes)
+
 add = group(TEXT_TASKS, "reward rule", "a text and its truth; returns a dict of three numbers")
 paper = "DeepSeek-AI 2025, arXiv 2501.12948."
 add("rewards.r1_zero_reward", "the reward of a tagged answer", text_cases.tagged, variants=6, paper=paper)
@@ -81,18 +79,19 @@ add("rewards.parse_mmlu_response", "the letter that a response chooses", text_ca
 
 # ---- The reasoning course ----
 
-POLICY_GRADIENT = "CS336 assignment 5; Schulman et al. 2017, arXiv 1707.06347."
-first = {"compared": [0]}
-masked = {
-    "variants": 6,
-    "special": ("nan",),
-    "paper": "Liu et al. 2025, arXiv 2503.20783, on what the sum is divided by.",
-}
-step = {**first, "own_backward": True, "shapes": "[B, T]; returns a scalar and metadata"}
-add = group(TEXT_TASKS, "reasoning course", "tensor and mask [B, T]; returns a scalar, or one dimension")
-add("course.masked_mean", "the mean where the mask is 1", text_cases.masked_course(constant=False), **masked)
+add = group(
+    TEXT_TASKS,
+    "reasoning course",
+    "tensor and mask [B, T]; returns a scalar, or one dimension",
+    variants=6,
+    special=("nan",),
+    paper="Liu et al. 2025, arXiv 2503.20783, on what the sum is divided by.",
+)
+add("course.masked_mean", "the mean where the mask is 1", cases.masked_course)
 summary = "the sum where the mask is 1, over a constant"
-add("course.masked_normalize", summary, text_cases.masked_course(constant=True), **masked)
+add("course.masked_normalize", summary, cases.masked_course, {"normalize_constant": (4.0, 7.0)})
+
+add = group(TEXT_TASKS, "reasoning course")
 add(
     "course.compute_group_normalized_rewards",
     "rewards and group-normalised advantages",
@@ -106,7 +105,7 @@ add(
 add(
     "course.naive_policy_gradient_loss",
     "the policy-gradient loss of each token",
-    text_cases.naive_loss,
+    cases.naive_loss,
     in_float32=True,
     shapes="[B, 1] and [B, T]; returns [B, T]",
     paper="Williams 1992.",
@@ -114,31 +113,54 @@ add(
 add(
     "course.grpo_clip_loss",
     "the clipped loss of each token",
-    text_cases.clip_loss,
+    cases.clip_loss,
+    {"cliprange": (0.2, 0.4)},
+    compared=[0],
     in_float32=True,
     shapes="[B, 1] and [B, T]; returns [B, T] and metadata",
     paper="Shao et al. 2024, arXiv 2402.03300, equation 3.",
-    **first,
 )
-shapes = "[B, T] and [B, 1]; returns [B, T] and metadata"
-summary = "the loss of each token by its name"
-by_type = {"variants": 4, "paper": POLICY_GRADIENT}
-add("course.policy_gradient_loss", summary, text_cases.by_type, shapes=shapes, **first, **by_type)
-summary, paper = "the loss of one micro-batch of demonstrations", "CS336 assignment 5, section 4.2."
+by_type = {
+    "loss_type": ("grpo_clip", "no_baseline", "reinforce_with_baseline", "grpo_no_clip"),
+    "cliprange": (0.2, 0.4),
+}
+add(
+    "course.policy_gradient_loss",
+    "the loss of each token by its name",
+    cases.by_type,
+    by_type,
+    compared=[0],
+    variants=4,
+    shapes="[B, T] and [B, 1]; returns [B, T] and metadata",
+    paper="CS336 assignment 5; Schulman et al. 2017, arXiv 1707.06347.",
+)
 add(
     "course.sft_microbatch_step",
-    f"{summary}, with its backward pass",
-    text_cases.sft_step,
-    **step,
+    "the loss of one micro-batch of demonstrations, with its backward pass",
+    cases.sft_step,
+    {"gradient_accumulation_steps": (2, 4, 1), "normalize_constant": (1.0, 3.0, 2.0)},
+    compared=[0],
+    own_backward=True,
     variants=3,
-    paper=paper,
+    shapes="[B, T]; returns a scalar and metadata",
+    paper="CS336 assignment 5, section 4.2.",
 )
-summary = "the policy-gradient loss of one micro-batch"
-add("course.policy_microbatch_step", f"{summary}, with its backward pass", text_cases.policy_step, **step, **by_type)
+add(
+    "course.policy_microbatch_step",
+    "the policy-gradient loss of one micro-batch, with its backward pass",
+    cases.policy_step,
+    by_type | {"gradient_accumulation_steps": (2, 3)},
+    compared=[0],
+    own_backward=True,
+    variants=4,
+    shapes="[B, T]; returns a scalar and metadata",
+    paper="CS336 assignment 5; Schulman et al. 2017, arXiv 1707.06347.",
+)
 add(
     "course.per_instance_dpo_loss",
     "the DPO loss of one pair of texts",
     text_cases.instance_dpo,
+    {"beta": (0.1, 0.02)},
     shapes="three texts; returns a scalar",
     notes="Given is trl_ext.data.packed_sft.encode_documents, for texts in the Alpaca template.",
 )
