@@ -1,19 +1,82 @@
 """Known wrong answers: a table from the names of one or several tasks to messages and functions.
 
-A message completes the sentence "this is what you get when". The outcomes are stored with the expected ones, so that a
-failing test can say why it fails.
+A wrong answer takes the correct function and then that function's arguments by name. A message completes the sentence
+"this is what you get when". The outcomes are stored with the expected ones, so that a failing test can say why it
+fails.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
+from collections.abc import Callable
+from functools import cache
 from operator import methodcaller, neg
+from typing import Any
 
 import torch
 
-from trl_ext.assignment.catalog import wrong
-from trl_ext.assignment.catalog.wrong import by_group, edited, given, then
+from trl_ext import losses
 from trl_ext.assignment.runtime.verdicts import LOG_OF_SIGMOID
+
+
+def given(**changes: Any) -> Callable:
+    """The correct function with other arguments: a value, or a function of an existing argument."""
+
+    def wrong(right, **arguments):
+        for name, change in changes.items():
+            if not callable(change):
+                arguments[name] = change
+            elif arguments.get(name) is not None:
+                arguments[name] = change(arguments[name])
+        return right(**arguments)
+
+    return wrong
+
+
+def then(change: Callable) -> Callable:
+    """The correct function with a modified result."""
+    return lambda right, **arguments: change(right(**arguments))
+
+
+def edited(*texts: str) -> Callable:
+    """The correct function with changes to its source: a text, the text in its place, and so on."""
+    return lambda right, **arguments: _edited(right, texts)(**arguments)
+
+
+@cache
+def _edited(right: Callable, texts: tuple[str, ...]) -> Callable:
+    source = inspect.getsource(right)
+    # Without decorators, which would register the function.
+    source = source[source.index("def ") :]
+    for old, new in zip(texts[::2], texts[1::2], strict=True):
+        if old not in source:
+            raise ValueError(f"the source of {right.__name__} has no {old!r} to replace")
+        source = source.replace(old, new)
+    names = {**right.__globals__, "torch": torch, "losses": losses, "naive_log": naive_log}
+    exec(f"from __future__ import annotations\n{source}", names)
+    return names[right.__name__]
+
+
+def naive_log(values):
+    return torch.log(torch.sigmoid(values))
+
+
+def as_kind(kind: str, other: str) -> Callable:
+    """Compute the reduction of one kind as another."""
+    return given(kind=lambda asked: other if asked == kind else asked)
+
+
+def rounding_divided(right, rewards, group_size, std_ddof=0, eps=1e-6):
+    groups = rewards.reshape(-1, group_size)
+    deviation = groups.std(dim=1, correction=std_ddof, keepdim=True) + eps
+    return ((groups - groups.mean(dim=1, keepdim=True)) / deviation).reshape(-1)
+
+
+def sum_taken_off(right, rewards, group_size):
+    groups = rewards.reshape(-1, group_size)
+    return (groups - groups.sum(dim=1, keepdim=True)).reshape(-1)
+
 
 NOT_ZERO = "the rounding of a mean is divided by eps: the advantages of a group of equal rewards are exactly 0"
 NO_MINIMUM = "the clip's minimum is missing: the clipped ratio is taken wherever it lies"
@@ -35,6 +98,7 @@ SIGNED = (
 # Texts in the library's source.
 RANKED = "_of_equal_rank(chosen, rejected)"
 LOG_RATIOS = "scores.chosen_log_ratio, scores.rejected_log_ratio"
+DEVIATION = "_std(groups.values, groups.scorable, std_ddof) + eps"
 LENGTHS = "(mask != 0).sum(-1).clamp(min=1)"
 SURROGATE = "clipped_surrogate(log_ratio, advantages.detach(), clip_low=clip, clip_high=clip)"
 COURSE_SURROGATE = "losses.clipped_surrogate(log_ratio, advantages, clip_low=cliprange, clip_high=cliprange)"
@@ -88,26 +152,26 @@ MISTAKES = {
     "advantages.group_normalized": {
         "the sample's standard deviation is taken (std() divides by G - 1)": given(std_ddof=1),
         "the population's standard deviation is taken although std_ddof is 1": given(std_ddof=0),
-        NOT_ZERO: by_group(wrong.rounding_divided),
+        NOT_ZERO: rounding_divided,
         "eps is left out": given(eps=0.0),
-        "eps is added to the variance: it is added to the standard deviation": by_group(wrong.eps_in_variance),
-        "the rewards are not divided by the standard deviation (that is Dr.GRPO)": by_group(wrong.centered),
+        "eps is added to the variance: it is added to the standard deviation": edited(
+            DEVIATION, "(_std(groups.values, groups.scorable, std_ddof).square() + eps).sqrt()"
+        ),
+        "the rewards are not divided by the standard deviation (that is Dr.GRPO)": edited(" / scale", ""),
     },
     "advantages.group_normalized advantages.group_centered advantages.leave_one_out": {
-        "the statistics are those of the whole batch: take them group by group": lambda right, rewards, **options: (
-            right(rewards, **{**options, "group_size": len(rewards)})
+        "the statistics are those of the whole batch: take them group by group": edited(
+            "of(rewards, group_size)", "of(rewards, len(rewards))"
         )
     },
     "advantages.group_centered advantages.leave_one_out": {
-        "the group's sum is taken off: take off a mean": by_group(
-            lambda groups, *ignored: groups - groups.sum(dim=1, keepdim=True)
-        )
+        "the group's sum is taken off: take off a mean": sum_taken_off
     },
-    "advantages.group_centered": {
-        "the result is divided by the standard deviation (that is GRPO)": by_group(wrong.rounding_divided)
-    },
+    "advantages.group_centered": {"the result is divided by the standard deviation (that is GRPO)": rounding_divided},
     "advantages.leave_one_out": {
-        "a response's own reward is in its baseline (that is Dr.GRPO)": by_group(wrong.centered)
+        "a response's own reward is in its baseline (that is Dr.GRPO)": edited(
+            "(groups.count - 1).clamp(min=1)", "groups.count"
+        )
     },
     # ---- Policy losses ----
     "losses.cispo": {"gradient flows through the capped ratio: detach it": edited(".detach()", "")},
@@ -134,13 +198,11 @@ MISTAKES = {
     },
     "losses.aggregate": {
         "token_count is not read: token_mean divides by it where it is given": given(token_count=None),
-        "sequence_mean is computed as token_mean: each response counts once, whatever its length": wrong.as_kind(
+        "sequence_mean is computed as token_mean: each response counts once, whatever its length": as_kind(
             "sequence_mean", "token_mean"
         ),
-        "token_mean is computed as sequence_mean: each token counts once": wrong.as_kind(
-            "token_mean", "sequence_mean"
-        ),
-        "constant divides by the response's length: divide by the constant, the same for all": wrong.as_kind(
+        "token_mean is computed as sequence_mean: each token counts once": as_kind("token_mean", "sequence_mean"),
+        "constant divides by the response's length: divide by the constant, the same for all": as_kind(
             "constant", "sequence_mean"
         ),
         "sum adds up the responses: take the mean over the responses of their sums": edited(
@@ -189,7 +251,9 @@ MISTAKES = {
     },
     # ---- Log-probabilities, masks and minibatches ----
     "assignment.sequence_log_probs": {
-        "logits and tokens are not shifted: the logits are about the next token": wrong.not_shifted,
+        "logits and tokens are not shifted: the logits are about the next token": edited(
+            "[:, :-1]", "", "[:, 1:]", ""
+        ),
         "the mask is not shifted with the tokens: take response_mask[:, 1:]": edited(
             "response_mask[:, 1:]", "response_mask[:, :-1]"
         ),
@@ -207,15 +271,11 @@ MISTAKES = {
         "what follows the first end-of-text token is counted": edited("ends.cumsum(dim=1) - ends", "ends"),
     },
     "models.tokenize_prompt_and_output": {
-        "response_mask is not shifted with the labels: it is one place too far right": wrong.batch_with(
-            "response_mask", lambda batch: batch["response_mask"].roll(1, 1).index_fill(1, torch.tensor([0]), False)
+        "response_mask is not shifted with the labels: it is one place too far right": edited(
+            "is_output[:, 1:]", "is_output[:, :-1]"
         ),
-        "the labels are not shifted: each is the token after its input": wrong.batch_with(
-            "labels", lambda batch: batch["input_ids"].clone()
-        ),
-        "the prompt is in response_mask": wrong.batch_with(
-            "response_mask", lambda batch: batch["response_mask"].flip(1).cumsum(1).flip(1) > 0
-        ),
+        "the labels are not shifted: each is the token after its input": edited("tokens[:, 1:]", "tokens[:, :-1]"),
+        "the prompt is in response_mask": edited("len(prompt) : end", ":end"),
     },
     "models.token_entropy": {
         "the probabilities are taken for their logarithms: it is -sum p log p": lambda right, logits: (
@@ -227,18 +287,23 @@ MISTAKES = {
         "the logits themselves are returned: normalise them with log_softmax": edited(
             "distribution.gather", "row.gather"
         ),
-        "the tokens of input_ids are looked up: look up the labels": lambda right, **arguments: right(
-            **{**arguments, "labels": arguments["input_ids"]}
+        "the tokens of input_ids are looked up: look up the labels": edited(
+            "zip(logits, labels", "zip(logits, input_ids"
         ),
-        "no gradient flows: compute it outside torch.no_grad()": then(
-            lambda outputs: {name: value.detach() for name, value in outputs.items()}
-        ),
+        "no gradient flows: compute it outside torch.no_grad()": edited(".logits", ".logits.detach()"),
     },
-    "losses.masked_mean course.masked_mean": {
-        "the sum is divided by the number of all entries: divide by those that count": wrong.kept(torch.mean)
+    "losses.masked_mean": {
+        "the sum is divided by the number of all entries: divide by those that count": edited(
+            "counts.sum()", "values.numel()", "counts.sum(dim)", "values.shape[dim]"
+        )
     },
     "course.masked_mean": {
-        "the sum is returned: divide it by the number of entries that count": wrong.kept(torch.sum),
+        "the sum is divided by the number of all entries: divide by those that count": edited(
+            "losses.masked_mean(tensor, mask, dim)", "losses.masked_sum(tensor, mask, dim) / (mask | True).sum(dim)"
+        ),
+        "the sum is returned: divide it by the number of entries that count": edited(
+            "losses.masked_mean(", "losses.masked_sum("
+        ),
     },
     "course.masked_normalize": {
         "the mean is taken: divide the sum by normalize_constant only": edited(
@@ -257,7 +322,9 @@ MISTAKES = {
             "        advantages = differences / (groups.std(1, keepdim=True) + advantage_eps)\n"
             "    return advantages.reshape(-1)",
         ),
-        "the statistics are those of the whole batch: take them by group": wrong.over_the_batch,
+        "the statistics are those of the whole batch: take them by group": edited(
+            "    pairs = zip(", "    group_size = len(rollout_responses)\n    pairs = zip("
+        ),
         "normalize_by_std is not read: the advantages are always divided": given(normalize_by_std=True),
         "advantage_eps is not read": given(advantage_eps=0.0),
     },
@@ -299,16 +366,23 @@ MISTAKES = {
     },
     # ---- Rewards ----
     "rewards.parse_gsm8k_response": {
-        "the first number is taken: take the last": wrong.first_number,
-        "the thousands separators are kept": wrong.commas_kept,
+        "the first number is taken: take the last": edited(", maxlen=1", ""),
+        "the thousands separators are kept": edited('.replace(",", "")', ""),
         "decimals are cut off": then(lambda found: found and found.partition(".")[0]),
     },
     "rewards.parse_mmlu_response": {
-        "the first capital letter is taken, which may begin a word": wrong.first_capital,
-        "the first answer is taken: a response may correct itself": wrong.first_answer,
+        "the first capital letter is taken, which may begin a word": edited(
+            "_chosen_letter(text)", "next(iter(re.findall('[A-D]', text)), None)"
+        ),
+        "the first answer is taken: a response may correct itself": edited(
+            "_chosen_letter(text)", "_chosen_letter(text.partition(',')[0])"
+        ),
     },
     "rewards.r1_zero_reward": {
-        "the form is not checked: an answer in the wrong form earns nothing": wrong.form_not_checked
+        "the form is not checked: an answer in the wrong form earns nothing": edited(
+            "_graded(answer is not None, _unboxed(answer), ground_truth, fast)",
+            "_scores(True, ground_truth in response)",
+        )
     },
     "rewards.question_only_reward": {
         "the first box is read: read the last": given(
