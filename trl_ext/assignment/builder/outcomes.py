@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from trl_ext.assignment.catalog.catalog import mistakes_of
 from trl_ext.assignment.catalog.drawing import Draw
@@ -17,10 +15,12 @@ from trl_ext.assignment.runtime.verdicts import verdict
 # The module with the classes of arguments.
 CLASSES = "trl_ext.losses"
 ABOUT = {
+    "": "at random",
     "nan": "NaN at positions that do not count",
     "empty row": "a row without a token that counts",
     "equal": "a group of equal rewards in float32",
     "far apart": "margins of 800 and more in either direction",
+    "float32": "float32",
 }
 # Text arguments that select a function's behaviour. All others are its input.
 OPTIONS = ("kind", "loss_type")
@@ -34,14 +34,16 @@ def build_cases(given: Task, seed: int, count: int, *, others: Sequence[dict[str
     Raises:
         ValueError: the library's own function fails on a case, or there are fewer than `count` different cases.
     """
-    wanted = [("at random", index, "") for index in range(count)]
-    for special in given.special:
-        wanted += [(ABOUT[special], 100 + index, special) for index in range(min(given.variants, 3))]
-    wanted += [("float32", 200, "")] if given.in_float32 else []
+    wanted = [(index, "") for index in range(count)]
+    wanted += [(100 + index, special) for special in given.special for index in range(min(given.variants, 3))]
+    wanted += [(200, "float32")] if given.in_float32 else []
     known = [case["arguments"] for case in others]
     cases = []
-    for about, index, special in wanted:
-        case = _new_case(given, about, (seed, index, special), known)
+    for index, special in wanted:
+        attempts = (_case(given, Draw(seed, index, special, attempt)) for attempt in range(100))
+        case = next((case for case in attempts if case["arguments"] not in known), None)
+        if case is None:
+            raise ValueError(f"{given.name}: no more than {len(known)} different cases; ask for fewer")
         known.append(case["arguments"])
         cases.append(_with_outcomes(given, case))
     return cases
@@ -53,66 +55,33 @@ def uncaught(given: Task, cases: list[dict[str, Any]]) -> list[str]:
     return [message for message in mistakes_of(given.name) if message not in caught]
 
 
-def _new_case(given: Task, about: str, drawn: tuple[int, int, str], known: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first case whose arguments are new."""
-    for attempt in range(100):
-        case = _case(given, about, Draw(*drawn, attempt))
-        if case["arguments"] not in known:
-            return case
-    raise ValueError(f"{given.name}: no more than {len(known)} different cases; ask for fewer")
-
-
-def _case(given: Task, about: str, draw: Draw) -> dict[str, Any]:
+def _case(given: Task, draw: Draw) -> dict[str, Any]:
     arguments = given.arguments(draw)
-    plain = {name: value for name, value in arguments.items() if isinstance(value, (bool, int, float, str))}
-    texts = [name for name, value in plain.items() if isinstance(value, str) and name not in OPTIONS]
-    options = [f"{name}={value!r}" for name, value in plain.items() if name not in texts]
-    encoded = encode(arguments)
-    case: dict[str, Any] = {
-        "about": ", ".join([about, *options[:4]]),
-        "arguments": _in_float32(encoded) if about == "float32" else encoded,
-    }
-    if texts:
-        # Separate from `about`, which the grader prints: students must not see the texts of hidden cases.
-        case["texts"] = ", ".join(f"{name}={plain[name]!r}" for name in texts)
-    settings = {
+    # The grader prints this: students must not see the texts of hidden cases.
+    options = [
+        f"{name}={value!r}"
+        for name, value in arguments.items()
+        if isinstance(value, (bool, int, float)) or name in OPTIONS
+    ]
+    return {
+        "about": ", ".join([ABOUT[draw.special], *options[:4]]),
+        "arguments": encode(arguments),
         "special": draw.special,
         "compared": given.compared,
         "unordered": given.unordered,
         "own_backward": given.own_backward,
     }
-    return case | {name: value for name, value in settings.items() if value}
 
 
 def _with_outcomes(given: Task, case: dict[str, Any]) -> dict[str, Any]:
-    expected = _call(given.function, case)
+    expected = call(given.function, case, CLASSES)
     if "error" in expected:
         raise ValueError(f"{given.name} fails on its own case: {expected['error']['message']}")
     case = {**case, "expected": expected, "mistakes": []}
     mistakes = []
     for message, wrong in mistakes_of(given.name).items():
-        outcome = _call(partial(wrong, given.function), case)
+        outcome = call(partial(wrong, given.function), case, CLASSES)
         # Omit mistakes that raise an error, which has its own message, and mistakes whose outcome is correct.
         if "error" not in outcome and verdict(outcome, case) is not None:
             mistakes.append({"message": message, "outcome": outcome})
     return {**case, "mistakes": mistakes}
-
-
-def _call(function: Callable, case: dict[str, Any]) -> dict[str, Any]:
-    threads = torch.get_num_threads()
-    # Several threads add in a different order, which changes the last bits of sums.
-    torch.set_num_threads(1)
-    try:
-        return call(function, case, CLASSES)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _in_float32(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_in_float32(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("dtype") == "float64":
-        return {**value, "dtype": "float32"}
-    return {name: _in_float32(item) for name, item in value.items()}

@@ -157,16 +157,14 @@ def kl_estimate(draw: Draw) -> Arguments:
     return {"log_probs": log_probs, "ref_log_probs": reference}
 
 
-def masked(draw: Draw) -> Arguments:
+def masked(draw: Draw, name: str = "values") -> Arguments:
     """A masked sum or mean, over everything or one dimension."""
-    mask = draw.mask(3, 5)
-    values = draw.padded(draw.tensor(3, 5), mask, grad=True)
-    return {"values": values, "mask": draw.turn(mask, mask.long()), "dim": draw.turn(1, None, -1)}
-
-
-def masked_course(draw: Draw) -> Arguments:
     mask = draw.mask(3, 5, start=draw.turn(0, 1))
-    return {"tensor": draw.padded(draw.tensor(3, 5), mask, grad=True), "mask": mask, "dim": draw.turn(1, None, 0)}
+    return {name: draw.padded(draw.tensor(3, 5), mask, grad=True), "mask": mask, "dim": draw.turn(1, None, 0)}
+
+
+def masked_tensor(draw: Draw) -> Arguments:
+    return masked(draw, "tensor")
 
 
 def completion_mask(draw: Draw) -> Arguments:

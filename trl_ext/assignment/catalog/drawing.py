@@ -1,4 +1,4 @@
-"""Random arguments for test cases: tensors in float64, masks and stand-ins for models."""
+"""Random arguments for test cases: tensors in float64 or float32, masks and stand-ins for models."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class Draw:
 
     def __init__(self, seed: int, index: int, special: str = "", attempt: int = 0):
         self.index, self.special = index, special
+        self._dtype = torch.float32 if special == "float32" else torch.float64
         self._generator = torch.Generator().manual_seed(1000 * seed + index + 500 * attempt)
 
     def turn(self, *choices: Any) -> Any:
@@ -41,7 +42,7 @@ class Draw:
     def tensor(self, *shape: int, low: float = -2.0, high: float = 2.0, grad: bool = False) -> Tensor:
         """A tensor of uniform numbers with four digits."""
         drawn = torch.rand(*shape, generator=self._generator, dtype=torch.float64)
-        values = ((low + (high - low) * drawn) * 1e4).round() / 1e4
+        values = (((low + (high - low) * drawn) * 1e4).round() / 1e4).to(self._dtype)
         return values.requires_grad_() if grad else values
 
     def log_probs(self, *shape: int, grad: bool = False) -> Tensor:

@@ -87,9 +87,9 @@ add = group(
     special=("nan",),
     paper="Liu et al. 2025, arXiv 2503.20783, on what the sum is divided by.",
 )
-add("course.masked_mean", "the mean where the mask is 1", cases.masked_course)
+add("course.masked_mean", "the mean where the mask is 1", cases.masked_tensor)
 summary = "the sum where the mask is 1, over a constant"
-add("course.masked_normalize", summary, cases.masked_course, {"normalize_constant": (4.0, 7.0)})
+add("course.masked_normalize", summary, cases.masked_tensor, {"normalize_constant": (4.0, 7.0)})
 
 add = group(TEXT_TASKS, "reasoning course")
 add(

@@ -80,10 +80,10 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
         if hasattr(output, "__next__"):
             output = list(output)
         changed = given.changed()
-        if case.get("own_backward"):
+        if case["own_backward"]:
             gradients = [leaf.grad for leaf in given.leaves.values()]
         else:
-            gradients = _gradients(output, list(given.leaves.values()), even=bool(case.get("unordered")))
+            gradients = _gradients(output, list(given.leaves.values()), even=case["unordered"])
         encoded = {path: encode(each) for path, each in zip(given.leaves, gradients, strict=True)}
         return {"output": encode(output), "gradients": encoded, "changed": changed}
     except (Exception, SystemExit) as error:

@@ -53,7 +53,7 @@ class Runner:
 
     def run(self, module: str, function: str, case: dict[str, Any], classes: str) -> dict[str, Any]:
         """The outcome of a case; a hang and the end of the process are errors like any other."""
-        given = {name: case[name] for name in ("arguments", "own_backward", "unordered") if name in case}
+        given = {name: case[name] for name in ("arguments", "own_backward", "unordered")}
         request = {"module": module, "function": function, "case": given, "classes": classes}
         if self._process is None:
             self._start()

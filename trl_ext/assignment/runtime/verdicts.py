@@ -35,10 +35,10 @@ def verdict(outcome: dict[str, Any], case: dict[str, Any], *, values: bool = Tru
     if "error" in outcome:
         return _error(outcome["error"])
     expected, mistakes = case["expected"], case["mistakes"]
-    if case.get("unordered"):
+    if case["unordered"]:
         outcome, expected = _sorted(outcome), _sorted(expected)
         mistakes = [{**mistake, "outcome": _sorted(mistake["outcome"])} for mistake in mistakes]
-    compared = case.get("compared")
+    compared = case["compared"]
     problem = _problem(outcome, expected, compared)
     if problem is None:
         return None
@@ -46,10 +46,10 @@ def verdict(outcome: dict[str, Any], case: dict[str, Any], *, values: bool = Tru
         place, wanted, found = problem
         problem = f"expected {wanted}{place}, got {found}" if values else f"wrong value{place}"
     # If NaN reaches the result, all mistakes look alike.
-    if case.get("special") == "nan" and _nans(outcome) > _nans(expected):
+    if case["special"] == "nan" and _nans(outcome) > _nans(expected):
         return f"{problem}; {NAN_REACHES}"
     reasons = [each["message"] for each in mistakes if _problem(outcome, each["outcome"], compared) is None]
-    if not reasons and case.get("special") == "far apart" and (_nans(outcome) or "inf'" in str(outcome["output"])):
+    if not reasons and case["special"] == "far apart" and (_nans(outcome) or "inf'" in str(outcome["output"])):
         reasons = [LOG_OF_SIGMOID]
     return problem + (f"; this is what you get when {', or when '.join(reasons)}" if reasons else "")
 

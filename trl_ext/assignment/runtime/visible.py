@@ -25,5 +25,5 @@ def test_case(item, case):
     function = getattr(importlib.import_module(item["module"]), item["name"])
     problem = verdict(call(function, case, PLAN["classes"]), case)
     if problem is not None:
-        about = ", ".join([case["about"], *([case["texts"]] if "texts" in case else [])])
-        pytest.fail(f"{item['name']}, {about}: {problem}", pytrace=False)
+        texts = [f", {name}={text!r}" for name, text in case["arguments"].items() if isinstance(text, str)]
+        pytest.fail(f"{item['name']}, {case['about']}{''.join(texts)}: {problem}", pytrace=False)
