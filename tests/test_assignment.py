@@ -26,14 +26,6 @@ SPECS = ("rlhf_project", "reasoning")
 SHIPPED = [each.function for name in SPECS for _, each in load_spec(name).functions()]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def judged(name: str, function, *, seed: int = 2, count: int = 8) -> list[str | None]:
     """The verdict on each case."""
     cases = build_cases(task(name), seed, count)
@@ -82,23 +74,14 @@ def test_other_right_answers_pass(name):
         assert set(judged(name, answer, seed=seed)) == {None}
 
 
-def clipped(advantages, policy_log_probs, old_log_probs, cliprange):
-    ratio = (policy_log_probs - old_log_probs.detach()).exp()
-    near = ratio.clamp(1 - cliprange, 1 + cliprange)
-    return -torch.minimum(ratio * advantages, near * advantages), {"ratio": ratio, "parts": [ratio]}
-
-
 def log_probs_with_entropy(model, input_ids, labels, return_token_entropy=False):
     log_probs = model(input_ids).logits.log_softmax(-1)
-    result = {"log_probs": log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), "logits": log_probs}
+    result = {"log_probs": log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1), "all": log_probs}
     return result | ({"token_entropy": -(log_probs.exp() * log_probs).sum(-1)} if return_token_entropy else {})
 
 
-@pytest.mark.parametrize(
-    "function, name", [(clipped, "course.grpo_clip_loss"), (log_probs_with_entropy, "models.response_log_probs")]
-)
-def test_parts_that_are_not_compared_may_have_a_gradient(function, name):
-    assert failures(name, function) == []
+def test_parts_that_are_not_compared_may_have_a_gradient():
+    assert failures("models.response_log_probs", log_probs_with_entropy) == []
 
 
 # ---- Verdicts ----
@@ -141,13 +124,6 @@ def test_what_a_test_says(function, part):
     assert part in judged("losses.dpo", function, seed=1, count=1)[0]
 
 
-def test_float32_is_enough_where_the_arguments_are_float64():
-    def in_float32(scores, *, beta):
-        return -torch.nn.functional.logsigmoid(beta * scores.margin.float())
-
-    assert judged("losses.dpo", in_float32, seed=1)[0] is None
-
-
 def cispo(log_ratio, log_probs, advantages, *, ratio_cap):
     return -log_ratio.exp().clamp(max=ratio_cap) * advantages.unsqueeze(1) * log_probs
 
@@ -157,13 +133,6 @@ def bradley_terry(chosen, rejected, *, margin=None, label_smoothing=0.0, centeri
     logits = chosen - rejected - (0 if margin is None else margin)
     losses = -(1 - label_smoothing) * torch.log(torch.sigmoid(logits))
     return losses - label_smoothing * torch.log(torch.sigmoid(-logits)) + centering * (chosen + rejected) ** 2
-
-
-def gspo_loss(log_probs, old_log_probs, ref_log_probs, mask, advantages, *, clip=0.2, kl_coef=0.0):
-    ratio = ((log_probs - old_log_probs.detach()) * mask).sum(1).exp()
-    losses = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
-    delta = torch.where(mask > 0, ref_log_probs.detach() - log_probs, 0.0)
-    return losses.mean() + kl_coef * (delta.exp() - delta - 1).sum() / mask.sum()
 
 
 def aggregate(losses, mask, kind, *, constant=None, token_count=None):
@@ -180,12 +149,11 @@ def aggregate(losses, mask, kind, *, constant=None, token_count=None):
         ("losses.cispo", cispo, "gradient flows through the capped ratio: detach it"),
         ("losses.dpo", lambda scores, *, beta: -(beta * scores.margin).sigmoid().log(), LOG_OF_SIGMOID),
         ("losses.bradley_terry", bradley_terry, LOG_OF_SIGMOID),
-        ("assignment.gspo_loss", gspo_loss, "log-ratios are summed"),
         ("losses.aggregate", aggregate, "0 times NaN is NaN"),
     ],
 )
 def test_wrong_answers_in_the_students_own_words_are_named(name, function, message):
-    """A gradient, an infinity, a sum, and a product with the mask, which fails on the three cases of NaN alone."""
+    """A gradient, an infinity, and a product with the mask, which fails on the three cases of NaN alone."""
     found = failures(name, function)
     assert found and all(message in each for each in found), found
     assert name != "losses.aggregate" or (len(found) == 3 and "mask is left out" not in str(found))
@@ -268,12 +236,8 @@ def test_starter_is_blank_and_solution_is_the_library(name):
     "name, formula, kept",
     [
         ("losses.ipo", "1 / (2 beta)", ("arXiv 2310.12036", "The margin uses summed log-probabilities")),
-        ("losses.dpo", "l(beta margin)", ("arXiv 2305.18290, equation 7",)),
         ("losses.cispo", "min(ratio", ("no gradient through the capped ratio",)),
-        ("losses.aggregate", None, ("sequence_mean", "token_mean", "constant", "sum", "token_count", "mask.sum()")),
-        ("advantages.group_normalized", "(r - mean)", ("eps is added to the standard deviation", "group_size:")),
         ("assignment.dr_grpo_loss", None, ("old_log_probs", "kl_coef is the coefficient", "max_new_tokens is")),
-        ("course.policy_microbatch_step", None, ("row's mean", "divided by `gradient_accumulation_steps`")),
         ("rewards.r1_zero_reward", None, ("`</think> <answer>` with one space",)),
     ],
 )

@@ -258,11 +258,6 @@ def test_answers_of_the_library_earn_nothing_by_whichever_file(text, place, subm
     assert rows["group_centered"]["score"] == 3
 
 
-def test_a_path_with_an_empty_entry_does_not_lead_to_the_submission(submission):
-    append(submission / "json.py", "raise SystemExit('not json')\n")
-    assert grade(submission, PYTHONPATH=os.pathsep)[0]["all"]["score"] == 8
-
-
 def test_without_torch_nothing_is_graded(submission, tmp_path):
     """Status 2, one line that names the import, and no file of zeros."""
     append(tmp_path / "broken" / "torch.py", "raise ModuleNotFoundError(\"No module named 'torch'\")")
@@ -292,28 +287,21 @@ def test_figures_of_runs_and_responses(results, points, part, submission):
     assert rows["dpo: responses"]["score"] == 0 and "submission" in rows["dpo: responses"]["output"]
 
 
-def test_partial_credit(submission):
-    """Right for one of the two betas that cases have in turn: 3 of 5."""
-    code = "\nright = dpo\n\n\ndef dpo(scores, *, beta=0.1):\n    return right(scores, beta=min(beta, 0.1))\n"
+def test_partial_credit_and_what_students_are_told(submission):
+    """Right for one of the two betas that cases have in turn: 3 of 5. Students read no expected value."""
+    code = "\nright = dpo\n\n\ndef dpo(scores, *, beta):\n    sign = 1 if beta < 0.3 else -1\n"
+    code += "    return sign * right(scores, beta=beta)\n"
     append(submission / "my_course" / "pair.py", code)
     row = grade(submission)[0]["dpo"]
     assert row["score"] == 3 and "2 of 5 cases fail" in row["output"]
-
-
-def test_students_are_not_told_what_hidden_cases_expect(submission):
-    code = "\n_right = dpo\n\n\ndef dpo(scores, *, beta=0.1):\n    return -_right(scores, beta=beta)\n"
-    append(submission / "my_course" / "pair.py", code)
-    told = grade(submission)[0]["dpo"]["output"]
-    assert "wrong value at [0]; this is what you get when the sign is flipped" in told and "expected" not in told
+    assert "wrong value at [0]; this is what you get when the sign is flipped" in row["output"]
+    assert "expected" not in row["output"]
     assert "expected" in grade(submission, "--show_values")[0]["dpo"]["output"]
 
 
 def test_flags_are_checked_first(submission):
     done = run_grader(submission, "--visibility", "foo")
     assert done.returncode == 2 and "after_due_date" in done.stderr
-    (submission.parent / "out" / "results.json").mkdir(parents=True)
-    done = run_grader(submission)
-    assert done.returncode == 2 and "is a folder: name a file for --out" in done.stderr
     grader_folder(submission).chmod(0o700)
     done = run_grader(submission, "--out", "../one.json", "--user", "nobody-of-this-name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "torch" not in done.stderr

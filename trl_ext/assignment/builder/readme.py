@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from trl_ext.assignment.builder.spec import AssignmentSpec
 from trl_ext.assignment.catalog.catalog import task
+from trl_ext.evaluation.command_line import markdown_table
 
 
 def starter_readme(spec: AssignmentSpec, given: list[str]) -> str:
     """The README for students: functions, commands and thresholds."""
     parts = [f"# {spec.title}\n\nEvery function below raises `NotImplementedError` until you implement it."]
     for module, content in spec.modules.items():
-        rows = [f"| `{x.name}` | {task(x.function).summary} | {x.points:g} |" for x in content.functions]
-        table = "\n".join(["| function | task | points |", "|---|---|---|", *rows])
+        rows = [(f"`{x.name}`", task(x.function).summary, f"{x.points:g}") for x in content.functions]
+        table = markdown_table(("function", "task", "points"), rows)
         parts.append(f"## {spec.package}/{module}.py\n\n{content.description}\n\n{table}")
     first_module, first = spec.functions()[0]
     parts.append(f"""## Tests
@@ -21,7 +22,8 @@ They need torch and pytest{_and_given(given)}. A failing test says what is likel
 ```bash
 python -m pytest -q tests   # everything
 python -m pytest -q tests -k {first.name}   # the functions whose names contain this one
-```""")
+```
+""")
     if spec.recipes:
         commands = "\n".join(f"python train.py --recipe {name}" for name in spec.recipes)
         parts.append(f"""## Training on your functions
@@ -35,30 +37,22 @@ A small language model and its data come with `trl_ext`. Your course tells you h
 `--implementation {spec.package}.{first_module}` takes only the functions of that module from you, and
 `--implementation library` takes none, for comparison. Every setting of the trainer is a flag, such as
 `--learning_rate 1e-4`. Results are written to `runs/NAME/results.json`, and those of runs with `library` to
-`runs/NAME-library/`: thresholds count runs on your own functions.""")
-        if any(recipe.kind == "policy" for recipe in spec.recipes.values()):
-            parts.append("The reward of online runs is the data's known score, or `--reward_model FOLDER`.")
-        if not any(recipe.kind.endswith("loop") for recipe in spec.recipes.values()):
-            parts.append("To train on several processes, run `accelerate launch train.py --recipe NAME`.")
-    if spec.thresholds or spec.submission:
-        goals = [(x.recipe, f"`{x.measure}`", x.at_least, x.zero_at, x.points) for x in spec.thresholds]
-        for name, least in spec.submission.items():
-            judged = "responses in `submission/`, judged"
-            goals.append((name, judged, least, spec.submission_zero_at, spec.submission_points))
-        rows = [
-            f"| {name} | {figure} | {least:g} | {'-' if zero is None else format(zero, 'g')} | {points:g} |"
-            for name, figure, least, zero, points in goals
-        ]
-        table = "\n".join(["| run | figure | all points from | none at | points |", "|---|---|---|---|---|", *rows])
-        parts.append(
-            f"## Thresholds\n\n{table}\n\nA lower figure earns points in proportion where `none at` is given."
-        )
+`runs/NAME-library/`: thresholds count runs on your own functions. The reward of online runs of the kind `policy` is the
+data's known score, or `--reward_model FOLDER`.
+""")
+    goals = [(x.recipe, f"`{x.measure}`", x.at_least, x.zero_at, f"{x.points:g}") for x in spec.thresholds]
+    for name, least in spec.submission.items():
+        judged = (least, spec.submission_zero_at, f"{spec.submission_points:g}")
+        goals.append((name, "responses in `submission/`, judged", *judged))
+    if goals:
+        table = markdown_table(("run", "figure", "all points from", "none at", "points"), goals)
+        parts.append(f"## Thresholds\n\n{table}\nA lower figure earns points in proportion where `none at` is given.")
     if spec.tests.imports == "zero":
         parts.append("## Rules\n\n`trl_ext` holds the answers and cannot be imported when the functions are graded.")
     if given:
         parts.append(f"You may import {', '.join(f'`{name}`' for name in given)}.")
     parts.append("What a docstring lists under Raises is good to have and is not tested.")
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
 def _and_given(given: list[str]) -> str:

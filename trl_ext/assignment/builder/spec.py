@@ -23,10 +23,8 @@ from trl_ext.registry import nearest
 
 SPECS = Path(__file__).parents[1] / "specs"
 SHIPPED = ("rlhf_project", "reasoning")
-# Names used by other files of the package and its folder.
-RESERVED = ("scores", "tests", "train")
 # A package with one of these names would shadow another.
-TAKEN = (*RESERVED, *sys.stdlib_module_names, "trl_ext", "torch", "trl", "transformers", "checking", "conftest")
+TAKEN = {*sys.stdlib_module_names, "trl_ext", "torch", "trl", "transformers", "checking", "conftest", "tests", "train"}
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_]*$", max_length=40)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -113,9 +111,8 @@ class AssignmentSpec(_Strict):
 
     @model_validator(mode="after")
     def _consistent(self):
-        for name, taken in ((self.package, TAKEN), *((module, RESERVED) for module in self.modules)):
-            if name in taken:
-                raise ValueError(f"{name!r} is the name of something else; choose another")
+        for name in {self.package} & TAKEN | set(self.modules) & {"scores"}:
+            raise ValueError(f"{name!r} is the name of something else; choose another")
         library: dict[str, str] = {}
         for module, each in self.functions():
             if each.name in library:

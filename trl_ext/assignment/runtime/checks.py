@@ -92,13 +92,15 @@ def call(function, case: dict[str, Any], package: str | None) -> dict[str, Any]:
 
 
 def _gradients(output: Any, leaves: list[Tensor], *, even: bool) -> list[Tensor | None]:
-    """The gradients of the output: of a tuple's first part, or of a dict's first in alphabetical order.
+    """The gradients of the output, which may be the first part of a tuple or the `log_probs` of a dict.
 
     Its entries have distinct weights, so that swapped entries have different gradients, or `even` ones.
     """
+    part = output
     if isinstance(output, dict):
-        output = [output[name] for name in sorted(output)]
-    part = output[0] if isinstance(output, (list, tuple)) and output else output
+        part = output.get("log_probs")
+    elif isinstance(output, (list, tuple)) and output:
+        part = output[0]
     if not leaves or not isinstance(part, Tensor) or not part.requires_grad:
         return [None] * len(leaves)
     weights = torch.linspace(0.5, 1.5, part.numel(), dtype=part.dtype).reshape(part.shape)

@@ -9,36 +9,29 @@ import torch
 
 
 class Tokenizer:
-    """A tokenizer with one token per word; a new word gets the next id. 0 pads and 1 ends a text."""
+    """A tokenizer with one token per word; the letters determine its id. 0 pads and 1 ends a text."""
 
-    bos_token, bos_token_id = None, None
+    bos_token = bos_token_id = None
+    eos_token, eos_token_id = "<end>", 1
 
-    def __init__(self, pad_token_id: int | None = 0, size: int = 64):
-        self.pad_token_id, self.eos_token_id, self.size = pad_token_id, 1, size
-        self.pad_token, self.eos_token = (None if pad_token_id is None else "<pad>"), "<end>"
-        self._ids = {"<pad>": 0, "<end>": 1}
+    def __init__(self, pad_token_id: int | None = 0):
+        self.pad_token_id, self.pad_token = pad_token_id, None if pad_token_id is None else "<pad>"
 
-    def encode(self, text: str, add_special_tokens: bool = True, **ignored) -> list[int]:
-        ids = []
-        for word in text.split():
-            # A word has the same id, whichever word came first.
-            code = 2 + sum((place + 1) * ord(letter) for place, letter in enumerate(word)) % (self.size - 2)
-            ids.append(self._ids.get(word, code))
-        return ids
+    def encode(self, text: str, **ignored) -> list[int]:
+        special = {"<pad>": 0, "<end>": 1}
+        # A word has the same id, whichever word came first.
+        codes = {word: 2 + sum((i + 1) * ord(letter) for i, letter in enumerate(word)) % 62 for word in text.split()}
+        return [special.get(word, codes[word]) for word in text.split()]
 
-    def __call__(self, text, add_special_tokens: bool = True, return_tensors: str | None = None, **ignored):
-        one = isinstance(text, str)
-        ids = self.encode(text) if one else [self.encode(each) for each in text]
+    def __call__(self, text, return_tensors: str | None = None, **ignored):
+        ids = self.encode(text) if isinstance(text, str) else [self.encode(each) for each in text]
         if return_tensors is None:
-            # Like transformers: a mapping with attributes.
-            mask = [1] * len(ids) if one else [[1] * len(row) for row in ids]
-            return _Encoding(input_ids=ids, attention_mask=mask)
-        tensor = torch.tensor([ids] if one else ids)
-        return _Encoding(input_ids=tensor, attention_mask=torch.ones_like(tensor))
+            return _Encoding(input_ids=ids)
+        return _Encoding(input_ids=torch.tensor([ids] if isinstance(text, str) else ids))
 
 
 class _Encoding(dict):
-    """A dict whose keys are also attributes."""
+    """A dict whose keys are also attributes, as those of transformers."""
 
     __getattr__ = dict.__getitem__
 
