@@ -37,8 +37,8 @@ A small language model and its data come with `trl_ext`. Your course tells you h
 `--implementation {spec.package}.{first_module}` takes only the functions of that module from you, and
 `--implementation library` takes none, for comparison. Every setting of the trainer is a flag, such as
 `--learning_rate 1e-4`. Results are written to `runs/NAME/results.json`, and those of runs with `library` to
-`runs/NAME-library/`: thresholds count runs on your own functions. The reward of online runs of the kind `policy` is the
-data's known score, or `--reward_model FOLDER`.
+`runs/NAME-library/`: thresholds count runs on your own functions. The reward of online runs is the data's known
+score, or `--reward_model FOLDER`.
 """)
     goals = [(x.recipe, f"`{x.measure}`", x.at_least, x.zero_at, f"{x.points:g}") for x in spec.thresholds]
     for name, least in spec.submission.items():
