@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable
 from functools import cache
-from operator import methodcaller, neg
+from operator import neg
 from typing import Any
 
 import torch
@@ -106,11 +106,7 @@ COURSE_SURROGATE = "losses.clipped_surrogate(log_ratio, advantages, clip_low=cli
 MISTAKES = {
     # ---- Preference and reward losses ----
     SIGNED: {"the sign is flipped": then(neg)},
-    PER_PAIR: {
-        "the losses are averaged over the batch: return one for each row, the caller reduces them": then(
-            methodcaller("mean")
-        )
-    },
+    PER_PAIR: {"the losses are averaged over the batch: return one for each row": then(torch.mean)},
     "losses.dpo losses.aot losses.bradley_terry": {LOG_OF_SIGMOID: edited("logsigmoid(", "naive_log(")},
     "losses.dpo losses.hinge": {
         "the reference's log-probabilities are left out": edited("scores.margin", "(scores.chosen - scores.rejected)")
@@ -125,12 +121,8 @@ MISTAKES = {
         "the margins are sorted (paired AOT): sort the chosen and the rejected log-ratios separately": edited(
             LOG_RATIOS, "scores.chosen - scores.rejected, scores.ref_chosen - scores.ref_rejected"
         ),
-        "the log-probabilities are sorted without taking the reference's off first": edited(
-            LOG_RATIOS, "scores.chosen, scores.rejected"
-        ),
-        "one of the two is sorted in descending order: the best chosen meets the worst rejected": edited(
-            RANKED, "-_of_equal_rank(chosen, -rejected)"
-        ),
+        "the reference is not taken off before sorting": edited(LOG_RATIOS, "scores.chosen, scores.rejected"),
+        "the best chosen meets the worst rejected": edited(RANKED, "-_of_equal_rank(chosen, -rejected)"),
     },
     "losses.bradley_terry": {
         "chosen and rejected are exchanged": edited("chosen - rejected", "rejected - chosen"),
@@ -143,9 +135,7 @@ MISTAKES = {
     },
     "losses.ipo": {
         "the target is 1 / beta: it is 1 / (2 beta)": given(beta=lambda beta: beta / 2),
-        "beta multiplies the margin as in DPO: in IPO it is in the target only": edited(
-            "scores.margin", "beta * scores.margin"
-        ),
+        "beta multiplies the margin, as in DPO": edited("scores.margin", "beta * scores.margin"),
         "the distance is not squared": edited(".square()", ".abs()"),
     },
     # ---- Advantages ----
@@ -160,9 +150,7 @@ MISTAKES = {
         "the rewards are not divided by the standard deviation (that is Dr.GRPO)": edited(" / scale", ""),
     },
     "advantages.group_normalized advantages.group_centered advantages.leave_one_out": {
-        "the statistics are those of the whole batch: take them group by group": edited(
-            "of(rewards, group_size)", "of(rewards, len(rewards))"
-        )
+        "the statistics are those of the whole batch": edited("of(rewards, group_size)", "of(rewards, len(rewards))")
     },
     "advantages.group_centered advantages.leave_one_out": {
         "the group's sum is taken off: take off a mean": sum_taken_off
@@ -191,58 +179,36 @@ MISTAKES = {
         "the maximum is taken for the minimum": edited("torch.minimum(ratio", "torch.maximum(ratio"),
         "the ratio is not clipped": edited("ratio.clamp(1 - clip_low, 1 + clip_high)", "ratio"),
         "the log-ratio is used as the ratio: take its exponential": edited("bounded_ratio(log_ratio)", "log_ratio"),
-        "clip_high is not read: the ratio may rise by clip_high and fall by clip_low": edited(
-            "1 + clip_high", "1 + clip_low"
-        ),
+        "clip_high is not read: the ratio may rise by it": edited("1 + clip_high", "1 + clip_low"),
         "dual_clip is not read": given(dual_clip=None),
     },
     "losses.aggregate": {
         "token_count is not read: token_mean divides by it where it is given": given(token_count=None),
-        "sequence_mean is computed as token_mean: each response counts once, whatever its length": as_kind(
-            "sequence_mean", "token_mean"
-        ),
+        "sequence_mean is computed as token_mean: each response counts once": as_kind("sequence_mean", "token_mean"),
         "token_mean is computed as sequence_mean: each token counts once": as_kind("token_mean", "sequence_mean"),
-        "constant divides by the response's length: divide by the constant, the same for all": as_kind(
-            "constant", "sequence_mean"
-        ),
-        "sum adds up the responses: take the mean over the responses of their sums": edited(
-            "dim=-1).mean()\n", "dim=-1).sum()\n"
-        ),
+        "constant divides by the response's length": as_kind("constant", "sequence_mean"),
+        "sum adds up the responses: take the mean of their sums": edited("dim=-1).mean()\n", "dim=-1).sum()\n"),
         "the mask is left out, so that padding counts": given(mask=torch.ones_like),
     },
     "losses.kl_estimate": {
-        "k3 is that of the other direction: exp(d) - 1 - d in place of exp(-d) - 1 + d": edited(
-            "(-difference)", "difference"
-        ),
+        "k3 is that of the other direction: it is exp(-d) - 1 + d": edited("(-difference)", "difference"),
         "k2 lacks the half": edited(".square() / 2", ".square()"),
-        "k1 is the reference less the policy: it is the policy less the reference": edited(
-            "return difference\n", "return -difference\n"
-        ),
+        "k1 is the reference less the policy": edited("return difference\n", "return -difference\n"),
     },
     WHOLE: {
-        "gradient flows through the old log-probabilities: detach them": edited(
-            "old_log_probs.detach()", "old_log_probs"
-        ),
-        "gradient flows through the reference's log-probabilities: detach them": edited(
-            "ref_log_probs.detach()", "ref_log_probs"
-        ),
+        "gradient flows through old_log_probs: detach them": edited("old_log_probs.detach()", "old_log_probs"),
+        "gradient flows through ref_log_probs: detach them": edited("ref_log_probs.detach()", "ref_log_probs"),
         NO_MINIMUM: edited(SURROGATE, "-log_ratio.exp().clamp(1 - clip, 1 + clip) * advantages.unsqueeze(1)"),
         "the KL term is left out": given(kl_coef=0.0),
         "the mask is left out, so that padding counts": given(mask=torch.ones_like),
-        "the KL term is averaged over each response first: average it over all tokens": edited(
-            'aggregate(kl, mask, "token_mean")', 'aggregate(kl, mask, "sequence_mean")'
+        "the KL term is averaged over each response first": edited(
+            'kl, mask, "token_mean"', 'kl, mask, "sequence_mean"'
         ),
         "the KL term is taken off: it is added to the loss": given(kl_coef=neg),
     },
-    "assignment.grpo_loss": {
-        "all tokens count alike (that is DAPO): take each response's mean, then theirs": edited(
-            "sequence_mean", "token_mean"
-        )
-    },
+    "assignment.grpo_loss": {"all tokens count alike (that is DAPO)": edited("sequence_mean", "token_mean")},
     "assignment.gspo_loss": {
-        "the log-ratios are summed: GSPO takes their mean over the response's tokens": edited(
-            "detach(), mask)\n", "detach(), mask) * mask.sum(1, keepdim=True)\n"
-        )
+        "the log-ratios are summed: take their mean": edited("), mask)\n", "), mask) * mask.sum(1, keepdim=True)\n")
     },
     "assignment.dr_grpo_loss": {
         "the sums are divided by the responses' lengths (that is GRPO)": edited(
@@ -254,9 +220,7 @@ MISTAKES = {
         "logits and tokens are not shifted: the logits are about the next token": edited(
             "[:, :-1]", "", "[:, 1:]", ""
         ),
-        "the mask is not shifted with the tokens: take response_mask[:, 1:]": edited(
-            "response_mask[:, 1:]", "response_mask[:, :-1]"
-        ),
+        "the mask is not shifted: take response_mask[:, 1:]": edited("_mask[:, 1:]", "_mask[:, :-1]"),
         "the mean is taken over the response's tokens: take the sum": edited("masked_sum(", "losses.masked_mean("),
         "the prompt and the padding are counted: the mask is left out": given(response_mask=torch.ones_like),
     },
@@ -284,29 +248,25 @@ MISTAKES = {
         "the mean over the vocabulary is taken: take the sum": lambda right, logits: right(logits) / logits.shape[-1],
     },
     "models.response_log_probs": {
-        "the logits themselves are returned: normalise them with log_softmax": edited(
-            "distribution.gather", "row.gather"
-        ),
+        "the logits are returned: normalise them with log_softmax": edited("distribution.gather", "row.gather"),
         "the tokens of input_ids are looked up: look up the labels": edited(
             "zip(logits, labels", "zip(logits, input_ids"
         ),
         "no gradient flows: compute it outside torch.no_grad()": edited(".logits", ".logits.detach()"),
     },
     "losses.masked_mean": {
-        "the sum is divided by the number of all entries: divide by those that count": edited(
+        "the sum is divided by the number of all entries": edited(
             "counts.sum()", "values.numel()", "counts.sum(dim)", "values.shape[dim]"
         )
     },
     "course.masked_mean": {
-        "the sum is divided by the number of all entries: divide by those that count": edited(
+        "the sum is divided by the number of all entries": edited(
             "losses.masked_mean(tensor, mask, dim)", "losses.masked_sum(tensor, mask, dim) / (mask | True).sum(dim)"
         ),
-        "the sum is returned: divide it by the number of entries that count": edited(
-            "losses.masked_mean(", "losses.masked_sum("
-        ),
+        "the sum is returned: divide it": edited("losses.masked_mean(", "losses.masked_sum("),
     },
     "course.masked_normalize": {
-        "the mean is taken: divide the sum by normalize_constant only": edited(
+        "the mean is taken: divide by normalize_constant only": edited(
             "losses.masked_normalize(tensor, mask, normalize_constant, dim)", "losses.masked_mean(tensor, mask, dim)"
         ),
         "normalize_constant is not read": given(normalize_constant=1.0),
@@ -322,7 +282,7 @@ MISTAKES = {
             "        advantages = differences / (groups.std(1, keepdim=True) + advantage_eps)\n"
             "    return advantages.reshape(-1)",
         ),
-        "the statistics are those of the whole batch: take them by group": edited(
+        "the statistics are those of the whole batch": edited(
             "    pairs = zip(", "    group_size = len(rollout_responses)\n    pairs = zip("
         ),
         "normalize_by_std is not read: the advantages are always divided": given(normalize_by_std=True),
@@ -339,12 +299,8 @@ MISTAKES = {
         "the sign is flipped": then(lambda output: (-output[0], output[1])),
     },
     "course.policy_gradient_loss": {
-        "no_baseline takes the advantages: it takes the raw rewards": edited(
-            '"raw_rewards": raw_rewards', '"raw_rewards": advantages'
-        ),
-        "reinforce_with_baseline takes the raw rewards: it takes the advantages": edited(
-            '"advantages": advantages', '"advantages": raw_rewards'
-        ),
+        "no_baseline takes the advantages: it takes the raw rewards": edited('s": raw_rewards', 's": advantages'),
+        "reinforce_with_baseline takes the raw rewards": edited('s": advantages', 's": raw_rewards'),
     },
     "course.sft_microbatch_step course.policy_microbatch_step": {
         "the loss is not divided by gradient_accumulation_steps": given(gradient_accumulation_steps=1),
@@ -355,9 +311,7 @@ MISTAKES = {
         "the rows are summed: take their mean": edited("row_losses.mean()", "row_losses.sum()"),
     },
     "course.policy_microbatch_step": {
-        "the mean is over all tokens: take each row's mean, then that of the rows": edited(
-            "sequence_mean", "token_mean"
-        )
+        "the mean is over all tokens: take that of each row first": edited("sequence_mean", "token_mean")
     },
     "course.per_instance_dpo_loss": {
         "beta is left out": given(beta=1.0),
@@ -379,7 +333,7 @@ MISTAKES = {
         ),
     },
     "rewards.r1_zero_reward": {
-        "the form is not checked: an answer in the wrong form earns nothing": edited(
+        "the form is not checked": edited(
             "_graded(answer is not None, _unboxed(answer), ground_truth, fast)",
             "_scores(True, ground_truth in response)",
         )

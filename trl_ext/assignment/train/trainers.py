@@ -86,11 +86,13 @@ def _reward(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], 
 
 
 def _policy(recipe: RecipeSpec, functions: Functions, settings: dict[str, Any], rest: list[str], reward: str | None):
-    options: dict[str, Any] = {}
+    settings.setdefault("max_completion_length", MAX_NEW_TOKENS)
+    has_budget = functions.library[recipe.loss] == "assignment.dr_grpo_loss"
+    options = {"max_new_tokens": settings["max_completion_length"]} if has_budget else {}
     settings["algorithm"] = register_policy_loss(functions, recipe.loss, recipe.advantage, options)
-    config = read_config(PolicyConfig, {"max_completion_length": MAX_NEW_TOKENS, **settings}, rest)
-    if functions.library[recipe.loss] == "assignment.dr_grpo_loss":
-        options["max_new_tokens"] = config.max_completion_length
+    config = read_config(PolicyConfig, settings, rest)
+    # A flag may have set another length.
+    options |= dict.fromkeys(options, config.max_completion_length)
     rewards = known_score if reward is None else RewardModel(reward)
     prompts = load_benchmark()["train_gen"]
     return PolicyTrainer(resolve_model_path("toy"), [rewards], args=config, train_dataset=prompts)
