@@ -18,7 +18,7 @@ from trl_ext.assignment.builder.package import docstring_lines, package_files
 from trl_ext.assignment.builder.spec import load_spec
 from trl_ext.assignment.catalog import whole_losses
 from trl_ext.assignment.catalog.catalog import TASKS, mistakes_of, task
-from trl_ext.assignment.runtime.checks import call, encode
+from trl_ext.assignment.runtime.checks import call
 from trl_ext.assignment.runtime.verdicts import LOG_OF_SIGMOID, verdict
 from trl_ext.losses import PolicyScores
 
@@ -166,13 +166,6 @@ def test_values_can_be_left_out():
     expected = f"{case['expected']['output']['$tensor'][0]:.6g}"
     assert verdict(outcome, case).startswith(f"expected {expected} at [0], got -{expected}; this is what you get when")
     assert verdict(outcome, case, values=False) == "wrong value at [0]; this is what you get when the sign is flipped"
-
-
-def test_values_survive_json():
-    values = torch.tensor([1.5, math.nan, math.inf])
-    assert encode(values)["$tensor"] == [1.5, "nan", "inf"]
-    assert encode({"a": (1, None, math.nan)}) == {"a": [1, None, {"$other": "nan"}]}
-    assert encode(object()) == {"$other": "object"}
 
 
 # ---- Functions of assignments alone ----
