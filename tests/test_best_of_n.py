@@ -217,17 +217,6 @@ def test_what_is_refused():
         best_of_n(ROWS, Engine(), reward, 2, empty="no")
 
 
-def test_a_reward_model_refuses_empty_text_where_it_is_asked_to(tiny_model_path, tmp_path):
-    from tests.reward_adapters import save_full_model
-    from trl_ext.rewards import RewardModel
-
-    model = RewardModel(save_full_model(tiny_model_path, tmp_path / "model"), name="own")
-    for empty in (" \n", [{"role": "assistant", "content": ""}]):
-        assert model.score(["a", "b"], ["c", empty]).isfinite().all(), "a policy may sample it"
-        with pytest.raises(ValueError, match="reward model own: completion 1 is empty"):
-            model.score(["a", "b"], ["c", empty], refuse_empty=True)
-
-
 # ---- Data to fine-tune on ----
 
 

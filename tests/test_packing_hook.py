@@ -11,9 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.packing import (
@@ -119,20 +117,6 @@ def test_remove():
     assert again is not packing and again.packed_tokens == 95
 
 
-def test_remove_under_the_wrapper_of_mixed_precision(mixed_precision):
-    """Accelerate wraps the forward pass when training starts: the hook stays beneath, and does nothing any more."""
-    model, batch = tiny_model("qwen2"), ragged()
-    packing = share_prefixes(model)
-    mixed_precision.prepare_model(model)
-    forward(model, batch)
-    packing.remove()
-    forward(model, batch)
-    assert packing.packed_tokens == 95
-    again = share_prefixes(model)
-    forward(model, batch)
-    assert again is not packing and again.packed_tokens == 95
-
-
 @pytest.mark.parametrize("hook_first", [False, True])
 def test_mixed_precision_of_accelerate(hook_first, mixed_precision):
     """TRL prepares its reference model, mixed precision and all, before a user has a trainer to take it from."""
@@ -170,38 +154,12 @@ def test_copy_packs_by_itself():
     assert packing.active and not packing_of(twin).active
 
 
-def test_wrapped_model():
-    """As of DDP and DeepSpeed: the model is in `module`."""
-
-    class Wrapper(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, *arguments, **keywords):
-            return self.module(*arguments, **keywords)
-
-    model = tiny_model("qwen2")
-    wrapped = Wrapper(Wrapper(model))
-    packing = share_prefixes(wrapped)
-    forward(wrapped, ragged())
-    assert packing.model is model and packing.packed_tokens == 95
-    assert packing_of(wrapped) is packing_of(model) is packing
-
-
 def test_model_with_adapters_is_one_model():
     inner = tiny_model("qwen2")
     model = get_peft_model(inner, LoraConfig(r=2, target_modules=["q_proj"]))
     packing = share_prefixes(model)
     assert packing.model is inner and packing_of(inner) is packing
     assert share_prefixes(inner) is packing
-
-
-def test_none_is_passed_over():
-    model = tiny_model("qwen2")
-    assert share_prefixes(None, model).model is model
-    assert packing_of(tiny_model("llama")) is None
-    assert packing_of(None) is None
 
 
 # ---- What it must not touch ----
@@ -270,44 +228,6 @@ def test_attention_that_was_exchanged_later_is_not_packed():
     model.set_attn_implementation("eager")
     assert close(forward(model, batch).log_probs, expected)
     assert packing.packed_tokens == 95 and packing.left_padded == {"its attention was exchanged": 2}
-
-
-@pytest.mark.parametrize("name", ["flash_attention_2", "kernels-community/flash-attn2"])
-def test_flash_attention_of_transformers(name, monkeypatch):
-    """What transformers loads and how it masks hangs on the name, which must therefore stay as it is.
-
-    A stand-in with the arguments of the real one, which runs on GPUs only; it is called by that name for padded rows.
-    """
-    named = []
-
-    def flash(module, query, key, value, attention_mask, **keywords):
-        named.append(module.config._attn_implementation)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **keywords)
-
-    for interface, function in (
-        (AttentionInterface, flash),
-        (AttentionMaskInterface, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]),
-    ):
-        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
-        interface.register(name, function)
-    model, batch = tiny_model("qwen2"), ragged()
-    expected = forward(model, batch).log_probs
-    model.config._attn_implementation_internal = name
-    packing = share_prefixes(model)
-    assert close(forward(model, batch).log_probs, expected)
-    assert packing.packed_tokens == 95 and model.config._attn_implementation == name
-    assert set(named) == {name}, "the canary's padded pass"
-
-
-def test_other_models_keep_their_attention():
-    """The function is registered for all models; one without the hook computes what it did, to the bit."""
-    other, batch = tiny_model("llama"), ragged()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    expected = other(**inputs).logits
-    model = tiny_model("qwen2")
-    share_prefixes(model)
-    forward(model, batch)
-    assert other(**inputs).logits.equal(expected)
 
 
 def test_embeddings_and_heads_that_are_trained_take_their_gradient():

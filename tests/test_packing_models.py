@@ -89,13 +89,6 @@ def test_places_without_a_label_are_zero():
         assert not getattr(got, name)[~expected.label_mask].any(), name
 
 
-def test_outputs_that_were_not_asked_for_are_none():
-    model = tiny_model("qwen2", outputs=("log_probs", "entropy"))
-    share_prefixes(model)
-    output = forward(model, ragged())
-    assert output.entropy is not None and output.mean_logits is None and output.is_top1 is None
-
-
 def test_gradient_of_the_entropy():
     model, batch = tiny_model("qwen2"), ragged()
 
@@ -368,13 +361,3 @@ def test_classifier_takes_positional_arguments():
     share_prefixes(model)
     assert model(batch["input_ids"], batch["attention_mask"], positions).logits.equal(expected)
     assert largest(model(batch["input_ids"], batch["attention_mask"]).logits, expected) < 1e-5
-
-
-def test_classifier_without_a_padding_token():
-    """transformers refuses batches then; so it goes on to do, and single rows are scored."""
-    model, batch = tiny_classifier(pad_token_id=None), ragged()
-    packing = share_prefixes(model)
-    with pytest.raises(ValueError, match="no padding token"):
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
-    assert packing.packed_tokens == 0
-    assert model(input_ids=batch["input_ids"][:1]).logits.shape == (1, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import types
 from collections import Counter
 from typing import Any
@@ -27,9 +26,9 @@ from trl_ext.models.packing.obstacles import (
     is_classifier,
     original_context,
     packing_obstacle,
-    widest_without_window,
 )
 from trl_ext.models.packing.planner import Plan, plan_batch
+from trl_ext.processes import is_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,6 @@ class Packing:
         self.packed_tokens = 0
         self.left_padded: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
-        self._widest: int | None = None
         self._forward = model.forward
         self._hooked = None
         self._context = None
@@ -159,8 +157,6 @@ class Packing:
     def _plan(self, input_ids, attention_mask, labels) -> tuple[Plan | None, str]:
         if self._context is not None and input_ids.shape[1] > self._context:
             return None, "rotary angles depend on the length of the batch"
-        if self._widest is not None and input_ids.shape[1] > self._widest:
-            return None, "is longer than the sliding window, which the layers do not tell"
         # If a prefix were encoded once, rows would not draw their dropout independently.
         plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
         if plan is None:
@@ -196,11 +192,10 @@ class Packing:
 
     def _try(self, backend: str) -> tuple[float, bool]:
         classifier = is_classifier(self.model)
-        seen: list[int | None] = []
 
         def packed(input_ids, attention_mask, labels):
             plan = plan_batch(input_ids, attention_mask, None if classifier else labels)
-            plan.derived.update(backend=backend, windows=seen)
+            plan.derived["backend"] = backend
             if classifier:
                 return self.hidden_states(plan)[plan.columns[labels != -100]]
             return _packed_log_probs(self, plan, labels).log_probs[labels[:, 1:] != -100]
@@ -211,9 +206,7 @@ class Packing:
                 return self.model.base_model(**batch, use_cache=False).last_hidden_state[labels != -100]
             return self.call(**batch, labels=labels, fused_lm_head=True).log_probs[labels[:, 1:] != -100]
 
-        result = difference(self.model, packed, padded)
-        self._widest = widest_without_window(self.model.config, seen)
-        return result
+        return difference(self.model, packed, padded)
 
     # ---- Passes ----
 
@@ -391,5 +384,5 @@ def _unwrapped(model) -> nn.Module:
 
 def _announce(line: str) -> None:
     """Log a line from the first process only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         logger.warning(line)
