@@ -63,7 +63,6 @@ def test_combine_carries_what_is_missing_and_nothing_else():
         ({"aggregate": "max"}, "aggregate must be one of mean, min, mean_minus_std, uwo, quantile, got 'max'"),
         ({"aggregate": "mean", "coefficient": 0.5}, "'mean' takes no coefficient"),
         ({"aggregate": "uwo", "coefficient": -1.0}, "coefficient must be a number of at least 0, got -1.0"),
-        ({"aggregate": "uwo", "coefficient": math.nan}, "coefficient must be a number"),
         ({"aggregate": "quantile", "quantile": 1.5}, r"quantile must lie in \[0, 1\], got 1.5"),
         ({"aggregate": "uwo", "ddof": 2}, "ddof must be 0 .* or 1"),
     ],
@@ -85,22 +84,6 @@ def test_shapes_and_members_that_are_refused():
         RewardEnsemble([length], aggregate="mean_minus_std", ddof=1)
     with pytest.raises(ValueError, match="at least one member"):
         RewardEnsemble([])
-    with pytest.raises(ValueError, match="member 1 is a str; give a RewardModel"):
-        RewardEnsemble([length, "a folder"])
-
-    async def slow(prompts, completions, **kwargs):
-        return [0.0]
-
-    class Slow:
-        async def __call__(self, prompts, completions, **kwargs):
-            return [0.0]
-
-    for member in (slow, Slow()):
-        with pytest.raises(ValueError, match="member 0 is an async function"):
-            RewardEnsemble([member])
-    for names in (["a"], ["a", "a"]):
-        with pytest.raises(ValueError, match="names must be 2 different ones"):
-            RewardEnsemble([length, length], names=names)
 
 
 def length(prompts, completions, **kwargs):
@@ -231,12 +214,6 @@ def test_calibration_makes_members_comparable():
     assert ensemble.shifts == pytest.approx([4.0, 110.0])
     assert ensemble.scales == pytest.approx([math.sqrt(8 / 3), math.sqrt(200)])
 
-    ensemble.calibrate(prompts, completions, scale=False)
-    assert ensemble(prompts, completions) == pytest.approx([-10.0, -10.0, 2.0])
-    ensemble.calibrate(prompts, completions, center=False)
-    assert ensemble.shifts == [0.0, 0.0]
-    assert ensemble(prompts, completions)[0] == pytest.approx(2 / math.sqrt(8 / 3))
-
 
 def test_calibration_does_not_depend_on_a_members_zero_and_scale():
     """A member times 7 plus 1000 is the same member."""
@@ -253,7 +230,6 @@ def test_calibration_sets_that_are_refused():
     flat = RewardEnsemble([length, table([5.0, 5.0, 5.0], "flat")])
     with pytest.raises(ValueError, match="member length: all 3 calibration completions score 1, so it has no scale"):
         flat.calibrate(prompts, completions)
-    assert flat.calibrate(prompts, completions, scale=False).shifts == [1.0, 5.0]
     with pytest.raises(ValueError, match="member holes: no finite score for 2 of 3 .* the first of them number 0"):
         RewardEnsemble([table([None, 1.0, math.inf], "holes")]).calibrate(prompts, completions)
     with pytest.raises(ValueError, match="at least 2 completions, got 1"):
@@ -277,13 +253,7 @@ def test_calibration_passes_columns_and_flags_on():
 
 def test_what_it_says_of_itself():
     ensemble = RewardEnsemble([length, vowels], aggregate="uwo", coefficient=0.1)
-    assert ensemble.describe().splitlines()[0] == "uwo (coefficient 0.1) of 2 rewards, not calibrated"
     ensemble.calibrate(["p"] * 2, ["aaaa", "bb"])
-    assert ensemble.describe() == (
-        "uwo (coefficient 0.1) of 2 rewards, calibrated on 2 completions\n"
-        "  length: shift 3, scale 1\n"
-        "  vowels: shift 2, scale 2"
-    )
     assert json.loads(json.dumps(ensemble.to_dict())) == {
         "aggregate": "uwo",
         "coefficient": 0.1,
@@ -295,7 +265,6 @@ def test_what_it_says_of_itself():
         ],
     }
     assert RewardEnsemble([length], aggregate="quantile", quantile=0.1).to_dict()["quantile"] == 0.1
-    assert RewardEnsemble([length], aggregate="quantile", quantile=0.1).describe().startswith("quantile 0.1 of 1")
 
 
 def test_names_of_members_never_agree(tiny_model_path, tmp_path):
@@ -314,7 +283,6 @@ def test_names_of_members_never_agree(tiny_model_path, tmp_path):
     # A number does not take a name that another member has.
     members = [table([0.0], name) for name in ("best", "best-2", "best", "best")]
     assert RewardEnsemble(members).names == ["best", "best-2", "best-3", "best-4"]
-    assert RewardEnsemble(members[:2], names=["x", "y"]).names == ["x", "y"]
     assert ensemble.to_dict()["members"][0]["source"] == first
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import logging
 import math
@@ -90,14 +89,14 @@ class RewardEnsemble:
     Args:
         members: `RewardModel`s, or any synchronous functions with TRL's reward signature.
         aggregate, coefficient, quantile, ddof: as for `combine`.
-        names: a distinct name for each member; None for the members' own names, numbered where they collide.
 
     Attributes:
-        members, names: as above.
+        members: as above.
+        names: the members' names, numbered where they collide.
         shifts, scales: for each member, the value subtracted from its scores and the divisor applied afterwards.
 
     Raises:
-        ValueError: no members, a member that is not a function, duplicate names, or settings as for `combine`.
+        ValueError: no members, or settings as for `combine`.
     """
 
     def __init__(
@@ -108,23 +107,17 @@ class RewardEnsemble:
         coefficient: float | None = None,
         quantile: float = 0.25,
         ddof: int = 0,
-        names: Sequence[str] | None = None,
     ):
         self.members = list(members)
         if not self.members:
             raise ValueError("an ensemble needs at least one member")
-        for index, member in enumerate(self.members):
-            call = getattr(member, "__call__", None)  # noqa: B004
-            if call is None or inspect.iscoroutinefunction(member) or inspect.iscoroutinefunction(call):
-                kind = "an async function" if callable(member) else f"a {type(member).__name__}"
-                raise ValueError(f"member {index} is {kind}; give a RewardModel or a plain reward function")
         self.coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
         if aggregate in DEFAULT_COEFFICIENTS and len(self.members) <= ddof:
             raise ValueError(
                 f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {len(self.members)}"
             )
         self.aggregate, self.quantile, self.ddof = aggregate, quantile, ddof
-        self.names = _member_names(self.members, names)
+        self.names = _member_names(self.members)
         self.shifts = [0.0] * len(self.members)
         self.scales = [1.0] * len(self.members)
         self.calibrated_on = 0
@@ -136,9 +129,6 @@ class RewardEnsemble:
         prompts: Sequence,
         completions: Sequence,
         finished: Sequence[bool] | None = None,
-        *,
-        center: bool = True,
-        scale: bool = True,
         **columns: Any,
     ) -> RewardEnsemble:
         """Shift and scale every member to mean 0 and population standard deviation 1 on these completions.
@@ -161,13 +151,12 @@ class RewardEnsemble:
         shifts, scales = raw.mean(dim=1), raw.std(dim=1, correction=0)
         for name, scores, spread in zip(self.names, raw, scales.tolist(), strict=True):
             # Scores that should be equal can differ in the last bits of float32.
-            if scale and spread <= 1e-6 * max(1.0, scores.abs().max().item()):
+            if spread <= 1e-6 * max(1.0, scores.abs().max().item()):
                 raise ValueError(
                     f"member {name}: all {len(scores)} calibration completions score {scores[0].item():.6g}, so it "
-                    "has no scale; calibrate on more varied completions, or with scale=False"
+                    "has no scale; calibrate on more varied completions"
                 )
-        self.shifts = shifts.tolist() if center else [0.0] * len(self.members)
-        self.scales = scales.tolist() if scale else [1.0] * len(self.members)
+        self.shifts, self.scales = shifts.tolist(), scales.tolist()
         self.calibrated_on = len(completions)
         return self
 
@@ -197,11 +186,16 @@ class RewardEnsemble:
         hooks = {"log_extra": log_extra, "log_metric": log_metric}
         kwargs |= {name: hook for name, hook in hooks.items() if hook is not None}
         scores = self.member_scores(prompts, completions, finished, **kwargs)
-        if log_extra is not None:
-            for name, values in zip(self.names, scores, strict=True):
+        for name, values in zip(self.names, scores, strict=True):
+            known = values[values.isfinite()]
+            if log_extra is not None:
                 log_extra(f"reward/{name}", _none_for_nan(values))
-        if log_metric is not None:
-            self._log_metrics(scores, log_metric)
+            if log_metric is not None and len(known):
+                log_metric(f"rewards/{name}/mean", known.mean().item())
+        complete = scores[:, scores.isfinite().all(dim=0)]
+        if log_metric is not None and complete.numel():
+            deviations = complete.std(dim=0, correction=min(self.ddof, len(scores) - 1))
+            log_metric("ensemble_std", deviations.mean().item())
         self._warn_of_unscored(scores)
         settings = {"coefficient": self.coefficient, "quantile": self.quantile, "ddof": self.ddof}
         rewards = _none_for_nan(combine(scores, self.aggregate, **settings))
@@ -209,35 +203,13 @@ class RewardEnsemble:
 
     def to_dict(self) -> dict[str, Any]:
         """Settings, members and calibration, for a JSON file."""
-        members = [
-            {
-                "name": name,
-                "source": str(getattr(member, "folder", "") or type(member).__name__),
-                "shift": shift,
-                "scale": scale,
-            }
-            for name, member, shift, scale in zip(self.names, self.members, self.shifts, self.scales, strict=True)
-        ]
+        sources = [str(getattr(member, "folder", "") or type(member).__name__) for member in self.members]
+        parts = zip(self.names, sources, self.shifts, self.scales, strict=True)
+        members = [dict(zip(("name", "source", "shift", "scale"), part, strict=True)) for part in parts]
         settings = {"aggregate": self.aggregate, "coefficient": self.coefficient, "ddof": self.ddof}
         if self.aggregate == "quantile":
             settings["quantile"] = self.quantile
         return {**settings, "calibrated_on": self.calibrated_on, "members": members}
-
-    def describe(self) -> str:
-        """Settings, members and calibration, one per line."""
-        settings = {
-            "mean_minus_std": f" (coefficient {self.coefficient})",
-            "uwo": f" (coefficient {self.coefficient})",
-        }
-        settings["quantile"] = f" {self.quantile}"
-        lines = [f"{self.aggregate}{settings.get(self.aggregate, '')} of {len(self.members)} rewards"]
-        if self.calibrated_on:
-            lines[0] += f", calibrated on {self.calibrated_on} completions"
-        elif len(self.members) > 1:
-            lines[0] += ", not calibrated"
-        for member in self.to_dict()["members"]:
-            lines.append(f"  {member['name']}: shift {member['shift']:.4g}, scale {member['scale']:.4g}")
-        return "\n".join(lines)
 
     def _raw_scores(self, prompts, completions, finished, **kwargs) -> Tensor:
         # Reward functions written for TRL do not expect the flags, so they are passed only if given.
@@ -251,41 +223,25 @@ class RewardEnsemble:
             rows.append([_as_number(value) for value in values])
         return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(completions))
 
-    def _log_metrics(self, scores: Tensor, log_metric: Callable[[str, float], None]) -> None:
-        for name, values in zip(self.names, scores, strict=True):
-            known = values[values.isfinite()]
-            if len(known):
-                log_metric(f"rewards/{name}/mean", known.mean().item())
-        deviations = scores.std(dim=0, correction=min(self.ddof, len(scores) - 1))
-        deviations = deviations[deviations.isfinite()]
-        if len(deviations):
-            log_metric("ensemble_std", deviations.mean().item())
-
     def _warn_of_unscored(self, scores: Tensor) -> None:
         missing = ~scores.isfinite()
         if missing.any() and not self._warned:
-            counts = ", ".join(
-                f"{name} {count}" for name, count in zip(self.names, missing.sum(dim=1).tolist(), strict=True) if count
-            )
+            counts = zip(self.names, missing.sum(dim=1).tolist(), strict=True)
             logger.warning(
                 "%d of %d completions have no reward, since a member has none for them (%s); said once",
                 missing.any(dim=0).sum().item(),
                 scores.shape[1],
-                counts,
+                ", ".join(f"{name} {count}" for name, count in counts if count),
             )
             self._warned = True
 
 
-def _member_names(members: Sequence, names: Sequence[str] | None) -> list[str]:
-    if names is not None:
-        if len(names) != len(members) or len(set(names)) != len(names):
-            raise ValueError(f"names must be {len(members)} different ones, one for each member; got {list(names)}")
-        return list(names)
+def _member_names(members: Sequence) -> list[str]:
     own = [getattr(member, "__name__", None) or type(member).__name__ for member in members]
     unique: list[str] = []
     for name in own:
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
         # A numbered name must not collide with another member's name.
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
         free = (candidate for candidate in numbered if candidate not in (*own, *unique))
         unique.append(name if name not in unique else next(free))
     return unique

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -30,9 +29,8 @@ class ShapedReward:
 
     A reward function sees only the rows of its own process. Batch and running statistics are summed over all processes
     by a collective operation in every call, so every process must call the reward equally often, as TRL's rollouts do.
-    If the inner reward raises on one process, for responses or for references, that process takes part with no rows
-    and then raises, so that no other process waits. Later calls for its single rows, which a trainer makes to find
-    the bad row, use the statistics of that batch. A process interrupted by a time limit does not take part.
+    If the inner reward raises on one process, that process takes part with no rows and then raises, so that no other
+    process waits.
 
     Args:
         reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`, or another shaped reward.
@@ -40,13 +38,11 @@ class ShapedReward:
         name: None for the name described above.
 
     Raises:
-        ValueError: there are no steps, settings are invalid, the reward is asynchronous, or references per prompt are
-            used with a reward that depends on its batch.
+        ValueError: there are no steps, settings are invalid, or references per prompt are used with a reward that
+            depends on its batch.
     """
 
     def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str], *, name: str | None = None):
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-            raise ValueError("reward shaping takes a reward that returns numbers, and this one is asynchronous")
         self.reward = reward
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:
@@ -60,13 +56,16 @@ class ShapedReward:
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = name or "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
-        # Statistics of a failed batch over all processes, for the later calls with its single rows.
-        self._failed: tuple[int, list[list[list[float]]]] | None = None
 
     @property
     def of_batch(self) -> bool:
         """Whether a response's reward depends on other responses scored with it or before it."""
         return any(step.of_batch for step in self.steps) or getattr(self.reward, "of_batch", False)
+
+    @property
+    def scores_groups(self) -> bool:
+        """The same, as trainers ask it: they do not score the rows of a failed batch one by one."""
+        return self.of_batch
 
     @property
     def needs_calibration(self) -> bool:
@@ -82,20 +81,20 @@ class ShapedReward:
     ) -> list[float | None]:
         """Shaped rewards; TRL's reward signature."""
         given = {"prompts": prompts, "completions": completions, **kwargs}
-        if log_metric is not None and _takes(self.reward, "log_metric"):
+        if log_metric is not None:
             given["log_metric"] = log_metric
-        if self._failed is not None and len(completions) == 1:
-            return self._single_row(given)
-        self._failed = None
         try:
-            raw, references = self._score(given)
+            raw = _as_tensor(self.reward(**given), len(completions))
+            references = self._references(given) if self._per_prompt else None
         except Exception:
-            self._take_part_without_rows(len(completions))
+            self._shape(torch.empty(0), Batch(_of_all_ranks, [], torch.empty(0)))
             raise
         known = raw[raw.isfinite()]
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())
-        return self._finish(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references))
+        if references is not None:
+            raw = torch.where(raw.isfinite() & ~references.isfinite(), references, raw)
+        return _as_list(raw, self._shape(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references)))
 
     def calibrate(self, prompts: Sequence, completions: Sequence, **columns: Any) -> ShapedReward:
         """Set the value of each `center_reference` without one to the mean reward of these responses before that step.
@@ -137,39 +136,10 @@ class ShapedReward:
         """Name, reward and steps with their settings, for a JSON file."""
         return {"name": self.__name__, "reward": self.inner_name, "steps": [settings_of(step) for step in self.steps]}
 
-    def _score(self, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Rewards before shaping, and the references' rewards if a step subtracts them."""
-        raw = _as_tensor(self.reward(**given), len(given["completions"]))
-        return raw, self._references(given) if self._per_prompt else None
-
-    def _finish(self, raw: Tensor, batch: Batch) -> list[float | None]:
-        if batch.references is not None:
-            raw = torch.where(raw.isfinite() & ~batch.references.isfinite(), batch.references, raw)
-        return _as_list(raw, self._shape(raw, batch))
-
     def _shape(self, rewards: Tensor, batch: Batch) -> Tensor:
         for step in self.steps:
             rewards = step(rewards, batch)
         return rewards
-
-    def _take_part_without_rows(self, count: int) -> None:
-        gathered: list[list[list[float]]] = []
-
-        def remember(numbers: list[float]) -> list[list[float]]:
-            gathered.append(_of_all_ranks(numbers))
-            return gathered[-1]
-
-        self._shape(torch.empty(0), Batch(remember, [], torch.empty(0)))
-        self._failed = count, gathered
-
-    def _single_row(self, given: dict[str, Any]) -> list[float | None]:
-        """Score one row of a failed batch with the batch's statistics, without a collective operation."""
-        left, gathered = self._failed
-        self._failed = (left - 1, gathered) if left > 1 else None
-        raw, references = self._score(given)
-        remembered = iter(gathered)
-        ids = given.get("completion_ids")
-        return self._finish(raw, Batch(lambda numbers: next(remembered), ids, references, learns=False))
 
     def _references(self, given: dict[str, Any]) -> Tensor:
         """Rewards of the reference response to each prompt, each scored once."""
@@ -247,11 +217,6 @@ def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
     from accelerate.utils import gather_object
 
     return gather_object([numbers])
-
-
-def _takes(function: Callable, name: str) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _as_tensor(rewards: Sequence[float | None], count: int) -> Tensor:

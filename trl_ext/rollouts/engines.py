@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,23 +61,8 @@ class TransformersEngine:
     def __call__(
         self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
     ) -> list[Generation]:
-        settings = self.settings
-        return generate_responses(
-            self.model,
-            self.tokenizer,
-            prompts,
-            max_new_tokens=settings.max_new_tokens,
-            max_prompt_tokens=settings.max_prompt_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            repetition_penalty=settings.repetition_penalty,
-            no_repeat_ngram_size=settings.no_repeat_ngram_size,
-            stop=settings.stop,
-            batch_size=settings.batch_size,
-            seed=seed,
-            progress=progress,
-        )
+        settings = dataclasses.asdict(self.settings)
+        return generate_responses(self.model, self.tokenizer, prompts, **settings, seed=seed, progress=progress)
 
 
 class VLLMEngine:
