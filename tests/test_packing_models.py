@@ -342,22 +342,3 @@ def test_scores_where_padding_is_the_end_token(left):
     got, got_gradient = score_gradient(model, inputs)
     assert packing.packed_tokens > 0 and not packing.left_padded
     assert largest(got, expected) < 1e-5 and relative(got_gradient, expected_gradient) < 1e-5
-
-
-def test_scores_of_a_batch_padded_with_another_token():
-    """The model reads its scores at what it takes for tokens; so it must here, though no token is there."""
-    model, batch = tiny_classifier(pad_token_id=1), ragged()
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    expected = model(**inputs).logits
-    packing = share_prefixes(model)
-    assert model(**inputs).logits.equal(expected)
-    assert packing.left_padded == {"is padded with another token than the model's": 1}
-
-
-def test_classifier_takes_positional_arguments():
-    model, batch = tiny_classifier(), ragged()
-    positions = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
-    expected = model(batch["input_ids"], batch["attention_mask"], positions).logits
-    share_prefixes(model)
-    assert model(batch["input_ids"], batch["attention_mask"], positions).logits.equal(expected)
-    assert largest(model(batch["input_ids"], batch["attention_mask"]).logits, expected) < 1e-5

@@ -7,15 +7,13 @@ import logging
 import pytest
 import torch
 import trl
-from datasets import Dataset
 
 import trl_ext.trainers.preference.reference_cache as reference_cache
 from tests import rollout_once, test_reward_trainer, train_once
 from tests.float64 import float32_again
 from tests.test_reward_trainer import lora, rows_with
-from tests.tiny import pairs
 from tests.train_once import largest_difference, relative_difference, result
-from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig, share_prefixes
+from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig
 from trl_ext.models import packing_of
 from trl_ext.trainers.packing import keeps_groups, regroup
 
@@ -278,19 +276,3 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tiny_model_path, 
     trainer = train_once.build(spec, str(tmp_path / "run"))
     assert "ref_chosen_logps" in trainer.train_dataset.column_names
     assert "the reference log-probabilities cannot be kept" in caplog.text
-
-
-def test_share_prefixes_is_a_public_name(tiny_model_path, tmp_path):
-    """In one line on a trainer of TRL."""
-    from transformers import AutoTokenizer
-
-    trainer = trl.DPOTrainer(
-        tiny_model_path,
-        args=trl.DPOConfig(**{**train_once.DEFAULTS, "output_dir": str(tmp_path), "max_steps": 2}),
-        train_dataset=Dataset.from_list(pairs(8)),
-        processing_class=AutoTokenizer.from_pretrained(tiny_model_path),
-    )
-    packing = share_prefixes(trainer.model, trainer.ref_model)
-    trainer.train()
-    assert packing is packing_of(trainer.model) and packing.active
-    assert packing_of(trainer.ref_model).packed_tokens == packing.packed_tokens > 0

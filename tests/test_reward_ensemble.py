@@ -63,8 +63,6 @@ def test_combine_carries_what_is_missing_and_nothing_else():
         ({"aggregate": "max"}, "aggregate must be one of mean, min, mean_minus_std, uwo, quantile, got 'max'"),
         ({"aggregate": "mean", "coefficient": 0.5}, "'mean' takes no coefficient"),
         ({"aggregate": "uwo", "coefficient": -1.0}, "coefficient must be a number of at least 0, got -1.0"),
-        ({"aggregate": "quantile", "quantile": 1.5}, r"quantile must lie in \[0, 1\], got 1.5"),
-        ({"aggregate": "uwo", "ddof": 2}, "ddof must be 0 .* or 1"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -80,8 +78,6 @@ def test_shapes_and_members_that_are_refused():
             combine(scores)
     with pytest.raises(ValueError, match="uwo with ddof=1 needs at least 2 members, got 1"):
         combine(SCORES[:1], "uwo", ddof=1)
-    with pytest.raises(ValueError, match="mean_minus_std with ddof=1 needs at least 2 members, got 1"):
-        RewardEnsemble([length], aggregate="mean_minus_std", ddof=1)
     with pytest.raises(ValueError, match="at least one member"):
         RewardEnsemble([])
 
@@ -121,8 +117,8 @@ def test_an_ensemble_of_functions():
     assert ensemble.members == [length, vowels]
 
 
-def test_a_completion_that_a_member_cannot_score_has_no_reward(caplog):
-    """Whatever the other members say, and it is said once; a NaN is a fault, and stays one to be seen."""
+def test_a_completion_that_a_member_cannot_score_has_no_reward():
+    """Whatever the other members say; a NaN is a fault, and stays one to be seen."""
     partial = table([None, 2.0, math.nan, 4.0], "partial")
     whole = table([1.0, 1.0, 1.0, 2.0], "whole")
     ensemble = RewardEnsemble([whole, partial], aggregate="min")
@@ -140,9 +136,6 @@ def test_a_completion_that_a_member_cannot_score_has_no_reward(caplog):
         "rewards/partial/mean": pytest.approx(3.0),
         "ensemble_std": pytest.approx(0.75),
     }
-    ensemble(prompts, completions)
-    messages = [record.message for record in caplog.records if "have no reward" in record.message]
-    assert messages == ["2 of 4 completions have no reward, since a member has none for them (partial 2); said once"]
     nothing = RewardEnsemble([table([None], "nothing")])
     metrics.clear()
     assert nothing(["p"], ["0"], log_metric=metrics.__setitem__) == [None]
@@ -280,9 +273,6 @@ def test_names_of_members_never_agree(tiny_model_path, tmp_path):
     assert columns["reward/b-best"] == models[1].score(PROMPTS, COMPLETIONS).tolist()
     assert columns["reward/a-best"] != columns["reward/b-best"]
     assert metrics["rewards/a-best/mean"] == pytest.approx(models[0].score(PROMPTS, COMPLETIONS).mean().item())
-    # A number does not take a name that another member has.
-    members = [table([0.0], name) for name in ("best", "best-2", "best", "best")]
-    assert RewardEnsemble(members).names == ["best", "best-2", "best-3", "best-4"]
     assert ensemble.to_dict()["members"][0]["source"] == first
 
 

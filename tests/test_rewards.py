@@ -80,10 +80,17 @@ def test_plain_text(tiny_model_path, folders):
     assert (only_end - plain_scores(model, [[end]])).abs().max() <= 2e-6
 
 
+def with_limits(folder: str, target: Path, text: str) -> Path:
+    shutil.copytree(folder, target)
+    (target / "reward_model.json").write_text(text)
+    return target
+
+
 @pytest.mark.parametrize("shared", [False, True])
-def test_truncation(shared, tiny_model_path, folders):
+def test_truncation(shared, tiny_model_path, folders, tmp_path):
     """The last 7 tokens of the prompt and the first 5 of the completion, its end token only if it fits."""
-    reward = RewardModel(folders["adapter"], max_prompt_tokens=7, max_response_tokens=5)
+    limits = '{"max_prompt_tokens": 7, "max_response_tokens": 5}'
+    reward = RewardModel(with_limits(folders["adapter"], tmp_path / "short", limits))
     if shared:
         reward.share(SharedBackbone(load_policy(tiny_model_path)))
     tokenizer = reward.tokenizer
@@ -149,29 +156,10 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     assert len(lines()) == 1
 
 
-def with_limits(folder: str, target: Path, text: str) -> Path:
-    shutil.copytree(folder, target)
-    (target / "reward_model.json").write_text(text)
-    return target
-
-
-@pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_limits_are_those_of_training_unless_given(kind, folders, tmp_path):
-    saved = with_limits(folders[kind], tmp_path / "short", '{"max_prompt_tokens": 7, "max_response_tokens": 5}')
-    given = RewardModel(folders[kind], max_prompt_tokens=7, max_response_tokens=5)
-    short = RewardModel(saved)
-    assert short.limits == given.limits == {"max_prompt_tokens": 7, "max_response_tokens": 5}
-    scores = short.score(PROMPTS, COMPLETIONS)
-    assert torch.equal(scores, given.score(PROMPTS, COMPLETIONS))
-    whole = RewardModel(saved, max_prompt_tokens=None, max_response_tokens=512)
-    assert whole.limits == {"max_prompt_tokens": None, "max_response_tokens": 512}
-    assert torch.equal(whole.score(PROMPTS, COMPLETIONS), RewardModel(folders[kind]).score(PROMPTS, COMPLETIONS))
-    assert (whole.score(PROMPTS, COMPLETIONS) - scores).abs().max() > 0.01
-    assert RewardModel(saved, max_response_tokens=9).limits == {"max_prompt_tokens": 7, "max_response_tokens": 9}
-    assert RewardModel(folders[kind]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
-    unlimited = with_limits(
-        folders[kind], tmp_path / "unlimited", '{"max_prompt_tokens": null, "max_response_tokens": 5}'
-    )
+def test_limits_are_those_of_training(folders, tmp_path):
+    assert RewardModel(folders["full"]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
+    text = '{"max_prompt_tokens": null, "max_response_tokens": 5}'
+    unlimited = with_limits(folders["full"], tmp_path / "unlimited", text)
     assert RewardModel(unlimited).limits == {"max_prompt_tokens": None, "max_response_tokens": 5}
 
 
@@ -270,11 +258,6 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
         (tmp_path / "empty").mkdir()
         return tmp_path / "empty"
 
-    def run_folder() -> Path:
-        for name in ("best", "checkpoint-50"):
-            shutil.copytree(folders["adapter"], tmp_path / "run" / name)
-        return tmp_path / "run"
-
     def half_a_file() -> Path:
         weights = copy("full") / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
@@ -291,7 +274,6 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
             "no reward model 'nobody/no-such-reward-model'",
         ),
         "empty": (empty, "neither config.json nor adapter_config.json: no saved model$"),
-        "run folder": (run_folder, "neither config.json nor .* did you mean .*run/best"),
         "no head": (with_head, "no score head, so the scores would be random"),
         "not LoRA": (lambda: copy("adapter", peft_type="IA3"), "peft_type is IA3; only LoRA"),
         "no base": (
@@ -322,7 +304,6 @@ def test_arguments_and_texts_that_are_refused(folders):
     for arguments, message in (
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1, got 0"),
         ({"base": "toy"}, "base=toy is for adapters, and this is a full model"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -280,7 +280,7 @@ def test_settings_that_are_none(text, message):
 def test_what_cannot_be_shaped():
     with pytest.raises(ValueError, match="at least one step"):
         ShapedReward(given([1.0]), [])
-    with pytest.raises(ValueError, match="returned 1 values for 2 completions"):
+    with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):
         ShapedReward(given([1.0]), ["sigmoid"])(["p"] * 2, ["c"] * 2)
 
 

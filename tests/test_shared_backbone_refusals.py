@@ -106,11 +106,6 @@ def policies(base: str) -> dict:
         policy.get_base_model().model.norm.weight.requires_grad_(True)
         return policy
 
-    def sharded():
-        policy = load_policy(base)
-        policy.get_base_model().model.norm.weight.device_mesh = "a mesh"
-        return policy
-
     def quantized():
         policy = load_policy(base)
         policy.get_base_model().is_quantized = True
@@ -131,7 +126,6 @@ def policies(base: str) -> dict:
             base, init_lora_weights="pissa"
         ),
         "trains weights of its base, such as norm.weight": unfrozen,
-        "sharded by FSDP": sharded,
         "base is quantized": quantized,
         "2 active adapters, and one is expected": two_active,
     }

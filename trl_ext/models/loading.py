@@ -131,12 +131,7 @@ def model_sha256(name_or_path: str | Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: bad JSON: {error.msg} at line {error.lineno}") from error
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _refuse_reward_models(name: str | Path, adapter: dict[str, Any] | None, config: dict[str, Any] | None) -> None:

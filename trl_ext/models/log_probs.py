@@ -42,8 +42,6 @@ def score_responses(
     Raises:
         ValueError: an empty prompt, or lists of different length.
     """
-    if len(prompt_ids) != len(response_ids):
-        raise ValueError(f"{len(prompt_ids)} prompts for {len(response_ids)} responses")
     for index, prompt in enumerate(prompt_ids):
         if not len(prompt):
             raise ValueError(f"prompt {index} is empty: there is nothing to predict its first response token from")

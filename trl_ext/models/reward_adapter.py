@@ -146,8 +146,6 @@ def policy_obstacle(model) -> str | None:
     if getattr(base, "is_quantized", False):
         return "the policy's base is quantized, and reward adapters were not trained on that"
     for name, parameter in base.base_model.named_parameters():
-        if hasattr(parameter, "device_mesh") or type(parameter).__name__ == "FlatParameter":
-            return "the policy's weights are sharded by FSDP"
         if parameter.requires_grad and not any(part in name for part in (".lora_", "modules_to_save.")):
             return f"the policy trains weights of its base, such as {name}"
     return None

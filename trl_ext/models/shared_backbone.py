@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trl_ext.models.loading import resolve_model_path
@@ -139,7 +139,6 @@ class SharedBackbone:
         config.modules_to_save, config.task_type, config.inference_mode = None, None, True
         # Loading replaces every weight; other initialisations would first look at the base or at data.
         config.init_lora_weights = True
-        existing = {id(part) for part in (*self.model.parameters(), *self.model.modules())}
         first = not isinstance(self.model, PeftModel)
         with _restored(self.model):
             if first:
@@ -154,35 +153,22 @@ class SharedBackbone:
                 else:
                     self.model.delete_adapter(name)
                 raise
-        for parameter in self.model.parameters():
-            if id(parameter) not in existing:
+        for parameter_name, parameter in self.model.named_parameters():
+            if f".{name}." in f"{parameter_name}.":
                 parameter.requires_grad_(False)
-        for module in self.model.modules():
-            if id(module) not in existing:
-                module.training = False
 
 
-class _Scorer:
+class _Scorer(nn.Module):
     """The backbone under its active adapter with one head, called like a model for sequence classification."""
 
-    training = False
-
     def __init__(self, model: PeftModel, head: Tensor, pad_token_id: int):
+        super().__init__()
         self.transformer = model.get_base_model().base_model
         self.packing = packing_of(model)
         self.head = head.to(next(self.parameters()).device)
         self.pad_token_id = pad_token_id
 
-    def parameters(self) -> Iterator[Tensor]:
-        return self.transformer.parameters()
-
-    def eval(self) -> None:
-        """Does nothing: the backbone is already in evaluation mode."""
-
-    def train(self, mode: bool) -> None:
-        """Does nothing: the backbone restores its modes when the adapter is left."""
-
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
         last = last_tokens(input_ids, self.pad_token_id)
         plan = None if self.packing is None else self.packing.plan(input_ids, attention_mask)
         if plan is not None:
@@ -251,8 +237,6 @@ def _restored(model) -> Iterator[None]:
     if any(layer.merged for layer in layers):
         raise ValueError("an adapter is merged into the base: unmerge it before another one is used")
     active = model.active_adapters if isinstance(model, PeftModel) else []
-    if isinstance(model, PeftModel) and len(active) != 1:
-        raise ValueError(f"exactly one adapter must be active, and there are {len(active)}: {', '.join(active)}")
     disabled = any(layer.disable_adapters for layer in layers)
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]

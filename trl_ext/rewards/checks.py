@@ -25,9 +25,7 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
     if (folder / "adapter_config.json").is_file():
         return folder, read_reward_adapter(folder, base=base)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder}: neither config.json nor adapter_config.json: no saved model{_hint_at_models_inside(folder)}"
-        )
+        raise FileNotFoundError(f"{folder}: neither config.json nor adapter_config.json: no saved model")
     if base is not None:
         raise ValueError(f"{folder}: base={base} is for adapters, and this is a full model")
     shapes = {}
@@ -86,15 +84,3 @@ def _local_folder(name: str) -> Path:
         raise FileNotFoundError(
             f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
         ) from error
-
-
-def _hint_at_models_inside(folder: Path) -> str:
-    inside = [
-        child.name
-        for child in sorted(folder.iterdir())
-        if (child / "config.json").is_file() or (child / "adapter_config.json").is_file()
-    ]
-    if not inside:
-        return ""
-    best = "best" if "best" in inside else inside[-1]
-    return f"; it looks like a folder of runs, did you mean {folder / best}?"

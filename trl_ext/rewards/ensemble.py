@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 Aggregate = Literal["mean", "min", "mean_minus_std", "uwo", "quantile"]
 AGGREGATES: tuple[str, ...] = get_args(Aggregate)
@@ -46,7 +43,7 @@ def combine(
     Raises:
         ValueError: a shape, a name or a value is invalid.
     """
-    coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
+    coefficient = _coefficient(aggregate, coefficient)
     if scores.ndim != 2 or not len(scores):
         raise ValueError(f"scores must have the shape [members, completions], got {list(scores.shape)}")
     if aggregate == "mean":
@@ -61,22 +58,16 @@ def combine(
     return scores.mean(dim=0) - coefficient * (variance if aggregate == "uwo" else variance.sqrt())
 
 
-def check_aggregate(aggregate: str, coefficient: float | None, quantile: float, ddof: int) -> float | None:
-    """Return the coefficient to use; raise ValueError if the settings are incompatible."""
+def _coefficient(aggregate: str, given: float | None) -> float | None:
+    """The coefficient to use; raises ValueError if the aggregate is unknown or takes none."""
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof}")
     default = DEFAULT_COEFFICIENTS.get(aggregate)
-    if coefficient is None:
-        return default
-    if default is None:
+    if given is not None and default is None:
         raise ValueError(f"aggregate {aggregate!r} takes no coefficient; leave it out, or use mean_minus_std or uwo")
-    if not (math.isfinite(coefficient) and coefficient >= 0):
-        raise ValueError(f"coefficient must be a number of at least 0, got {coefficient}: it weighs a penalty")
-    return coefficient
+    if given is not None and not given >= 0:
+        raise ValueError(f"coefficient must be a number of at least 0, got {given}: it weighs a penalty")
+    return default if given is None else given
 
 
 class RewardEnsemble:
@@ -111,18 +102,13 @@ class RewardEnsemble:
         self.members = list(members)
         if not self.members:
             raise ValueError("an ensemble needs at least one member")
-        self.coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
-        if aggregate in DEFAULT_COEFFICIENTS and len(self.members) <= ddof:
-            raise ValueError(
-                f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {len(self.members)}"
-            )
+        self.coefficient = _coefficient(aggregate, coefficient)
         self.aggregate, self.quantile, self.ddof = aggregate, quantile, ddof
         self.names = _member_names(self.members)
         self.shifts = [0.0] * len(self.members)
         self.scales = [1.0] * len(self.members)
         self.calibrated_on = 0
         self.__name__ = "ensemble"
-        self._warned = False
 
     def calibrate(
         self,
@@ -196,7 +182,6 @@ class RewardEnsemble:
         if log_metric is not None and complete.numel():
             deviations = complete.std(dim=0, correction=min(self.ddof, len(scores) - 1))
             log_metric("ensemble_std", deviations.mean().item())
-        self._warn_of_unscored(scores)
         settings = {"coefficient": self.coefficient, "quantile": self.quantile, "ddof": self.ddof}
         rewards = _none_for_nan(combine(scores, self.aggregate, **settings))
         return [math.nan if fault else reward for reward, fault in zip(rewards, scores.isinf().any(0), strict=True)]
@@ -217,41 +202,32 @@ class RewardEnsemble:
             kwargs["finished"] = finished
         rows = []
         for name, member in zip(self.names, self.members, strict=True):
-            values = list(member(prompts=prompts, completions=completions, **kwargs))
-            if len(values) != len(completions):
-                raise ValueError(f"member {name} returned {len(values)} rewards for {len(completions)} completions")
-            rows.append([_as_number(value) for value in values])
-        return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(completions))
-
-    def _warn_of_unscored(self, scores: Tensor) -> None:
-        missing = ~scores.isfinite()
-        if missing.any() and not self._warned:
-            counts = zip(self.names, missing.sum(dim=1).tolist(), strict=True)
-            logger.warning(
-                "%d of %d completions have no reward, since a member has none for them (%s); said once",
-                missing.any(dim=0).sum().item(),
-                scores.shape[1],
-                ", ".join(f"{name} {count}" for name, count in counts if count),
-            )
-            self._warned = True
+            values = member(prompts=prompts, completions=completions, **kwargs)
+            rows.append(as_tensor(values, len(completions), f"member {name}"))
+        return torch.stack(rows).float()
 
 
 def _member_names(members: Sequence) -> list[str]:
-    own = [getattr(member, "__name__", None) or type(member).__name__ for member in members]
-    unique: list[str] = []
-    for name in own:
-        # A numbered name must not collide with another member's name.
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        free = (candidate for candidate in numbered if candidate not in (*own, *unique))
-        unique.append(name if name not in unique else next(free))
-    return unique
+    """The members' names; from the second on, equal ones are numbered."""
+    seen: Counter[str] = Counter()
+    names = []
+    for member in members:
+        name = getattr(member, "__name__", None) or type(member).__name__
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return names
 
 
-def _as_number(value: float | None) -> float:
-    """A member's score as a float: NaN for None, infinity for any value that is not finite."""
-    if value is None:
-        return math.nan
-    return float(value) if math.isfinite(value) else math.inf
+def as_tensor(rewards: Sequence[float | None], count: int, source: str) -> Tensor:
+    """Rewards in float64, [N]: NaN for None, and infinity for a NaN, so that NaN means only a missing reward.
+
+    Raises:
+        ValueError: there are not `count` rewards; the message names the source.
+    """
+    if len(rewards) != count:
+        raise ValueError(f"{source} returned {len(rewards)} rewards for {count} completions")
+    values = (math.nan if reward is None else math.inf if math.isnan(reward) else reward for reward in rewards)
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 def _none_for_nan(values: Tensor) -> list[float | None]:

@@ -34,9 +34,6 @@ class RewardModel:
         folder_or_hub_name: where the model was saved.
         name: the name to log rewards under; None for the folder's name, preceded by its parent's if the folder has a
             generic name (`reward-model-toy/best` becomes `reward-model-toy-best`).
-        max_prompt_tokens, max_response_tokens: longer prompts lose their beginning, longer completions their end; None
-            for no limit. The default is the limit used in training, which `RewardTrainer` saves with the model, or
-            512 if unknown.
         batch_size: completions per forward pass.
         dtype: the type of its own copy: float32, bfloat16 or float16. A shared backbone keeps its owner's type.
         base: folder or hub name of an adapter's base, if it differs from the one in the adapter's configuration.
@@ -45,6 +42,9 @@ class RewardModel:
 
     Attributes:
         name: as above.
+        limits: `max_prompt_tokens`, beyond which prompts lose their beginning, and `max_response_tokens`, beyond which
+            completions lose their end; None for no limit. They are those of training, which `RewardTrainer` saves
+            with the model, or 512 if unknown.
         is_adapter: whether it is a LoRA adapter.
         base_name_or_path: an adapter's base; None for a full model.
 
@@ -58,8 +58,6 @@ class RewardModel:
         folder_or_hub_name: str | Path,
         *,
         name: str | None = None,
-        max_prompt_tokens: int | Literal["as_trained"] | None = "as_trained",
-        max_response_tokens: int | Literal["as_trained"] | None = "as_trained",
         batch_size: int = 16,
         dtype: str = "float32",
         base: str | None = None,
@@ -69,17 +67,11 @@ class RewardModel:
             if value not in choices:
                 raise ValueError(f"{argument} must be one of {', '.join(choices)}, got {value!r}")
         self.folder, self.adapter = find_reward_model(folder_or_hub_name, base=base)
-        trained = read_limits(self.folder)
-        limits = {
-            name: trained[name] if given == "as_trained" else given
-            for name, given in (("max_prompt_tokens", max_prompt_tokens), ("max_response_tokens", max_response_tokens))
-        }
-        for argument, value in {**limits, "batch_size": batch_size}.items():
-            if value is not None and value < 1:
-                raise ValueError(f"{argument} must be at least 1, got {value}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.name = name or telling_name(str(folder_or_hub_name))
         self.__name__ = self.name
-        self.limits = limits
+        self.limits = read_limits(self.folder)
         self.batch_size = batch_size
         self.dtype = DTYPES[dtype]
         self.packing = packing

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trl_ext.files import brief, parse_json
 from trl_ext.registry import nearest
+from trl_ext.rewards.ensemble import as_tensor
 from trl_ext.rewards.shaping_steps import STEPS, Batch, CenterReference, Step, settings_of
 
 REFERENCE_COLUMN = "reference_response_text"
@@ -35,14 +36,13 @@ class ShapedReward:
     Args:
         reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`, or another shaped reward.
         steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
-        name: None for the name described above.
 
     Raises:
         ValueError: there are no steps, settings are invalid, or references per prompt are used with a reward that
             depends on its batch.
     """
 
-    def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str], *, name: str | None = None):
+    def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str]):
         self.reward = reward
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:
@@ -54,7 +54,7 @@ class ShapedReward:
                 "on its batch: give its steps to this shaping, behind center_reference"
             )
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
-        self.__name__ = name or "+".join([self.inner_name, *(step.kind for step in self.steps)])
+        self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
 
     @property
@@ -84,7 +84,7 @@ class ShapedReward:
         if log_metric is not None:
             given["log_metric"] = log_metric
         try:
-            raw = _as_tensor(self.reward(**given), len(completions))
+            raw = as_tensor(self.reward(**given), len(completions), "the reward")
             references = self._references(given) if self._per_prompt else None
         except Exception:
             self._shape(torch.empty(0), Batch(_of_all_ranks, [], torch.empty(0)))
@@ -102,7 +102,9 @@ class ShapedReward:
         Raises:
             ValueError: none of the responses has a reward.
         """
-        rewards = _as_tensor(self.reward(prompts=prompts, completions=completions, **columns), len(completions))
+        rewards = as_tensor(
+            self.reward(prompts=prompts, completions=completions, **columns), len(completions), "the reward"
+        )
         batch = Batch(lambda numbers: [numbers], columns.get("completion_ids"), learns=False)
         for step in self.steps:
             step.calibrate(rewards)
@@ -155,7 +157,7 @@ class ShapedReward:
                 prompts=[given["prompts"][row] for row in rows],
                 completions=[[{"role": "assistant", "content": texts[r]}] if messages else texts[r] for r in rows],
             )
-            rewards = _as_tensor(found, len(rows)).tolist()
+            rewards = as_tensor(found, len(rows), "the reward").tolist()
             self._reference_rewards.update(zip(missing, rewards, strict=True))
         return torch.tensor([self._reference_rewards[key] for key in keys], dtype=torch.float64)
 
@@ -217,17 +219,6 @@ def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
     from accelerate.utils import gather_object
 
     return gather_object([numbers])
-
-
-def _as_tensor(rewards: Sequence[float | None], count: int) -> Tensor:
-    values = [math.nan if value is None else float(value) for value in rewards]
-    if len(values) != count:
-        raise ValueError(f"the reward returned {len(values)} values for {count} completions")
-    # Represent a fault by infinity from here on, so that NaN means only a missing reward.
-    return torch.tensor(
-        [math.inf if v != v and r is not None else v for v, r in zip(values, rewards, strict=True)],
-        dtype=torch.float64,
-    )
 
 
 def _as_list(raw: Tensor, shaped: Tensor) -> list[float | None]:

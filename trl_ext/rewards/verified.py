@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from trl_ext.registry import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
@@ -13,8 +13,6 @@ from trl_ext.rewards.math_worker import require_math_verify
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
-Kind = Literal["r1_zero", "question_only", "gsm8k", "countdown"]
-KINDS: tuple[str, ...] = get_args(Kind)
 
 
 def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
@@ -85,19 +83,8 @@ def countdown_reward(response: str, numbers: Sequence[int], target: float) -> di
 
 
 # Rewards that need only a response and its truth.
-ANSWER_REWARDS: dict[str, Callable[..., dict[str, float]]] = {
-    "r1_zero": r1_zero_reward,
-    "question_only": question_only_reward,
-    "gsm8k": gsm8k_reward,
-}
-
-# How each kind extracts the answer from a response; None if there is no answer.
-ANSWER_READERS: dict[str, Callable[[str], str | None]] = {
-    "r1_zero": lambda response: _unboxed(_tagged_answer(response)),
-    "question_only": last_boxed,
-    "gsm8k": parse_gsm8k_response,
-    "countdown": lambda response: _unboxed(_tagged_answer(response)),
-}
+ANSWER_REWARDS = {"r1_zero": r1_zero_reward, "question_only": question_only_reward, "gsm8k": gsm8k_reward}
+KINDS = (*ANSWER_REWARDS, "countdown")
 
 
 @dataclass(frozen=True)
@@ -127,7 +114,9 @@ class VerifiedGrader:
 
     def parsed_answer(self, response: str) -> str | None:
         """The answer that the reward extracts from a response; None if there is none."""
-        return ANSWER_READERS[self.kind](response)
+        if self.kind in ("r1_zero", "countdown"):
+            return _unboxed(_tagged_answer(response))
+        return last_boxed(response) if self.kind == "question_only" else parse_gsm8k_response(response)
 
 
 def grader(kind: str = "r1_zero", *, fast: bool = True) -> VerifiedGrader:
@@ -161,7 +150,7 @@ class VerifiedReward:
 
     def __init__(
         self,
-        kind: Kind = "r1_zero",
+        kind: str = "r1_zero",
         truth_column: str = "answer",
         name: str | None = None,
         *,
