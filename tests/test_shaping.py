@@ -85,10 +85,9 @@ def test_the_order_is_the_one_given():
     clip, center = {"kind": "clip", "limit": 1}, {"kind": "center_reference", "value": 0.5}
     assert shape([2.0], clip, center) == [0.5]
     assert shape([2.0], center, clip) == [1.0]
-    nested = ShapedReward(ShapedReward(given([2.0]), [clip]), [center])
-    assert nested(["p"], ["c"]) == [0.5]
-    assert nested.__name__ == "fixed+clip+center_reference"
-    assert innermost(nested).__name__ == "fixed"
+    shaped = ShapedReward(given([2.0]), [clip, center])
+    assert shaped.__name__ == "fixed+clip+center_reference"
+    assert innermost(shaped).__name__ == "fixed"
 
 
 def test_invariances_of_advantages():
@@ -177,12 +176,6 @@ def test_a_reference_without_a_reward_leaves_none_and_a_fault_stays_one():
     for _ in range(2):
         found = shaped([*"pqrst"], completions, reference_response_text=references)
         assert found[:3] == [-1, 1, None] and not math.isfinite(found[3]) and found[4] is None
-
-
-def test_references_are_not_scored_by_what_learns_from_a_batch():
-    inner = ShapedReward(given([1.0]), ["center"])
-    with pytest.raises(ValueError, match="per_prompt scores references apart from the batch"):
-        ShapedReward(inner, [{"kind": "center_reference", "per_prompt": True}])
 
 
 def test_a_saved_reference_is_no_other_than_the_configured_one():
@@ -325,39 +318,25 @@ try:
     after = faulty(["p"] * len(rewards), ["c"] * len(rewards))
 except KeyError:
     after = "raised"
-def without_reference(prompts, completions, **columns):
-    if "reference" in completions and state.process_index == 1:
-        raise KeyError("no answer")
-    return [0.5 if c == "reference" else reward for c, reward in zip(completions, rewards)]
-faulty = ShapedReward(without_reference, [{"kind": "center_reference", "per_prompt": True}, steps[1]])
-try:
-    given = {"reference_response_text": ["reference"] * len(rewards)}
-    of_references = faulty(["p"] * len(rewards), ["c"] * len(rewards), **given)
-except KeyError:
-    of_references = "raised"
 equal = [1e8 / 3] * (4 if state.process_index else 3)
 whitened = ShapedReward(lambda prompts, completions: equal, [steps[1]])(["p"] * len(equal), ["c"] * len(equal))
 with open(f"rank{state.process_index}.json", "w") as file:
-    json.dump([found, shaped.state_dict(), after, of_references, whitened], file)
+    json.dump([found, shaped.state_dict(), after, whitened], file)
 end_processes(state)
 """
 
 
 @pytest.mark.slow
 def test_statistics_are_those_of_all_processes(tmp_path):
-    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting.
-
-    Minus 0.5 the first process's rewards are 1.5, 0.5, -0.5: mean 0.5, squares 1 + 0 + 1, deviation sqrt(2 / 3).
-    """
+    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting."""
     from tests.train_once import in_processes
 
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     in_processes(2, str(script), cwd=tmp_path)
     written = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    (first, state, after, of_references, equal), (second, other_state, other_after, of_others, others) = written
+    (first, state, after, equal), (second, other_state, other_after, others) = written
     assert [*first, *second] == pytest.approx([0.707107, 0, -0.707107, -1.414214, 1.414214], abs=1e-6)
     assert state == other_state and state["steps"][0]["mean"] == 1.0
     assert after == [1.0, 0.0, -1.0] and other_after == "raised"
-    assert of_references == pytest.approx([1.5**0.5, 0, -(1.5**0.5)], abs=1e-6) and of_others == "raised"
     assert [*equal, *others] == [0] * 7

@@ -34,12 +34,11 @@ class ShapedReward:
     process waits.
 
     Args:
-        reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`, or another shaped reward.
+        reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`.
         steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
 
     Raises:
-        ValueError: there are no steps, settings are invalid, or references per prompt are used with a reward that
-            depends on its batch.
+        ValueError: there are no steps, or settings are invalid.
     """
 
     def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str]):
@@ -48,11 +47,6 @@ class ShapedReward:
         if not self.steps:
             raise ValueError("reward shaping needs at least one step")
         self._per_prompt = any(isinstance(step, CenterReference) and step.per_prompt for step in self.steps)
-        if self._per_prompt and getattr(reward, "of_batch", False):
-            raise ValueError(
-                "center_reference: per_prompt scores references apart from the batch, and the reward inside depends "
-                "on its batch: give its steps to this shaping, behind center_reference"
-            )
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
@@ -60,7 +54,7 @@ class ShapedReward:
     @property
     def of_batch(self) -> bool:
         """Whether a response's reward depends on other responses scored with it or before it."""
-        return any(step.of_batch for step in self.steps) or getattr(self.reward, "of_batch", False)
+        return any(step.of_batch for step in self.steps)
 
     @property
     def scores_groups(self) -> bool:
@@ -115,10 +109,7 @@ class ShapedReward:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the steps, ready for JSON; equal on all processes."""
-        state: dict[str, Any] = {"steps": [{"kind": step.kind, **step.state()} for step in self.steps]}
-        if isinstance(self.reward, ShapedReward):
-            state["inner"] = self.reward.state_dict()
-        return state
+        return {"steps": [{"kind": step.kind, **step.state()} for step in self.steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`.
@@ -127,12 +118,10 @@ class ShapedReward:
             ValueError: the state belongs to other steps.
         """
         saved, own = ([entry["kind"] for entry in state["steps"]], [step.kind for step in self.steps])
-        if saved != own or ("inner" in state) != isinstance(self.reward, ShapedReward):
+        if saved != own:
             raise ValueError(f"the saved state is of the shaping {'+'.join(saved)}, and this one is {'+'.join(own)}")
         for step, entry in zip(self.steps, state["steps"], strict=True):
             step.load_state(entry)
-        if "inner" in state:
-            self.reward.load_state_dict(state["inner"])
 
     def to_dict(self) -> dict[str, Any]:
         """Name, reward and steps with their settings, for a JSON file."""
@@ -164,9 +153,7 @@ class ShapedReward:
 
 def innermost(reward: Any) -> Any:
     """The reward inside any shaping; a reward without shaping is returned as it is."""
-    while isinstance(reward, ShapedReward):
-        reward = reward.reward
-    return reward
+    return reward.reward if isinstance(reward, ShapedReward) else reward
 
 
 def parse_shaping(text: str) -> list[Step]:

@@ -156,6 +156,6 @@ def _finish(
     response = tokens if end is None else tokens[: end + 1]
     stopped = cut_at_stop(tokenizer, response, stop)
     if stopped is not None:
-        return Generation(prompt_ids=prompt_ids, response_ids=stopped[0], text=stopped[1], finished=True)
+        return Generation(prompt_ids, *stopped, finished=True)
     text = tokenizer.decode(response, skip_special_tokens=True)
-    return Generation(prompt_ids=prompt_ids, response_ids=response, text=text, finished=end is not None)
+    return Generation(prompt_ids, response, text, finished=end is not None)
