@@ -151,19 +151,6 @@ def test_sampling_draws_from_the_model(model, tokenizer):
     assert ((counts / draws - expected).abs() <= 5 * deviation + 1 / draws).all()
 
 
-def test_nucleus_keeps_the_most_likely_tokens(model, tokenizer):
-    prompt = "the cat"
-    with torch.no_grad():
-        probabilities = model(torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0, -1].softmax(dim=0)
-    ranked = probabilities.sort(descending=True)
-    size = int((ranked.values.cumsum(dim=0) < 0.3).sum()) + 1
-    nucleus = set(ranked.indices[:size].tolist())
-    sampled = generate_responses(
-        model, tokenizer, [prompt] * 500, max_new_tokens=1, temperature=1.0, top_p=0.3, batch_size=500
-    )
-    assert {one.response_ids[0] for one in sampled} == nucleus
-
-
 def test_sampling_is_seeded_and_leaves_the_random_state(model, tokenizer):
     settings = {"max_new_tokens": LIMIT, "temperature": 1.0}
     torch.manual_seed(123)

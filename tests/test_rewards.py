@@ -283,7 +283,7 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
         "two-label adapter": (lambda: with_head(weight=torch.zeros(2, 16)), two_labels),
         "two-label model": (lambda: save_full_model(base, tmp_path / "two", num_labels=2), two_labels),
         "policy": (lambda: base, "no score head, so the scores would be random"),
-        "half a file": (half_a_file, "model.safetensors: not a complete safetensors file"),
+        "half a file": (half_a_file, "model.safetensors: no complete safetensors file"),
         "no weights": (lambda: without("model.safetensors"), r"no \*.safetensors with weights"),
         "no tokenizer": (
             lambda: without("*token*"),

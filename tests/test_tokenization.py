@@ -228,6 +228,13 @@ def test_what_is_returned_and_how(model, batch):
     model.eval()
 
 
+def test_labels_that_are_no_tokens(model, batch):
+    labels = batch["labels"].clone()
+    labels[1, 3] = -100
+    with pytest.raises(ValueError, match="labels: an id that is no token, such as -100"):
+        response_log_probs(model, batch["input_ids"], labels)
+
+
 # ------------------------------------------------------------------------------------------------ completion mask
 
 

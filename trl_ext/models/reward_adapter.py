@@ -54,13 +54,10 @@ def read_reward_adapter(folder: str | Path, *, base: str | None = None) -> Rewar
         base: the base's folder or hub name, instead of the one that the configuration names.
 
     Raises:
-        FileNotFoundError: a file is missing.
-        ValueError: not LoRA, no trained score head, more than one label, or no base.
+        FileNotFoundError: the base is not on this machine.
+        ValueError: not LoRA, a file is missing, no trained score head, more than one label, or no base.
     """
     folder = Path(folder)
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder}: holds no {file}; give the folder of a saved LoRA reward model")
     config = PeftConfig.from_pretrained(str(folder))
     if not isinstance(config, LoraConfig):
         raise ValueError(f"{folder}: peft_type is {config.peft_type.value}; only LoRA reward models are supported")
@@ -91,7 +88,7 @@ def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, "pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
-        raise ValueError(f"{path}: not a complete safetensors file ({error}); save or copy it again") from error
+        raise ValueError(f"{path}: no complete safetensors file ({error}); save or copy it again") from error
 
 
 def head_of(folder: Path, shapes: dict[str, tuple[int, ...]]) -> str:

@@ -89,13 +89,21 @@ def response_log_probs(
     Args:
         model: a causal language model, whose output for [B, T] ids has `logits` of [B, T, V].
         input_ids: [B, T].
-        labels: the token after each position, [B, T], also at positions that do not count: -100 is no token.
+        labels: the token after each position, [B, T].
         return_token_entropy: whether to compute the entropies too.
 
     Returns:
         `log_probs`, [B, T], in nats, and if requested `token_entropy`, [B, T]; in float32 or finer.
+
+    Raises:
+        ValueError: a label that is not a token of the vocabulary, such as -100.
     """
     logits = model(input_ids).logits
+    if bool(((labels < 0) | (labels >= logits.shape[-1])).any()):
+        raise ValueError(
+            "labels: an id that is no token, such as -100; give every position its token, and mask those that do not "
+            "count afterwards"
+        )
     log_probs, entropies = [], []
     for row, targets in zip(logits, labels, strict=True):
         # Row by row: without gradient, log-probabilities of the whole batch's vocabulary would be the largest tensor.
