@@ -214,9 +214,9 @@ def test_what_is_no_formula(formula):
         (r"\sqrt{xy^2}", r"y\sqrt{x}", False),
         (r"\sqrt{x}+\sqrt{y}", r"\sqrt{x+y}", False),
         (r"\sqrt{-x^2}", r"\sqrt{-x^2-1}", False),  # real nowhere
-        (r"\ln 0", "5", None),
-        (r"\ln 0", "x", None),
-        (r"\ln 0", r"\ln 0", None),
+        (r"\ln 0", "5", False),
+        (r"\ln 0", "x", False),
+        (r"\ln 0", r"\ln 0", False),
         ("(a+b)^3", "a^3+3a^2b+3ab^2+b^3", True),
         ("(a+b)^3", "a^3+3a^2b+3ab^2+b^2", False),
         ("ab^2", "a(b^2)", True),
@@ -224,8 +224,8 @@ def test_what_is_no_formula(formula):
         ("10^{40}+1", "10^{40}", False),
         (r"\sqrt{2}+10^{-20}", r"\sqrt{2}", False),
         ("x", "y", False),
-        ("9**9**9", "9", None),
-        ("(" * 100 + "1" + ")" * 100, "1", None),
+        ("9**9**9", "9", False),
+        ("(" * 100 + "1" + ")" * 100, "1", False),
     ],
 )
 def test_values(one, other, agree):

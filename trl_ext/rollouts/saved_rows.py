@@ -97,14 +97,14 @@ def _kept(path: Path, items: Sequence[Item], save_every: int) -> list[Row]:
     # Text after the last newline is a line whose writing was interrupted.
     lines = path.read_bytes().split(b"\n")[:-1]
     whole = len(lines) if len(lines) == len(items) else len(lines) // save_every * save_every
+    order = [(item["row_id"], sample) for item, _, sample in items]
     rows = []
     for number, line in enumerate(lines[:whole], start=1):
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}: line {number} is damaged ({error}): remove the file to begin again") from error
-        item, _, sample = items[number - 1] if number <= len(items) else ({"row_id": None}, None, None)
-        if (row.get("row_id"), row.get("sample")) != (item["row_id"], sample):
+        if number > len(order) or (row.get("row_id"), row.get("sample")) != order[number - 1]:
             raise ValueError(
                 f"{path}: line {number} is row_id {row.get('row_id')}, sample {row.get('sample')}, and not "
                 "what this evaluation has in its place: the file is of another one; remove it or choose another"
