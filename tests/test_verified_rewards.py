@@ -246,33 +246,6 @@ def test_as_a_reward_function_of_trl():
     assert copy.__name__ == "math"
 
 
-@pytest.mark.slow
-def test_grpo_trainer_of_trl_logs_both_parts(tiny_model_path, tmp_path):
-    """A step of TRL's own trainer on what a model of random weights says, which has no form: all is 0."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    arguments = GRPOConfig(
-        output_dir=str(tmp_path),
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=4,
-        max_steps=1,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        use_cpu=True,
-        bf16=False,
-    )
-    rows = [{"prompt": f"User: {n} + 1\nAssistant: <think>", "answer": str(n + 1)} for n in range(4)]
-    trainer = GRPOTrainer(
-        tiny_model_path, verified_reward(name="sums"), arguments, train_dataset=Dataset.from_list(rows)
-    )
-    trainer.train()
-    logged = trainer.state.log_history[0]
-    assert logged["rewards/sums/mean"] == logged["rewards/sums/format"] == logged["rewards/sums/answer"] == 0.0
-
-
 def test_reward_functions_say_where_the_data_is_wrong():
     reward = verified_reward("question_only", truth_column="answr")
     with pytest.raises(ValueError, match="no column 'answr', but answer; .* did you mean 'answer'"):

@@ -91,20 +91,13 @@ def best_of_n(
 
     Args:
         rows: prompts with `row_id` and `prompt` (messages or text); other columns are passed to the reward.
-        engine: `f(prompts, seed=..., progress=...)`, which returns a `Generation` for each prompt:
-            `TransformersEngine` or `VLLMEngine`.
+        engine, seed, path, save_every, accelerator, progress: as for `trl_ext.rollouts.graded.evaluate_reasoning`.
         reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`. It receives the keywords
             `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns. A number that is not finite
             counts as None, no reward.
         n: responses to each prompt.
         empty: how to treat a response without text: `score` it like any other, `leave_out` to give it no reward,
             `refuse` to raise.
-        seed: seed of the sampling.
-        path: JSON lines file to append to; None keeps all rows in memory.
-        save_every: responses between saves.
-        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
-            all rows.
-        progress: label of the progress bar; None for no bar.
 
     Raises:
         ValueError: there are no prompts, n is below 1, a response has no text and `empty` is `refuse`, the reward

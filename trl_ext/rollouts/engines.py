@@ -15,18 +15,9 @@ ANSWER_END = "</answer>"
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling settings; the defaults are those of the reasoning course.
+    """Sampling settings as for `generate_responses`; the defaults are those of the reasoning course.
 
-    Attributes:
-        max_new_tokens: maximum length of a response.
-        temperature: 0 for greedy decoding.
-        top_p: nucleus sampling.
-        stop: strings that end a response; the string remains in the response.
-        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
-        batch_size: prompts per batch; vLLM forms its own batches.
-        top_k: the number of most likely tokens to sample from; 0 for all.
-        repetition_penalty: values above 1 make repeated tokens less likely; 1 for none.
-        no_repeat_ngram_size: n-grams of this length occur at most once; 0 for no limit. Not supported with vLLM.
+    vLLM forms its own batches, whatever `batch_size` is, and does not support `no_repeat_ngram_size`.
     """
 
     max_new_tokens: int = 1024
