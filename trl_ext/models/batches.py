@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm.auto import tqdm
 
@@ -22,24 +23,32 @@ def in_batches(
     """Call `function` on batches of row numbers with the model in evaluation mode, and return its results by row.
 
     Args:
-        model: its mode is restored.
+        model: its modes are restored.
         function: returns a result for each of the row numbers that it receives.
         order: the row numbers 0 to N - 1, in the order in which batches take them.
         batch_size: rows per call.
         progress: label of the progress bar; None for no bar.
     """
     results: list[Any] = [None] * len(order)
-    was_training = model.training
-    model.eval()
-    try:
-        starts = range(0, len(order), batch_size)
+    starts = range(0, len(order), batch_size)
+    with evaluating(model):
         for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
             rows = order[start : start + batch_size]
             for row, result in zip(rows, function(rows), strict=True):
                 results[row] = result
-    finally:
-        model.train(was_training)
     return results
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each of its modules."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def pad_rows(rows: Sequence[Sequence[int]], padding: int, side: str) -> tuple[Tensor, Tensor]:

@@ -126,7 +126,6 @@ class SharedBackbone:
             names = ", ".join(self._heads) or "none"
             raise ValueError(f"no reward adapter {name!r} on this backbone; there are: {names}")
         with _restored(self.model):
-            self.model.eval()
             self.model.base_model.enable_adapter_layers()
             self.model.set_adapter(name, inference_mode=True)
             scorer = _Scorer(self.model, self._heads[name], pad_token_id)
