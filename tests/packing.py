@@ -54,14 +54,15 @@ ARCHITECTURES = {
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
 # Further ones, for what they alone have.
-OTHERS = {"starcoder2": ("Starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0})}
+OTHERS = {
+    "starcoder2": ("Starcoder2", {"residual_dropout": 0.0, "embedding_dropout": 0.0}),
+    "gemma2": ("Gemma2", {"head_dim": 8}),
+}
 REFUSED = {
     "gpt2": ("GPT2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     "bloom": ("Bloom", {"hidden_dropout": 0.0}),
     "mamba": ("Mamba", {}),
-    "gemma2": ("Gemma2", {"head_dim": 8}),
     "gpt_oss": ("GptOss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "opt": ("OPT", {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}),
 }
 
 

@@ -23,9 +23,6 @@ class TestDistinct:
         assert distinct_ngram_ratio([["a", "b"], ["c", "a"]], 2) == 1.0
         assert distinct_ngram_ratio([["a", "b"], ["a", "b"], ["c"]], 2) == 0.5
 
-    def test_too_short(self):
-        assert distinct_ngram_ratio([["a"], []], 2) is None
-
 
 def test_one_text():
     result = diagnose_generations([CAT])
@@ -61,12 +58,6 @@ def test_token_ids_replace_words():
     assert (result.mean_tokens, result.unique_token_ratio, result.dominant_token_fraction) == (4, 0.5, 0.75)
 
 
-def test_token_ids_may_be_tensors():
-    torch = pytest.importorskip("torch")
-    result = diagnose_generations(["text"], token_ids=torch.tensor([[5, 5, 5, 6]]))
-    assert (result.unique_token_ratio, result.dominant_token_fraction) == (0.5, 0.75)
-
-
 def test_empty_responses():
     """Two of four are empty; the ratios are over the other two, the mean length over all: (2 + 1) / 4."""
     result = diagnose_generations(["a b", "", " \n", "c"])
@@ -90,20 +81,12 @@ class TestTruncation:
         result = diagnose_generations(["a"] * 4, token_ids=[[1, 2, 3], [1, 2], [1], [4, 5, 6]], max_new_tokens=3)
         assert result.truncated_fraction == 0.5
 
-    def test_words_say_nothing_about_a_token_limit(self):
-        assert diagnose_generations(["a b c"], max_new_tokens=3).truncated_fraction is None
-
 
 class TestCompression:
     def test_repetitive_text(self):
         """480 bytes into 34, give or take one with the build of zlib."""
         ratio = diagnose_generations(["the cat sat on the mat. "] * 20).compression_ratio
         assert 480 / 36 < ratio < 480 / 32
-
-    def test_counts_bytes_not_characters(self):
-        """Four emoji are 16 bytes; a text this short does not shrink below zlib's header and checksum of 6 bytes."""
-        ratio = diagnose_generations(["😀😀", "😀😀"]).compression_ratio
-        assert 16 / 16 < ratio < 16 / 6
 
 
 class TestCollapse:
@@ -115,11 +98,6 @@ class TestCollapse:
             "mean unique-token ratio 0.025 is below 0.1",
             "mean dominant-token fraction 1.000 is above 0.5",
         ]
-
-    def test_low_diversity_alone(self):
-        """Four words in turn, 60 of them: unique 4/60 = 0.067, dominant 15/60."""
-        result = diagnose_generations(["a b c d " * 15])
-        assert result.collapse_reasons == ["mean unique-token ratio 0.067 is below 0.1"]
 
     def test_the_thresholds_themselves_are_fine(self):
         """Two ids in turn, 20 tokens: unique 2/20 = 0.1 and dominant 10/20 = 0.5, neither beyond its threshold."""

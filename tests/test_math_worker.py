@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -42,8 +41,6 @@ def verify(truth, answer, **settings):
     print("0")
     if "memory" in answer:
         bytearray(1 << 31)
-    if "depth" in answer:
-        return verify(truth, answer)
     if "C code" in answer:
         sum(range(10 ** 12))
     if "crash" in answer:
@@ -53,9 +50,9 @@ def verify(truth, answer, **settings):
 """
 
 
-@pytest.mark.parametrize("kind", ["memory", "depth", "C code", "crash"])
+@pytest.mark.parametrize("kind", ["memory", "C code", "crash"])
 def test_a_question_that_takes_too_much_ends_the_process(kind, tmp_path, monkeypatch):
-    """2 GiB where 1 GiB is allowed, endless recursion, C code that sees no signal handler, a crash."""
+    """2 GiB where 1 GiB is allowed, C code that sees no signal handler, a crash."""
     (tmp_path / "math_verify.py").write_text(STUB)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     worker = MathWorker(seconds=1.0)
@@ -68,21 +65,6 @@ def test_a_question_that_takes_too_much_ends_the_process(kind, tmp_path, monkeyp
         assert worker.started == 2
     finally:
         worker.close()
-
-
-def test_an_orphan_ends_itself(tmp_path):
-    """Its program is killed while it computes: the alarm ends it after a second."""
-    (tmp_path / "math_verify.py").write_text(STUB)
-    script = (
-        "import os, threading, time; from trl_ext.rewards.math_worker import MathWorker\n"
-        "worker = MathWorker(seconds=1.0); worker.verify('1', '1')\n"
-        "threading.Thread(target=worker.verify, args=('C code', '1'), daemon=True).start(); time.sleep(0.3)\n"
-        "print(worker.process.pid, flush=True); os.kill(os.getpid(), 9)"
-    )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"}
-    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, timeout=60)
-    assert run.returncode == -signal.SIGKILL
-    _wait_until_gone([int(run.stdout)], 10)
 
 
 def test_threads_share_the_process(worker):
@@ -106,20 +88,6 @@ def test_a_killed_process_is_replaced_and_none_is_left(worker):
     worker.close()
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
-
-
-def test_an_interrupted_question_does_not_answer_the_next(worker, monkeypatch):
-    assert worker.verify("2/4", "1/2")
-
-    def interrupted():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(worker.process.stdout, "readline", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        worker.verify("4/8", "1/2")
-    monkeypatch.undo()
-    assert worker.process is None
-    assert worker.verify("1/8", "1/2") is False
 
 
 SCRIPT = """

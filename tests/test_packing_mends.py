@@ -1,8 +1,6 @@
-"""Packing where a canary alone would not see a difference: windows, idle adapters, labels, and the cache's key."""
+"""Packing where a canary alone would not see a difference: idle adapters, labels, and the cache's key."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,30 +9,8 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClas
 from tests import train_once
 from trl_ext.models import share_prefixes
 from trl_ext.models.packing import canary
-from trl_ext.models.packing.obstacles import has_active_dropout, widest_without_window
+from trl_ext.models.packing.obstacles import has_active_dropout
 from trl_ext.trainers.preference.reference_cache import reference_key
-
-
-def config(window: int | None, kinds: list[str] | None) -> SimpleNamespace:
-    text = SimpleNamespace(sliding_window=window, layer_types=kinds)
-    return SimpleNamespace(get_text_config=lambda: text)
-
-
-@pytest.mark.parametrize(
-    ("window", "kinds", "seen", "widest"),
-    [
-        (None, None, [None, None], None),
-        (9, None, [9, 9], None),
-        (9, ["sliding_attention", "full_attention"], [9, None], None),
-        # Left to the mask, which a packed row does not have.
-        (9, ["sliding_attention", "full_attention"], [None, None], 9),
-        # Handed to attention where the configuration has no such layer.
-        (9, ["full_attention", "full_attention"], [9, 9], 9),
-        (None, None, [7, None], 7),
-    ],
-)
-def test_how_wide_a_batch_may_be(window, kinds, seen, widest):
-    assert widest_without_window(config(window, kinds), seen) == widest
 
 
 def test_only_adapters_in_use_draw_dropout(tiny_model_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -36,17 +34,17 @@ def stock_tokens(rows: list[Row]) -> int:
     return len(rows) * max(len(prompt) + len(response) for prompt, response in rows)
 
 
-def policy_rows(kind: str, size: int, *, system_tokens: int = 0) -> list[list[Row]]:
+def policy_rows(kind: str, size: int) -> list[list[Row]]:
     """The rows of each generation batch of 16 prompts, groups contiguous."""
-    drawn = groups(kind, size, vocabulary=VOCABULARY, system_tokens=system_tokens)
+    drawn = groups(kind, size, vocabulary=VOCABULARY)
     return [
         [(group.prompt, response) for group in batch for response in group.responses]
         for batch in generation_batches(drawn)
     ]
 
 
-def preference_batches(system_tokens: int = 0) -> list[list[Row]]:
-    rows = pairs("wildchat", vocabulary=VOCABULARY, system_tokens=system_tokens)
+def preference_batches() -> list[list[Row]]:
+    rows = pairs("wildchat", vocabulary=VOCABULARY)
     return [
         [(pair.prompt, pair[side]) for side in (1, 2) for pair in rows[start : start + 4]]
         for start in range(0, len(rows), 4)
@@ -91,37 +89,11 @@ def test_preference_pairs_of_an_epoch_take_less_than_half_the_tokens():
     assert packed / stock <= 0.50
 
 
-def test_a_common_system_prefix_saves_its_tokens_in_all_but_one_pair_of_a_batch():
-    """Four prompts that begin with the same 20 tokens: 3 x 20 tokens of each batch of 64 are not encoded again."""
-    apart = sum(packed_tokens(rows) for rows in preference_batches())
-    together = sum(packed_tokens(rows) for rows in preference_batches(system_tokens=20))
-    # A prompt of no more than 20 tokens would be the prefix itself.
-    assert min(prompt for prompt, _, _ in wildchat_lengths()) > 20
-    # Forked one token before the rows part: 19 are shared.
-    assert apart - together == 64 * 3 * 19
-    assert share(preference_batches(system_tokens=20)) <= 0.47
-
-
 def test_policy_batches_with_whole_groups_take_little_more_than_a_third():
     """16 prompts with 4 responses each, 16 times."""
     batches = policy_rows("wildchat", 4)
     assert [len(rows) for rows in batches] == [64] * 16
     assert share(batches) <= 0.37
-    assert share(policy_rows("wildchat", 4, system_tokens=20)) < share(batches)
-
-
-def test_shuffled_micro_batches_lose_most_of_what_groups_share():
-    """Micro-batches of 8 rows, as wide as TRL pads a generation batch: whole groups against TRL's shuffle."""
-    whole, shuffled, stock = 0, 0, 0
-    for rows in policy_rows("wildchat", 4):
-        width = max(len(prompt) for prompt, _ in rows) + max(len(response) for _, response in rows)
-        stock += len(rows) * width
-        mixed = random.Random(0).sample(rows, len(rows))
-        for start in range(0, 64, 8):
-            whole += packed_tokens(rows[start : start + 8])
-            shuffled += packed_tokens(mixed[start : start + 8])
-    assert whole / stock <= 0.30
-    assert 1.15 < shuffled / whole < 1.4
 
 
 @pytest.mark.parametrize(("size", "most"), [(4, 0.46), (8, 0.36), (16, 0.32)])

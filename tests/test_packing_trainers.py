@@ -7,15 +7,13 @@ import logging
 import pytest
 import torch
 import trl
-from datasets import Dataset
 
 import trl_ext.trainers.preference.reference_cache as reference_cache
 from tests import rollout_once, test_reward_trainer, train_once
 from tests.float64 import float32_again
 from tests.test_reward_trainer import lora, rows_with
-from tests.tiny import pairs
 from tests.train_once import largest_difference, relative_difference, result
-from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig, share_prefixes
+from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig
 from trl_ext.models import packing_of
 from trl_ext.trainers.packing import keeps_groups, regroup
 
@@ -194,17 +192,6 @@ def test_a_reward_trainer_takes_an_earlier_hook_off(tiny_model_path, tmp_path):
     assert model.forward.__func__ is forward and model.config._attn_implementation == "sdpa"
 
 
-def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):
-    """With dropout each row draws its own: padding is left out, prefixes are encoded for each row."""
-    options = {"lora": True, "lora_dropout": 0.5}
-    args = {"max_steps": 2, "disable_dropout": False, "loss": "simpo"}
-    dropping = train_once.train({"model": tiny_model_path, **options, "args": args}, str(tmp_path / "a")).packing
-    args["disable_dropout"] = True
-    sharing = train_once.train({"model": tiny_model_path, **options, "args": args}, str(tmp_path / "b")).packing
-    assert dropping.padded_tokens == sharing.padded_tokens
-    assert sharing.packed_tokens < dropping.packed_tokens < dropping.padded_tokens
-
-
 # ---- Reference log-probabilities once ----
 
 
@@ -278,19 +265,3 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tiny_model_path, 
     trainer = train_once.build(spec, str(tmp_path / "run"))
     assert "ref_chosen_logps" in trainer.train_dataset.column_names
     assert "the reference log-probabilities cannot be kept" in caplog.text
-
-
-def test_share_prefixes_is_a_public_name(tiny_model_path, tmp_path):
-    """In one line on a trainer of TRL."""
-    from transformers import AutoTokenizer
-
-    trainer = trl.DPOTrainer(
-        tiny_model_path,
-        args=trl.DPOConfig(**{**train_once.DEFAULTS, "output_dir": str(tmp_path), "max_steps": 2}),
-        train_dataset=Dataset.from_list(pairs(8)),
-        processing_class=AutoTokenizer.from_pretrained(tiny_model_path),
-    )
-    packing = share_prefixes(trainer.model, trainer.ref_model)
-    trainer.train()
-    assert packing is packing_of(trainer.model) and packing.active
-    assert packing_of(trainer.ref_model).packed_tokens == packing.packed_tokens > 0

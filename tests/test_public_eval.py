@@ -82,7 +82,7 @@ class TestGenerateScorePack:
             (["generate", "--out", "x.jsonl"], "the following arguments are required: --model"),
             (["generate", "--model", "runs/nosuch", "--out", "x.jsonl"], "no model folder 'runs/nosuch'"),
             (["generate", "--model", "toy", "--out", "."], "is a folder: name a file"),
-            (["score", "--reward_model", "toy", "--out", "x.jsonl"], "without a score head"),
+            (["score", "--reward_model", "toy", "--out", "x.jsonl"], "no score head"),
             (["score", "--reward_model", "toy", "--out", "x", "--prefs_jsonl", "no.jsonl"], "no file no.jsonl"),
             (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], "no file no.jsonl"),
         ],

@@ -51,7 +51,7 @@ def test_graders():
     countdown = grader("countdown")
     assert countdown("x </think> <answer> 4 + 6 </answer>", row)["reward"] == 1
     assert countdown("x </think> <answer> 10 </answer>", row)["reward"] == 0, "the numbers must be used"
-    with pytest.raises(ValueError, match="row_id b: no numbers"):
+    with pytest.raises(ValueError, match="numbers None"):
         countdown("x", {"row_id": "b", "answer": "10"})
     with pytest.raises(ValueError, match="did you mean"):
         grader("r1-zero")

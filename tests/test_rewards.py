@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,8 +24,6 @@ from tests.reward_adapters import (
 )
 from trl_ext.models import SharedBackbone
 from trl_ext.rewards import RewardModel
-
-REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +80,17 @@ def test_plain_text(tiny_model_path, folders):
     assert (only_end - plain_scores(model, [[end]])).abs().max() <= 2e-6
 
 
+def with_limits(folder: str, target: Path, text: str) -> Path:
+    shutil.copytree(folder, target)
+    (target / "reward_model.json").write_text(text)
+    return target
+
+
 @pytest.mark.parametrize("shared", [False, True])
-def test_truncation(shared, tiny_model_path, folders):
+def test_truncation(shared, tiny_model_path, folders, tmp_path):
     """The last 7 tokens of the prompt and the first 5 of the completion, its end token only if it fits."""
-    reward = RewardModel(folders["adapter"], max_prompt_tokens=7, max_response_tokens=5)
+    limits = '{"max_prompt_tokens": 7, "max_response_tokens": 5}'
+    reward = RewardModel(with_limits(folders["adapter"], tmp_path / "short", limits))
     if shared:
         reward.share(SharedBackbone(load_policy(tiny_model_path)))
     tokenizer = reward.tokenizer
@@ -154,66 +156,17 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     assert len(lines()) == 1
 
 
-def with_limits(folder: str, target: Path, text: str) -> Path:
-    shutil.copytree(folder, target)
-    (target / "reward_model.json").write_text(text)
-    return target
-
-
-@pytest.mark.parametrize("kind", ["adapter", "full"])
-def test_limits_are_those_of_training_unless_given(kind, folders, tmp_path):
-    saved = with_limits(folders[kind], tmp_path / "short", '{"max_prompt_tokens": 7, "max_response_tokens": 5}')
-    given = RewardModel(folders[kind], max_prompt_tokens=7, max_response_tokens=5)
-    short = RewardModel(saved)
-    assert short.limits == given.limits == {"max_prompt_tokens": 7, "max_response_tokens": 5}
-    scores = short.score(PROMPTS, COMPLETIONS)
-    assert torch.equal(scores, given.score(PROMPTS, COMPLETIONS))
-    whole = RewardModel(saved, max_prompt_tokens=None, max_response_tokens=512)
-    assert whole.limits == {"max_prompt_tokens": None, "max_response_tokens": 512}
-    assert torch.equal(whole.score(PROMPTS, COMPLETIONS), RewardModel(folders[kind]).score(PROMPTS, COMPLETIONS))
-    assert (whole.score(PROMPTS, COMPLETIONS) - scores).abs().max() > 0.01
-    assert RewardModel(saved, max_response_tokens=9).limits == {"max_prompt_tokens": 7, "max_response_tokens": 9}
-    assert RewardModel(folders[kind]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
-    unlimited = with_limits(
-        folders[kind], tmp_path / "unlimited", '{"max_prompt_tokens": null, "max_response_tokens": 5}'
-    )
+def test_limits_are_those_of_training(folders, tmp_path):
+    assert RewardModel(folders["full"]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
+    text = '{"max_prompt_tokens": null, "max_response_tokens": 5}'
+    unlimited = with_limits(folders["full"], tmp_path / "unlimited", text)
     assert RewardModel(unlimited).limits == {"max_prompt_tokens": None, "max_response_tokens": 5}
 
 
-HOLDS = "reward_model.json is damaged: it must hold max_prompt_tokens and max_response_tokens; save it"
-NO_COUNTS = [f'{{"max_prompt_tokens": {v}, "max_response_tokens": 5}}' for v in ('"many"', 0, -3, 2.5, "true", "[9]")]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(text, HOLDS) for text in ("", "{", "[7, 5]", "null", '"512"', '{"max_prompt_tokens": 7}')]
-    + [(text, "reward_model.json") for text in NO_COUNTS],
-)
-def test_damaged_limits_are_refused_in_one_line(text, message, folders, tmp_path):
-    folder = with_limits(folders["adapter"], tmp_path / "damaged", text)
-    with pytest.raises(ValueError, match=message) as caught:
+def test_damaged_limits_are_refused(folders, tmp_path):
+    folder = with_limits(folders["adapter"], tmp_path / "damaged", '{"max_prompt_tokens": 7}')
+    with pytest.raises(ValueError, match="it must hold max_prompt_tokens and max_response_tokens; save it again"):
         RewardModel(folder)
-    assert "\n" not in str(caught.value) and str(folder) in str(caught.value)
-
-
-@pytest.mark.slow
-def test_a_fresh_process_gives_the_same_scores(tiny_model_path, folders):
-    code = (
-        "import json, sys\n"
-        "from tests.reward_adapters import COMPLETIONS, PROMPTS, load_policy\n"
-        "from trl_ext.models import SharedBackbone\n"
-        "from trl_ext.rewards import RewardModel\n"
-        "base, *folders = sys.argv[1:]\n"
-        "scores = [RewardModel(folder).score(PROMPTS, COMPLETIONS).tolist() for folder in folders]\n"
-        "shared = RewardModel(folders[0]).share(SharedBackbone(load_policy(base)))\n"
-        "print(json.dumps([*scores, shared.score(PROMPTS, COMPLETIONS).tolist()]))\n"
-    )
-    command = [sys.executable, "-c", code, tiny_model_path, folders["adapter"], folders["full"]]
-    output = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, env=os.environ, check=True)
-    adapter, full, shared = torch.tensor(json.loads(output.stdout.splitlines()[-1]))
-    assert (adapter - RewardModel(folders["adapter"]).score(PROMPTS, COMPLETIONS)).abs().max() <= 1e-6
-    assert (full - RewardModel(folders["full"]).score(PROMPTS, COMPLETIONS)).abs().max() <= 1e-6
-    assert (shared - adapter).abs().max() <= 1e-6
 
 
 def test_making_one_loads_no_weights(folders, monkeypatch):
@@ -260,8 +213,6 @@ def test_the_tokenizer_comes_from_the_model_or_else_from_its_base(tiny_model_pat
     bare = save_adapter(tiny_model_path, tmp_path / "bare", tokenizer=False)
     expected = RewardModel(folders["adapter"])
     assert torch.equal(RewardModel(bare).score(PROMPTS, COMPLETIONS), expected.score(PROMPTS, COMPLETIONS))
-    given = RewardModel(bare, tokenizer=expected.tokenizer)
-    assert given.tokenizer is expected.tokenizer
 
 
 def test_a_base_that_has_moved(tiny_model_path, tmp_path):
@@ -307,20 +258,10 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
         (tmp_path / "empty").mkdir()
         return tmp_path / "empty"
 
-    def run_folder() -> Path:
-        for name in ("best", "checkpoint-50"):
-            shutil.copytree(folders["adapter"], tmp_path / "run" / name)
-        return tmp_path / "run"
-
     def half_a_file() -> Path:
         weights = copy("full") / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
         return weights.parent
-
-    def pickled() -> Path:
-        target = copy("adapter")
-        (target / "adapter_model.safetensors").rename(target / "adapter_model.bin")
-        return target
 
     two_labels = "the head gives 2 labels; a reward model gives one"
     return {
@@ -333,26 +274,20 @@ def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict
             "no reward model 'nobody/no-such-reward-model'",
         ),
         "empty": (empty, "neither config.json nor adapter_config.json: no saved model$"),
-        "run folder": (run_folder, "neither config.json nor .* did you mean .*run/best"),
-        "no head": (with_head, "the adapter holds no score head, so its scores would be random"),
+        "no head": (with_head, "no score head, so the scores would be random"),
         "not LoRA": (lambda: copy("adapter", peft_type="IA3"), "peft_type is IA3; only LoRA"),
-        "unnamed head": (
-            lambda: copy("adapter", task_type=None, modules_to_save=None),
-            "names no head, so PEFT would not load the one in the file",
-        ),
         "no base": (
             lambda: copy("adapter", base_model_name_or_path=None),
             "names no base_model_name_or_path; say which with base=",
         ),
         "two-label adapter": (lambda: with_head(weight=torch.zeros(2, 16)), two_labels),
         "two-label model": (lambda: save_full_model(base, tmp_path / "two", num_labels=2), two_labels),
-        "policy": (lambda: base, "a Qwen2ForCausalLM without a score head"),
-        "half a file": (half_a_file, "model.safetensors: not a complete safetensors file"),
-        "pickled": (pickled, "holds no adapter_model.safetensors .pickled weights are not read"),
+        "policy": (lambda: base, "no score head, so the scores would be random"),
+        "half a file": (half_a_file, "model.safetensors: no complete safetensors file"),
         "no weights": (lambda: without("model.safetensors"), r"no \*.safetensors with weights"),
         "no tokenizer": (
             lambda: without("*token*"),
-            "no tokenizer_config.json here; save the tokenizer there, or give one",
+            "no tokenizer_config.json here; save the tokenizer there",
         ),
     }
 
@@ -369,7 +304,6 @@ def test_arguments_and_texts_that_are_refused(folders):
     for arguments, message in (
         ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
         ({"batch_size": 0}, "batch_size must be at least 1"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens must be at least 1, got 0"),
         ({"base": "toy"}, "base=toy is for adapters, and this is a full model"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -379,7 +313,7 @@ def test_arguments_and_texts_that_are_refused(folders):
         reward.score(PROMPTS[:3], COMPLETIONS)
     with pytest.raises(ValueError, match="finished: 1 for 4 completions"):
         reward.score(PROMPTS, COMPLETIONS, finished=[True])
-    with pytest.raises(ValueError, match="completion 1 and its prompt are empty"):
+    with pytest.raises(ValueError, match="sequence 1 is empty"):
         reward.score(["a", ""], ["b", ""], finished=[True, False])
     with pytest.raises(ValueError, match="reward model full-run: completion 0: a response is one assistant message"):
         reward.score(PROMPTS[:1], [[]])

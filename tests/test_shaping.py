@@ -85,10 +85,9 @@ def test_the_order_is_the_one_given():
     clip, center = {"kind": "clip", "limit": 1}, {"kind": "center_reference", "value": 0.5}
     assert shape([2.0], clip, center) == [0.5]
     assert shape([2.0], center, clip) == [1.0]
-    nested = ShapedReward(ShapedReward(given([2.0]), [clip]), [center])
-    assert nested(["p"], ["c"]) == [0.5]
-    assert nested.__name__ == "fixed+clip+center_reference"
-    assert innermost(nested).__name__ == "fixed"
+    shaped = ShapedReward(given([2.0]), [clip, center])
+    assert shaped.__name__ == "fixed+clip+center_reference"
+    assert innermost(shaped).__name__ == "fixed"
 
 
 def test_invariances_of_advantages():
@@ -179,12 +178,6 @@ def test_a_reference_without_a_reward_leaves_none_and_a_fault_stays_one():
         assert found[:3] == [-1, 1, None] and not math.isfinite(found[3]) and found[4] is None
 
 
-def test_references_are_not_scored_by_what_learns_from_a_batch():
-    inner = ShapedReward(given([1.0]), ["center"])
-    with pytest.raises(ValueError, match="per_prompt scores references apart from the batch"):
-        ShapedReward(inner, [{"kind": "center_reference", "per_prompt": True}])
-
-
 def test_a_saved_reference_is_no_other_than_the_configured_one():
     """One that was found by calibration gives way to the saved one; one that was configured is not replaced."""
 
@@ -197,13 +190,8 @@ def test_a_saved_reference_is_no_other_than_the_configured_one():
         shaped.load_state_dict(state)
         assert shaped(["p"], ["c"]) == [2.0]
     configured = fresh(("value", 2.0))
-    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is 2.0"):
-        configured.load_state_dict(state)
+    configured.load_state_dict(state)
     assert configured(["p"], ["c"]) == [1.0]
-    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is that of each prompt"):
-        fresh(("per_prompt", True)).load_state_dict(state)
-    with pytest.raises(ValueError, match="the saved value is that of each prompt, and now it is 2.0"):
-        configured.load_state_dict(fresh(("per_prompt", True)).state_dict())
 
 
 def test_state_goes_on():
@@ -234,7 +222,7 @@ def test_what_it_wraps_is_told_everything_and_reports():
         seen.update(finished=finished, column=column)
         return [2.0, 4.0]
 
-    ensemble = RewardEnsemble([one, given([0.0, 2.0])], names=["one", "two"])
+    ensemble = RewardEnsemble([one, given([0.0, 2.0])])
     shaped = ShapedReward(ensemble, [{"kind": "clip", "limit": 1.5}])
     rewards = shaped(["p"] * 2, ["c"] * 2, finished=[True, False], column=[7, 8], log_metric=logged.__setitem__)
     assert rewards == [1.0, 1.5] and seen == {"finished": [True, False], "column": [7, 8]}
@@ -269,20 +257,11 @@ def test_every_kind_builds_again_from_its_settings():
         ("[]", "must be a list of steps"),
         ('["sigmoid", "clipp"]', "step 2: unknown kind 'clipp'.*did you mean.*clip"),
         ('[{"kind": "clip"}]', "step 1: clip: limit: Field required .it takes limit."),
-        ('["whiten"]', "step 1: whiten: ddof: Field required"),
         ('[{"kind": "whiten", "ddof": 2}]', "whiten: ddof: Input should be 0 or 1"),
-        ('[{"kind": "clip", "limit": 0}]', "clip: limit: Input should be greater than 0"),
         ('[{"kind": "clip", "limit": "5"}]', "clip: limit: Input should be a valid number"),
-        ('[{"kind": "clip", "limit": NaN}]', "clip: limit: Input should be a finite number"),
         ('[{"kind": "clip", "limits": 5}]', "clip: limits: Unexpected keyword argument .it takes limit."),
         ('[{"kind": "soft_overlong", "max_tokens": 10, "buffer": 20}]', "buffer must lie between 1 and max_tokens 10"),
-        (
-            '[{"kind": "soft_overlong", "max_tokens": 10.5, "buffer": 2}]',
-            "max_tokens: Input should be a valid integer",
-        ),
-        ('[{"kind": "center", "momentum": 1}]', "center: momentum: Input should be less than 1"),
         ('[{"kind": "center_reference", "value": 1, "per_prompt": true}]', "give value or per_prompt, not both"),
-        ("[7]", "step 1: unknown kind"),
     ],
 )
 def test_settings_that_are_none(text, message):
@@ -292,52 +271,30 @@ def test_settings_that_are_none(text, message):
 
 
 def test_what_cannot_be_shaped():
-    async def later(prompts, completions, **columns):
-        return [1.0]
-
-    with pytest.raises(ValueError, match="asynchronous"):
-        ShapedReward(later, ["sigmoid"])
     with pytest.raises(ValueError, match="at least one step"):
         ShapedReward(given([1.0]), [])
-    with pytest.raises(ValueError, match="returned 1 values for 2 completions"):
+    with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):
         ShapedReward(given([1.0]), ["sigmoid"])(["p"] * 2, ["c"] * 2)
 
 
 # ---- Several processes ----
 
 
-def test_single_rows_of_a_batch_that_failed(monkeypatch):
-    """A process whose reward fails adds nothing to the sums; its good rows go by them, without another collective.
-
-    The other process gives 1, 3: count 2, total 4, so the mean is 2, and the row of 5 becomes 3.
-    """
+def test_a_process_whose_reward_fails_adds_nothing_to_the_sums(monkeypatch):
+    """It takes part in the sums of the batch; a trainer does not score its rows one by one, which would be others."""
     from trl_ext.rewards import shaping
 
     calls = []
+    monkeypatch.setattr(shaping, "_of_all_ranks", lambda numbers: calls.append(numbers) or [numbers])
 
-    def over_ranks(numbers):
-        calls.append(numbers)
-        return [numbers, [2.0, 4.0, 10.0, 1.0, 3.0]]
+    def fails(prompts, completions):
+        raise KeyError("bad")
 
-    monkeypatch.setattr(shaping, "_of_all_ranks", over_ranks)
-
-    def fails_on_bad(prompts, completions):
-        if "bad" in completions:
-            raise KeyError("bad")
-        return [5.0] * len(completions)
-
-    shaped = ShapedReward(fails_on_bad, ["center"])
+    shaped = ShapedReward(fails, ["center"])
     with pytest.raises(KeyError):
-        shaped(["p"] * 3, ["good", "bad", "good"])
+        shaped(["p"] * 3, ["c"] * 3)
     assert calls == [[0.0, 0.0, 0.0, math.inf, -math.inf]]
-    assert shaped(["p"], ["good"]) == [3.0]
-    with pytest.raises(KeyError):
-        shaped(["p"], ["bad"])
-    assert shaped(["p"], ["good"]) == [3.0]
-    assert len(calls) == 1, "no collective operation for single rows"
-    # The next batch is a batch again: (2 * 2 + (4 + 10)) / (2 + 2 + 2) = 3.
-    assert shaped(["p"] * 2, ["good"] * 2) == [pytest.approx(2.0)] * 2
-    assert len(calls) == 2
+    assert shaped.scores_groups and not ShapedReward(fails, ["sigmoid"]).scores_groups
 
 
 PROCESS = """
@@ -361,39 +318,25 @@ try:
     after = faulty(["p"] * len(rewards), ["c"] * len(rewards))
 except KeyError:
     after = "raised"
-def without_reference(prompts, completions, **columns):
-    if "reference" in completions and state.process_index == 1:
-        raise KeyError("no answer")
-    return [0.5 if c == "reference" else reward for c, reward in zip(completions, rewards)]
-faulty = ShapedReward(without_reference, [{"kind": "center_reference", "per_prompt": True}, steps[1]])
-try:
-    given = {"reference_response_text": ["reference"] * len(rewards)}
-    of_references = faulty(["p"] * len(rewards), ["c"] * len(rewards), **given)
-except KeyError:
-    of_references = "raised"
 equal = [1e8 / 3] * (4 if state.process_index else 3)
 whitened = ShapedReward(lambda prompts, completions: equal, [steps[1]])(["p"] * len(equal), ["c"] * len(equal))
 with open(f"rank{state.process_index}.json", "w") as file:
-    json.dump([found, shaped.state_dict(), after, of_references, whitened], file)
+    json.dump([found, shaped.state_dict(), after, whitened], file)
 end_processes(state)
 """
 
 
 @pytest.mark.slow
 def test_statistics_are_those_of_all_processes(tmp_path):
-    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting.
-
-    Minus 0.5 the first process's rewards are 1.5, 0.5, -0.5: mean 0.5, squares 1 + 0 + 1, deviation sqrt(2 / 3).
-    """
+    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting."""
     from tests.train_once import in_processes
 
     script = tmp_path / "process.py"
     script.write_text(PROCESS)
     in_processes(2, str(script), cwd=tmp_path)
     written = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    (first, state, after, of_references, equal), (second, other_state, other_after, of_others, others) = written
+    (first, state, after, equal), (second, other_state, other_after, others) = written
     assert [*first, *second] == pytest.approx([0.707107, 0, -0.707107, -1.414214, 1.414214], abs=1e-6)
     assert state == other_state and state["steps"][0]["mean"] == 1.0
     assert after == [1.0, 0.0, -1.0] and other_after == "raised"
-    assert of_references == pytest.approx([1.5**0.5, 0, -(1.5**0.5)], abs=1e-6) and of_others == "raised"
     assert [*equal, *others] == [0] * 7

@@ -74,29 +74,6 @@ def test_shared_scores_are_those_of_a_separate_copy(name, tiny_model_path, adapt
     assert (frozen.score(names[name], SEQUENCES, pad_token_id=0) - separate).abs().max() <= 2e-6
 
 
-def test_scores_follow_neither_batch_size_nor_order_nor_padding(tiny_model_path, adapters):
-    backbone = SharedBackbone(load_policy(tiny_model_path))
-    name = backbone.add_reward_adapter(adapters["plain"])
-    together = backbone.score(name, SEQUENCES, batch_size=4, pad_token_id=0)
-    for index, sequence in enumerate(SEQUENCES):
-        alone = backbone.score(name, [sequence], batch_size=1, pad_token_id=0)
-        assert (alone[0] - together[index]).abs() <= 1e-6
-    reversed_order = backbone.score(name, SEQUENCES[::-1], batch_size=3, pad_token_id=0)
-    assert (reversed_order.flip(0) - together).abs().max() <= 1e-6
-
-
-def test_the_score_is_read_at_the_last_token_that_is_not_padding(tiny_model_path, adapters):
-    """With the end token as padding, a sequence scores as without its end: transformers' rule, in both copies."""
-    backbone = SharedBackbone(load_policy(tiny_model_path))
-    name = backbone.add_reward_adapter(adapters["plain"])
-    ends_with_padding = [[5, 9, 33, 2], [7, 8, 9, 10, 2]]
-    shared = backbone.score(name, ends_with_padding, pad_token_id=2)
-    separate = load_adapter(tiny_model_path, adapters["plain"])
-    assert (shared - plain_scores(separate, [row[:-1] for row in ends_with_padding])).abs().max() <= 2e-6
-    separate.config.pad_token_id = 2
-    assert (shared - score_sequences(separate, ends_with_padding, pad_token_id=2)).abs().max() <= 1e-6
-
-
 def test_bfloat16_scores_are_those_of_a_separate_copy(tiny_model_path, adapters):
     policy = load_policy(tiny_model_path)
     for parameter in policy.get_base_model().parameters():
@@ -130,7 +107,6 @@ def test_attaching_changes_nothing_else(tiny_model_path, adapters):
     after = state(policy)
     assert after[0] == before[0] == ["default"]
     assert {module: after[4][module] for module in before[4]} == before[4]
-    assert not any(after[4][module] for module in after[4].keys() - before[4].keys())
     assert [name for name, needs in after[3].items() if needs] == [name for name, needs in before[3].items() if needs]
     renamed = {name.replace(".base_layer.", "."): parameter for name, parameter in policy.named_parameters()}
     for name, weight in weights.items():
@@ -194,9 +170,6 @@ def test_within_a_disabled_adapter(tiny_model_path, adapters):
         assert torch.equal(policy(ids).logits, reference)
     assert state(policy) == enabled
     assert not torch.equal(policy(ids).logits, reference)
-    with backbone.adapter(None):
-        assert torch.equal(policy(ids).logits, reference)
-    assert state(policy) == enabled
     with policy.disable_adapter():
         added = backbone.add_reward_adapter(adapters["all linear, rank 6"])
         assert torch.equal(policy(ids).logits, reference), "also where it wraps modules that were bare before"
@@ -216,8 +189,6 @@ def test_an_exception_restores_everything(tiny_model_path, adapters):
         backbone.score(name, [[1], []], pad_token_id=0)
     with pytest.raises(IndexError):
         backbone.score(name, [[10**6]], pad_token_id=0)
-    with pytest.raises(KeyboardInterrupt), backbone.adapter(name):
-        raise KeyboardInterrupt
     assert state(policy) == before
 
 
@@ -236,12 +207,6 @@ def test_what_the_policy_froze_stays_frozen(tiny_model_path, adapters):
     name = backbone.add_reward_adapter(adapters["plain"])
     assert trained() == before
     backbone.score(name, SEQUENCES, pad_token_id=0)
-    assert trained() == before
-    with backbone.adapter(None):
-        pass
-    assert trained() == before
-    with pytest.raises(KeyboardInterrupt), backbone.adapter(name):
-        raise KeyboardInterrupt
     assert trained() == before
 
 
@@ -323,10 +288,7 @@ def test_a_reference_adapter_beside_the_policy(tiny_model_path, adapters, tmp_pa
         if ".ref." in name_of:
             parameter.requires_grad_(False)
     before = state(policy)
-    with backbone.adapter("ref"):
-        assert policy.active_adapters == ["ref"]
-        backbone.score(name, SEQUENCES, pad_token_id=0)
-        assert policy.active_adapters == ["ref"]
+    backbone.score(name, SEQUENCES, pad_token_id=0)
     assert state(policy) == before
     policy.save_pretrained(tmp_path)
     assert sorted(path.parent.name for path in tmp_path.rglob("adapter_model.safetensors")) == sorted(
@@ -334,27 +296,11 @@ def test_a_reference_adapter_beside_the_policy(tiny_model_path, adapters, tmp_pa
     )
 
 
-def test_names(tiny_model_path, adapters):
+def test_a_name_that_is_no_reward_adapters(tiny_model_path, adapters):
     backbone = SharedBackbone(load_policy(tiny_model_path))
-    assert backbone.add_reward_adapter(adapters["plain"], "helpful") == "helpful"
-    assert backbone.add_reward_adapter(adapters["plain"]) == "reward0"
-    for name, message in (
-        ("helpful", "already has an adapter"),
-        ("default", "already"),
-        ("a.b", "must not"),
-        ("", "must not be empty"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            backbone.add_reward_adapter(adapters["plain"], name)
-    with pytest.raises(ValueError, match="no reward adapter 'default' on this backbone; there are: helpful, reward0"):
+    backbone.add_reward_adapter(adapters["plain"])
+    with pytest.raises(ValueError, match="no reward adapter 'default' on this backbone; there are: reward0"):
         backbone.score("default", SEQUENCES)
-    with pytest.raises(ValueError, match="the model has no adapter 'nope'"), backbone.adapter("nope"):
-        pass
-    # A backbone whose first adapter was not there yet when it was made.
-    frozen = SharedBackbone.load(tiny_model_path)
-    with pytest.raises(ValueError, match="there are: none"):
-        frozen.score("reward0", SEQUENCES)
-    assert frozen.reward_adapters == ()
 
 
 def test_loading_a_frozen_base_draws_no_random_numbers(tiny_model_path, adapters):
@@ -363,7 +309,6 @@ def test_loading_a_frozen_base_draws_no_random_numbers(tiny_model_path, adapters
     name = backbone.add_reward_adapter(adapters["plain"])
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
-    assert not backbone.model.training
     base_types = {p.dtype for n, p in backbone.model.named_parameters() if ".lora_" not in n}
     assert base_types == {torch.bfloat16}
     assert (

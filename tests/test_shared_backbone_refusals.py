@@ -38,10 +38,6 @@ def drop_one(weights: dict) -> None:
     del weights["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"]
 
 
-def add_one(weights: dict) -> None:
-    weights["base_model.model.model.layers.7.self_attn.v_proj.lora_B.weight"] = torch.zeros(8, 4)
-
-
 def widen_one(weights: dict) -> None:
     weights["base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"] = torch.zeros(9, 4)
 
@@ -53,17 +49,11 @@ def add_embedding(weights: dict) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"bias": "all"}, "bias='all' trains biases of the base"),
-        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4' rewrites the base"),
-        ({"init_lora_weights": "olora"}, "'olora' rewrites the base"),
-        ({"trainable_token_indices": [1]}, "trains tokens of the embedding"),
-        ({"layer_replication": [[0, 2]]}, "replicates layers"),
-        ({"target_parameters": ["x"]}, "bare parameters"),
-        ({"alora_invocation_tokens": [5]}, "invocation tokens"),
-        ({"modules_to_save": ["score", "norm"]}, "whole modules of the base beside its head: norm"),
-        ({"tensors": add_embedding}, "model.embed_tokens.weight .resized embeddings"),
+        ({"bias": "all"}, "the adapter cannot share a base with bias='all'"),
+        ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'"),
+        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
+        ({"tensors": add_embedding}, "the adapter's file holds weights of the base, such as .*embed_tokens.weight"),
         ({"tensors": drop_one}, "the adapter lacks 1 tensors, such as .*v_proj.lora_B"),
-        ({"tensors": add_one}, "no place for, 1 tensors, such as .*layers.7"),
         ({"tensors": widen_one}, "does not fit the base: .*size mismatch"),
     ],
 )
@@ -116,11 +106,6 @@ def policies(base: str) -> dict:
         policy.get_base_model().model.norm.weight.requires_grad_(True)
         return policy
 
-    def sharded():
-        policy = load_policy(base)
-        policy.get_base_model().model.norm.weight.device_mesh = "a mesh"
-        return policy
-
     def quantized():
         policy = load_policy(base)
         policy.get_base_model().is_quantized = True
@@ -132,29 +117,23 @@ def policies(base: str) -> dict:
         policy.base_model.set_adapter(["default", "other"])
         return policy
 
-    def nameless():
-        policy = load_policy(base)
-        policy.peft_config["default"].base_model_name_or_path = None
-        return policy
-
     plain = lambda: AutoModelForCausalLM.from_pretrained(base)  # noqa: E731
     targets = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
     return {
         "a Qwen2ForCausalLM, not a model with a LoRA adapter": plain,
         "'default' is IA3, not LoRA": lambda: get_peft_model(plain(), IA3Config(task_type="CAUSAL_LM", **targets)),
-        "'default' changes its base: init_lora_weights='pissa'": lambda: load_policy(base, init_lora_weights="pissa"),
-        "'default' changes its base: bias='all'": lambda: load_policy(base, bias="all"),
+        "'default' may change its base with init_lora_weights='pissa'": lambda: load_policy(
+            base, init_lora_weights="pissa"
+        ),
         "trains weights of its base, such as norm.weight": unfrozen,
-        "sharded by FSDP": sharded,
         "base is quantized": quantized,
         "2 active adapters, and one is expected": two_active,
-        "does not know which base": nameless,
     }
 
 
 @pytest.mark.parametrize("message", list(policies("")))
 def test_policies_that_are_refused(message, tiny_model_path):
-    with pytest.raises(ValueError, match=f"cannot sit on the policy's backbone: .*{message}"):
+    with pytest.raises(ValueError, match=message):
         SharedBackbone(policies(tiny_model_path)[message]())
 
 
@@ -168,13 +147,3 @@ def test_a_merged_policy_is_not_unmerged_behind_its_back(tiny_model_path, adapte
         backbone.score(name, SEQUENCES, pad_token_id=0)
     policy.unmerge_adapter()
     assert (backbone.score(name, SEQUENCES, pad_token_id=0) - before).abs().max() < 1e-5
-
-
-def test_a_pickled_base_is_not_read(tiny_model_path, tmp_path):
-    """transformers would take it where there is no safetensors file."""
-    shutil.copytree(tiny_model_path, tmp_path / "base")
-    weights = tmp_path / "base" / "model.safetensors"
-    torch.save(load_file(weights), tmp_path / "base" / "pytorch_model.bin")
-    weights.unlink()
-    with pytest.raises((OSError, ValueError), match="safetensors"):
-        SharedBackbone.load(str(tmp_path / "base"))

@@ -228,16 +228,11 @@ def test_what_is_returned_and_how(model, batch):
     model.eval()
 
 
-def test_bad_labels(model, batch):
-    ids, labels = batch["input_ids"], batch["labels"].clone()
-    with pytest.raises(ValueError, match=r"one shape \[B, T\], got \[2, 15\] and \[2, 14\]$"):
-        response_log_probs(model, ids, labels[:, 1:])
+def test_labels_that_are_no_tokens(model, batch):
+    labels = batch["labels"].clone()
     labels[1, 3] = -100
-    with pytest.raises(ValueError, match=r"^labels\[1, 3\] is -100, which is no token of the vocabulary of 259"):
-        response_log_probs(model, ids, labels)
-    labels[1, 3] = 259
-    with pytest.raises(ValueError, match=r"^labels\[1, 3\] is 259"):
-        response_log_probs(model, ids, labels)
+    with pytest.raises(ValueError, match="labels: an id that is no token, such as -100"):
+        response_log_probs(model, batch["input_ids"], labels)
 
 
 # ------------------------------------------------------------------------------------------------ completion mask
@@ -251,8 +246,6 @@ def test_completion_mask_by_hand():
     assert completion_mask(ids, 2).dtype == torch.bool
     assert completion_mask(ids, [7, 2]).tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
     assert completion_mask(ids[:, :0], 2).shape == (4, 0)
-    with pytest.raises(ValueError, match=r"must have the shape \[B, T\], got \[4\]"):
-        completion_mask(ids[:, 0], 2)
 
 
 def test_importing_loads_neither_trl_nor_transformers():

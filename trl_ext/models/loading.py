@@ -83,7 +83,7 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
         # As in GPT-2; the attention mask separates padding from the end of a text.
         tokenizer.pad_token = tokenizer.eos_token
     if is_adapter:
-        model = _with_adapter(model, path)
+        model = with_adapter(model, path)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.requires_grad_(False).eval().to(device), tokenizer
@@ -131,12 +131,7 @@ def model_sha256(name_or_path: str | Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: bad JSON: {error.msg} at line {error.lineno}") from error
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def _refuse_reward_models(name: str | Path, adapter: dict[str, Any] | None, config: dict[str, Any] | None) -> None:
@@ -162,7 +157,12 @@ def require_on_hub(name: str) -> None:
         ) from error
 
 
-def _with_adapter(model, path: str):
+def with_adapter(model, path: str | Path):
+    """The model with a saved adapter, all of whose weights are in the file.
+
+    Raises:
+        ValueError: the adapter does not fit the model.
+    """
     import warnings
 
     from peft import PeftModel
@@ -172,7 +172,7 @@ def _with_adapter(model, path: str):
         # PEFT only warns, and keeps missing weights at their initial value: the answers would be the base's.
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
-            return PeftModel.from_pretrained(model, path)
+            return PeftModel.from_pretrained(model, str(path))
         except (UserWarning, RuntimeError, SafetensorError) as error:
             problem = " ".join(line.strip() for line in str(error).splitlines()[:2])
             raise ValueError(f"{path}: the adapter does not fit its base {model.name_or_path}: {problem}") from error

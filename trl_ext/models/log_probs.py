@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from trl.trainer.utils import selective_log_softmax
 
+from trl_ext.models.batches import in_batches, pad_rows, response_logits
 from trl_ext.models.packing import packed_inputs, packing_of
 
 
@@ -42,68 +42,42 @@ def score_responses(
     Raises:
         ValueError: an empty prompt, or lists of different length.
     """
-    if len(prompt_ids) != len(response_ids):
-        raise ValueError(f"{len(prompt_ids)} prompts for {len(response_ids)} responses")
     for index, prompt in enumerate(prompt_ids):
         if not len(prompt):
             raise ValueError(f"prompt {index} is empty: there is nothing to predict its first response token from")
     packing = packing_of(model)
+    rows = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
     packed = packing is not None and packing.active
-    if packed:
-        order = sorted(range(len(prompt_ids)), key=lambda i: [*prompt_ids[i], *response_ids[i]])
-    else:
-        order = sorted(range(len(prompt_ids)), key=lambda i: -(len(prompt_ids[i]) + len(response_ids[i])))
-    results: list[Tensor | None] = [None] * len(order)
-    was_training = model.training
-    model.eval()
-    try:
-        starts = range(0, len(order), batch_size)
-        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
-            rows = order[start : start + batch_size]
-            scored = _score_batch(model, [prompt_ids[i] for i in rows], [response_ids[i] for i in rows], pad_token_id)
-            for row, log_probs in zip(rows, scored, strict=True):
-                results[row] = log_probs
-    finally:
-        model.train(was_training)
-    return results
+    order = sorted(range(len(rows)), key=lambda i: rows[i] if packed else -len(rows[i]))
+
+    def scored(batch: list[int]) -> list[Tensor]:
+        return _score_batch(model, [rows[i] for i in batch], [len(response_ids[i]) for i in batch], pad_token_id)
+
+    return in_batches(model, scored, order, batch_size=batch_size, progress=progress)
 
 
-def _score_batch(model, prompts: list, responses: list, pad_token_id: int) -> list[Tensor]:
-    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
-    width, kept = max(lengths), max(len(response) for response in responses)
+def _score_batch(model, rows: list[list[int]], counts: list[int], pad_token_id: int) -> list[Tensor]:
+    """Log-probabilities of the last tokens of each row; `counts` are the response tokens of each."""
+    kept = max(counts)
     if kept == 0:
-        return [torch.empty(0) for _ in responses]
-    input_ids = torch.full((len(prompts), width), pad_token_id)
-    attention_mask = torch.zeros_like(input_ids)
-    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        input_ids[row, width - lengths[row] :] = torch.tensor([*prompt, *response])
-        attention_mask[row, width - lengths[row] :] = 1
-    input_ids, attention_mask = input_ids.to(model.device), attention_mask.to(model.device)
+        return [torch.empty(0) for _ in rows]
+    input_ids, attention_mask = (part.to(model.device) for part in pad_rows(rows, pad_token_id, "left"))
     packing = packing_of(model)
-    if packing is not None:
-        counts = [len(response) for response in responses]
-        scored = _score_packed(packing, input_ids, attention_mask, counts)
-        if scored is not None:
-            return scored
-    position_ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
-    logits = model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        use_cache=False,
-        logits_to_keep=kept + 1,
-    ).logits[:, -kept - 1 : -1]
-    results = []
-    for row, response in enumerate(responses):
-        # Row by row, since float32 logits of the whole batch would be the largest tensor of all.
-        own_logits = logits[row : row + 1, kept - len(response) :].float()
-        targets = input_ids[row : row + 1, width - len(response) :]
-        results.append(selective_log_softmax(own_logits, targets)[0].cpu())
-    return results
+    scored = None if packing is None else _score_packed(packing, input_ids, attention_mask, counts)
+    if scored is not None:
+        return scored
+    logits, width = response_logits(model, input_ids, attention_mask, kept), input_ids.shape[1]
+    # Row by row, since float32 logits of the whole batch would be the largest tensor of all.
+    return [
+        selective_log_softmax(
+            logits[row : row + 1, kept - count :].float(), input_ids[row : row + 1, width - count :]
+        )[0].cpu()
+        for row, count in enumerate(counts)
+    ]
 
 
 def _score_packed(packing, input_ids: Tensor, attention_mask: Tensor, counts: list[int]) -> list[Tensor] | None:
-    """The same on a packed row; None if the batch stays padded. `counts` are the response tokens of each row."""
+    """The same on a packed row; None if the batch stays padded."""
     width = input_ids.shape[1]
     labels = torch.full_like(input_ids, -100)
     for row, count in enumerate(counts):

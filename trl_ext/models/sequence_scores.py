@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
+from trl_ext.models.batches import in_batches, pad_rows
 from trl_ext.models.packing import packing_of
 
 
@@ -43,22 +43,11 @@ def score_sequences(
     device = next(model.parameters()).device
     packing = packing_of(model)
     packed = packing is not None and packing.active
+
+    def scored(rows: list[int]) -> Tensor:
+        input_ids, attention_mask = pad_rows([sequences[row] for row in rows], pad_token_id, "right")
+        logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device)).logits
+        return logits.squeeze(-1).float().cpu()
+
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]) if packed else -len(sequences[i]))
-    scores = torch.empty(len(sequences))
-    was_training = model.training
-    model.eval()
-    try:
-        starts = range(0, len(order), batch_size)
-        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
-            rows = order[start : start + batch_size]
-            width = max(len(sequences[row]) for row in rows)
-            input_ids = torch.full((len(rows), width), pad_token_id)
-            attention_mask = torch.zeros_like(input_ids)
-            for position, row in enumerate(rows):
-                input_ids[position, : len(sequences[row])] = torch.tensor(sequences[row])
-                attention_mask[position, : len(sequences[row])] = 1
-            logits = model(input_ids=input_ids.to(device), attention_mask=attention_mask.to(device)).logits
-            scores[rows] = logits.squeeze(-1).float().cpu()
-    finally:
-        model.train(was_training)
-    return scores
+    return torch.tensor(in_batches(model, scored, order, batch_size=batch_size, progress=progress))

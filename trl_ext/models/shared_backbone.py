@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from trl_ext.models.loading import resolve_model_path
@@ -44,7 +44,7 @@ class SharedBackbone:
     def __init__(self, model: PeftModel):
         obstacle = policy_obstacle(model)
         if obstacle:
-            raise ValueError(f"reward adapters cannot sit on the policy's backbone: {obstacle}")
+            raise ValueError(obstacle)
         self.model = model
         self.base_name_or_path: str = model.peft_config[model.active_adapters[0]].base_model_name_or_path
         self._heads: dict[str, Tensor] = {}
@@ -71,7 +71,7 @@ class SharedBackbone:
         """Names of the reward adapters, in the order in which they were added."""
         return tuple(self._heads)
 
-    def add_reward_adapter(self, folder: str | Path, name: str | None = None, *, base: str | None = None) -> str:
+    def add_reward_adapter(self, folder: str | Path, *, base: str | None = None) -> str:
         """Add a saved LoRA reward model to the backbone, frozen, and keep its head separately.
 
         Nothing else changes: not the active adapter, nor which parameters require gradients, nor which modules are in
@@ -79,11 +79,10 @@ class SharedBackbone:
 
         Args:
             folder: a folder with `adapter_config.json` and `adapter_model.safetensors`.
-            name: PEFT's name for the adapter; None for `reward0`, `reward1` and so on.
             base: the folder or hub name of the base, if it has moved from where the adapter's configuration says.
 
         Returns:
-            The name, for `score`.
+            PEFT's name for the adapter, for `score`: `reward0`, `reward1` and so on.
 
         Raises:
             FileNotFoundError, ValueError: no such adapter, or one that would change the base or does not fit it.
@@ -91,36 +90,15 @@ class SharedBackbone:
         adapter = read_reward_adapter(folder, base=base)
         obstacle = sharing_obstacle(self.model, self.base_name_or_path, adapter)
         if obstacle:
-            raise ValueError(f"{folder}: cannot sit on the shared backbone: {obstacle}")
-        name = self._free_name() if name is None else self._checked_name(name)
-        tensors = load_file(adapter.weights)
+            raise ValueError(obstacle)
+        taken = getattr(self.model, "peft_config", {})
+        name = next(name for name in (f"reward{i}" for i in range(len(taken) + 1)) if name not in taken)
+        tensors = load_file(adapter.folder / "adapter_model.safetensors")
         head = tensors.pop(adapter.head).float()
         with preserved_random_state():
             self._inject(adapter, name, tensors)
         self._heads[name] = head
         return name
-
-    @contextmanager
-    def adapter(self, name: str | None) -> Iterator[PeftModel]:
-        """The model in evaluation mode under one of its adapters, or under none (None: the base itself).
-
-        On exit, even after an exception, it restores the active adapter, whether adapters are disabled, which
-        parameters require gradients and which modules are in training mode. It may be entered inside
-        `disable_adapter()`.
-
-        Raises:
-            ValueError: no such adapter, or an adapter is merged into the base.
-        """
-        if name is not None and name not in getattr(self.model, "peft_config", {}):
-            raise ValueError(f"the model has no adapter {name!r}; it has {', '.join(self.model.peft_config)}")
-        with _restored(self.model):
-            self.model.eval()
-            if isinstance(self.model, PeftModel):
-                tuner = self.model.base_model
-                (tuner.disable_adapter_layers if name is None else tuner.enable_adapter_layers)()
-                if name is not None:
-                    self.model.set_adapter(name, inference_mode=True)
-            yield self.model
 
     @torch.no_grad()
     def score(
@@ -134,6 +112,8 @@ class SharedBackbone:
     ) -> Tensor:
         """Scores of token sequences under one reward adapter, equal to those of `score_sequences` on a separate copy.
 
+        Afterwards the active adapter, gradients and training modes of the model are as before.
+
         Args:
             name: the name that `add_reward_adapter` returned.
             sequences, batch_size, progress: as for `score_sequences`.
@@ -145,31 +125,19 @@ class SharedBackbone:
         if name not in self._heads:
             names = ", ".join(self._heads) or "none"
             raise ValueError(f"no reward adapter {name!r} on this backbone; there are: {names}")
-        with self.adapter(name) as model:
-            scorer = _Scorer(model, self._heads[name], pad_token_id)
+        with _restored(self.model):
+            self.model.base_model.enable_adapter_layers()
+            self.model.set_adapter(name, inference_mode=True)
+            scorer = _Scorer(self.model, self._heads[name], pad_token_id)
             return score_sequences(
                 scorer, sequences, batch_size=batch_size, pad_token_id=pad_token_id, progress=progress
             )
-
-    def _free_name(self) -> str:
-        taken = getattr(self.model, "peft_config", {})
-        return next(name for name in (f"reward{i}" for i in range(len(taken) + 1)) if name not in taken)
-
-    def _checked_name(self, name: str) -> str:
-        if not name or "." in name or "lora_" in name:
-            raise ValueError(
-                f"the adapter name {name!r} must not be empty or contain '.' or 'lora_': PEFT splits at it"
-            )
-        if name in getattr(self.model, "peft_config", {}):
-            raise ValueError(f"the model already has an adapter {name!r}: choose another name")
-        return name
 
     def _inject(self, adapter: RewardAdapter, name: str, tensors: dict[str, Tensor]) -> None:
         config = deepcopy(adapter.config)
         config.modules_to_save, config.task_type, config.inference_mode = None, None, True
         # Loading replaces every weight; other initialisations would first look at the base or at data.
         config.init_lora_weights = True
-        existing = {id(part) for part in (*self.model.parameters(), *self.model.modules())}
         first = not isinstance(self.model, PeftModel)
         with _restored(self.model):
             if first:
@@ -184,35 +152,22 @@ class SharedBackbone:
                 else:
                     self.model.delete_adapter(name)
                 raise
-        for parameter in self.model.parameters():
-            if id(parameter) not in existing:
+        for parameter_name, parameter in self.model.named_parameters():
+            if f".{name}." in f"{parameter_name}.":
                 parameter.requires_grad_(False)
-        for module in self.model.modules():
-            if id(module) not in existing:
-                module.training = False
 
 
-class _Scorer:
+class _Scorer(nn.Module):
     """The backbone under its active adapter with one head, called like a model for sequence classification."""
 
-    training = False
-
     def __init__(self, model: PeftModel, head: Tensor, pad_token_id: int):
+        super().__init__()
         self.transformer = model.get_base_model().base_model
         self.packing = packing_of(model)
         self.head = head.to(next(self.parameters()).device)
         self.pad_token_id = pad_token_id
 
-    def parameters(self) -> Iterator[Tensor]:
-        return self.transformer.parameters()
-
-    def eval(self) -> None:
-        """Does nothing: the backbone is already in evaluation mode."""
-
-    def train(self, mode: bool) -> None:
-        """Does nothing: the backbone restores its modes when the adapter is left."""
-
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> SimpleNamespace:
         last = last_tokens(input_ids, self.pad_token_id)
         plan = None if self.packing is None else self.packing.plan(input_ids, attention_mask)
         if plan is not None:
@@ -281,8 +236,6 @@ def _restored(model) -> Iterator[None]:
     if any(layer.merged for layer in layers):
         raise ValueError("an adapter is merged into the base: unmerge it before another one is used")
     active = model.active_adapters if isinstance(model, PeftModel) else []
-    if isinstance(model, PeftModel) and len(active) != 1:
-        raise ValueError(f"exactly one adapter must be active, and there are {len(active)}: {', '.join(active)}")
     disabled = any(layer.disable_adapters for layer in layers)
     gradients = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     modes = [(module, module.training) for module in model.modules()]

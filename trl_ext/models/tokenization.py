@@ -96,19 +96,13 @@ def response_log_probs(
         `log_probs`, [B, T], in nats, and if requested `token_entropy`, [B, T]; in float32 or finer.
 
     Raises:
-        ValueError: shapes that differ, or a label that is not a token of the vocabulary, such as -100.
+        ValueError: a label that is not a token of the vocabulary, such as -100.
     """
-    if input_ids.dim() != 2 or input_ids.shape != labels.shape:
-        raise ValueError(
-            f"input_ids and labels must have one shape [B, T], got {list(input_ids.shape)} and {list(labels.shape)}"
-        )
     logits = model(input_ids).logits
-    outside = (labels < 0) | (labels >= logits.shape[-1])
-    if bool(outside.any()):
-        row, position = outside.nonzero()[0].tolist()
+    if bool(((labels < 0) | (labels >= logits.shape[-1])).any()):
         raise ValueError(
-            f"labels[{row}, {position}] is {labels[row, position].item()}, which is no token of the vocabulary of "
-            f"{logits.shape[-1]}: give every position its token, and mask those that do not count afterwards"
+            "labels: an id that is no token, such as -100; give every position its token, and mask those that do not "
+            "count afterwards"
         )
     log_probs, entropies = [], []
     for row, targets in zip(logits, labels, strict=True):
@@ -139,11 +133,6 @@ def completion_mask(completion_ids: Tensor, eos_token_id: int | Sequence[int]) -
     Args:
         completion_ids: generated tokens and the padding after them, [B, T].
         eos_token_id: the token that ends a completion, or several.
-
-    Raises:
-        ValueError: ids that are not [B, T].
     """
-    if completion_ids.dim() != 2:
-        raise ValueError(f"completion_ids must have the shape [B, T], got {list(completion_ids.shape)}")
     ends = torch.isin(completion_ids, torch.as_tensor(eos_token_id, device=completion_ids.device)).long()
     return ends.cumsum(dim=1) - ends == 0

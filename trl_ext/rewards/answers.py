@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -9,10 +10,11 @@ from fractions import Fraction
 from numbers import Real
 
 from trl_ext.data.boxes import last_boxed
-from trl_ext.rewards.expression import FUNCTIONS, MAX_CHARACTERS, nesting, values_agree
+from trl_ext.rewards.expression import FUNCTIONS, depths, nesting, values_agree
 from trl_ext.rewards.math_worker import require_math_verify, verify_in_worker
 from trl_ext.rewards.normalization import Answer, clean
 
+MAX_CHARACTERS = 1000
 MAX_NESTING = 30
 INTEGER = re.compile(r"[+-]?[0-9]+")
 DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?")
@@ -126,9 +128,8 @@ def _verified(answer: str, truth: str) -> bool:
         or _bases(given) != _bases(true)
     ):
         return False
-    if "=" in given.body + true.body:
-        return verify_in_worker(given.equation, true.equation)
-    return verify_in_worker(given.formula, true.formula)
+    equations = "=" in given.body + true.body
+    return verify_in_worker(given.formula(with_variable=equations), true.formula(with_variable=equations))
 
 
 def _is_formula(answer: Answer) -> bool:
@@ -183,23 +184,16 @@ def _brackets_and_parts(text: str) -> tuple[str, list[str]]:
 
 
 def _closes_at_the_end(text: str) -> bool:
-    depth = 0
-    for position, character in enumerate(text):
-        depth += (character in "([⦃") - (character in ")]⦄")
-        if depth == 0:
-            return position == len(text) - 1
-    return False
+    """Whether the first bracket is closed by the last character."""
+    *before, last = depths(text, "([⦃", ")]⦄")
+    return last == 0 and 0 not in before
 
 
 def _split(text: str) -> list[str]:
     """Split at commas outside brackets."""
-    parts, depth, start = [], 0, 0
-    for position, character in enumerate(text):
-        depth += (character in "([{⦃") - (character in ")]}⦄")
-        if character == "," and depth == 0:
-            parts.append(text[start:position])
-            start = position + 1
-    return [part.strip() for part in (*parts, text[start:])]
+    places = enumerate(depths(text, "([{⦃", ")]}⦄"))
+    cuts = [-1, *(place for place, depth in places if depth == 0 and text[place] == ","), len(text)]
+    return [text[start + 1 : end].strip() for start, end in itertools.pairwise(cuts)]
 
 
 def _elements_match(answer: str, truth: str) -> bool:
@@ -212,7 +206,7 @@ def _elements_match(answer: str, truth: str) -> bool:
         return False
     if INTEGER.fullmatch(given) or INTEGER.fullmatch(true) or _are_names(given, true, answer + truth):
         return False
-    return values_agree(given, true) is True
+    return values_agree(given, true)
 
 
 def _are_names(given: str, true: str, written: str) -> bool:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trl_ext.models import resolve_model_path
-from trl_ext.models.reward_adapter import HEADS, LIMITS_FILE, RewardAdapter, read_reward_adapter, tensor_shapes
+from trl_ext.models.reward_adapter import LIMITS_FILE, RewardAdapter, head_of, read_reward_adapter, tensor_shapes
 
 # Files that a reward model is loaded from. Pickled weights are not downloaded.
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
@@ -25,12 +25,15 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
     if (folder / "adapter_config.json").is_file():
         return folder, read_reward_adapter(folder, base=base)
     if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder}: neither config.json nor adapter_config.json: no saved model{_hint_at_models_inside(folder)}"
-        )
+        raise FileNotFoundError(f"{folder}: neither config.json nor adapter_config.json: no saved model")
     if base is not None:
         raise ValueError(f"{folder}: base={base} is for adapters, and this is a full model")
-    _check_full_model(folder)
+    shapes = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        shapes |= tensor_shapes(path)
+    if not shapes:
+        raise FileNotFoundError(f"{folder}: no *.safetensors with weights; save the model again (save_pretrained)")
+    head_of(folder, shapes)
     return folder, None
 
 
@@ -40,18 +43,16 @@ def read_limits(folder: Path) -> dict[str, int | None]:
     Raises:
         ValueError: the file that records them is damaged.
     """
-    limits: dict[str, int | None] = {"max_prompt_tokens": 512, "max_response_tokens": 512}
     path = folder / LIMITS_FILE
-    if path.is_file():
-        try:
-            saved = json.loads(path.read_text(encoding="utf-8"))
-            limits = {name: saved[name] for name in limits}
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: it must hold {' and '.join(limits)}; save it again") from error
-        for name, value in limits.items():
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{path} is damaged: {name} must be null or a number of tokens from 1, got {value!r}")
-    return limits
+    if not path.is_file():
+        return {"max_prompt_tokens": 512, "max_response_tokens": 512}
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        return {name: saved[name] for name in ("max_prompt_tokens", "max_response_tokens")}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged: it must hold max_prompt_tokens and max_response_tokens; save it again"
+        ) from error
 
 
 def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
@@ -62,8 +63,7 @@ def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:
         if not Path(name).is_dir() or (Path(name) / "tokenizer_config.json").is_file():
             return name
     raise FileNotFoundError(
-        f"{folder}: no tokenizer_config.json here{' or at its base' if adapter else ''}; "
-        "save the tokenizer there, or give one with tokenizer="
+        f"{folder}: no tokenizer_config.json here{' or at its base' if adapter else ''}; save the tokenizer there"
     )
 
 
@@ -84,34 +84,3 @@ def _local_folder(name: str) -> Path:
         raise FileNotFoundError(
             f"no reward model {name!r}: there is no such folder, and the hub has none of that name within reach"
         ) from error
-
-
-def _hint_at_models_inside(folder: Path) -> str:
-    inside = [
-        child.name
-        for child in sorted(folder.iterdir())
-        if (child / "config.json").is_file() or (child / "adapter_config.json").is_file()
-    ]
-    if not inside:
-        return ""
-    best = "best" if "best" in inside else inside[-1]
-    return f"; it looks like a folder of runs, did you mean {folder / best}?"
-
-
-def _check_full_model(folder: Path) -> None:
-    """Refuse a full model without a trained head of one label."""
-    shapes = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        shapes |= tensor_shapes(path)
-    if not shapes:
-        raise FileNotFoundError(f"{folder}: no *.safetensors with weights; save the model again (save_pretrained)")
-    heads = [name for name in shapes if name.split(".")[0] in HEADS and name.endswith("weight")]
-    if not heads:
-        architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-        kind = f"a {architectures[0]}" if architectures else "a model"
-        raise ValueError(
-            f"{folder}: {kind} without a score head, so its scores would be random: train a reward model from it first"
-        )
-    labels = shapes[heads[-1]][0]
-    if labels != 1:
-        raise ValueError(f"{folder}: the head gives {labels} labels; a reward model gives one (num_labels=1)")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
-import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
-
-logger = logging.getLogger(__name__)
 
 Aggregate = Literal["mean", "min", "mean_minus_std", "uwo", "quantile"]
 AGGREGATES: tuple[str, ...] = get_args(Aggregate)
@@ -47,7 +43,7 @@ def combine(
     Raises:
         ValueError: a shape, a name or a value is invalid.
     """
-    coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
+    coefficient = _coefficient(aggregate, coefficient)
     if scores.ndim != 2 or not len(scores):
         raise ValueError(f"scores must have the shape [members, completions], got {list(scores.shape)}")
     if aggregate == "mean":
@@ -62,22 +58,16 @@ def combine(
     return scores.mean(dim=0) - coefficient * (variance if aggregate == "uwo" else variance.sqrt())
 
 
-def check_aggregate(aggregate: str, coefficient: float | None, quantile: float, ddof: int) -> float | None:
-    """Return the coefficient to use; raise ValueError if the settings are incompatible."""
+def _coefficient(aggregate: str, given: float | None) -> float | None:
+    """The coefficient to use; raises ValueError if the aggregate is unknown or takes none."""
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
-    if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
-    if ddof not in (0, 1):
-        raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof}")
     default = DEFAULT_COEFFICIENTS.get(aggregate)
-    if coefficient is None:
-        return default
-    if default is None:
+    if given is not None and default is None:
         raise ValueError(f"aggregate {aggregate!r} takes no coefficient; leave it out, or use mean_minus_std or uwo")
-    if not (math.isfinite(coefficient) and coefficient >= 0):
-        raise ValueError(f"coefficient must be a number of at least 0, got {coefficient}: it weighs a penalty")
-    return coefficient
+    if given is not None and not given >= 0:
+        raise ValueError(f"coefficient must be a number of at least 0, got {given}: it weighs a penalty")
+    return default if given is None else given
 
 
 class RewardEnsemble:
@@ -90,14 +80,14 @@ class RewardEnsemble:
     Args:
         members: `RewardModel`s, or any synchronous functions with TRL's reward signature.
         aggregate, coefficient, quantile, ddof: as for `combine`.
-        names: a distinct name for each member; None for the members' own names, numbered where they collide.
 
     Attributes:
-        members, names: as above.
+        members: as above.
+        names: the members' names, numbered where they collide.
         shifts, scales: for each member, the value subtracted from its scores and the divisor applied afterwards.
 
     Raises:
-        ValueError: no members, a member that is not a function, duplicate names, or settings as for `combine`.
+        ValueError: no members, or settings as for `combine`.
     """
 
     def __init__(
@@ -108,37 +98,23 @@ class RewardEnsemble:
         coefficient: float | None = None,
         quantile: float = 0.25,
         ddof: int = 0,
-        names: Sequence[str] | None = None,
     ):
         self.members = list(members)
         if not self.members:
             raise ValueError("an ensemble needs at least one member")
-        for index, member in enumerate(self.members):
-            call = getattr(member, "__call__", None)  # noqa: B004
-            if call is None or inspect.iscoroutinefunction(member) or inspect.iscoroutinefunction(call):
-                kind = "an async function" if callable(member) else f"a {type(member).__name__}"
-                raise ValueError(f"member {index} is {kind}; give a RewardModel or a plain reward function")
-        self.coefficient = check_aggregate(aggregate, coefficient, quantile, ddof)
-        if aggregate in DEFAULT_COEFFICIENTS and len(self.members) <= ddof:
-            raise ValueError(
-                f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {len(self.members)}"
-            )
+        self.coefficient = _coefficient(aggregate, coefficient)
         self.aggregate, self.quantile, self.ddof = aggregate, quantile, ddof
-        self.names = _member_names(self.members, names)
+        self.names = _member_names(self.members)
         self.shifts = [0.0] * len(self.members)
         self.scales = [1.0] * len(self.members)
         self.calibrated_on = 0
         self.__name__ = "ensemble"
-        self._warned = False
 
     def calibrate(
         self,
         prompts: Sequence,
         completions: Sequence,
         finished: Sequence[bool] | None = None,
-        *,
-        center: bool = True,
-        scale: bool = True,
         **columns: Any,
     ) -> RewardEnsemble:
         """Shift and scale every member to mean 0 and population standard deviation 1 on these completions.
@@ -161,13 +137,12 @@ class RewardEnsemble:
         shifts, scales = raw.mean(dim=1), raw.std(dim=1, correction=0)
         for name, scores, spread in zip(self.names, raw, scales.tolist(), strict=True):
             # Scores that should be equal can differ in the last bits of float32.
-            if scale and spread <= 1e-6 * max(1.0, scores.abs().max().item()):
+            if spread <= 1e-6 * max(1.0, scores.abs().max().item()):
                 raise ValueError(
                     f"member {name}: all {len(scores)} calibration completions score {scores[0].item():.6g}, so it "
-                    "has no scale; calibrate on more varied completions, or with scale=False"
+                    "has no scale; calibrate on more varied completions"
                 )
-        self.shifts = shifts.tolist() if center else [0.0] * len(self.members)
-        self.scales = scales.tolist() if scale else [1.0] * len(self.members)
+        self.shifts, self.scales = shifts.tolist(), scales.tolist()
         self.calibrated_on = len(completions)
         return self
 
@@ -197,47 +172,29 @@ class RewardEnsemble:
         hooks = {"log_extra": log_extra, "log_metric": log_metric}
         kwargs |= {name: hook for name, hook in hooks.items() if hook is not None}
         scores = self.member_scores(prompts, completions, finished, **kwargs)
-        if log_extra is not None:
-            for name, values in zip(self.names, scores, strict=True):
+        for name, values in zip(self.names, scores, strict=True):
+            known = values[values.isfinite()]
+            if log_extra is not None:
                 log_extra(f"reward/{name}", _none_for_nan(values))
-        if log_metric is not None:
-            self._log_metrics(scores, log_metric)
-        self._warn_of_unscored(scores)
+            if log_metric is not None and len(known):
+                log_metric(f"rewards/{name}/mean", known.mean().item())
+        complete = scores[:, scores.isfinite().all(dim=0)]
+        if log_metric is not None and complete.numel():
+            deviations = complete.std(dim=0, correction=min(self.ddof, len(scores) - 1))
+            log_metric("ensemble_std", deviations.mean().item())
         settings = {"coefficient": self.coefficient, "quantile": self.quantile, "ddof": self.ddof}
         rewards = _none_for_nan(combine(scores, self.aggregate, **settings))
         return [math.nan if fault else reward for reward, fault in zip(rewards, scores.isinf().any(0), strict=True)]
 
     def to_dict(self) -> dict[str, Any]:
         """Settings, members and calibration, for a JSON file."""
-        members = [
-            {
-                "name": name,
-                "source": str(getattr(member, "folder", "") or type(member).__name__),
-                "shift": shift,
-                "scale": scale,
-            }
-            for name, member, shift, scale in zip(self.names, self.members, self.shifts, self.scales, strict=True)
-        ]
+        sources = [str(getattr(member, "folder", "") or type(member).__name__) for member in self.members]
+        parts = zip(self.names, sources, self.shifts, self.scales, strict=True)
+        members = [dict(zip(("name", "source", "shift", "scale"), part, strict=True)) for part in parts]
         settings = {"aggregate": self.aggregate, "coefficient": self.coefficient, "ddof": self.ddof}
         if self.aggregate == "quantile":
             settings["quantile"] = self.quantile
         return {**settings, "calibrated_on": self.calibrated_on, "members": members}
-
-    def describe(self) -> str:
-        """Settings, members and calibration, one per line."""
-        settings = {
-            "mean_minus_std": f" (coefficient {self.coefficient})",
-            "uwo": f" (coefficient {self.coefficient})",
-        }
-        settings["quantile"] = f" {self.quantile}"
-        lines = [f"{self.aggregate}{settings.get(self.aggregate, '')} of {len(self.members)} rewards"]
-        if self.calibrated_on:
-            lines[0] += f", calibrated on {self.calibrated_on} completions"
-        elif len(self.members) > 1:
-            lines[0] += ", not calibrated"
-        for member in self.to_dict()["members"]:
-            lines.append(f"  {member['name']}: shift {member['shift']:.4g}, scale {member['scale']:.4g}")
-        return "\n".join(lines)
 
     def _raw_scores(self, prompts, completions, finished, **kwargs) -> Tensor:
         # Reward functions written for TRL do not expect the flags, so they are passed only if given.
@@ -245,57 +202,32 @@ class RewardEnsemble:
             kwargs["finished"] = finished
         rows = []
         for name, member in zip(self.names, self.members, strict=True):
-            values = list(member(prompts=prompts, completions=completions, **kwargs))
-            if len(values) != len(completions):
-                raise ValueError(f"member {name} returned {len(values)} rewards for {len(completions)} completions")
-            rows.append([_as_number(value) for value in values])
-        return torch.tensor(rows, dtype=torch.float32).reshape(len(rows), len(completions))
-
-    def _log_metrics(self, scores: Tensor, log_metric: Callable[[str, float], None]) -> None:
-        for name, values in zip(self.names, scores, strict=True):
-            known = values[values.isfinite()]
-            if len(known):
-                log_metric(f"rewards/{name}/mean", known.mean().item())
-        deviations = scores.std(dim=0, correction=min(self.ddof, len(scores) - 1))
-        deviations = deviations[deviations.isfinite()]
-        if len(deviations):
-            log_metric("ensemble_std", deviations.mean().item())
-
-    def _warn_of_unscored(self, scores: Tensor) -> None:
-        missing = ~scores.isfinite()
-        if missing.any() and not self._warned:
-            counts = ", ".join(
-                f"{name} {count}" for name, count in zip(self.names, missing.sum(dim=1).tolist(), strict=True) if count
-            )
-            logger.warning(
-                "%d of %d completions have no reward, since a member has none for them (%s); said once",
-                missing.any(dim=0).sum().item(),
-                scores.shape[1],
-                counts,
-            )
-            self._warned = True
+            values = member(prompts=prompts, completions=completions, **kwargs)
+            rows.append(as_tensor(values, len(completions), f"member {name}"))
+        return torch.stack(rows).float()
 
 
-def _member_names(members: Sequence, names: Sequence[str] | None) -> list[str]:
-    if names is not None:
-        if len(names) != len(members) or len(set(names)) != len(names):
-            raise ValueError(f"names must be {len(members)} different ones, one for each member; got {list(names)}")
-        return list(names)
-    own = [getattr(member, "__name__", None) or type(member).__name__ for member in members]
-    unique: list[str] = []
-    for name in own:
-        numbered = (f"{name}-{number}" for number in itertools.count(2))
-        # A numbered name must not collide with another member's name.
-        free = (candidate for candidate in numbered if candidate not in (*own, *unique))
-        unique.append(name if name not in unique else next(free))
-    return unique
+def _member_names(members: Sequence) -> list[str]:
+    """The members' names; from the second on, equal ones are numbered."""
+    seen: Counter[str] = Counter()
+    names = []
+    for member in members:
+        name = getattr(member, "__name__", None) or type(member).__name__
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return names
 
 
-def _as_number(value: float | None) -> float:
-    """A member's score as a float: NaN for None, infinity for any value that is not finite."""
-    if value is None:
-        return math.nan
-    return float(value) if math.isfinite(value) else math.inf
+def as_tensor(rewards: Sequence[float | None], count: int, source: str) -> Tensor:
+    """Rewards in float64, [N]: NaN for None, and infinity for a NaN, so that NaN means only a missing reward.
+
+    Raises:
+        ValueError: there are not `count` rewards; the message names the source.
+    """
+    if len(rewards) != count:
+        raise ValueError(f"{source} returned {len(rewards)} rewards for {count} completions")
+    values = (math.nan if reward is None else math.inf if math.isnan(reward) else reward for reward in rewards)
+    return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
 
 def _none_for_nan(values: Tensor) -> list[float | None]:

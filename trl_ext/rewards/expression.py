@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import re
 from typing import Any
 
-MAX_CHARACTERS = 1000
 MAX_DEPTH = 60
 # Larger powers, factorials and function arguments would take too long to compute.
 MAX_EXPONENT = 10_000
@@ -29,15 +29,14 @@ COMMAND = re.compile(r"\\[A-Za-z]+")
 CLOSING = {"(": ")", "{": "}", "[": "]"}
 
 
-def values_agree(first: str, second: str) -> bool | None:
+def values_agree(first: str, second: str) -> bool:
     """Whether two formulas have the same value. Formulas with variables are compared at three complex points.
 
     Roots and logarithms have branches, so formulas that differ at the complex points still agree if they agree
     at every real point at which both are real. `\\sqrt{x}\\sqrt{y}` and `\\sqrt{xy}` agree; `\\sqrt{x^2}` and `x` do
     not, since they differ for negative x.
 
-    Returns:
-        True or False; None if the parser cannot read one of the texts or its value is too large to compute.
+    A text that the parser cannot read, or whose value is too large to compute, agrees with none.
     """
     letters = any(character.isalpha() for text in (first, second) for character in COMMAND.sub("", text))
     try:
@@ -45,7 +44,7 @@ def values_agree(first: str, second: str) -> bool | None:
         if all(_close(evaluate(first, point), evaluate(second, point)) for point in points):
             return True
     except ValueError:
-        return None
+        return False
     return letters and _agree_where_real(first, second)
 
 
@@ -74,10 +73,8 @@ def evaluate(text: str, point: int = 0) -> Any:
         point: which of the fixed points the variables take. At `REAL_POINTS` every part of the formula must be real.
 
     Raises:
-        ValueError: the text is not such a formula, is undefined, or exceeds a limit on length, nesting or size.
+        ValueError: the text is not such a formula, is undefined, or exceeds a limit on nesting or size.
     """
-    if len(text) > MAX_CHARACTERS:
-        raise ValueError(f"a formula of {len(text)} characters; {MAX_CHARACTERS} is the limit")
     formula = _Formula(text, point)
     try:
         value = formula.sum()
@@ -88,16 +85,15 @@ def evaluate(text: str, point: int = 0) -> Any:
         raise ValueError(f"no value: {error}") from error
 
 
+def depths(text: str, opening: str = "([{", closing: str = ")]}") -> list[int]:
+    """How many brackets are open after each character."""
+    return list(itertools.accumulate((character in opening) - (character in closing) for character in text))
+
+
 def nesting(text: str) -> int:
     """The maximum nesting depth of brackets of any kind; -1 if their numbers do not balance."""
-    depth = deepest = 0
-    for character in text:
-        if character in "([{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in ")]}":
-            depth -= 1
-    return deepest if depth == 0 else -1
+    found = [0, *depths(text)]
+    return max(found) if found[-1] == 0 else -1
 
 
 @functools.cache

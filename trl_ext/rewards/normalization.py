@@ -61,15 +61,10 @@ class Answer:
     unit: str = ""
     variable: str = ""
 
-    @property
-    def formula(self) -> str:
+    def formula(self, *, with_variable: bool) -> str:
         """The answer for math-verify, including the percent sign, which is part of the value."""
-        return self.body + (r"\%" if self.unit == "percent" else "")
-
-    @property
-    def equation(self) -> str:
-        """The formula, with its variable if it has one."""
-        return f"{self.variable}={self.formula}" if self.variable else self.formula
+        formula = self.body + (r"\%" if self.unit == "percent" else "")
+        return f"{self.variable}={formula}" if with_variable and self.variable else formula
 
     def contradicts(self, other: Answer) -> bool:
         """Whether both name a unit, or both a variable, and the names differ."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ MARKED_CHOICE = re.compile(r"\(([A-Z])\)|\b(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\
 MAX_CHOICE_CHARACTERS = 20_000
 MAX_EQUATION_CHARACTERS = 300
 EQUATION = re.compile(r"[0-9.+\-*/() ]+")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 SIGNS = {"−": "-", "×": "*", "·": "*", "÷": "/", r"\times": "*", r"\cdot": "*", r"\div": "/"}
 
 
@@ -116,8 +118,8 @@ def countdown_is_solved(equation: str, numbers: Sequence[int], target: float) ->
         raise ValueError("numbers: an empty list; a countdown needs at least one number")
     if len(equation) > MAX_EQUATION_CHARACTERS:
         return False
-    for sign, operator in SIGNS.items():
-        equation = equation.replace(sign, operator)
+    for sign, plain in SIGNS.items():
+        equation = equation.replace(sign, plain)
     left, equals, right = equation.strip().strip("$").partition("=")
     try:
         used: list[Fraction] = []
@@ -140,14 +142,8 @@ def _arithmetic(text: str, used: list[Fraction]) -> Fraction:
                 return used[-1]
             case ast.UnaryOp(op, operand):
                 return -value(operand) if isinstance(op, ast.USub) else value(operand)
-            case ast.BinOp(left, ast.Add(), right):
-                return value(left) + value(right)
-            case ast.BinOp(left, ast.Sub(), right):
-                return value(left) - value(right)
-            case ast.BinOp(left, ast.Mult(), right):
-                return value(left) * value(right)
-            case ast.BinOp(left, ast.Div(), right):
-                return value(left) / value(right)
+            case ast.BinOp(left, op, right) if type(op) in OPERATORS:
+                return OPERATORS[type(op)](value(left), value(right))
         raise ValueError(f"not arithmetic: {text!r}")
 
     return value(ast.parse(text, mode="eval").body)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from trl_ext.files import brief, parse_json
 from trl_ext.registry import nearest
+from trl_ext.rewards.ensemble import as_tensor
 from trl_ext.rewards.shaping_steps import STEPS, Batch, CenterReference, Step, settings_of
 
 REFERENCE_COLUMN = "reference_response_text"
@@ -30,43 +30,36 @@ class ShapedReward:
 
     A reward function sees only the rows of its own process. Batch and running statistics are summed over all processes
     by a collective operation in every call, so every process must call the reward equally often, as TRL's rollouts do.
-    If the inner reward raises on one process, for responses or for references, that process takes part with no rows
-    and then raises, so that no other process waits. Later calls for its single rows, which a trainer makes to find
-    the bad row, use the statistics of that batch. A process interrupted by a time limit does not take part.
+    If the inner reward raises on one process, that process takes part with no rows and then raises, so that no other
+    process waits.
 
     Args:
-        reward: a function with TRL's signature, a `RewardModel`, a `RewardEnsemble`, or another shaped reward.
+        reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`.
         steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
-        name: None for the name described above.
 
     Raises:
-        ValueError: there are no steps, settings are invalid, the reward is asynchronous, or references per prompt are
-            used with a reward that depends on its batch.
+        ValueError: there are no steps, or settings are invalid.
     """
 
-    def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str], *, name: str | None = None):
-        if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-            raise ValueError("reward shaping takes a reward that returns numbers, and this one is asynchronous")
+    def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str]):
         self.reward = reward
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:
             raise ValueError("reward shaping needs at least one step")
         self._per_prompt = any(isinstance(step, CenterReference) and step.per_prompt for step in self.steps)
-        if self._per_prompt and getattr(reward, "of_batch", False):
-            raise ValueError(
-                "center_reference: per_prompt scores references apart from the batch, and the reward inside depends "
-                "on its batch: give its steps to this shaping, behind center_reference"
-            )
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
-        self.__name__ = name or "+".join([self.inner_name, *(step.kind for step in self.steps)])
+        self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
-        # Statistics of a failed batch over all processes, for the later calls with its single rows.
-        self._failed: tuple[int, list[list[list[float]]]] | None = None
 
     @property
     def of_batch(self) -> bool:
         """Whether a response's reward depends on other responses scored with it or before it."""
-        return any(step.of_batch for step in self.steps) or getattr(self.reward, "of_batch", False)
+        return any(step.of_batch for step in self.steps)
+
+    @property
+    def scores_groups(self) -> bool:
+        """The same, as trainers ask it: they do not score the rows of a failed batch one by one."""
+        return self.of_batch
 
     @property
     def needs_calibration(self) -> bool:
@@ -82,20 +75,20 @@ class ShapedReward:
     ) -> list[float | None]:
         """Shaped rewards; TRL's reward signature."""
         given = {"prompts": prompts, "completions": completions, **kwargs}
-        if log_metric is not None and _takes(self.reward, "log_metric"):
+        if log_metric is not None:
             given["log_metric"] = log_metric
-        if self._failed is not None and len(completions) == 1:
-            return self._single_row(given)
-        self._failed = None
         try:
-            raw, references = self._score(given)
+            raw = as_tensor(self.reward(**given), len(completions), "the reward")
+            references = self._references(given) if self._per_prompt else None
         except Exception:
-            self._take_part_without_rows(len(completions))
+            self._shape(torch.empty(0), Batch(_of_all_ranks, [], torch.empty(0)))
             raise
         known = raw[raw.isfinite()]
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())
-        return self._finish(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references))
+        if references is not None:
+            raw = torch.where(raw.isfinite() & ~references.isfinite(), references, raw)
+        return _as_list(raw, self._shape(raw, Batch(_of_all_ranks, kwargs.get("completion_ids"), references)))
 
     def calibrate(self, prompts: Sequence, completions: Sequence, **columns: Any) -> ShapedReward:
         """Set the value of each `center_reference` without one to the mean reward of these responses before that step.
@@ -103,7 +96,9 @@ class ShapedReward:
         Raises:
             ValueError: none of the responses has a reward.
         """
-        rewards = _as_tensor(self.reward(prompts=prompts, completions=completions, **columns), len(completions))
+        rewards = as_tensor(
+            self.reward(prompts=prompts, completions=completions, **columns), len(completions), "the reward"
+        )
         batch = Batch(lambda numbers: [numbers], columns.get("completion_ids"), learns=False)
         for step in self.steps:
             step.calibrate(rewards)
@@ -114,10 +109,7 @@ class ShapedReward:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the steps, ready for JSON; equal on all processes."""
-        state: dict[str, Any] = {"steps": [{"kind": step.kind, **step.state()} for step in self.steps]}
-        if isinstance(self.reward, ShapedReward):
-            state["inner"] = self.reward.state_dict()
-        return state
+        return {"steps": [{"kind": step.kind, **step.state()} for step in self.steps]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a `state_dict`.
@@ -126,50 +118,19 @@ class ShapedReward:
             ValueError: the state belongs to other steps.
         """
         saved, own = ([entry["kind"] for entry in state["steps"]], [step.kind for step in self.steps])
-        if saved != own or ("inner" in state) != isinstance(self.reward, ShapedReward):
+        if saved != own:
             raise ValueError(f"the saved state is of the shaping {'+'.join(saved)}, and this one is {'+'.join(own)}")
         for step, entry in zip(self.steps, state["steps"], strict=True):
             step.load_state(entry)
-        if "inner" in state:
-            self.reward.load_state_dict(state["inner"])
 
     def to_dict(self) -> dict[str, Any]:
         """Name, reward and steps with their settings, for a JSON file."""
         return {"name": self.__name__, "reward": self.inner_name, "steps": [settings_of(step) for step in self.steps]}
 
-    def _score(self, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """Rewards before shaping, and the references' rewards if a step subtracts them."""
-        raw = _as_tensor(self.reward(**given), len(given["completions"]))
-        return raw, self._references(given) if self._per_prompt else None
-
-    def _finish(self, raw: Tensor, batch: Batch) -> list[float | None]:
-        if batch.references is not None:
-            raw = torch.where(raw.isfinite() & ~batch.references.isfinite(), batch.references, raw)
-        return _as_list(raw, self._shape(raw, batch))
-
     def _shape(self, rewards: Tensor, batch: Batch) -> Tensor:
         for step in self.steps:
             rewards = step(rewards, batch)
         return rewards
-
-    def _take_part_without_rows(self, count: int) -> None:
-        gathered: list[list[list[float]]] = []
-
-        def remember(numbers: list[float]) -> list[list[float]]:
-            gathered.append(_of_all_ranks(numbers))
-            return gathered[-1]
-
-        self._shape(torch.empty(0), Batch(remember, [], torch.empty(0)))
-        self._failed = count, gathered
-
-    def _single_row(self, given: dict[str, Any]) -> list[float | None]:
-        """Score one row of a failed batch with the batch's statistics, without a collective operation."""
-        left, gathered = self._failed
-        self._failed = (left - 1, gathered) if left > 1 else None
-        raw, references = self._score(given)
-        remembered = iter(gathered)
-        ids = given.get("completion_ids")
-        return self._finish(raw, Batch(lambda numbers: next(remembered), ids, references, learns=False))
 
     def _references(self, given: dict[str, Any]) -> Tensor:
         """Rewards of the reference response to each prompt, each scored once."""
@@ -185,16 +146,14 @@ class ShapedReward:
                 prompts=[given["prompts"][row] for row in rows],
                 completions=[[{"role": "assistant", "content": texts[r]}] if messages else texts[r] for r in rows],
             )
-            rewards = _as_tensor(found, len(rows)).tolist()
+            rewards = as_tensor(found, len(rows), "the reward").tolist()
             self._reference_rewards.update(zip(missing, rewards, strict=True))
         return torch.tensor([self._reference_rewards[key] for key in keys], dtype=torch.float64)
 
 
 def innermost(reward: Any) -> Any:
     """The reward inside any shaping; a reward without shaping is returned as it is."""
-    while isinstance(reward, ShapedReward):
-        reward = reward.reward
-    return reward
+    return reward.reward if isinstance(reward, ShapedReward) else reward
 
 
 def parse_shaping(text: str) -> list[Step]:
@@ -247,22 +206,6 @@ def _of_all_ranks(numbers: list[float]) -> list[list[float]]:
     from accelerate.utils import gather_object
 
     return gather_object([numbers])
-
-
-def _takes(function: Callable, name: str) -> bool:
-    parameters = inspect.signature(function).parameters.values()
-    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def _as_tensor(rewards: Sequence[float | None], count: int) -> Tensor:
-    values = [math.nan if value is None else float(value) for value in rewards]
-    if len(values) != count:
-        raise ValueError(f"the reward returned {len(values)} values for {count} completions")
-    # Represent a fault by infinity from here on, so that NaN means only a missing reward.
-    return torch.tensor(
-        [math.inf if v != v and r is not None else v for v, r in zip(values, rewards, strict=True)],
-        dtype=torch.float64,
-    )
 
 
 def _as_list(raw: Tensor, shaped: Tensor) -> list[float | None]:

@@ -62,6 +62,9 @@ class Batch:
             raise ValueError(f"reward shaping: {step} counts tokens, and the caller gives no completion_ids")
         return self.completion_ids
 
+    def lengths(self, step: str) -> Tensor:
+        return torch.tensor([len(ids) for ids in self.tokens(step)], dtype=torch.float64)
+
 
 class Step:
     """A shaping step; its fields are its settings.
@@ -86,11 +89,6 @@ class Step:
 
     def load_state(self, state: dict[str, float]) -> None:
         """Restore a `state`."""
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
 
 
 @settings
@@ -142,7 +140,8 @@ class CenterReference(Step):
     calibrated: bool = field(default=False, init=False)
 
     def __post_init__(self):
-        _require(self.value is None or not self.per_prompt, "give value or per_prompt, not both")
+        if self.value is not None and self.per_prompt:
+            raise ValueError("give value or per_prompt, not both")
 
     @property
     def needs_calibration(self) -> bool:
@@ -150,32 +149,24 @@ class CenterReference(Step):
 
     def __call__(self, rewards, batch):
         if self.per_prompt:
-            _require(batch.references is not None, "center_reference: per_prompt needs reference_response_text")
             return rewards - batch.references
-        _require(
-            self.value is not None, "center_reference has no value: give one, or calibrate it on reference responses"
-        )
+        if self.value is None:
+            raise ValueError("center_reference has no value: give one, or calibrate it on reference responses")
         return rewards - self.value
 
     def calibrate(self, references):
         if self.needs_calibration:
             known = references[references.isfinite()].double()
-            _require(len(known) > 0, "center_reference: no reference response has a reward")
+            if not len(known):
+                raise ValueError("center_reference: no reference response has a reward")
             self.value, self.calibrated = known.mean().item(), True
 
     def state(self):
         return {} if self.value is None else {"value": self.value}
 
     def load_state(self, state):
-        saved = float(state["value"]) if "value" in state else None
-        is_configured = self.per_prompt or (self.value is not None and not self.calibrated)
-        if is_configured and saved != self.value:
-            was, now = ("that of each prompt" if value is None else value for value in (saved, self.value))
-            raise ValueError(
-                f"center_reference: the saved value is {was}, and now it is {now}: go on with the run's own setting"
-            )
-        if not is_configured and saved is not None:
-            self.value, self.calibrated = saved, True
+        if self.needs_calibration or self.calibrated:
+            self.value, self.calibrated = state.get("value"), True
 
 
 @settings
@@ -250,8 +241,7 @@ class LengthPenalty(Step):
     free: Annotated[int, Field(ge=0)] = 0
 
     def __call__(self, rewards, batch):
-        lengths = torch.tensor([len(ids) for ids in batch.tokens(self.kind)], dtype=rewards.dtype)
-        return rewards - self.per_token * (lengths - self.free).clamp(min=0)
+        return rewards - self.per_token * (batch.lengths(self.kind) - self.free).clamp(min=0)
 
 
 @settings
@@ -273,14 +263,12 @@ class SoftOverlong(Step):
     weight: float = 1.0
 
     def __post_init__(self):
-        _require(
-            0 < self.buffer <= self.max_tokens,
-            f"buffer must lie between 1 and max_tokens {self.max_tokens}, got {self.buffer}",
-        )
+        if not 0 < self.buffer <= self.max_tokens:
+            raise ValueError(f"buffer must lie between 1 and max_tokens {self.max_tokens}, got {self.buffer}")
 
     def __call__(self, rewards, batch):
-        lengths = torch.tensor([len(ids) for ids in batch.tokens(self.kind)], dtype=rewards.dtype)
-        return rewards + self.weight * ((self.max_tokens - self.buffer - lengths) / self.buffer).clamp(-1, 0)
+        beyond = (self.max_tokens - self.buffer - batch.lengths(self.kind)) / self.buffer
+        return rewards + self.weight * beyond.clamp(-1, 0)
 
 
 @settings

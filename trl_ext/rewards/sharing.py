@@ -46,20 +46,21 @@ def share_or_load(
     for index, model in enumerate(models):
         if model.backbone is not None:
             lines[index] = "where it was, on a shared backbone"
-            continue
-        reason = "sharing is switched off" if mode == "never" else _obstacle(model, policy, policy_reason)
-        if reason is None:
+        elif mode == "never":
+            reasons[index] = "sharing is switched off"
+        elif model.adapter is None:
+            reasons[index] = "it is a full model, not an adapter"
+        elif policy is None or policy_reason is not None:
+            reasons[index] = policy_reason or "there is no policy"
+        else:
             try:
                 backbone = backbone or SharedBackbone(policy)
                 model.share(backbone)
-            except ValueError as error:
-                reason = str(error)
-            else:
                 lines[index] = f"on the policy's backbone, {model.base_name_or_path}"
-                continue
-        if mode == "always":
-            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reason}")
-        reasons[index] = reason
+            except ValueError as error:
+                reasons[index] = str(error)
+        if mode == "always" and index in reasons:
+            raise ValueError(f"reward model {model.name} cannot sit on the policy's backbone: {reasons[index]}")
     if mode == "auto":
         lines |= _share_frozen(models, reasons, device)
     for index, reason in reasons.items():
@@ -67,14 +68,6 @@ def share_or_load(
             models[index].load(device)
             lines[index] = f"a copy of its own: {reason}"
     return [f"{model.name}: {lines[index]}" for index, model in enumerate(models)]
-
-
-def _obstacle(model: RewardModel, policy, policy_reason: str | None) -> str | None:
-    if model.adapter is None:
-        return "it is a full model, not an adapter"
-    if policy_reason is not None:
-        return policy_reason
-    return "there is no policy" if policy is None else model.can_share(policy)
 
 
 def _share_frozen(models: Sequence[RewardModel], reasons: dict[int, str], device) -> dict[int, str]:

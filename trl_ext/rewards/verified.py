@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 from trl_ext.registry import nearest
 from trl_ext.rewards.answers import is_correct, last_boxed, truth_texts
@@ -13,8 +13,6 @@ from trl_ext.rewards.math_worker import require_math_verify
 from trl_ext.rewards.parsers import countdown_is_solved, parse_gsm8k_response
 
 Truth = str | float | Iterable[str | float]
-Kind = Literal["r1_zero", "question_only", "gsm8k", "countdown"]
-KINDS: tuple[str, ...] = get_args(Kind)
 
 
 def r1_zero_reward(response: str, ground_truth: Truth, fast: bool = True) -> dict[str, float]:
@@ -85,27 +83,83 @@ def countdown_reward(response: str, numbers: Sequence[int], target: float) -> di
 
 
 # Rewards that need only a response and its truth.
-ANSWER_REWARDS: dict[str, Callable[..., dict[str, float]]] = {
-    "r1_zero": r1_zero_reward,
-    "question_only": question_only_reward,
-    "gsm8k": gsm8k_reward,
-}
+ANSWER_REWARDS = {"r1_zero": r1_zero_reward, "question_only": question_only_reward, "gsm8k": gsm8k_reward}
+KINDS = (*ANSWER_REWARDS, "countdown")
 
-# How each kind extracts the answer from a response; None if there is no answer.
-ANSWER_READERS: dict[str, Callable[[str], str | None]] = {
-    "r1_zero": lambda response: _unboxed(_tagged_answer(response)),
-    "question_only": last_boxed,
-    "gsm8k": parse_gsm8k_response,
-    "countdown": lambda response: _unboxed(_tagged_answer(response)),
-}
+
+@dataclass(frozen=True)
+class VerifiedGrader:
+    """A verified reward for rows of `trl_ext.data.math.load_math`, created by `grader`."""
+
+    kind: str
+    fast: bool = True
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"the reward must be one of {', '.join(KINDS)}, got {self.kind!r}{nearest(str(self.kind), [*KINDS])}"
+            )
+        if not self.fast:
+            require_math_verify()
+
+    def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
+        """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
+        return self.score(response, row["answer"], row.get("numbers"))
+
+    def score(self, response: str, truth: Any, numbers: Sequence[int] | None = None) -> dict[str, float]:
+        """The same, with the truth given; `numbers` are for `countdown`."""
+        if self.kind == "countdown":
+            return countdown_reward(response, numbers, truth)
+        return ANSWER_REWARDS[self.kind](response, truth, fast=self.fast)
+
+    def parsed_answer(self, response: str) -> str | None:
+        """The answer that the reward extracts from a response; None if there is none."""
+        if self.kind in ("r1_zero", "countdown"):
+            return _unboxed(_tagged_answer(response))
+        return last_boxed(response) if self.kind == "question_only" else parse_gsm8k_response(response)
+
+
+def grader(kind: str = "r1_zero", *, fast: bool = True) -> VerifiedGrader:
+    """Create a function that grades a response to a row of `trl_ext.data.math.load_math`.
+
+    Args:
+        kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
+            expression of given numbers).
+        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+
+    Raises:
+        ValueError: there is no such kind, or math-verify is asked for and not installed.
+    """
+    return VerifiedGrader(kind, fast)
 
 
 class VerifiedReward:
-    """A verified reward with TRL's reward signature, created by `verified_reward`. It can be pickled."""
+    """A reward function for TRL's trainers, which can be pickled.
 
-    def __init__(self, kind: Kind, truth_column: str, numbers_column: str, name: str, fast: bool):
-        self.kind, self.truth_column, self.numbers_column, self.fast = kind, truth_column, numbers_column, fast
-        self.__name__ = name
+    Args:
+        kind: `r1_zero`, `question_only` and `gsm8k` for `r1_zero_reward`, `question_only_reward` and `gsm8k_reward`;
+            `countdown` for `countdown_reward`, which reads its target from the truth's column.
+        truth_column: the dataset's column with the truth of each row: a text, a number or a list of those.
+        name: the name that TRL logs it under; None for the kind.
+        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+        numbers_column: for `countdown`, the column with the numbers to use.
+
+    Raises:
+        ValueError: there is no such kind, or math-verify is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        kind: str = "r1_zero",
+        truth_column: str = "answer",
+        name: str | None = None,
+        *,
+        fast: bool = True,
+        numbers_column: str = "numbers",
+    ):
+        self.grade = grader(kind, fast=fast)
+        self.truth_column, self.numbers_column = truth_column, numbers_column
+        self.__name__ = name or kind
 
     def __call__(
         self,
@@ -121,16 +175,16 @@ class VerifiedReward:
         means as `rewards/<name>/format` and `rewards/<name>/answer`.
 
         Raises:
-            ValueError: the truth's column is missing or has another length, or a row has no truth.
+            ValueError: the truth's column is missing, or a row has no truth.
         """
-        truths = self._column(self.truth_column, columns, len(completions))
+        truths = self._column(self.truth_column, columns)
         numbers = [None] * len(completions)
-        if self.kind == "countdown":
-            numbers = self._column(self.numbers_column, columns, len(completions))
+        if self.grade.kind == "countdown":
+            numbers = self._column(self.numbers_column, columns)
         rewards = []
         for index, (completion, truth, given) in enumerate(zip(completions, truths, numbers, strict=True)):
             try:
-                rewards.append(self._score(completion_text(completion), truth, given))
+                rewards.append(self.grade.score(completion_text(completion), truth, given))
             except ValueError as error:
                 raise ValueError(f"{self.__name__}: row {index}, column {self.truth_column!r}: {error}") from error
         for part in ("format", "answer"):
@@ -141,54 +195,18 @@ class VerifiedReward:
                 log_metric(f"rewards/{self.__name__}/{part}", sum(values) / len(values))
         return [reward["reward"] for reward in rewards]
 
-    def _score(self, response: str, truth: Any, numbers: Any) -> dict[str, float]:
-        if self.kind == "countdown":
-            return countdown_reward(response, numbers, truth)
-        return ANSWER_REWARDS[self.kind](response, truth, fast=self.fast)
-
-    def _column(self, name: str, columns: dict[str, Any], rows: int) -> Sequence:
+    def _column(self, name: str, columns: dict[str, Any]) -> Sequence:
         if name not in columns:
             given = sorted(key for key, values in columns.items() if isinstance(values, (list, tuple)))
             raise ValueError(
                 f"{self.__name__}: the dataset has no column {name!r}, but {', '.join(given) or 'none'}; name it with "
                 f"truth_column{nearest(name, given)}"
             )
-        if len(columns[name]) != rows:
-            raise ValueError(f"{self.__name__}: column {name!r} has {len(columns[name])} rows for {rows} completions")
         return columns[name]
 
 
-def verified_reward(
-    kind: Kind = "r1_zero",
-    truth_column: str = "answer",
-    name: str | None = None,
-    *,
-    fast: bool = True,
-    numbers_column: str = "numbers",
-) -> VerifiedReward:
-    """A reward function for TRL's trainers.
-
-    Args:
-        kind: `r1_zero`, `question_only` and `gsm8k` for `r1_zero_reward`, `question_only_reward` and `gsm8k_reward`;
-            `countdown` for `countdown_reward`, which reads its target from the truth's column.
-        truth_column: the dataset's column with the truth of each row: a text, a number or a list of those.
-        name: the name that TRL logs it under; None for the kind.
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
-        numbers_column: for `countdown`, the column with the numbers to use.
-
-    Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
-    """
-    check_kind(kind, fast)
-    return VerifiedReward(kind, truth_column, numbers_column, name or kind, fast)
-
-
-def check_kind(kind: str, fast: bool) -> None:
-    """Raise ValueError if the kind is unknown, or if `fast` is False and math-verify is not installed."""
-    if kind not in KINDS:
-        raise ValueError(f"the reward must be one of {', '.join(KINDS)}, got {kind!r}{nearest(str(kind), [*KINDS])}")
-    if not fast:
-        require_math_verify()
+# The name under which recipes create it.
+verified_reward = VerifiedReward
 
 
 def completion_text(completion: str | Sequence[dict[str, Any]]) -> str:
@@ -231,52 +249,11 @@ CATEGORIES = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format":
 Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
 
 
-@dataclass(frozen=True)
-class VerifiedGrader:
-    """A verified reward for rows of `trl_ext.data.math.load_math`, created by `grader`."""
-
-    kind: str
-    fast: bool
-
-    def __call__(self, response: str, row: Mapping[str, Any]) -> dict[str, float]:
-        """`reward`, `format_reward` and `answer_reward` of a response, each 0 or 1."""
-        if self.kind == "countdown":
-            return _countdown(response, row)
-        return ANSWER_REWARDS[self.kind](response, row["answer"], fast=self.fast)
-
-    def parsed_answer(self, response: str) -> str | None:
-        """The answer that the reward extracts from a response; None if there is none."""
-        return ANSWER_READERS[self.kind](response)
-
-
-def grader(kind: str = "r1_zero", *, fast: bool = True) -> VerifiedGrader:
-    """Create a function that grades a response to a row of `trl_ext.data.math.load_math`.
-
-    Args:
-        kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
-            expression of given numbers).
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
-
-    Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
-    """
-    check_kind(kind, fast)
-    return VerifiedGrader(kind, fast)
-
-
 def name_of(grade: Grader) -> str:
     """A grader's name for comparing runs: its settings if `grader` created it, else the function's name."""
     return (
         repr(grade) if isinstance(grade, VerifiedGrader) else getattr(grade, "__qualname__", type(grade).__qualname__)
     )
-
-
-def _countdown(response: str, row: Mapping[str, Any]) -> dict[str, float]:
-    if "numbers" not in row:
-        raise ValueError(
-            f"row_id {row['row_id']}: no numbers; the reward countdown is for rows with numbers and target"
-        )
-    return countdown_reward(response, row["numbers"], row["answer"])
 
 
 def category_of(format_reward: float, answer_reward: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,17 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_ext.rollouts.generation import Generation
-from trl_ext.rollouts.saved_rows import append_rows, kept_rows, part_seed
-from trl_ext.rollouts.sharding import map_over_ranks
+from trl_ext.rollouts.saved_rows import SAVE_EVERY, Engine, sample_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Reward = Callable[..., Sequence[float | None]]
-Engine = Callable[..., list[Generation]]
 EMPTY_CHOICES = ("score", "leave_out", "refuse")
 KEEP_CHOICES = ("best", "top_k", "threshold")
-SAVE_EVERY = 256
 
 
 @dataclass(frozen=True)
@@ -70,12 +66,7 @@ def kl_bound(n: int) -> float:
     """Upper bound of the KL divergence of best-of-n from the sampled policy, in nats: log n - (n - 1) / n.
 
     The bound is exact only if no response is sampled twice (Beirami et al. 2024, arXiv 2401.01879).
-
-    Raises:
-        ValueError: n is below 1.
     """
-    if n < 1:
-        raise ValueError(f"n must be at least 1, got {n}")
     return math.log(n) - (n - 1) / n
 
 
@@ -100,72 +91,32 @@ def best_of_n(
 
     Args:
         rows: prompts with `row_id` and `prompt` (messages or text); other columns are passed to the reward.
-        engine: `f(prompts, seed=..., progress=...)`, which returns a `Generation` for each prompt:
-            `TransformersEngine` or `VLLMEngine`.
+        engine, seed, path, save_every, accelerator, progress: as for `trl_ext.rollouts.graded.evaluate_reasoning`.
         reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`. It receives the keywords
             `prompts`, `completions`, `completion_ids`, `finished` and the rows' columns. A number that is not finite
             counts as None, no reward.
         n: responses to each prompt.
         empty: how to treat a response without text: `score` it like any other, `leave_out` to give it no reward,
             `refuse` to raise.
-        seed: seed of the sampling.
-        path: JSON lines file to append to; None keeps all rows in memory.
-        save_every: responses between saves.
-        accelerator: for a run with several processes, which divide the work. Each must call this function and gets
-            all rows.
-        progress: label of the progress bar; None for no bar.
 
     Raises:
-        ValueError: there are no prompts, n is below 1, a prompt has no text, a response has no text and `empty` is
-            `refuse`, the reward returns the wrong number of values, or the file holds rows of another call.
+        ValueError: there are no prompts, n is below 1, a response has no text and `empty` is `refuse`, the reward
+            returns the wrong number of values, or the file holds rows of another call.
     """
-    _check(rows, reward, n, save_every, empty)
-    work = [(row, sample) for row in rows for sample in range(n)]
-    order = [(row["row_id"], sample) for row, sample in work]
-    done = [] if path is None else kept_rows(Path(path), order, save_every, accelerator)
-    for start in range(len(done), len(work), save_every):
-        label = None if progress is None else f"{progress}, {start} of {len(work)} done"
+    if not rows:
+        raise ValueError("there are no prompts to sample responses to")
+    if n < 1:
+        raise ValueError(f"n must be at least 1, got {n}")
+    if empty not in EMPTY_CHOICES:
+        raise ValueError(f"empty must be one of {', '.join(EMPTY_CHOICES)}, got {empty!r}")
+    items = [(row, row["prompt"], sample) for row in rows for sample in range(n)]
 
-        def sample_and_score(items: list, start=start, label=label) -> list[dict[str, Any]]:
-            prompts = [row["prompt"] for row, _ in items]
-            generations = engine(prompts, seed=part_seed(seed, start, accelerator), progress=label)
-            return _scored(items, generations, reward, empty)
+    def scored(part: list, generations: list[Generation]) -> list[dict[str, Any]]:
+        return _scored(part, generations, reward, empty)
 
-        scored = map_over_ranks(sample_and_score, work[start : start + save_every], accelerator)
-        if path is not None and (accelerator is None or accelerator.is_main_process):
-            append_rows(Path(path), scored)
-        done += scored
+    options = {"seed": seed, "path": path, "save_every": save_every, "accelerator": accelerator, "progress": progress}
+    done = sample_rows(items, engine, scored, **options)
     return BestOfN([done[start : start + n] for start in range(0, len(done), n)])
-
-
-def score_generations(
-    rows: Sequence[Mapping[str, Any]], generations: Sequence[Generation], reward: Reward
-) -> list[float | None]:
-    """Rewards of one response to each row; None if the reward is None or not finite.
-
-    Raises:
-        ValueError: the reward does not return a number or None for each response.
-    """
-    messages = not isinstance(rows[0]["prompt"], str)
-    texts = [generation.text for generation in generations]
-    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
-    rewards = reward(
-        prompts=[row["prompt"] for row in rows],
-        completions=[[{"role": "assistant", "content": text}] for text in texts] if messages else texts,
-        completion_ids=[generation.response_ids for generation in generations],
-        finished=[generation.finished for generation in generations],
-        **columns,
-    )
-    try:
-        values = [None if value is None else float(value) for value in rewards]
-    except (TypeError, ValueError):
-        values = None
-    if values is None or len(values) != len(rows):
-        found = str(rewards)[:80] if values is None else f"{len(values)} values"
-        raise ValueError(
-            f"the reward {_name(reward)!r} must return one number or None for each of {len(rows)}: {found}"
-        )
-    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 def demonstrations(
@@ -196,8 +147,7 @@ def demonstrations(
         if the prompt is), `reward`, `rank` (from 1), `sample`, `best_of`, and the provenance.
 
     Raises:
-        ValueError: `keep` is unknown, the count is below 1, the threshold is missing, or the provenance would replace
-            a field.
+        ValueError: `keep` is unknown, the count is below 1, the threshold is missing.
     """
     if keep not in KEEP_CHOICES:
         raise ValueError(f"keep must be one of {', '.join(KEEP_CHOICES)}, got {keep!r}")
@@ -226,7 +176,7 @@ def _ranked(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _demonstration(prompt, sample, rank: int, of: int, provenance: Mapping[str, Any]) -> dict[str, Any]:
     text = sample["response_text"]
-    row = {
+    return {
         "row_id": prompt["row_id"] if rank == 1 else f"{prompt['row_id']}:{rank}",
         "prompt": prompt["prompt"],
         "completion": text if isinstance(prompt["prompt"], str) else [{"role": "assistant", "content": text}],
@@ -234,59 +184,52 @@ def _demonstration(prompt, sample, rank: int, of: int, provenance: Mapping[str, 
         "rank": rank,
         "sample": sample["sample"],
         "best_of": of,
+        **provenance,
     }
-    both = sorted({*row} & {*provenance})
-    if both:
-        raise ValueError(f"provenance: {both[0]!r} is a field of the rows already; name it differently")
-    return row | dict(provenance)
-
-
-def _check(rows, reward: Reward, n: int, save_every: int, empty: str) -> None:
-    if not rows:
-        raise ValueError("there are no prompts to sample responses to")
-    for name, value in (("n", n), ("save_every", save_every)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if empty not in EMPTY_CHOICES:
-        raise ValueError(f"empty must be one of {', '.join(EMPTY_CHOICES)}, got {empty!r}")
-    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
-        raise ValueError(f"the reward {_name(reward)!r} is asynchronous: best-of-n takes one that returns numbers")
-    if getattr(reward, "of_batch", False):
-        raise ValueError(
-            f"the reward {_name(reward)!r} depends on what is scored with a response, so it cannot rank responses of "
-            "different batches: leave center and whiten out of its shaping"
-        )
-    for row in rows:
-        if not prompt_text(row["prompt"]).strip():
-            raise ValueError(f"row_id {row['row_id']}: prompt: has no text to respond to")
 
 
 def _scored(items: list, generations: Sequence[Generation], reward: Reward, empty: str) -> list[dict[str, Any]]:
     blank = [not generation.text.strip() for generation in generations]
     if empty == "refuse" and any(blank):
-        row, sample = items[blank.index(True)]
+        row, _, sample = items[blank.index(True)]
         raise ValueError(
             f"row_id {row['row_id']}, sample {sample}: the response is empty, and a reward of no text says nothing; "
             "score it like any other with empty score, or give it no reward with empty leave_out"
         )
     asked = [index for index in range(len(items)) if empty == "score" or not blank[index]]
-    rewards: list[float | None] = [None] * len(items)
-    if asked:
-        found = score_generations([items[i][0] for i in asked], [generations[i] for i in asked], reward)
-        for index, value in zip(asked, found, strict=True):
-            rewards[index] = value
+    found = _rewards([items[i][0] for i in asked], [generations[i] for i in asked], reward) if asked else []
+    rewards = dict(zip(asked, found, strict=True))
     return [
         {
             "row_id": row["row_id"],
             "sample": sample,
-            "prompt_text": prompt_text(row["prompt"]),
+            "prompt_text": prompt_text(prompt),
             "response_text": generation.text,
             "generated_num_tokens": len(generation.response_ids),
             "finished": generation.finished,
-            "reward": value,
+            "reward": rewards.get(index),
         }
-        for (row, sample), generation, value in zip(items, generations, rewards, strict=True)
+        for index, ((row, prompt, sample), generation) in enumerate(zip(items, generations, strict=True))
     ]
+
+
+def _rewards(
+    rows: Sequence[Mapping[str, Any]], generations: Sequence[Generation], reward: Reward
+) -> list[float | None]:
+    """Rewards of one response to each row; None if the reward is None or not finite."""
+    messages = not isinstance(rows[0]["prompt"], str)
+    texts = [generation.text for generation in generations]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("prompt", "completion")}
+    values = reward(
+        prompts=[row["prompt"] for row in rows],
+        completions=[[{"role": "assistant", "content": text}] for text in texts] if messages else texts,
+        completion_ids=[generation.response_ids for generation in generations],
+        finished=[generation.finished for generation in generations],
+        **columns,
+    )
+    if len(values) != len(rows):
+        raise ValueError(f"the reward must return one number or None for each of {len(rows)}: {len(values)} values")
+    return [float(value) if value is not None and math.isfinite(value) else None for value in values]
 
 
 def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
@@ -294,7 +237,3 @@ def prompt_text(prompt: Sequence[Mapping[str, Any]] | str) -> str:
     if isinstance(prompt, str):
         return prompt
     return next((message["content"] for message in reversed(prompt) if message["role"] == "user"), "")
-
-
-def _name(reward: Reward) -> str:
-    return getattr(reward, "__name__", type(reward).__name__)

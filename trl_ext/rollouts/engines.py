@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +15,9 @@ ANSWER_END = "</answer>"
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Sampling settings; the defaults are those of the reasoning course.
+    """Sampling settings as for `generate_responses`; the defaults are those of the reasoning course.
 
-    Attributes:
-        max_new_tokens: maximum length of a response.
-        temperature: 0 for greedy decoding.
-        top_p: nucleus sampling.
-        stop: strings that end a response; the string remains in the response.
-        max_prompt_tokens: longer prompts lose their beginning; None for no limit.
-        batch_size: prompts per batch; vLLM forms its own batches.
-        top_k: the number of most likely tokens to sample from; 0 for all.
-        repetition_penalty: values above 1 make repeated tokens less likely; 1 for none.
-        no_repeat_ngram_size: n-grams of this length occur at most once; 0 for no limit. Not supported with vLLM.
+    vLLM forms its own batches, whatever `batch_size` is, and does not support `no_repeat_ngram_size`.
     """
 
     max_new_tokens: int = 1024
@@ -60,23 +52,8 @@ class TransformersEngine:
     def __call__(
         self, prompts: Sequence[list[dict] | str], *, seed: int = 0, progress: str | None = None
     ) -> list[Generation]:
-        settings = self.settings
-        return generate_responses(
-            self.model,
-            self.tokenizer,
-            prompts,
-            max_new_tokens=settings.max_new_tokens,
-            max_prompt_tokens=settings.max_prompt_tokens,
-            temperature=settings.temperature,
-            top_p=settings.top_p,
-            top_k=settings.top_k,
-            repetition_penalty=settings.repetition_penalty,
-            no_repeat_ngram_size=settings.no_repeat_ngram_size,
-            stop=settings.stop,
-            batch_size=settings.batch_size,
-            seed=seed,
-            progress=progress,
-        )
+        settings = dataclasses.asdict(self.settings)
+        return generate_responses(self.model, self.tokenizer, prompts, **settings, seed=seed, progress=progress)
 
 
 class VLLMEngine:

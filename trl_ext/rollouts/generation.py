@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
-from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
+from trl_ext.models.batches import in_batches
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop
 
 
@@ -88,28 +88,24 @@ def generate_responses(
     for index, ids in enumerate(prompt_ids):
         if not ids:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue")
+
+    def generated(rows: list[int]) -> list[Generation]:
+        padded = tokenizer.pad(
+            {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"
+        ).to(model.device)
+        # Stop strings need the tokenizer.
+        output = model.generate(**padded, generation_config=config, tokenizer=tokenizer)
+        width = padded["input_ids"].size(1)
+        return [
+            _finish(tokenizer, prompt_ids[row], tokens, end_ids, stop)
+            for row, tokens in zip(rows, output[:, width:].tolist(), strict=True)
+        ]
+
     order = sorted(range(len(prompts)), key=lambda i: -len(prompt_ids[i]))
-    results: list[Generation | None] = [None] * len(prompts)
-    was_training = model.training
-    model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices), torch.no_grad(), _no_settings_of_its_own(model):
-            torch.manual_seed(seed)
-            starts = range(0, len(order), batch_size)
-            for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
-                rows = order[start : start + batch_size]
-                padded = tokenizer.pad(
-                    {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"
-                ).to(model.device)
-                # Stop strings need the tokenizer.
-                output = model.generate(**padded, generation_config=config, tokenizer=tokenizer)
-                width = padded["input_ids"].size(1)
-                for row, tokens in zip(rows, output[:, width:].tolist(), strict=True):
-                    results[row] = _finish(tokenizer, prompt_ids[row], tokens, end_ids, stop)
-    finally:
-        model.train(was_training)
-    return results
+    with torch.random.fork_rng(devices=devices), torch.no_grad(), _no_settings_of_its_own(model):
+        torch.manual_seed(seed)
+        return in_batches(model, generated, order, batch_size=batch_size, progress=progress)
 
 
 def _generation_config(model, tokenizer, max_new_tokens, stop, **settings) -> tuple[GenerationConfig, set[int]]:
@@ -160,6 +156,6 @@ def _finish(
     response = tokens if end is None else tokens[: end + 1]
     stopped = cut_at_stop(tokenizer, response, stop)
     if stopped is not None:
-        return Generation(prompt_ids=prompt_ids, response_ids=stopped[0], text=stopped[1], finished=True)
+        return Generation(prompt_ids, *stopped, finished=True)
     text = tokenizer.decode(response, skip_special_tokens=True)
-    return Generation(prompt_ids=prompt_ids, response_ids=response, text=text, finished=end is not None)
+    return Generation(prompt_ids, response, text, finished=end is not None)

@@ -7,17 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trl_ext.rewards.verified import Grader, category_of
-from trl_ext.rollouts import Generation, map_over_ranks
-from trl_ext.rollouts.saved_rows import append_rows as _append
-from trl_ext.rollouts.saved_rows import kept_rows as _kept
-from trl_ext.rollouts.saved_rows import part_seed as _seed
+from trl_ext.rollouts.generation import Generation
+from trl_ext.rollouts.saved_rows import SAVE_EVERY, Engine, Prompt, sample_rows
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-Prompt = list[dict[str, Any]] | str
-Engine = Callable[..., list[Generation]]
-SAVE_EVERY = 256
 
 
 def evaluate_reasoning(
@@ -66,29 +60,19 @@ def evaluate_reasoning(
     """
     if not rows or len(rows) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts for {len(rows)} problems; give one for each, and at least one")
-    if samples < 1 or save_every < 1:
-        raise ValueError(f"samples and save_every must be at least 1, got {samples} and {save_every}")
-    work = [(row, prompt, sample) for row, prompt in zip(rows, prompts, strict=True) for sample in range(samples)]
-    order = [(row["row_id"], sample) for row, _, sample in work]
-    done = [] if path is None else _kept(Path(path), order, save_every, accelerator)
-    for start in range(len(done), len(work), save_every):
-        label = None if progress is None else f"{progress}, {start} of {len(work)} done"
+    if samples < 1:
+        raise ValueError(f"samples must be at least 1, got {samples}")
+    items = [(row, prompt, sample) for row, prompt in zip(rows, prompts, strict=True) for sample in range(samples)]
 
-        def sample_and_grade(items: list, start=start, label=label) -> list[dict[str, Any]]:
-            generations = engine(
-                [prompt for _, prompt, _ in items], seed=_seed(seed, start, accelerator), progress=label
-            )
-            known = [None] * len(items) if entropies is None else entropies(generations)
-            return [
-                _graded(row, sample, generation, entropy, grade)
-                for (row, _, sample), generation, entropy in zip(items, generations, known, strict=True)
-            ]
+    def graded(part: list, generations: list[Generation]) -> list[dict[str, Any]]:
+        known = [None] * len(part) if entropies is None else entropies(generations)
+        return [
+            _graded(row, sample, generation, entropy, grade)
+            for (row, _, sample), generation, entropy in zip(part, generations, known, strict=True)
+        ]
 
-        graded = map_over_ranks(sample_and_grade, work[start : start + save_every], accelerator)
-        if path is not None and (accelerator is None or accelerator.is_main_process):
-            _append(Path(path), graded)
-        done += graded
-    return done
+    options = {"seed": seed, "path": path, "save_every": save_every, "accelerator": accelerator, "progress": progress}
+    return sample_rows(items, engine, graded, **options)
 
 
 def _graded(

@@ -36,19 +36,7 @@ def select_pairs(
         choice: `best_worst` to pair the first best with the first worst response of a group; `all` for every pair of
             its responses.
         tolerance: rewards that differ by no more than this are a tie.
-
-    Raises:
-        ValueError: `choice` is unknown, `group_size` is below 2 or does not divide the number of responses, or the
-            tolerance is negative.
     """
-    if choice not in PAIR_CHOICES:
-        raise ValueError(f"pairs must be one of {', '.join(PAIR_CHOICES)}, got {choice!r}")
-    if group_size < 2:
-        raise ValueError(f"a pair takes at least 2 responses to a prompt, got groups of {group_size}")
-    if len(rewards) % group_size:
-        raise ValueError(f"{len(rewards)} responses do not divide into groups of {group_size}")
-    if not tolerance >= 0:
-        raise ValueError(f"tie_tolerance must be a number from 0 up, got {tolerance}")
     selection = Selection()
     for start in range(0, len(rewards), group_size):
         known = [index for index in range(start, start + group_size) if not math.isnan(rewards[index])]

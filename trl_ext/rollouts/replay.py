@@ -13,7 +13,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -53,15 +53,9 @@ class SampledPair:
     reward_version: str
 
 
-_ARRAYS = ("prompt_ids", "chosen_ids", "rejected_ids")
-_NUMBERS = (
-    "chosen_log_prob",
-    "rejected_log_prob",
-    "ref_chosen",
-    "ref_rejected",
-    "chosen_reward",
-    "rejected_reward",
-)
+# Fields that a file holds as token ids, and as numbers.
+_FIELDS = [field.name for field in fields(SampledPair)]
+_ARRAYS, _NUMBERS = _FIELDS[:3], _FIELDS[3:9]
 
 
 class ReplayBuffer:
@@ -74,15 +68,9 @@ class ReplayBuffer:
         capacity: maximum number of pairs; the oldest are dropped first.
         max_age: policy versions after which a pair is dropped.
         seed: seed of the draws.
-
-    Raises:
-        ValueError: the capacity or the age is below 1.
     """
 
     def __init__(self, capacity: int, max_age: int, seed: int = 0):
-        for name, value in (("capacity", capacity), ("max_age", max_age)):
-            if value < 1:
-                raise ValueError(f"replay_{name} must be at least 1, got {value}")
         self.capacity = capacity
         self.max_age = max_age
         self.seed = seed
@@ -126,19 +114,12 @@ class ReplayBuffer:
             save_file(tensors, temporary, metadata={"reward_versions": json.dumps(versions)})
 
     def load(self, path: str | Path) -> None:
-        """Replace the pairs with those in a file written by `save`, keeping the most recent up to the capacity.
+        """Replace the pairs with those in a file written by `save`, keeping the most recent up to the capacity."""
+        from safetensors import safe_open
 
-        Raises:
-            ValueError: the file was not written by `save`.
-        """
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(path, "pt") as file:
-                ids, lengths, numbers, versions = map(file.get_tensor, ("ids", "lengths", "numbers", "versions"))
-                reward_versions = json.loads(file.metadata()["reward_versions"])
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no replayed pairs: {error}") from error
+        with safe_open(path, "pt") as file:
+            ids, lengths, numbers, versions = map(file.get_tensor, ("ids", "lengths", "numbers", "versions"))
+            reward_versions = json.loads(file.metadata()["reward_versions"])
         rows = [array("i", row.tolist()) for row in ids.split(lengths.tolist())] if len(lengths) else []
         self.pairs = [
             SampledPair(
@@ -158,25 +139,18 @@ def replayed_count(fresh: int, fraction: float) -> int:
     return round(fresh * fraction / (1 - fraction))
 
 
-def memory_needed(capacity: int, prompt_tokens: int, response_tokens: int, processes: int = 1) -> int:
-    """Bytes of a full buffer of pairs of this length, with one copy per process on a machine."""
-    tokens = prompt_tokens + 2 * response_tokens
-    return processes * capacity * (_BYTES_PER_TOKEN * tokens + _BYTES_BESIDE_TOKENS)
-
-
 def check_memory(capacity: int, prompt_tokens: int, response_tokens: int, processes: int, available: int) -> None:
-    """Raise if a buffer would not fit into memory.
+    """Raise if a full buffer of pairs of this length, with one copy per process, would not fit into memory.
 
     Raises:
-        ValueError: it needs more memory than is available; the message names the largest capacity that fits.
+        ValueError: it needs more bytes than are available; the message names the largest capacity that fits.
     """
-    needed = memory_needed(capacity, prompt_tokens, response_tokens, processes)
-    if needed > available:
-        most = available // memory_needed(1, prompt_tokens, response_tokens, processes)
+    of_a_pair = processes * (_BYTES_PER_TOKEN * (prompt_tokens + 2 * response_tokens) + _BYTES_BESIDE_TOKENS)
+    if capacity * of_a_pair > available:
         raise ValueError(
             f"replay larger than memory allows: replay_capacity {capacity} of pairs of up to "
-            f"{prompt_tokens} + 2 x {response_tokens} tokens takes {needed / 2**30:.1f} GiB on {processes} "
-            f"process(es), and {available / 2**30:.1f} GiB are free: at most {most} fit"
+            f"{prompt_tokens} + 2 x {response_tokens} tokens takes {capacity * of_a_pair / 2**30:.1f} GiB on "
+            f"{processes} process(es), and {available / 2**30:.1f} GiB are free: at most {available // of_a_pair} fit"
         )
 
 

@@ -23,7 +23,7 @@ from trl_ext.models.packing.planner import Plan
 PLAN_KEYWORD = "packing_plan"
 BACKENDS = ("varlen", "flex", "sdpa")
 # Keywords that do not change the attention of a packed call.
-_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states"})
+_HARMLESS = frozenset({"position_ids", "use_cache", "cache_position", "output_hidden_states"})
 
 
 def takes_plans(name: str) -> bool:
@@ -79,16 +79,13 @@ def attend(
     Raises:
         NotImplementedError: the layer needs a feature that is not implemented here, such as a soft cap.
     """
-    unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
-    if kwargs.get("output_attentions"):
-        unknown.append("output_attentions")
+    given = (name for name, value in kwargs.items() if value is not None and value is not False)
+    unknown = [name for name in given if name not in _HARMLESS]
     if unknown:
         raise NotImplementedError(f"its attention takes {', '.join(unknown)}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if not causal:
         raise NotImplementedError("its attention is not causal")
-    if "windows" in plan.derived:
-        plan.derived["windows"].append(sliding_window)
     if torch.is_autocast_enabled(query.device.type):
         # Rotary angles may have raised queries and keys to float32, while values are in half precision.
         precision = torch.get_autocast_dtype(query.device.type)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from trl_ext.models.batches import evaluating
 from trl_ext.models.packing.attention import attend
 from trl_ext.models.packing.planner import plan_batch
 
@@ -62,7 +63,7 @@ def difference(model, packed: Callable[..., Tensor], padded: Callable[..., Tenso
         packed, padded: map the entries of `canary_batch` to values at the labelled places, such as log-probabilities.
     """
     batch = canary_batch(model.config, next(model.parameters()).device)
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         with _noting_precisions(model) as precisions:
             expected = padded(**batch).double()
         apart = (expected - packed(**batch).double()).abs()
@@ -125,15 +126,3 @@ def _noting_precisions(model) -> Iterator[set[torch.dtype]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _evaluating(model) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

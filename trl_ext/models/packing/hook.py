@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import types
 from collections import Counter
 from typing import Any
@@ -27,19 +26,17 @@ from trl_ext.models.packing.obstacles import (
     is_classifier,
     original_context,
     packing_obstacle,
-    widest_without_window,
 )
 from trl_ext.models.packing.planner import Plan, plan_batch
+from trl_ext.processes import is_main_process
 
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_trl_ext_packing"
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-# Arguments that trainers pass with the batch and that change nothing here. TRL's RewardTrainer passes on the column
-# `margin`, which no model reads.
-_HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin"})
-# Defaults that models with adapters pass explicitly.
-_AS_USUAL = {"return_dict": True, "output_attentions": False, "output_hidden_states": False}
+# Arguments that trainers and models with adapters pass with the batch and that change nothing here. TRL's
+# RewardTrainer passes on the column `margin`, which no model reads.
+_HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin", "return_dict"})
 
 
 class Packing:
@@ -68,7 +65,6 @@ class Packing:
         self.packed_tokens = 0
         self.left_padded: Counter[str] = Counter()
         self.skipped: dict[str, str] = {}
-        self._widest: int | None = None
         self._forward = model.forward
         self._hooked = None
         self._context = None
@@ -123,17 +119,21 @@ class Packing:
         """The plan of a batch, or None if the model should process it unchanged; counts either case."""
         if not self.active or torch.compiler.is_compiling():
             return None
-        plan, reason = None, self._obstacle(input_ids, attention_mask, kwargs)
+        reason = self._obstacle(input_ids, attention_mask, kwargs)
+        # Before looking at the batch, which differs between processes: if parameters are sharded, all processes must
+        # run the canary at the same call.
+        if reason is None and self.backend is None:
+            self._settle()
+            if not self.active:
+                return None
+        if reason is None and self._context is not None and input_ids.shape[1] > self._context:
+            reason = "rotary angles depend on the length of the batch"
+        plan = None
         if reason is None:
-            # Before looking at the batch, which differs between processes: if parameters are sharded, all processes
-            # must run the canary at the same call.
-            if self.backend is None:
-                self._settle()
-                if not self.active:
-                    return None
-            plan, reason = self._plan(input_ids, attention_mask, labels)
+            # If a prefix were encoded once, rows would not draw their dropout independently.
+            plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
         if plan is None:
-            self.left_padded[reason] += 1
+            self.left_padded[reason or "has a mask or labels of another form"] += 1
             return None
         plan.derived["backend"] = self.backend
         self.padded_tokens += input_ids.numel()
@@ -144,8 +144,8 @@ class Packing:
         """Why a call cannot be packed, whatever its rows."""
         if not takes_plans(self.model.config._attn_implementation):
             return "its attention was exchanged"
-        given = {name: value for name, value in kwargs.items() if value is not None and name not in _HARMLESS}
-        extra = sorted(name for name, value in given.items() if value is not _AS_USUAL.get(name, given))
+        given = (name for name, value in kwargs.items() if value is not None and value is not False)
+        extra = sorted(name for name in given if name not in _HARMLESS)
         if extra:
             return f"takes {', '.join(extra)}"
         if input_ids is None or attention_mask is None or attention_mask.dim() != 2:
@@ -155,17 +155,6 @@ class Packing:
         if has_embedding_noise(self.model):
             return "adds noise to its embeddings"
         return None
-
-    def _plan(self, input_ids, attention_mask, labels) -> tuple[Plan | None, str]:
-        if self._context is not None and input_ids.shape[1] > self._context:
-            return None, "rotary angles depend on the length of the batch"
-        if self._widest is not None and input_ids.shape[1] > self._widest:
-            return None, "is longer than the sliding window, which the layers do not tell"
-        # If a prefix were encoded once, rows would not draw their dropout independently.
-        plan = plan_batch(input_ids, attention_mask, labels, share=not has_active_dropout(self.model))
-        if plan is None:
-            return None, "has a mask or labels of another form"
-        return plan, ""
 
     def _settle(self) -> None:
         """Choose the first back-end that agrees with the padded forward, or turn packing off."""
@@ -188,19 +177,19 @@ class Packing:
                 break
             self.skipped[backend] = f"is {largest:.1e} off the padded forward"
         else:
-            self.reason = "; ".join(
-                f"{backend} attention {why}" if why.startswith("is ") else why for backend, why in self.skipped.items()
+            reasons = (
+                f"{name} attention {why}" if why.startswith("is ") else why for name, why in self.skipped.items()
             )
+            self.reason = "; ".join(dict.fromkeys(reasons))
         if not (self.quiet and self.active):
             _announce(self.describe())
 
     def _try(self, backend: str) -> tuple[float, bool]:
         classifier = is_classifier(self.model)
-        seen: list[int | None] = []
 
         def packed(input_ids, attention_mask, labels):
             plan = plan_batch(input_ids, attention_mask, None if classifier else labels)
-            plan.derived.update(backend=backend, windows=seen)
+            plan.derived["backend"] = backend
             if classifier:
                 return self.hidden_states(plan)[plan.columns[labels != -100]]
             return _packed_log_probs(self, plan, labels).log_probs[labels[:, 1:] != -100]
@@ -211,9 +200,7 @@ class Packing:
                 return self.model.base_model(**batch, use_cache=False).last_hidden_state[labels != -100]
             return self.call(**batch, labels=labels, fused_lm_head=True).log_probs[labels[:, 1:] != -100]
 
-        result = difference(self.model, packed, padded)
-        self._widest = widest_without_window(self.model.config, seen)
-        return result
+        return difference(self.model, packed, padded)
 
     # ---- Passes ----
 
@@ -346,27 +333,15 @@ def _packed_log_probs(packing: Packing, plan: Plan, labels: Tensor, num_items_in
 
 
 def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, *args, **kwargs):
-    plan = None
-    if not args and kwargs.get("labels") is None:
+    plan, padding = None, packing.model.config.get_text_config().pad_token_id
+    # Without a padding token, the model itself reports that it cannot find the ends of rows.
+    if not args and kwargs.get("labels") is None and padding is not None:
         kwargs.pop("labels", None)
         plan = packing.plan(input_ids, attention_mask, **kwargs)
-    places = None if plan is None else _score_places(packing, plan, input_ids)
-    if places is None:
+    if plan is None:
         return packing.call(input_ids, attention_mask, *args, **kwargs)
+    places = plan.columns.gather(1, last_tokens(input_ids, padding)[:, None])[:, 0]
     return SequenceClassifierOutputWithPast(logits=packing.model.score(packing.hidden_states(plan)[places]))
-
-
-def _score_places(packing: Packing, plan: Plan, input_ids: Tensor) -> Tensor | None:
-    """Where in the packed row the scores of a batch are read, [B]; None if other tokens than the model's pad it."""
-    padding = packing.model.config.get_text_config().pad_token_id
-    # Without a padding token, the model itself reports that it cannot find the ends of rows.
-    last = None if padding is None else last_tokens(input_ids, padding)[:, None]
-    if last is not None and plan.present.gather(1, last).all():
-        return plan.columns.gather(1, last)[:, 0]
-    packing.left_padded["is padded with another token than the model's"] += 1
-    packing.padded_tokens -= input_ids.numel()
-    packing.packed_tokens -= plan.tokens
-    return None
 
 
 def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:
@@ -391,5 +366,5 @@ def _unwrapped(model) -> nn.Module:
 
 def _announce(line: str) -> None:
     """Log a line from the first process only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         logger.warning(line)

@@ -40,37 +40,26 @@ def is_classifier(model) -> bool:
 def packing_obstacle(model) -> str | None:
     """Why a model's forward passes cannot be packed, in a few words; None if no obstacle is known.
 
+    Other obstacles, such as a soft cap of the attention scores, show when the first batch is tried.
+
     Args:
         model: a transformers model for causal language modelling or sequence classification, without wrappers.
     """
     if getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod"):
         return "it is compiled"
-    config = model.config
-    text = config.get_text_config()
-    if text is not config:
+    text = model.config.get_text_config()
+    if text is not model.config:
         return "it takes more than text"
-    if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder"
     if is_classifier(model) and not isinstance(model, GenericForSequenceClassification):
         return "it reads its scores in a way of its own"
-    if not is_classifier(model) and not model.can_generate():
-        return "it is neither a causal language model nor one for sequence classification"
-    if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        return "its layers are on several devices"
     others = set(getattr(text, "layer_types", None) or ()) - _LAYERS
     if others:
         return f"it has layers of the kind {', '.join(sorted(others))}"
-    if not getattr(model, "_supports_attention_backend", False):
-        return "its attention cannot be exchanged"
-    attention = text._attn_implementation
-    if attention not in ALL_ATTENTION_FUNCTIONS or attention.startswith("paged|"):
+    if text._attn_implementation not in ALL_ATTENTION_FUNCTIONS:
+        attention = text._attn_implementation
         return f"its attention is {attention}: load it with attn_implementation sdpa or a flash attention"
-    if getattr(text, "alibi", False) or not getattr(text, "rope_parameters", None):
+    if not getattr(text, "rope_parameters", None):
         return "its positions are not rotary"
-    if getattr(text, "attn_logit_softcapping", None):
-        return "its attention scores have a soft cap"
-    if any(name.endswith("sinks") for name, _ in model.named_parameters()):
-        return "its attention has sinks"
     return None
 
 
@@ -84,22 +73,6 @@ def original_context(config) -> int | None:
         return None
     lengths = [entry.get("original_max_position_embeddings") for entry in sets]
     return min(filter(None, [*lengths, text.max_position_embeddings]))
-
-
-def widest_without_window(config, seen: list[int | None]) -> int | None:
-    """The widest batch for which sliding windows make no difference; None if the layers apply theirs themselves.
-
-    Some architectures pass their window to attention. Others rely on a mask, which a packed row does not have.
-
-    Args:
-        seen: the window that each layer has passed to attention.
-    """
-    text = config.get_text_config()
-    window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-    expected = [window if kinds is None or kind == "sliding_attention" else None for kind in kinds or seen]
-    if seen == expected:
-        return None
-    return min((width for width in [window, *seen] if width is not None), default=None)
 
 
 def has_active_dropout(model) -> bool:

@@ -1,0 +1,72 @@
+"""Passes over many token sequences: padded batches, the model's mode, and a progress bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+
+
+def in_batches(
+    model,
+    function: Callable[[list[int]], Sequence[Any]],
+    order: Sequence[int],
+    *,
+    batch_size: int,
+    progress: str | None = None,
+) -> list[Any]:
+    """Call `function` on batches of row numbers with the model in evaluation mode, and return its results by row.
+
+    Args:
+        model: its modes are restored.
+        function: returns a result for each of the row numbers that it receives.
+        order: the row numbers 0 to N - 1, in the order in which batches take them.
+        batch_size: rows per call.
+        progress: label of the progress bar; None for no bar.
+    """
+    results: list[Any] = [None] * len(order)
+    starts = range(0, len(order), batch_size)
+    with evaluating(model):
+        for start in tqdm(starts, desc=progress, leave=False) if progress else starts:
+            rows = order[start : start + batch_size]
+            for row, result in zip(rows, function(rows), strict=True):
+                results[row] = result
+    return results
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore the mode of each of its modules."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def pad_rows(rows: Sequence[Sequence[int]], padding: int, side: str) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask, each [B, L], of rows padded on one side, `left` or `right`."""
+    ids = [torch.tensor(row) for row in rows]
+    masks = [torch.ones_like(row) for row in ids]
+    return (
+        pad_sequence(ids, batch_first=True, padding_value=padding, padding_side=side),
+        pad_sequence(masks, batch_first=True, padding_side=side),
+    )
+
+
+def response_logits(model, input_ids: Tensor, attention_mask: Tensor, kept: int) -> Tensor:
+    """Logits that predict the last `kept` tokens of rows padded on the left, [B, kept, V]."""
+    return model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=(attention_mask.cumsum(dim=1) - 1).clamp(min=0),
+        use_cache=False,
+        logits_to_keep=kept + 1,
+    ).logits[:, -kept - 1 : -1]
