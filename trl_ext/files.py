@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 @contextmanager
@@ -93,13 +93,6 @@ def read_yaml(path: str | Path) -> Any:
         return yaml.load(_existing(path).read_text(encoding="utf-8-sig"), Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML: {brief(' '.join(str(error).split()), 240)}") from None
-
-
-def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, numbered from 1."""
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            yield number, line.rstrip()
 
 
 def brief(value: Any, limit: int = 60) -> str:

@@ -18,6 +18,13 @@ PROMPT_FIELDS = ("prompt_messages", "prompt", "prompt_text")
 CHOSEN_FIELDS = ("chosen_text", "chosen")
 REJECTED_FIELDS = ("rejected_text", "rejected")
 LABEL_FIELDS = ("completion", "label")
+# The fields that a column of TRL is made from.
+FIELDS_OF_COLUMN = {
+    "prompt": PROMPT_FIELDS,
+    "chosen": CHOSEN_FIELDS,
+    "rejected": REJECTED_FIELDS,
+    **{name: (name,) for name in LABEL_FIELDS},
+}
 
 
 class Message(TypedDict):
@@ -51,11 +58,6 @@ class _Row(BaseModel):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: is {value}, not a finite number")
         return self
-
-    @property
-    def conversational(self) -> bool:
-        """True if the row holds messages, False if it holds plain strings."""
-        return isinstance(self.prompt, list)
 
 
 class PromptRow(_Row):
