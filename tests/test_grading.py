@@ -252,7 +252,7 @@ class TestRewardModels:
         path = write_scores(folder, [1.0, float("nan"), 3.0, 4.0])
         grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
         assert (grade.passed, grade.reason) == (False, "1 bad row")
-        assert grade.problems == [f"{path}: row_id pair-1: chosen_score must be a finite number, got 'nan'"]
+        assert grade.problems == [f"{path}: row_id pair-1: chosen_score: Input should be a finite number, got nan"]
 
 
 class TestSubmission:

