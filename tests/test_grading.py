@@ -123,14 +123,6 @@ class TestPolicies:
         grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
         assert (grade.passed, grade.n, grade.chance_below) == (True, 1, pytest.approx(0.25))
 
-    def test_wilson_by_hand(self):
-        """The interval used above: p 5/7, n 7, z^2 3.841459: centre (p + z^2 / 2n) / (1 + z^2 / n) = 0.638355,
-        half-width z sqrt(p (1 - p) / n + z^2 / 4 n^2) / (1 + z^2 / n) = 0.279421."""
-        p, n, z2 = 5 / 7, 7, 1.959964**2
-        centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-        half = math.sqrt(z2) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        assert (centre - half, centre + half) == pytest.approx((0.358934, 0.917776), abs=1e-5)
-
     def test_the_half_rule(self, folder, assets):
         """0.65 with 5 wins, 3 ties and 2 losses; the chance is that of as many points among ten new rows."""
         write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
@@ -237,22 +229,6 @@ class TestRewardModels:
         assert warning.endswith("all 4 pairs are tied: the scores do not tell chosen from rejected responses at all")
         assert (grade.passed, grade.figure) == (False, 0.0)
         assert "worse than chance" not in caplog.text and "all 4 pairs are tied" in caplog.text
-
-    def test_ties_alone_are_not_worse_than_chance(self, folder, assets, caplog):
-        """One right, one wrong and two tied: accuracy 0.25, and yet no sign of labels the wrong way round."""
-        write_scores(folder, [1.0, -1.0, 0.0, 0.0])
-        assert only(grade_submission(folder, {"reward_model": 0.74}, **assets)).figure == 0.25
-        assert not caplog.records
-
-    def test_passes(self, folder, assets):
-        write_scores(folder, [1.0, 2.0, 3.0, -1.0])
-        assert only(grade_submission(folder, {"reward_model": 0.74}, **assets)).passed
-
-    def test_nan(self, folder, assets):
-        path = write_scores(folder, [1.0, float("nan"), 3.0, 4.0])
-        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
-        assert (grade.passed, grade.reason) == (False, "1 bad row")
-        assert grade.problems == [f"{path}: row_id pair-1: chosen_score: Input should be a finite number, got nan"]
 
 
 class TestSubmission:

@@ -211,16 +211,6 @@ class TestGenerate:
         with pytest.raises(ValueError, match="is a reward model, which cannot generate"):
             generate_submission_file(folder, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
 
-    def test_no_model(self, prompts_file, tmp_path):
-        with pytest.raises(FileNotFoundError, match="no model folder './nowhere'"):
-            generate_submission_file("./nowhere", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
-        assert not (tmp_path / "x.jsonl").exists()
-
-    def test_the_batch_size_is_on_file(self, tiny_model_path, prompts_file, tmp_path):
-        settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 2, "batch_size": 2}
-        generate_submission_file(tiny_model_path, tmp_path / "aot.jsonl", **settings)
-        assert json.loads((tmp_path / "aot.settings.json").read_text())["batch_size"] == 2
-
     def test_long_prompts_are_cut_without_a_warning(self, tiny_model_path, tmp_path, short_tokenizer, caplog):
         """A prompt of over 250 bytes, each a token, of which the last 40 are read."""
         prompts = write_prompts(tmp_path / "prompts.jsonl", ["word " * 50])
