@@ -135,6 +135,6 @@ def test_bad_files(path, tmp_path):
     refused("line 1: response: missing; the row has prompt", b'{"prompt": "a"}\n')
     refused("line 1: prompt: must be text, got 1", b'{"prompt": 1, "response": "b"}\n')
     refused("examples.jsonl: 0 tokens do not fill one sequence", b"\n")
-    refused("no such file of examples: .*nowhere.jsonl$", file=tmp_path / "nowhere.jsonl", error=FileNotFoundError)
+    refused("no file .*nowhere.jsonl$", file=tmp_path / "nowhere.jsonl", error=FileNotFoundError)
     tokenizer.eos_token = None
     refused("no end-of-text token to end a document with: set tokenizer.eos_token", good)

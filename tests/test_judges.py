@@ -245,13 +245,6 @@ class TestRewardModelJudge:
             ("candidate", "candidate"), ("tie", "tie"), ("base", "base"),
         ]  # fmt: skip
 
-    def test_tolerance(self):
-        judge = RewardModelJudge(FakeRewardModel(), tolerance=1.0)
-        assert judge.judge("p", "cc", "b") == "tie"
-        assert judge.judge("p", "ccc", "b") == "A"
-        with pytest.raises(ValueError, match="tolerance must be at least 0"):
-            RewardModelJudge(FakeRewardModel(), tolerance=-1)
-
     def test_each_response_is_scored_once_and_in_one_batch(self):
         judge = RewardModelJudge(FakeRewardModel())
         judge_pairs(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)

@@ -234,12 +234,6 @@ class TestGroundTruthJudge:
         outcomes = compare(judge, prompt_rows("x", "y", "z"), ["xx", "-", "z"], ["x", "y", "z"])
         assert [(outcome.first, outcome.second) for outcome in outcomes] == [(C, C), (B, B), (T, T)]
 
-    def test_tolerance(self):
-        """The scores differ by 0.25: a tie at a tolerance of 0.25, not at one of 0.2."""
-        score = {"a": 0.5, "b": 0.75}
-        assert GroundTruthJudge(lambda _, text: score[text], tolerance=0.25).judge("p", "a", "b") == "tie"
-        assert GroundTruthJudge(lambda _, text: score[text], tolerance=0.2).judge("p", "a", "b") == "B"
-
     def test_scores_the_last_user_message(self):
         seen = []
         judge = GroundTruthJudge(lambda prompt, _: seen.append(prompt) or 0.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trl_ext.data.rows import RawSplit, build_split, list_folder, read_jsonl, split_file
-from trl_ext.data.schemas import has_label_fields, has_response_field
+from trl_ext.data.schemas import PromptRow, row_type
 
 if TYPE_CHECKING:
     import datasets
@@ -86,7 +86,7 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
 def _is_preference_split(name: str, split: RawSplit) -> bool:
     if name in KNOWN_SPLITS:
         return name.endswith("_prefs")
-    return split.holds_pairs or split.holds_labels
+    return split.row_type is not PromptRow
 
 
 def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
@@ -131,8 +131,8 @@ def _hub_split_name(split_name: str, source: datasets.DatasetDict) -> str:
     """Rename `train`, `validation` and `test` according to their content; keep other names."""
     if split_name not in GENERIC_SPLITS:
         return split_name
-    columns = source[split_name].column_names
-    renamed = split_name + ("_prefs" if has_response_field(columns) or has_label_fields(columns) else "_gen")
+    is_prompts = row_type(source[split_name].column_names) is PromptRow
+    renamed = split_name + ("_gen" if is_prompts else "_prefs")
     return split_name if renamed in source else renamed
 
 

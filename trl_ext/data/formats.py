@@ -50,9 +50,7 @@ def convert_file(
         FileNotFoundError: the file does not exist.
         ValueError: there are bad records; the message gives the file, and line and field of up to five.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file {brief(path, 200)}")
-    source = read_jsonl(Path(path))
+    source = read_jsonl(path)
     split = RawSplit(source.source, source.stem, problems=source.problems)
     for line, record in source.rows:
         try:

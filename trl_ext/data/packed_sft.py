@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -59,7 +58,7 @@ class PackedSFTDataset(Dataset):
     def __init__(self, tokenizer, dataset_path: str | os.PathLike, seq_length: int, shuffle: bool):
         if seq_length < 1:
             raise ValueError(f"seq_length must be at least 1, got {seq_length}")
-        rows = _read_rows(Path(dataset_path))
+        rows = _read_rows(dataset_path)
         if shuffle:
             rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
         pieces = [torch.empty(0, dtype=torch.long)]
@@ -99,9 +98,7 @@ def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoa
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file of examples: {path}")
+def _read_rows(path: str | os.PathLike) -> list[dict[str, str]]:
     split = read_jsonl(path)
     rows = split.check(lambda row: {name: text_field(row, name, may_be_empty=True) for name in ("prompt", "response")})
     if split.problems:

@@ -13,15 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trl_ext.data.schemas import (
-    FIELDS_OF_COLUMN,
-    PreferenceRow,
-    PromptRow,
-    UnpairedRow,
-    has_label_fields,
-    has_response_field,
-)
-from trl_ext.files import brief, parse_json
+from trl_ext.data.schemas import FIELDS_OF_COLUMN, PreferenceRow, PromptRow, UnpairedRow, row_type
+from trl_ext.files import brief, existing_file, parse_json
 
 if TYPE_CHECKING:
     import datasets
@@ -57,14 +50,9 @@ class RawSplit:
     problems: list[Problem] = field(default_factory=list)
 
     @property
-    def holds_pairs(self) -> bool:
-        """True if the first row is a preference pair; False if it is not or there is no row."""
-        return bool(self.rows) and has_response_field(self.rows[0][1])
-
-    @property
-    def holds_labels(self) -> bool:
-        """True if the first row is a single response with a label."""
-        return bool(self.rows) and has_label_fields(self.rows[0][1])
+    def row_type(self) -> type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]:
+        """The schema of the first row; that of prompts if there is no row."""
+        return row_type(self.rows[0][1] if self.rows else ())
 
     def check(self, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows as `convert` returns them, each with a `row_id`, by default `stem:position`.
@@ -96,12 +84,14 @@ class RawSplit:
         return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines, limit)}"
 
 
-def read_jsonl(path: Path) -> RawSplit:
+def read_jsonl(path: str | Path) -> RawSplit:
     """Read one JSON object per line, also from a `.gz` file; skip blank lines and record bad lines as problems.
 
     Raises:
+        FileNotFoundError: the file does not exist.
         ValueError: the file is not text in UTF-8, holds a JSON array, or its compressed data is damaged.
     """
+    path = existing_file(path)
     split = RawSplit(source=str(path), stem=path.stem)
     open_file = gzip.open if path.suffix == ".gz" else open
     with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
@@ -187,7 +177,7 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     if total == 0:
         raise ValueError(f"{split.source}: empty; expected at least one row")
     model, columns = (PreferenceRow, PREFERENCE_COLUMNS) if pairs else (PromptRow, PROMPT_COLUMNS)
-    if pairs and split.holds_labels:
+    if pairs and split.row_type is UnpairedRow:
         model, columns = UnpairedRow, UNPAIRED_COLUMNS
     rows = split.check(lambda raw: model.model_validate(raw).model_dump(exclude_none=True))
     if not rows and (message := _wrong_columns(split, columns)):

@@ -130,14 +130,12 @@ class UnpairedRow(_Row):
         return {**fields, "prompt": prompt, "completion": completion}
 
 
-def has_label_fields(names: Iterable[str]) -> bool:
-    """True if the field names are those of a labelled response and not of a pair."""
-    return {*LABEL_FIELDS} <= {*names} and not has_response_field(names)
-
-
-def has_response_field(names: Iterable[str]) -> bool:
-    """True if a field name denotes a response, which makes the row a pair rather than a prompt."""
-    return not {*CHOSEN_FIELDS, *REJECTED_FIELDS}.isdisjoint(names)
+def row_type(names: Iterable[str]) -> type[_Row]:
+    """The schema of a row with these fields: a field that denotes a response makes it a pair."""
+    names = {*names}
+    if names & {*CHOSEN_FIELDS, *REJECTED_FIELDS}:
+        return PreferenceRow
+    return UnpairedRow if names >= {*LABEL_FIELDS} else PromptRow
 
 
 def _take(fields: dict[str, Any], names: tuple[str, ...], *, required: bool = True) -> tuple[str | None, Any]:

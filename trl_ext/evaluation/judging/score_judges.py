@@ -19,23 +19,12 @@ Shown = tuple[Messages | str, str, bool]
 
 
 class ScoreJudge:
-    """Prefers the response with the higher score.
-
-    Args:
-        tolerance: scores that differ by no more than this are a tie.
-
-    Raises:
-        ValueError: the tolerance is negative.
-    """
+    """Prefers the response with the higher score. Scores that differ by no more than `tolerance` are a tie."""
 
     uses_finished = True
     sequential = True
     identity = None
-
-    def __init__(self, tolerance: float):
-        if not tolerance >= 0:
-            raise ValueError(f"tolerance must be at least 0, got {tolerance}")
-        self.tolerance = tolerance
+    tolerance = 0.0
 
     def scores(self, responses: Sequence[Shown]) -> list[float]:
         """The score of each response."""
@@ -62,11 +51,11 @@ class GroundTruthJudge(ScoreJudge):
     Args:
         score_function: `f(prompt_text, response) -> float` on the text of the last user message; it must accept the
             keyword `finished` if responses may be truncated. Default: the score of the toy benchmark.
-        tolerance: scores that differ by no more than this are a tie.
     """
 
-    def __init__(self, score_function: Callable[..., float] | None = None, tolerance: float = 1e-9):
-        super().__init__(tolerance)
+    tolerance = 1e-9
+
+    def __init__(self, score_function: Callable[..., float] | None = None):
         if score_function is None:
             from trl_ext.toy import score as score_function
         self.score_function = score_function
@@ -88,14 +77,9 @@ class RewardModelJudge(ScoreJudge):
 
     Args:
         reward_model: a `RewardModel`, or the folder or hub name of one.
-        tolerance: rewards that differ by no more than this are a tie.
-
-    Raises:
-        ValueError: the tolerance is negative.
     """
 
-    def __init__(self, reward_model: RewardModel | str | Path, *, tolerance: float = 0.0):
-        super().__init__(tolerance)
+    def __init__(self, reward_model: RewardModel | str | Path):
         if isinstance(reward_model, str | Path):
             from trl_ext.rewards import RewardModel
 

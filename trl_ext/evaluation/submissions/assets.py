@@ -12,7 +12,7 @@ from trl_ext.data import load_benchmark
 from trl_ext.data.rows import first_error
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
-from trl_ext.files import brief, read_json
+from trl_ext.files import existing_file, read_json
 
 KINDS = {"gen": "prompts", "prefs": "preference pairs"}
 # A method's name is that of its file, and a threshold is a rate.
@@ -55,10 +55,7 @@ def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
 def _load(path: str | Path | None, kind: str) -> list[dict[str, Any]]:
     if path is None:
         return list(load_benchmark("toy", splits=f"test_{kind}")[f"test_{kind}"])
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {brief(path, 200)}")
-    ((name, rows),) = load_benchmark(path).items()
+    ((name, rows),) = load_benchmark(existing_file(Path(path).expanduser())).items()
     found = name.rpartition("_")[2]
     if found != kind:
         raise ValueError(f"{path} holds {KINDS[found]}; expected {KINDS[kind]}")

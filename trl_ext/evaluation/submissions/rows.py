@@ -97,10 +97,7 @@ def read_rows(
     Raises:
         FileNotFoundError: the file does not exist.
     """
-    file, path = str(path), Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    split = read_jsonl(path)
+    file, split = str(path), read_jsonl(path)
     problems = [RowProblem(file, None, f"line {bad.position}: {bad.message}") for bad in split.problems]
     if complete and not split.rows and not problems and row_ids:
         return {}, [RowProblem(file, None, EMPTY_FILE)]
