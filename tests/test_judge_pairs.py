@@ -15,7 +15,6 @@ from trl_ext.evaluation import (
     JudgeError,
     Judgement,
     OpenAIJudge,
-    Usage,
     compare,
     estimate,
     judge_pairs,
@@ -161,10 +160,6 @@ class TestJudgePairs:
     def test_an_answer_that_is_no_verdict(self):
         with pytest.raises(ValueError, match="row_id r0: CallableJudge must answer 'A', 'B' or 'tie', got 'first'"):
             judge_pairs(lambda *_: "first", prompt_rows(1), ["c"], ["b"])
-
-    def test_no_rows(self):
-        result = judge_pairs(CountingJudge(), [], [], [])
-        assert (result.outcomes, result.verdicts, result.usage) == ([], [], Usage())
 
 
 class TestCacheIdentity:

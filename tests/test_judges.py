@@ -70,7 +70,7 @@ class TestAnswer:
         with pytest.raises(ValueError, match=f"^{problem}"):
             read_answer(json.dumps(loopback_answer(QUESTION, **changes)))
 
-    @pytest.mark.parametrize("text", ["", "A", "[]", '{"best": "A"', "```json\n{}\n```"])
+    @pytest.mark.parametrize("text", ["", "```json\n{}\n```"])
     def test_no_json_object(self, text):
         with pytest.raises(ValueError):
             read_answer(text)

@@ -227,18 +227,6 @@ class TestCompareStages:
         how = "Reference: ppo. Decoding: greedy, one response per prompt, at most 3 tokens.\n"
         assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
 
-    def test_sampling_is_said(self, run, course, models):
-        named = [f"{name}={path}" for name, path in models.items()]
-        options = ("--max_new_tokens", "3", "--num_prompts", "4", "--temperature", "0.7")
-        code, out, _ = run("stages", *named, *course["prompts_jsonl"], *options, "--seed", "5")
-        assert code == 0
-        how = (
-            "Reference: base. Decoding: sampled at temperature 0.7, seed 5, one response per prompt, at most 3 "
-            "tokens.\n"
-        )
-        assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
-        assert len(Path("stages/samples_ppo.jsonl").read_text().splitlines()) == 4
-
     @pytest.mark.parametrize(
         "arguments, message",
         [

@@ -13,14 +13,14 @@ import math
 import random
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_ext.files import write_json_lines
-from trl_ext.toy import DATA_DIR, MODEL_DIR, kind_of, score
+from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score
 from trl_ext.toy.prompts import INSTRUCTION_KINDS, parse, prompt_pool
-from trl_ext.toy.sampling import Response, respond
 
 SEED = 0
 SAMPLES_PER_PROMPT = 4
@@ -29,6 +29,49 @@ ANNOTATION_NOISE = 0.15
 PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
 PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
 MATH_ROWS = {"train": 400, "test": 200}
+
+
+class Response(NamedTuple):
+    """The text of a response and whether it reached its end token within the limit."""
+
+    text: str
+    finished: bool
+
+
+@torch.inference_mode()
+def respond(
+    model,
+    tokenizer,
+    prompts: list[str],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = 100,
+) -> list[Response]:
+    """Answer each prompt once at a temperature; 0 decodes greedily. The same seed gives the same answers."""
+    torch.manual_seed(seed)
+    if temperature > 0:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    else:
+        options = {"do_sample": False}
+    responses: list[Response] = []
+    for begin in range(0, len(prompts), batch_size):
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+            for prompt in prompts[begin : begin + batch_size]
+        ]
+        encoded = tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        ).to(model.device)
+        output = model.generate(**encoded, max_new_tokens=max_new_tokens, use_cache=True, **options)
+        completions = output[:, encoded["input_ids"].shape[1] :]
+        finished = (completions == tokenizer.eos_token_id).any(dim=1).tolist()
+        decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        responses += [Response(*pair) for pair in zip(decoded, finished, strict=True)]
+    return responses
 
 
 def row_id_of(*texts: str) -> str:

@@ -41,8 +41,6 @@ class FileGrade:
         agreement_rate, position_bias: as in `WinRate`; None for a reward model, for which order does not matter.
         chance_below: the probability that the figure of another sample of `n` rows falls below the threshold, given
             this measurement; None without a figure.
-        chance_model: the model behind `chance_below`: `beta-binomial`, or `Dirichlet-multinomial` for a rate that
-            includes half wins.
         problems: rows that cannot be graded, one sentence each; any of them fails the file.
         warnings: unusual findings that do not prevent grading, such as empty responses.
         details: all other measurements.
@@ -63,7 +61,6 @@ class FileGrade:
     agreement_rate: float | None = None
     position_bias: float | None = None
     chance_below: float | None = None
-    chance_model: str | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     details: dict[str, Any] | None = None
@@ -195,7 +192,6 @@ def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[fl
         n=n,
         n_total=n,
         chance_below=chance_below(round(accuracy * n), n, base["threshold"]),
-        chance_model="beta-binomial",
         details=metrics,
     )
 
@@ -217,6 +213,5 @@ def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> 
         agreement_rate=result.win_rate.agreement_rate,
         position_bias=result.win_rate.position_bias,
         chance_below=chance_below(credits.count(1.0), len(credits), threshold, ties=ties),
-        chance_model=None if not credits else "beta-binomial" if ties is None else "Dirichlet-multinomial",
         details=result.to_dict(),
     )
