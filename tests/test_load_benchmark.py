@@ -114,6 +114,11 @@ class TestBadRows:
         for source in (path, tmp_path):
             assert f"{path}: 1 bad row: {expected} (" in self.error(source)
 
+    def test_plain_rows_among_messages(self, tmp_path):
+        plain = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
+        path = write_rows(tmp_path / "train_prefs.jsonl", pair("a"), plain)
+        assert f"{path}: some prompts are plain strings and others messages" in self.error(path)
+
     def test_five_are_shown_and_the_rest_counted(self, tmp_path):
         path = write_rows(
             tmp_path / "train_prefs.jsonl", *[pair(str(i), chosen_text=" ") for i in range(8)], pair("8")

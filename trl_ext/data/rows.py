@@ -187,6 +187,8 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
         raise ValueError(f"{split.describe()} ({advice})")
     if split.problems:
         logger.warning("%s (dropped of %d)", split.describe(), total)
+    if len({type(row["prompt"]) for row in rows}) > 1:
+        raise ValueError(f"{split.source}: some prompts are plain strings and others messages; give one kind")
     return _to_dataset(split.source, rows, columns)
 
 
