@@ -11,11 +11,11 @@ from trl_ext.evaluation.command_line import format_interval, format_table, one_l
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
 from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.commands import (
+    add_check_arguments,
     add_judge_arguments,
     add_prompt_arguments,
-    add_tokenizer_argument,
     check_judge_arguments,
-    counter_of,
+    data_options,
     how_to_fill,
     interval_cell,
     judge_settings,
@@ -27,12 +27,7 @@ from trl_ext.evaluation.submissions.commands import (
 )
 from trl_ext.evaluation.submissions.grading import FileGrade, SubmissionGrade, grade_submission
 from trl_ext.evaluation.submissions.rows import SHOWN_PROBLEMS, in_one_line
-from trl_ext.evaluation.submissions.submission import (
-    REWARD_MODEL,
-    check_submission_file,
-    submission_checks,
-    submission_file,
-)
+from trl_ext.evaluation.submissions.submission import REWARD_MODEL, PublicData, submission_file
 from trl_ext.files import write_json
 
 DESCRIPTION = """\
@@ -57,8 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--thresholds", default=str(THRESHOLDS), help="JSON of method: threshold (default: the course's)"
     )
     add_prompt_arguments(parser)
-    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
-    add_tokenizer_argument(parser)
+    add_check_arguments(parser)
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the grades as JSON")
     with one_line_errors():
@@ -66,15 +60,10 @@ def main(arguments: list[str] | None = None) -> None:
         check_judge_arguments(options)
         if not Path(options.folder).is_dir():
             raise FileNotFoundError(f"no folder {options.folder}: {how_to_fill(options.folder)}")
-        assets = {
-            "prompts_jsonl": options.prompts_jsonl,
-            "prefs_jsonl": options.prefs_jsonl,
-            "max_new_tokens": options.max_new_tokens,
-            "count_tokens": counter_of(options),
-        }
+        data = data_options(options)
         judge = make_judge(options, load_prompts(options.prompts_jsonl))
         if options.estimate:
-            _estimate(options, judge, assets)
+            _estimate(options, judge, data)
             return
         result = grade_submission(
             options.folder,
@@ -82,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
             judge=judge,
             base_jsonl=options.base_jsonl,
             rule=options.rule,
-            **assets,
+            **data,
             **judging_options(options),
         )
         summary = {"judge": judge_settings(options, judge), **result.to_dict()}
@@ -96,28 +85,22 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(2)
 
 
-def _estimate(options, judge, assets: dict[str, Any]) -> None:
+def _estimate(options, judge, data: dict[str, Any]) -> None:
     """Print what judging the existing, gradable files would cost."""
-    thresholds = load_thresholds(options.thresholds)
-    methods = [
-        name
-        for name in thresholds
-        if name != REWARD_MODEL and (Path(options.folder) / submission_file(name)).is_file()
-    ]
-    checks = submission_checks(methods, **assets)
-    limit = checks["max_new_tokens"] if options.base_jsonl else None
-    base = load_base(checks["prompts"], options.base_jsonl, max_new_tokens=limit)
-    names, pairs = [], []
-    for name in methods:
-        rows, problems = check_submission_file(options.folder, name, **checks)
-        if not any(problem.fatal for problem in problems):
-            names.append(name)
-            pairs.append((rows, base))
-    if not names:
+    policies = [name for name in load_thresholds(options.thresholds) if name != REWARD_MODEL]
+    public = PublicData.load(policies, **data)
+    base = load_base(public.prompts, options.base_jsonl, max_new_tokens=public.max_new_tokens)
+    pairs = {}
+    for name in policies:
+        if (Path(options.folder) / submission_file(name)).is_file():
+            rows, problems = public.read(options.folder, name)
+            if not any(problem.fatal for problem in problems):
+                pairs[name] = (rows, base)
+    if not pairs:
         raise ValueError(
             f"{options.folder} holds no policy's file that could be judged: {how_to_fill(options.folder)}"
         )
-    show_estimates(names, estimate_cost(judge, checks["prompts"], pairs, options.cache), options.json)
+    show_estimates(estimate_cost(judge, public.prompts, pairs, options.cache), options.json)
 
 
 def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:

@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> None:
         prompts, base, systems = load_systems(options, options.candidate)
         judge = make_judge(options, prompts)
         if options.estimate:
-            pairs = [(responses, base) for responses in systems.values()]
-            show_estimates(list(systems), estimate_cost(judge, prompts, pairs, options.cache), options.json)
+            pairs = {name: (responses, base) for name, responses in systems.items()}
+            show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
         results = [
             judge_candidate(judge, name, responses, prompts, base, **judging_options(options))

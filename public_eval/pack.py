@@ -7,9 +7,9 @@ from trl_ext.evaluation.command_line import format_table, one_line_errors, print
 from trl_ext.evaluation.submissions.assets import load_thresholds
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
+    add_check_arguments,
     add_prompt_arguments,
-    add_tokenizer_argument,
-    counter_of,
+    data_options,
     make_parser,
 )
 from trl_ext.evaluation.submissions.submission import pack_submission
@@ -32,22 +32,13 @@ def main(arguments: list[str] | None = None) -> None:
         "--thresholds", default=str(THRESHOLDS), help="JSON whose keys are the methods of a submission"
     )
     add_prompt_arguments(parser, base=False)
-    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
-    add_tokenizer_argument(parser)
+    add_check_arguments(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace an archive that is there")
     with one_line_errors():
         options = parser.parse_args(arguments)
         out = options.out
-        packed = pack_submission(
-            options.folder,
-            out,
-            load_thresholds(options.thresholds),
-            prompts_jsonl=options.prompts_jsonl,
-            prefs_jsonl=options.prefs_jsonl,
-            max_new_tokens=options.max_new_tokens,
-            count_tokens=counter_of(options),
-            overwrite=options.overwrite,
-        )
+        methods, data = load_thresholds(options.thresholds), data_options(options)
+        packed = pack_submission(options.folder, out, methods, overwrite=options.overwrite, **data)
     if options.json:
         print_json({"archive": out, **packed})
         return

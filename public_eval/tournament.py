@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.tournament import BASE, Tournament, plot_tournament, run_tournament, tournament_pairs
+from trl_ext.evaluation.methods.tournament import BASE, plot_tournament, run_tournament, tournament_pairs
 from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
@@ -51,15 +52,18 @@ def main(arguments: list[str] | None = None) -> None:
         judge = make_judge(options, prompts)
         if options.estimate:
             names = list(systems)
-            pairs = [(names[a], names[b]) for a, b in tournament_pairs(names, options.pairs)]
-            responses = [(systems[a], systems[b]) for a, b in pairs]
-            labels = [f"{a} - {b}" for a, b in pairs]
-            show_estimates(labels, estimate_cost(judge, prompts, responses, options.cache), options.json)
+            met = [(names[a], names[b]) for a, b in tournament_pairs(names, options.pairs)]
+            pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in met}
+            show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
         tournament = run_tournament(judge, prompts, systems, pairing=options.pairs, **judging_options(options))
         summary = {"judge": judge_settings(options, judge), **tournament.to_dict()}
         write_json(options.out / "tournament.json", summary)
-        pictured = _plot(tournament, options.out / "tournament.png")
+        picture = options.out / "tournament.png"
+        try:
+            plot_tournament(tournament, picture)
+        except ImportError as error:
+            print(f"tournament.png was not drawn: {error}", file=sys.stderr)
     if options.json:
         print_json(summary)
         return
@@ -75,18 +79,7 @@ def main(arguments: list[str] | None = None) -> None:
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
     print(usage_line(summary["usage"], options.judge))
-    print(f"in {options.out}: tournament.json{', tournament.png' if pictured else ''}")
-
-
-def _plot(tournament: Tournament, path: Path) -> bool:
-    try:
-        plot_tournament(tournament, path)
-    except ImportError as error:
-        import sys
-
-        print(f"tournament.png was not drawn: {error}", file=sys.stderr)
-        return False
-    return True
+    print(f"in {options.out}: tournament.json{', tournament.png' if picture.is_file() else ''}")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ MEAN = {"function": "losses.masked_mean", "points": 1}
             r"thresholds\[0\]\.measure: no figure 'win_rat.half.rate'; did you mean 'win_rate.half.rate'",
         ),
         (specification(submission={"foo": 0.5}), "submission: no method 'foo'"),
-        (specification(submission={"dpo": 1.5}), "must be a rate between 0 and 1"),
+        (specification(submission={"dpo": 1.5}), "dpo: Input should be less than or equal to 1"),
         (
             specification(submission={"dpo": 0.6}, submission_zero_at=0.6),
             "submission_zero_at must be below 0.6, which earns all points, got 0.6",

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trl_ext.data import load_benchmark
-from trl_ext.data.formats import convert_file, dolly_to_rows, hh_rlhf_to_rows, main
+from trl_ext.data.formats import convert_file, main
 
 DOLLY = {
     "instruction": "Who wrote it?",
@@ -29,21 +29,22 @@ def write(path, records) -> str:
     return str(path)
 
 
-def test_dolly_as_messages_and_as_text():
-    assert dolly_to_rows([DOLLY]) == [
-        {
-            "prompt": [{"role": "user", "content": "Who wrote it?\n\nHamlet is a play by Shakespeare."}],
-            "reference_response_text": "Shakespeare.",
-            "category": "closed_qa",
-        }
-    ]
-    (row,) = dolly_to_rows([{**DOLLY, "context": ""}], plain=True)
+def test_dolly_as_messages_and_as_text(tmp_path):
+    (row,) = convert_file(write(tmp_path / "dolly.jsonl", [DOLLY]), "dolly")
+    assert row == {
+        "row_id": "dolly:1",
+        "prompt": [{"role": "user", "content": "Who wrote it?\n\nHamlet is a play by Shakespeare."}],
+        "reference_response_text": "Shakespeare.",
+        "category": "closed_qa",
+    }
+    (row,) = convert_file(write(tmp_path / "dolly.jsonl", [{**DOLLY, "context": ""}]), "dolly", plain=True)
     assert row["prompt"] == "\n\nHuman: Who wrote it?\n\nAssistant:"
     assert row["reference_response_text"] == " Shakespeare."
 
 
-def test_hh_rlhf_as_messages_and_as_text():
-    (row,) = hh_rlhf_to_rows([HH])
+def test_hh_rlhf_as_messages_and_as_text(tmp_path):
+    path = write(tmp_path / "hh.jsonl", [HH])
+    (row,) = convert_file(path, "hh_rlhf")
     assert row["prompt"] == [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello."},
@@ -52,7 +53,7 @@ def test_hh_rlhf_as_messages_and_as_text():
     # A blank line within a turn begins none.
     assert row["chosen"] == [{"role": "assistant", "content": "Because\n\nit is."}]
     assert row["rejected"] == [{"role": "assistant", "content": "No."}]
-    (plain,) = hh_rlhf_to_rows([HH], plain=True)
+    (plain,) = convert_file(path, "hh_rlhf", plain=True)
     # Prompt and response together are the transcript that there was.
     for side in ("chosen", "rejected"):
         assert plain["prompt"] + plain[side] == HH[side]
@@ -72,28 +73,18 @@ def test_prompt_and_completion_become_a_prompt_with_its_response(tmp_path):
 @pytest.mark.parametrize(
     ("form", "record", "expected"),
     [
-        ("prompt_completion", {"prompt": "q"}, "completion: must be text, is a NoneType"),
-        ("prompt_completion", {"prompt": "q", "completion": " "}, "completion: empty"),
-        (
-            "prompt_completion",
-            {"prompt": "q", "completion": [{"role": "user"}] * 2},
-            "completion: must be text, is a list",
-        ),
+        ("prompt_completion", {"prompt": "q"}, "completion: must be text, got None"),
         ("hh_rlhf", {**PAIR, "chosen": "\n\nHuman: Hi"}, "chosen: the last turn must be the Assistant's"),
-        ("hh_rlhf", {**PAIR, "rejected": PAIR["rejected"] + "\n\nHuman: And?"}, "rejected: the last turn must be the"),
-        ("hh_rlhf", {**PAIR, "chosen": "\n\nHuman: Ho\n\nAssistant: Good"}, "chosen and rejected differ in turn 1,"),
-        ("hh_rlhf", {**PAIR, "chosen": HH["chosen"]}, "chosen and rejected differ in turn 2,"),
-        ("hh_rlhf", {**PAIR, "chosen": "\n\nHuman: Hi\n\nAssistant:  "}, "chosen: the last turn is empty"),
-        ("hh_rlhf", {**PAIR, "rejected": PAIR["chosen"]}, "chosen: equal to rejected"),
         (
             "hh_rlhf",
-            {**PAIR, "chosen": "Human: Hi\n\nAssistant: Good"},
-            "chosen: must begin with a blank line and Human:",
+            {**PAIR, "chosen": "\n\nHuman: Hi\n\nAssistant:  "},
+            "chosen: the last turn must be the Assistant's",
         ),
-        ("hh_rlhf", {**PAIR, "chosen": PAIR["chosen"] + "\n\nAssistant: More"}, "the turn before the last must be"),
-        ("hh_rlhf", {"chosen": PAIR["chosen"]}, "rejected: must be text, missing; the record has chosen"),
+        ("hh_rlhf", {**PAIR, "chosen": HH["chosen"]}, "chosen and rejected differ before the last turn"),
+        ("hh_rlhf", {**PAIR, "rejected": PAIR["chosen"]}, "chosen: equal to rejected"),
+        ("hh_rlhf", {**PAIR, "chosen": "Human: Hi"}, "chosen: must begin with a blank line and Human:"),
+        ("hh_rlhf", {"chosen": PAIR["chosen"]}, "rejected: missing; the row has chosen"),
         ("dolly", {**DOLLY, "response": " \n"}, "response: empty"),
-        ("dolly", {**DOLLY, "instruction": None}, "instruction: must be text, is a NoneType"),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(form, record, expected, tmp_path, capsys):
@@ -103,29 +94,16 @@ def test_a_bad_record_is_named_by_file_and_line(form, record, expected, tmp_path
         "prompt_completion": [{"prompt": "q", "completion": "yes"}, {"prompt": "r", "completion": "no"}],
     }[form]
     path = write(tmp_path / "train.jsonl", [good[0], record, good[1]])
-    with pytest.raises(ValueError, match="1 bad row: line 2: ") as raised:
-        convert_file(path, form)
-    assert str(raised.value).startswith(f"{path}: ") and expected in str(raised.value)
-    convert = {"dolly": dolly_to_rows, "hh_rlhf": hh_rlhf_to_rows}.get(form)
-    if convert:
-        with pytest.raises(ValueError, match="record 2: "):
-            convert([good[0], record])
     # The command says it in one line, writes nothing, and can leave the row out.
     out = tmp_path / "out" / "train_prefs.jsonl"
     with pytest.raises(SystemExit) as stopped:
         main([path, str(out), "--format", form])
     said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.count("\n") == 1 and expected in said
+    assert stopped.value.code == 2 and said.count("\n") == 1
+    assert f"{path}: 1 bad row: line 2: {expected}" in said and "skip_bad_rows" in said
     assert not out.exists()
     main([path, str(out), "--format", form, "--skip_bad_rows"])
     assert capsys.readouterr().out == f"{out}: 2 rows\n"
-
-
-def test_a_line_that_is_no_json_is_named_beside_the_others(tmp_path):
-    path = write(tmp_path / "train.jsonl", [PAIR, "{", {"chosen": "x", "rejected": "y"}])
-    with pytest.raises(ValueError, match=r"2 bad rows: line 2: bad JSON.*; line 3: chosen: must begin") as raised:
-        convert_file(path, "hh_rlhf")
-    assert "skip_bad_rows" in str(raised.value)
 
 
 def test_what_the_command_writes_is_a_benchmark(tmp_path):
@@ -148,7 +126,6 @@ def test_what_the_command_writes_is_a_benchmark(tmp_path):
     [
         (["nope.jsonl", "out.jsonl", "--format", "dolly"], "no file nope.jsonl"),
         (["nope.jsonl", "out.jsonl", "--format", "doly"], "invalid choice: 'doly'"),
-        (["nope.jsonl", "out.jsonl"], "--format"),
     ],
 )
 def test_a_wrong_command_is_refused(arguments, expected, capsys):

@@ -100,7 +100,6 @@ class TestPolicies:
 
         chance = sum(math.comb(7, k) * beta(5.5 + k, 9.5 - k) / beta(5.5, 2.5) for k in range(5))
         assert grade.chance_below == pytest.approx(chance, abs=1e-9)
-        assert grade.chance_model == "beta-binomial"
 
     def test_what_does_not_count_and_the_order_of_showing(self, folder, assets):
         """5 wins, 2 ties of identical texts, and 3 wrong answers, of which this judge prefers the one shown first.
@@ -117,27 +116,12 @@ class TestPolicies:
         assert (grade.n, grade.n_total, grade.figure) == (5, 10, 1.0)
         assert (grade.agreement_rate, grade.position_bias) == (pytest.approx(0.7), pytest.approx(0.15))
 
-    def test_one_row_is_no_certainty(self, folder, assets):
-        """One win beside nine ties: another row is lost with 1/4, see `chance_below`."""
-        write_policy(folder, "aot", response_rows(plan(win=1, tie=9)))
-        grade = only(grade_submission(folder, {"aot": 0.7}, **assets))
-        assert (grade.passed, grade.n, grade.chance_below) == (True, 1, pytest.approx(0.25))
-
-    def test_wilson_by_hand(self):
-        """The interval used above: p 5/7, n 7, z^2 3.841459: centre (p + z^2 / 2n) / (1 + z^2 / n) = 0.638355,
-        half-width z sqrt(p (1 - p) / n + z^2 / 4 n^2) / (1 + z^2 / n) = 0.279421."""
-        p, n, z2 = 5 / 7, 7, 1.959964**2
-        centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-        half = math.sqrt(z2) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-        assert (centre - half, centre + half) == pytest.approx((0.358934, 0.917776), abs=1e-5)
-
     def test_the_half_rule(self, folder, assets):
         """0.65 with 5 wins, 3 ties and 2 losses; the chance is that of as many points among ten new rows."""
         write_policy(folder, "aot", response_rows(plan(win=5, tie=3, loss=2)))
         grade = only(grade_submission(folder, {"aot": 0.7}, rule="half", **assets))
         assert not grade.passed
         assert grade.figure == pytest.approx(0.65)
-        assert grade.chance_model == "Dirichlet-multinomial"
         assert grade.chance_below == chance_below(5, 10, 0.7, ties=3)
         assert 0.5 < grade.chance_below < 0.75
 
@@ -238,22 +222,6 @@ class TestRewardModels:
         assert (grade.passed, grade.figure) == (False, 0.0)
         assert "worse than chance" not in caplog.text and "all 4 pairs are tied" in caplog.text
 
-    def test_ties_alone_are_not_worse_than_chance(self, folder, assets, caplog):
-        """One right, one wrong and two tied: accuracy 0.25, and yet no sign of labels the wrong way round."""
-        write_scores(folder, [1.0, -1.0, 0.0, 0.0])
-        assert only(grade_submission(folder, {"reward_model": 0.74}, **assets)).figure == 0.25
-        assert not caplog.records
-
-    def test_passes(self, folder, assets):
-        write_scores(folder, [1.0, 2.0, 3.0, -1.0])
-        assert only(grade_submission(folder, {"reward_model": 0.74}, **assets)).passed
-
-    def test_nan(self, folder, assets):
-        path = write_scores(folder, [1.0, float("nan"), 3.0, 4.0])
-        grade = only(grade_submission(folder, {"reward_model": 0.74}, **assets))
-        assert (grade.passed, grade.reason) == (False, "1 bad row")
-        assert grade.problems == [f"{path}: row_id pair-1: chosen_score must be a finite number, got 'nan'"]
-
 
 class TestSubmission:
     THRESHOLDS = {"reward_model": 0.7, "dpo": 0.6, "aot": 0.6, "offline_best": 0.8, "online_best": 0.6}
@@ -298,10 +266,6 @@ class TestSubmission:
         write_lines(folder.parent / "assets" / "prompts.jsonl", prompts)
         with pytest.raises(ValueError, match="row_id row-axe: the known score is of the embedded task only"):
             grade_submission(folder, {"aot": 0.5}, **assets)
-
-    def test_no_folder(self, folder, assets):
-        with pytest.raises(FileNotFoundError, match="no folder"):
-            grade_submission(folder / "other", {"aot": 0.5}, **assets)
 
     def test_unknown_rule(self, folder, assets):
         with pytest.raises(ValueError, match="rule must be one of agreed, half"):

@@ -15,7 +15,6 @@ from trl_ext.evaluation import (
     JudgeError,
     Judgement,
     OpenAIJudge,
-    Usage,
     compare,
     estimate,
     judge_pairs,
@@ -124,15 +123,6 @@ class TestJudgePairs:
         assert judge_pairs(judge, rows, ["same"], ["same"], **flags).outcomes[0].first == "tie"
         assert judge.asked == []
 
-    def test_finished_flags(self):
-        """A cut response scores 0 here; the same text is cut in one row and whole in the other."""
-        judge = GroundTruthJudge(lambda _, text, finished=True: float(len(text)) if finished else 0.0)
-        rows = [{**prompt_rows(1)[0], "row_id": name} for name in ("cut", "whole")]
-        result = judge_pairs(
-            judge, rows, ["long", "long"], ["b", "b"], candidate_finished=[False, True], base_finished=[True, True]
-        )
-        assert [outcome.first for outcome in result.outcomes] == ["base", "candidate"]
-
     @pytest.mark.parametrize("bound", [1, 3, 8])
     def test_concurrency_is_bounded_and_used(self, bound):
         # The more may be open, the longer each is, so that a busy machine can open as many.
@@ -141,22 +131,6 @@ class TestJudgePairs:
                 OpenAIJudge(base_url=server.url), prompt_rows(20), ["cc"] * 20, ["b"] * 20, max_concurrency=bound
             )
         assert server.most_open == bound
-
-    def test_concurrency_of_a_callable(self):
-        lock, opened, most = threading.Lock(), 0, 0
-
-        def judge(prompt, response_a, response_b):
-            nonlocal opened, most
-            with lock:
-                opened += 1
-                most = max(most, opened)
-            time.sleep(0.01)
-            with lock:
-                opened -= 1
-            return "A"
-
-        judge_pairs(judge, prompt_rows(12), ["c"] * 12, ["b"] * 12, max_concurrency=4)
-        assert most == 4
 
     def test_a_sequential_judge_is_called_from_one_thread(self):
         threads = set()
@@ -186,10 +160,6 @@ class TestJudgePairs:
     def test_an_answer_that_is_no_verdict(self):
         with pytest.raises(ValueError, match="row_id r0: CallableJudge must answer 'A', 'B' or 'tie', got 'first'"):
             judge_pairs(lambda *_: "first", prompt_rows(1), ["c"], ["b"])
-
-    def test_no_rows(self):
-        result = judge_pairs(CountingJudge(), [], [], [])
-        assert (result.outcomes, result.verdicts, result.usage) == ([], [], Usage())
 
 
 class TestCacheIdentity:

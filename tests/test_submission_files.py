@@ -8,7 +8,7 @@ from tests.test_grading import write_lines
 from tests.test_submission import read_rows, response, write_prompts
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
 from trl_ext.evaluation.submissions.row_files import RowFile
-from trl_ext.evaluation.submissions.rows import read_pair_scores, read_responses
+from trl_ext.evaluation.submissions.rows import ScoreRow, read_pair_scores, read_responses
 from trl_ext.evaluation.submissions.submission import generate_submission_file, submission_file
 
 PROMPTS = [{"row_id": name, "prompt_text": f"Say {name} twice."} for name in ("cat", "dog", "owl", "fox")]
@@ -44,8 +44,8 @@ class TestReadResponses:
         responses, problems = self.read(tmp_path, rows)
         assert problems == [
             ("dog", "duplicate: on lines 2 and 3", True),
-            ("emu", "line 4: foreign: none of the 4 prompts", True),
-            (None, "line 6: row_id must be a text, and is missing", True),
+            ("emu", "line 4: foreign: none of the 4 rows", True),
+            ("None", "line 6: foreign: none of the 4 rows", True),
             ("fox", "missing", True),
             ("cat", "over the token budget: generated_num_tokens is 11, at most 10 are allowed", True),
             ("dog", "the response is empty", False),
@@ -56,12 +56,10 @@ class TestReadResponses:
     @pytest.mark.parametrize(
         "field, value, message",
         [
-            ("response_text", None, "response_text must be a text, and is missing"),
-            ("response_text", 3, "response_text must be a text, got '3'"),
-            ("generated_num_tokens", "7", "generated_num_tokens must be a count, got '7'"),
-            ("generated_num_tokens", -1, "generated_num_tokens must be a count, got '-1'"),
-            ("generated_num_tokens", True, "generated_num_tokens must be a count, got 'True'"),
-            ("generated_num_tokens", 2.5, "generated_num_tokens must be a count, got '2.5'"),
+            ("response_text", None, "response_text: Input should be a valid string, got None"),
+            ("generated_num_tokens", "7", "generated_num_tokens: Input should be a valid integer, got '7'"),
+            ("generated_num_tokens", -1, "generated_num_tokens: Input should be greater than or equal to 0, got -1"),
+            ("generated_num_tokens", True, "generated_num_tokens: Input should be a valid integer, got True"),
         ],
     )
     def test_wrong_types(self, tmp_path, field, value, message):
@@ -100,73 +98,62 @@ class TestReadScores:
             '{"row_id": "a", "chosen_score": NaN, "rejected_score": 2.0}\n'
             '{"row_id": "c", "chosen_score": 0.5, "rejected_score": "1"}\n'
             '{"row_id": "d", "chosen_score": Infinity}\n'
+            '{"row_id": "e", "chosen_score": 2, "rejected_score": 3}\n'
         )
-        (chosen, rejected), problems = read_pair_scores(path, ["a", "b", "c", "d"])
-        assert (chosen[1], rejected[1]) == (1, -0.5)
+        scores, problems = read_pair_scores(path, list("abcde"))
+        assert scores == ([1, 2], [-0.5, 3])
         assert [str(problem) for problem in problems] == [
-            f"{path}: row_id a: chosen_score must be a finite number, got 'nan'",
-            f"{path}: row_id c: rejected_score must be a finite number, got '1'",
-            f"{path}: row_id d: chosen_score must be a finite number, got 'inf'",
-            f"{path}: row_id d: rejected_score must be a finite number, and is missing",
+            f"{path}: row_id a: chosen_score: Input should be a finite number, got nan",
+            f"{path}: row_id c: rejected_score: Input should be a valid number, got '1'",
+            f"{path}: row_id d: chosen_score: Input should be a finite number, got inf",
+            f"{path}: row_id d: rejected_score: Field required",
         ]
+
+
+def score_row(row_id, chosen=1.0):
+    return {"row_id": row_id, "chosen_score": chosen, "rejected_score": 0.5}
 
 
 class TestRowFile:
     def test_resumes_and_refuses(self, tmp_path):
         path, settings = tmp_path / "rows.jsonl", {"model": "m", "model_sha256": "a" * 64, "max_new_tokens": 4}
-        first = RowFile(path, settings, ["x", "y", "z"])
-        first.add([{"row_id": "z", "v": 3}])
-        again = RowFile(path, {**settings, "model": "the same from elsewhere"}, ["x", "y", "z"])
+        first = RowFile(path, ScoreRow, settings, ["x", "y", "z"])
+        first.add([score_row("z", 3)])
+        free = {"model": "the same from elsewhere", "batch_size": 8}
+        again = RowFile(path, ScoreRow, {**settings, **free}, ["x", "y", "z"])
         assert again.missing == ["x", "y"]
-        again.add([{"row_id": "x", "v": 1}, {"row_id": "y", "v": 2}])
-        assert [row["v"] for row in read_rows(path)] == [1, 2, 3]
+        again.add([score_row("x", 1), score_row("y", 2)])
+        assert [row["chosen_score"] for row in read_rows(path)] == [1, 2, 3]
         with pytest.raises(FileExistsError, match="made with max_new_tokens 4, not with max_new_tokens 8"):
-            RowFile(path, {**settings, "max_new_tokens": 8}, ["x", "y", "z"])
+            RowFile(path, ScoreRow, {**settings, "max_new_tokens": 8}, ["x", "y", "z"])
         with pytest.raises(
             FileExistsError, match=r"made with the model m \(aaaaaaaaaaaa\), not with the model n \(bbb"
         ):
-            RowFile(path, {**settings, "model": "n", "model_sha256": "b" * 64}, ["x", "y", "z"])
+            RowFile(path, ScoreRow, {**settings, "model": "n", "model_sha256": "b" * 64}, ["x", "y", "z"])
         assert len(read_rows(path)) == 3
-        assert RowFile(path, {"max_new_tokens": 8}, ["x"], overwrite=True).missing == ["x"]
+        assert RowFile(path, ScoreRow, {"max_new_tokens": 8}, ["x"], overwrite=True).missing == ["x"]
         assert not path.exists()
 
     def test_rows_of_unknown_origin(self, tmp_path):
-        path = write_lines(tmp_path / "rows.jsonl", [{"row_id": "x"}])
+        path = write_lines(tmp_path / "rows.jsonl", [score_row("x")])
         with pytest.raises(FileExistsError, match=r"no rows.settings.json says how it was made: choose another --out"):
-            RowFile(path, {}, ["x"])
+            RowFile(path, ScoreRow, {}, ["x"])
 
-    def test_another_batch_size_is_warned_of(self, tmp_path, caplog):
-        """It changes the rounding only: rows are kept and others added, as long as it is said."""
+    @pytest.mark.parametrize(
+        "content, message",
+        [
+            ('{"row_id": "x"}\n', "row_id x: chosen_score: Field required"),
+            (json.dumps(score_row("x")) + '\n{"row', "line 2: bad JSON"),
+            (json.dumps(score_row("x")) + "\n" + json.dumps(score_row("x")), "duplicate: on lines 1 and 2"),
+            (json.dumps(score_row("y")), "row_id y: line 1: foreign"),
+        ],
+    )
+    def test_damage(self, tmp_path, content, message):
         path = tmp_path / "rows.jsonl"
-        RowFile(path, {"batch_size": 4}, ["x", "y", "z"]).add([{"row_id": "z"}])
-        again = RowFile(path, {"batch_size": 8}, ["x", "y", "z"])
-        (record,) = caplog.records
-        assert "holds 1 rows made with batch_size 4, and the other 2 are made with 8" in record.getMessage()
-        assert json.loads(again.settings_path.read_text()) == {"batch_size": 4}
-        again.add([{"row_id": "x"}, {"row_id": "y"}])
-        caplog.clear()
-        assert RowFile(path, {"batch_size": 16}, ["x", "y", "z"]).missing == []
-        assert not caplog.records, "nothing is left to make"
-
-    def test_files_of_before_have_no_batch_size(self, tmp_path, caplog):
-        path = tmp_path / "rows.jsonl"
-        RowFile(path, {"max_new_tokens": 4}, ["x", "y"]).add([{"row_id": "x"}])
-        assert RowFile(path, {"max_new_tokens": 4, "batch_size": 8}, ["x", "y"]).missing == ["y"]
-        assert not caplog.records
-
-    @pytest.mark.parametrize("name", [".", "folder", "folder/"])
-    def test_a_folder_is_no_file(self, tmp_path, monkeypatch, name):
-        (tmp_path / "folder").mkdir()
-        monkeypatch.chdir(tmp_path)
-        with pytest.raises(ValueError, match="is a folder: name a file"):
-            RowFile(name, {}, ["x"])
-
-    def test_damage(self, tmp_path):
-        path = tmp_path / "rows.jsonl"
-        RowFile(path, {}, ["x"]).add([{"row_id": "x"}])
-        path.write_text('{"row_id": "x"}\n{"row')
-        with pytest.raises(ValueError, match=r"rows.jsonl: line 2: bad JSON"):
-            RowFile(path, {}, ["x"])
+        RowFile(path, ScoreRow, {}, ["x"]).add([score_row("x")])
+        path.write_text(content)
+        with pytest.raises(ValueError, match=f"rows.jsonl: .*{message}.*; replace the file with --overwrite"):
+            RowFile(path, ScoreRow, {}, ["x"])
 
 
 class TestAssets:
@@ -213,10 +200,10 @@ class TestAssets:
     @pytest.mark.parametrize(
         "thresholds, message",
         [
-            ({"aot": 72}, "aot: must be a rate between 0 and 1, got 72"),
-            ({"aot": True}, "aot: must be a rate"),
-            ({"../aot": 0.5}, "'../aot': a method's name is its file's"),
-            ({}, "must hold an object"),
+            ({"aot": 72}, "aot: Input should be less than or equal to 1"),
+            ({"aot": True}, "aot: Input should be a valid number"),
+            ({"../aot": 0.5}, "../aot.*: String should match pattern"),
+            ({}, "Dictionary should have at least 1 item"),
         ],
     )
     def test_bad_thresholds(self, thresholds, message):

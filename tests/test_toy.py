@@ -329,7 +329,7 @@ def test_the_folder_is_small_and_names_no_machine():
 
 
 def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
-    from trl_ext.toy.sampling import respond
+    from trl_ext.toy.build_benchmark import respond
 
     assert model.config.model_type == "qwen2" and model.config.max_position_embeddings == 2048
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 2)
@@ -341,7 +341,7 @@ def test_model_is_a_small_imperfect_base(model, tokenizer, splits):
 
 
 def test_a_response_at_the_limit_is_marked_as_cut(model, tokenizer):
-    from trl_ext.toy.sampling import respond
+    from trl_ext.toy.build_benchmark import respond
 
     prompts = ["Say happy five times.", SENTENCE]
     whole = respond(model, tokenizer, prompts)
@@ -350,15 +350,6 @@ def test_a_response_at_the_limit_is_marked_as_cut(model, tokenizer):
     for left, right in zip(cut, whole, strict=True):
         assert right.text.startswith(left.text) and len(tokenizer(left.text)["input_ids"]) == 3
         assert len(tokenizer(right.text)["input_ids"]) < MAX_NEW_TOKENS
-
-
-def test_pools_refuse_what_they_do_not_have():
-    from trl_ext.toy.build_benchmark import choose_prompts
-
-    with pytest.raises(ValueError, match="unknown pool 'dev'"):
-        choose_prompts("dev", 1, 0)
-    with pytest.raises(ValueError, match="ask for fewer"):
-        choose_prompts("validation", 10**6, 0)
 
 
 def test_building_rows_twice_gives_the_same_rows(model, tokenizer):

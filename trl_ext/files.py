@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 
 @contextmanager
@@ -65,7 +65,7 @@ def read_json(path: str | Path) -> Any:
         ValueError: not UTF-8, or not JSON; the message names the file.
     """
     try:
-        return parse_json(_existing(path).read_text(encoding="utf-8"))
+        return parse_json(existing_file(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -90,16 +90,9 @@ def read_yaml(path: str | Path) -> Any:
             return super().construct_mapping(node, deep)
 
     try:
-        return yaml.load(_existing(path).read_text(encoding="utf-8-sig"), Loader=Loader)
+        return yaml.load(existing_file(path).read_text(encoding="utf-8-sig"), Loader=Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not valid YAML: {brief(' '.join(str(error).split()), 240)}") from None
-
-
-def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file that are not blank, numbered from 1."""
-    for number, line in enumerate(file, start=1):
-        if line.strip():
-            yield number, line.rstrip()
 
 
 def brief(value: Any, limit: int = 60) -> str:
@@ -110,7 +103,8 @@ def brief(value: Any, limit: int = 60) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 3]}..."
 
 
-def _existing(path: str | Path) -> Path:
+def existing_file(path: str | Path) -> Path:
+    """The path of a file that exists, and FileNotFoundError if there is none."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no file {brief(path, 200)}")
     return Path(path)

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trl_ext.data.rows import RawSplit, build_split, read_jsonl
-from trl_ext.data.schemas import has_label_fields, has_response_field
+from trl_ext.data.rows import RawSplit, build_split, list_folder, read_jsonl, split_file
+from trl_ext.data.schemas import PromptRow, row_type
 
 if TYPE_CHECKING:
     import datasets
 
 KNOWN_SPLITS = ("train_prefs", "validation_prefs", "test_prefs", "train_gen", "validation_gen", "test_gen")
 GENERIC_SPLITS = ("train", "validation", "test")
-LISTED_FILES = 20
 
 
 def load_benchmark(
@@ -53,8 +52,6 @@ def load_benchmark(
         ValueError: a split is empty or has bad rows; the message gives file, line, row_id and field of up to five.
     """
     wanted = None if splits is None else [splits] if isinstance(splits, str) else list(splits)
-    if wanted is not None and not wanted:
-        raise ValueError("splits is empty; name at least one split, or leave it out to load the known splits")
     raw = _read(name_or_path, wanted)
 
     from datasets import DatasetDict
@@ -78,9 +75,10 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
     if path.is_file():
         return _read_file(path, wanted)
     if _looks_like_path(name_or_path):
+        there = list_folder(path.parent) if path.parent.is_dir() else f"there is no folder {path.parent} either"
         raise FileNotFoundError(
             f"no such benchmark file or folder: {path}; put files such as train_prefs.jsonl and test_gen.jsonl into a "
-            f"folder, and name it; {_nearby(path)}"
+            f"folder, and name it; {there}"
         )
     return _read_hub(str(name_or_path), wanted)
 
@@ -88,22 +86,18 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
 def _is_preference_split(name: str, split: RawSplit) -> bool:
     if name in KNOWN_SPLITS:
         return name.endswith("_prefs")
-    return split.holds_pairs or split.holds_labels
+    return split.row_type is not PromptRow
 
 
 def _read_folder(folder: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
-    path_of_split = {path.stem: path for path in folder.glob("*.jsonl")}
-    names = [name for name in KNOWN_SPLITS if name in path_of_split] if wanted is None else wanted
-    missing = [name for name in names if name not in path_of_split]
-    if missing:
-        raise FileNotFoundError(f"no file {missing[0]}.jsonl for the split {missing[0]!r}; {_listing(folder)}")
+    names = [name for name in KNOWN_SPLITS if (folder / f"{name}.jsonl").is_file()] if wanted is None else wanted
     if not names:
         known = ", ".join(f"{name}.jsonl" for name in KNOWN_SPLITS)
         raise FileNotFoundError(
             f"none of {known} is there: give a file of these names or alone, or choose others with splits=[...]; "
-            f"{_listing(folder)}"
+            f"{list_folder(folder)}"
         )
-    return {name: read_jsonl(path_of_split[name]) for name in names}
+    return {name: read_jsonl(split_file(folder, name)) for name in names}
 
 
 def _read_file(path: Path, wanted: list[str] | None) -> dict[str, RawSplit]:
@@ -137,8 +131,8 @@ def _hub_split_name(split_name: str, source: datasets.DatasetDict) -> str:
     """Rename `train`, `validation` and `test` according to their content; keep other names."""
     if split_name not in GENERIC_SPLITS:
         return split_name
-    columns = source[split_name].column_names
-    renamed = split_name + ("_prefs" if has_response_field(columns) or has_label_fields(columns) else "_gen")
+    is_prompts = row_type(source[split_name].column_names) is PromptRow
+    renamed = split_name + ("_gen" if is_prompts else "_prefs")
     return split_name if renamed in source else renamed
 
 
@@ -152,16 +146,3 @@ def _looks_like_path(name_or_path: str | os.PathLike) -> bool:
     name = os.fspath(name_or_path).replace(os.sep, "/")
     is_text = isinstance(name_or_path, str)
     return not is_text or name.endswith(".jsonl") or name.count("/") > 1 or name.startswith((".", "/", "~"))
-
-
-def _nearby(path: Path) -> str:
-    """The contents of the folder that should contain `path`, if that folder exists."""
-    if not path.parent.is_dir():
-        return f"there is no folder {path.parent} either"
-    return _listing(path.parent)
-
-
-def _listing(folder: Path) -> str:
-    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
-    shown = ", ".join(names[:LISTED_FILES]) or "nothing"
-    return f"{folder} holds {shown}" + (f" and {len(names) - LISTED_FILES} more" if len(names) > LISTED_FILES else "")

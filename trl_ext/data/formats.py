@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trl_ext.data.rows import Problem, RawSplit, build_split, read_jsonl
+from trl_ext.data.rows import Problem, RawSplit, build_split, read_jsonl, text_field
 from trl_ext.files import brief, write_json_lines
 
 Row = dict[str, Any]
@@ -25,42 +25,6 @@ SIDES = ("chosen", "rejected")
 # HH-RLHF's format of a turn, also used for plain prompts.
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-
-
-def dolly_to_rows(records: Iterable[Mapping[str, Any]], *, plain: bool = False) -> list[Row]:
-    """Records of databricks-dolly-15k as prompts with their demonstration.
-
-    Args:
-        records: records with the texts `instruction`, `context` (may be empty), `response` and `category`.
-        plain: prompts as text rather than messages.
-
-    Returns:
-        Rows with `prompt` (the instruction, and the context below it), `reference_response_text` and `category`.
-
-    Raises:
-        ValueError: a record lacks a field or has an empty one; the message numbers it from 1.
-    """
-    return _numbered(_dolly_row, records, plain)
-
-
-def hh_rlhf_to_rows(records: Iterable[Mapping[str, Any]], *, plain: bool = False) -> list[Row]:
-    """Records of HH-RLHF (Bai et al. 2022, arXiv 2204.05862) as preference pairs.
-
-    The prompt consists of all turns but the last, which the two transcripts share. The last must be the assistant's.
-
-    Args:
-        records: records with the transcripts `chosen` and `rejected`, whose turns begin with a blank line and
-            `Human:` or `Assistant:`.
-        plain: prompts and responses as text rather than messages.
-
-    Returns:
-        Rows with `prompt`, `chosen` and `rejected`. In plain text a prompt ends with `Assistant:`, and a response
-        begins with the space after it.
-
-    Raises:
-        ValueError: a record is not such a pair; the message numbers it from 1.
-    """
-    return _numbered(_hh_rlhf_row, records, plain)
 
 
 def plain_prompt(messages: Messages) -> str:
@@ -86,9 +50,7 @@ def convert_file(
         FileNotFoundError: the file does not exist.
         ValueError: there are bad records; the message gives the file, and line and field of up to five.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"no file {brief(path, 200)}")
-    source = read_jsonl(Path(path))
+    source = read_jsonl(path)
     split = RawSplit(source.source, source.stem, problems=source.problems)
     for line, record in source.rows:
         try:
@@ -99,66 +61,43 @@ def convert_file(
     return _only_prompts(rows) if prompts and form == "hh_rlhf" else rows
 
 
-def _numbered(convert: Callable, records: Iterable[Mapping[str, Any]], plain: bool) -> list[Row]:
-    rows = []
-    for number, record in enumerate(records, start=1):
-        try:
-            rows.append(convert(record, plain))
-        except ValueError as error:
-            raise ValueError(f"record {number}: {error}") from None
-    return rows
-
-
-def _text(record: Mapping[str, Any], field: str, *, may_be_empty: bool = False) -> str:
-    value = record.get(field)
-    if not isinstance(value, str):
-        found = f"is a {type(value).__name__}" if field in record else f"missing; the record has {', '.join(record)}"
-        raise ValueError(f"{field}: must be text, {brief(found, 100)}")
-    if not may_be_empty and not value.strip():
-        raise ValueError(f"{field}: empty")
-    return value
-
-
 def _prompt_completion_row(record: Mapping[str, Any], plain: bool) -> Row:
+    """TRL's row of prompt and completion as a prompt with its response."""
     completion = record.get("completion")
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], Mapping):
         completion = completion[0].get("content")
-    text = _text({**record, "completion": completion}, "completion")
+    text = text_field({**record, "completion": completion}, "completion")
     return {name: value for name, value in record.items() if name != "completion"} | {"reference_response_text": text}
 
 
 def _dolly_row(record: Mapping[str, Any], plain: bool) -> Row:
-    instruction, response = _text(record, "instruction").strip(), _text(record, "response").strip()
-    context = _text(record, "context", may_be_empty=True).strip()
+    """A record of databricks-dolly-15k; the prompt is the instruction with the context, which may be empty, below."""
+    instruction, response = text_field(record, "instruction").strip(), text_field(record, "response").strip()
+    context = text_field(record, "context", may_be_empty=True).strip()
     messages = [{"role": "user", "content": f"{instruction}\n\n{context}" if context else instruction}]
     return {
         "prompt": plain_prompt(messages) if plain else messages,
         "reference_response_text": f" {response}" if plain else response,
-        "category": _text(record, "category"),
+        "category": text_field(record, "category"),
     }
 
 
 def _hh_rlhf_row(record: Mapping[str, Any], plain: bool) -> Row:
+    """A record of HH-RLHF (Bai et al. 2022, arXiv 2204.05862), two transcripts that differ in the last turn only.
+
+    In plain text a prompt ends with `Assistant:`, and a response begins with the space after it.
+    """
     (prompt, chosen), (rejected_prompt, rejected) = (_prompt_and_response(record, side) for side in SIDES)
     if prompt != rejected_prompt:
-        shared = next(
-            (i for i, (one, other) in enumerate(zip(prompt, rejected_prompt, strict=False)) if one != other),
-            min(len(prompt), len(rejected_prompt)),
-        )
-        raise ValueError(f"chosen and rejected differ in turn {shared + 1}, before the last turn of both")
-    if chosen == rejected:
-        raise ValueError("chosen: equal to rejected")
+        raise ValueError("chosen and rejected differ before the last turn")
     if plain:
         return {"prompt": plain_prompt(prompt), "chosen": f" {chosen}", "rejected": f" {rejected}"}
-    return {"prompt": prompt, **{side: _response(text) for side, text in zip(SIDES, (chosen, rejected), strict=True)}}
-
-
-def _response(text: str) -> Messages:
-    return [{"role": "assistant", "content": text}]
+    responses = {"chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt, **{side: [{"role": "assistant", "content": text}] for side, text in responses.items()}}
 
 
 def _prompt_and_response(record: Mapping[str, Any], side: str) -> tuple[Messages, str]:
-    transcript = _text(record, side)
+    transcript = text_field(record, side)
     if not transcript.startswith("\n\nHuman:"):
         begins = brief(repr(transcript[:20]))
         raise ValueError(f"{side}: must begin with a blank line and Human:, begins with {begins}")
@@ -169,12 +108,8 @@ def _prompt_and_response(record: Mapping[str, Any], side: str) -> tuple[Messages
         for speaker, text in zip(parts[::2], parts[1::2], strict=True)
     ]
     *prompt, last = turns
-    if last["role"] != "assistant":
-        raise ValueError(f"{side}: the last turn must be the Assistant's, and is the Human's")
-    if not last["content"]:
-        raise ValueError(f"{side}: the last turn is empty")
-    if prompt[-1]["role"] != "user":
-        raise ValueError(f"{side}: the turn before the last must be the Human's")
+    if last["role"] != "assistant" or not last["content"]:
+        raise ValueError(f"{side}: the last turn must be the Assistant's, and not empty")
     return prompt, last["content"]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.boxes import boxed_answer, last_boxed
-from trl_ext.data.rows import SHOWN_CHARACTERS, Problem, RawSplit, read_jsonl
+from trl_ext.data.rows import SHOWN_CHARACTERS, RawSplit, read_jsonl, split_file, text_field
 from trl_ext.data.templates import render
 from trl_ext.files import brief
 
@@ -113,42 +113,19 @@ def _path_of(path: Path, split: str) -> Path:
         raise FileNotFoundError(
             f"no problems at {brief(path, 200)!r}: give toy, a folder of {{split}}.jsonl, or a .jsonl file"
         )
-    file = path / f"{split}.jsonl"
-    if not file.is_file():
-        found = ", ".join(sorted(entry.name for entry in path.glob("*.jsonl"))) or "no .jsonl file"
-        raise FileNotFoundError(f"no file {split}.jsonl for the split {split!r}; {path} holds {found}")
-    return file
+    return split_file(path, split)
 
 
 def _checked(split: RawSplit) -> list[Row]:
-    rows, problems = [], list(split.problems)
-    line_of_row_id: dict[str, int] = {}
-    for line, raw in split.rows:
-        row_id = None
-        try:
-            row_id = _row_id(raw, f"{split.stem}:{line}")
-            if line_of_row_id.setdefault(row_id, line) != line:
-                raise ValueError(f"row_id: already used on line {line_of_row_id[row_id]}")
-            rows.append({"row_id": row_id, **_row(raw)})
-        except ValueError as error:
-            problems.append(Problem(line, str(error), row_id))
-    if problems:
+    rows = split.check(_row)
+    if split.problems:
         # List the layouts once, and shorten the problems to make room for them.
-        unknown = any(problem.message.startswith(_UNKNOWN) for problem in problems)
-        shown = split.describe(sorted(problems), SHOWN_CHARACTERS // 2 if unknown else SHOWN_CHARACTERS)
+        unknown = any(problem.message.startswith(_UNKNOWN) for problem in split.problems)
+        shown = split.describe(SHOWN_CHARACTERS // 2 if unknown else SHOWN_CHARACTERS)
         raise ValueError(shown + f"; a row holds {_LAYOUTS}" * unknown)
     if not rows:
         raise ValueError(f"{split.source}: empty; expected at least one problem")
     return rows
-
-
-def _row_id(raw: Mapping[str, Any], default: str) -> str:
-    value = raw.get("row_id")
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        raise ValueError(f"row_id: must be text or a whole number, got {brief(repr(value), 40)}")
-    return str(value)
 
 
 def _row(raw: Mapping[str, Any]) -> Row:
@@ -160,19 +137,19 @@ def _row(raw: Mapping[str, Any]) -> Row:
     elif "problem" in raw:
         row = _math(raw)
     elif "prompt" in raw and "ground_truth" in raw:
-        prompt = _text(raw, "prompt")
+        prompt = text_field(raw, "prompt")
         row = {"prompt_text": prompt, "answer": _answer(raw, "ground_truth"), "prompt": prompt}
     elif "prompt_text" in raw:
-        row = {"prompt_text": _text(raw, "prompt_text"), "answer": _answer(raw, "answer")}
+        row = {"prompt_text": text_field(raw, "prompt_text"), "answer": _answer(raw, "answer")}
     else:
         raise ValueError(f"{_UNKNOWN}; this one has {brief(', '.join(raw) or 'nothing', 80)}")
-    return row | ({"response": _text(raw, "response")} if raw.get("response") is not None else {})
+    return row | ({"response": text_field(raw, "response")} if raw.get("response") is not None else {})
 
 
 def _gsm8k(raw: Mapping[str, Any]) -> Row:
     answer = _answer(raw, "answer")
     solution, marker, final = answer.rpartition("####")
-    row = {"prompt_text": _text(raw, "question")}
+    row = {"prompt_text": text_field(raw, "question")}
     if not marker:
         return {**row, "answer": answer}
     number = final.strip().removeprefix("$").replace(",", "")
@@ -182,8 +159,8 @@ def _gsm8k(raw: Mapping[str, Any]) -> Row:
 
 
 def _math(raw: Mapping[str, Any]) -> Row:
-    row = {"prompt_text": _text(raw, "problem")}
-    solution = {} if raw.get("solution") is None else {"solution": _text(raw, "solution")}
+    row = {"prompt_text": text_field(raw, "problem")}
+    solution = {} if raw.get("solution") is None else {"solution": text_field(raw, "solution")}
     if raw.get("answer") is not None:
         return {**row, "answer": _answer(raw, "answer"), **solution}
     boxed = boxed_answer(solution.get("solution", ""))
@@ -209,18 +186,9 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _text(raw: Mapping[str, Any], field: str) -> str:
-    value = raw.get(field)
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f"{field}: must be text, got {'an empty one' if isinstance(value, str) else brief(repr(value))}"
-        )
-    return value
-
-
 def _answer(raw: Mapping[str, Any], field: str) -> str:
     value = raw.get(field)
     # Integers are always finite, and may be too large for a float.
     if _is_whole(value) or (isinstance(value, float) and math.isfinite(value)):
         return str(value)
-    return _text(raw, field)
+    return text_field(raw, field)

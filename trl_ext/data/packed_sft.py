@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trl_ext.data.rows import read_jsonl
+from trl_ext.data.rows import read_jsonl, text_field
 from trl_ext.data.templates import load_prompt_template, render
-from trl_ext.files import brief
 
-FIELDS = ("prompt", "response")
 # Documents per tokenizer call: enough to use its threads, few enough to limit the memory of intermediate objects.
 DOCUMENTS_PER_CALL = 1000
 
@@ -61,7 +58,7 @@ class PackedSFTDataset(Dataset):
     def __init__(self, tokenizer, dataset_path: str | os.PathLike, seq_length: int, shuffle: bool):
         if seq_length < 1:
             raise ValueError(f"seq_length must be at least 1, got {seq_length}")
-        rows = _read_rows(Path(dataset_path))
+        rows = _read_rows(dataset_path)
         if shuffle:
             rows = [rows[index] for index in torch.randperm(len(rows)).tolist()]
         pieces = [torch.empty(0, dtype=torch.long)]
@@ -101,16 +98,9 @@ def iterate_batches(dataset: Dataset, batch_size: int, shuffle: bool) -> DataLoa
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
 
 
-def _read_rows(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no such file of examples: {path}")
+def _read_rows(path: str | os.PathLike) -> list[dict[str, str]]:
     split = read_jsonl(path)
+    rows = split.check(lambda row: {name: text_field(row, name, may_be_empty=True) for name in ("prompt", "response")})
     if split.problems:
-        raise ValueError(f"{path}: line {split.problems[0].position}: {split.problems[0].message}")
-    for line, row in split.rows:
-        for field in FIELDS:
-            if not isinstance(row.get(field), str):
-                there = brief(", ".join(row) or "none", 80)
-                got = f"got {type(row[field]).__name__}" if field in row else f"the line has {there}"
-                raise ValueError(f"{path}: line {line}: the field {field!r} must be a text; {got}")
-    return [row for _, row in split.rows]
+        raise ValueError(split.describe())
+    return rows

@@ -1,13 +1,11 @@
-"""Build a checked `datasets.Dataset` from raw rows: locate every error, and choose the columns to keep."""
+"""Rows of files: read JSON lines, locate every error, and build a checked `datasets.Dataset`."""
 
 from __future__ import annotations
 
 import gzip
-import json
 import logging
-import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow, has_label_fields, has_response_field
-from trl_ext.files import brief, numbered_lines, parse_json
+from trl_ext.data.schemas import FIELDS_OF_COLUMN, PreferenceRow, PromptRow, UnpairedRow, row_type
+from trl_ext.files import brief, existing_file, parse_json
 
 if TYPE_CHECKING:
     import datasets
@@ -43,7 +41,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class RawSplit:
-    """The rows of one file or hub split as (position, fields) pairs, and the rows that could not be parsed."""
+    """The rows of one file or hub split as (position, fields) pairs, and the rows that are bad."""
 
     source: str
     stem: str
@@ -52,54 +50,104 @@ class RawSplit:
     problems: list[Problem] = field(default_factory=list)
 
     @property
-    def holds_pairs(self) -> bool:
-        """True if the first row is a preference pair; False if it is not or there is no row."""
-        return bool(self.rows) and has_response_field(self.rows[0][1])
+    def row_type(self) -> type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]:
+        """The schema of the first row; that of prompts if there is no row."""
+        return row_type(self.rows[0][1] if self.rows else ())
 
-    @property
-    def holds_labels(self) -> bool:
-        """True if the first row is a single response with a label."""
-        return bool(self.rows) and has_label_fields(self.rows[0][1])
+    def check(self, convert: Callable[[dict[str, Any]], dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows as `convert` returns them, each with a `row_id`, by default `stem:position`.
 
-    def describe(self, problems: Sequence[Problem], limit: int = SHOWN_CHARACTERS) -> str:
+        A row that `convert` refuses with a ValueError, or whose row_id is not new, becomes a problem.
+        """
+        checked = []
+        position_of_row_id: dict[str, int] = {}
+        for position, raw in self.rows:
+            row_id = f"{self.stem}:{position}" if raw.get("row_id") is None else str(raw["row_id"])
+            try:
+                row = convert(raw)
+                if position_of_row_id.setdefault(row_id, position) != position:
+                    raise ValueError(f"row_id: already used on {self.unit} {position_of_row_id[row_id]}")
+            except ValueError as error:
+                message = first_error(error) if isinstance(error, ValidationError) else str(error)
+                self.problems.append(Problem(position, message, raw.get("row_id")))
+            else:
+                checked.append({**row, "row_id": row_id})
+        self.problems.sort(key=lambda problem: problem.position)
+        return checked
+
+    def describe(self, limit: int = SHOWN_CHARACTERS) -> str:
         """One line with the source, the number of problems and the first few of them."""
         lines = []
-        for position, message, row_id in problems:
+        for position, message, row_id in self.problems:
             place = f"{self.unit} {position}" + (f", row_id {brief(row_id)}" if row_id is not None else "")
             lines.append(f"{place}: {message}")
         return f"{self.source}: {len(lines)} bad row{'s' * (len(lines) > 1)}: {first_few(lines, limit)}"
 
 
-def read_jsonl(path: Path) -> RawSplit:
+def read_jsonl(path: str | Path) -> RawSplit:
     """Read one JSON object per line, also from a `.gz` file; skip blank lines and record bad lines as problems.
 
     Raises:
-        ValueError: the file holds a JSON array, or its compressed data is damaged.
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is not text in UTF-8, holds a JSON array, or its compressed data is damaged.
     """
+    path = existing_file(path)
     split = RawSplit(source=str(path), stem=path.stem)
-    number = 0
-    with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+    open_file = gzip.open if path.suffix == ".gz" else open
+    with open_file(path, "rt", encoding="utf-8-sig", newline="\n") as file:
         try:
-            for number, line in numbered_lines(file):
-                if not split.rows and not split.problems and line in (b"[", b"[{"):
+            for number, line in enumerate(file, start=1):
+                if not split.rows and not split.problems and line.strip() in ("[", "[{"):
                     raise ValueError(f"{path}: a JSON array; give JSON lines, one object per line without commas")
-                try:
-                    split.rows.append((number, _parse_row(line)))
-                except ValueError as error:
-                    split.problems.append(Problem(number, str(error)))
-        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{path}: cannot be decompressed after line {number}: {error}") from error
+                if line.strip():
+                    _add_row(split, number, line)
+        except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
+            raise ValueError(f"{path}: cannot be read as JSON lines in UTF-8: {error}") from None
     return split
 
 
-def _parse_row(line: bytes) -> dict[str, Any]:
+def _add_row(split: RawSplit, number: int, line: str) -> None:
     try:
-        row = parse_json(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start + 1} of the line is not UTF-8") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
-    return row
+        row = parse_json(line)
+        if not isinstance(row, dict):
+            raise ValueError(f"bad JSON: expected an object, got {type(row).__name__}")
+    except ValueError as error:
+        split.problems.append(Problem(number, str(error)))
+    else:
+        split.rows.append((number, row))
+
+
+def split_file(folder: Path, split: str) -> Path:
+    """The file of a split in a folder of `{split}.jsonl` files.
+
+    Raises:
+        FileNotFoundError: there is none; the message lists the folder.
+    """
+    path = folder / f"{split}.jsonl"
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path.name} for the split {split!r}; {list_folder(folder)}")
+    return path
+
+
+def list_folder(folder: Path) -> str:
+    """What a folder holds, for an error message."""
+    names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir() if not entry.name.startswith("."))
+    return f"{folder} holds {brief(', '.join(names) or 'nothing', 320)}"
+
+
+def text_field(row: Mapping[str, Any], name: str, *, may_be_empty: bool = False) -> str:
+    """The text in a field of a row.
+
+    Raises:
+        ValueError: it is missing, not a text or empty; the message begins with the field.
+    """
+    if name not in row:
+        raise ValueError(f"{name}: missing; the row has {brief(', '.join(row) or 'nothing', 80)}")
+    if not isinstance(row[name], str):
+        raise ValueError(f"{name}: must be text, got {brief(repr(row[name]), 40)}")
+    if not may_be_empty and not row[name].strip():
+        raise ValueError(f"{name}: empty")
+    return row[name]
 
 
 def first_few(problems: Sequence[str], limit: int = SHOWN_CHARACTERS) -> str:
@@ -129,79 +177,45 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
     if total == 0:
         raise ValueError(f"{split.source}: empty; expected at least one row")
     model, columns = (PreferenceRow, PREFERENCE_COLUMNS) if pairs else (PromptRow, PROMPT_COLUMNS)
-    if pairs and split.holds_labels:
+    if pairs and split.row_type is UnpairedRow:
         model, columns = UnpairedRow, UNPAIRED_COLUMNS
-    rows, problems = _validate(split, model)
-    problems = sorted([*split.problems, *problems])
-    if len(problems) == total and (message := _wrong_columns(split, problems, columns)):
+    rows = split.check(lambda raw: model.model_validate(raw).model_dump(exclude_none=True))
+    if not rows and (message := _wrong_columns(split, columns)):
         raise ValueError(message)
-    if problems and not (rows and skip_bad_rows):
+    if split.problems and not (rows and skip_bad_rows):
         advice = "fix the data" if skip_bad_rows else "fix the data, or drop such rows with skip_bad_rows"
-        raise ValueError(f"{split.describe(problems)} ({advice})")
-    if problems:
-        logger.warning("%s (dropped of %d)", split.describe(problems), total)
+        raise ValueError(f"{split.describe()} ({advice})")
+    if split.problems:
+        logger.warning("%s (dropped of %d)", split.describe(), total)
+    if len({type(row["prompt"]) for row in rows}) > 1:
+        raise ValueError(f"{split.source}: some prompts are plain strings and others messages; give one kind")
     return _to_dataset(split.source, rows, columns)
 
 
-def _validate(
-    split: RawSplit, model: type[PreferenceRow] | type[UnpairedRow] | type[PromptRow]
-) -> tuple[list[dict], list[Problem]]:
-    rows, problems = [], []
-    position_of_row_id: dict[str, int] = {}
-    conversational = None
-    for position, raw in split.rows:
-        try:
-            parsed = model.model_validate(raw)
-            _check_encodable(raw)
-            row_id = parsed.row_id or f"{split.stem}:{position}"
-            first_position = position_of_row_id.setdefault(row_id, position)
-            if first_position != position:
-                raise ValueError(f"row_id: already used on {split.unit} {first_position}")
-            conversational = parsed.conversational if conversational is None else conversational
-            if parsed.conversational != conversational:
-                kinds = ("plain strings", "messages")
-                raise ValueError(
-                    f"prompt: {kinds[parsed.conversational]}, but earlier rows are {kinds[conversational]}"
-                )
-        except ValueError as error:
-            message = _first_error(error) if isinstance(error, ValidationError) else str(error)
-            problems.append(Problem(position, message, raw.get("row_id")))
-            continue
-        rows.append({**parsed.model_dump(exclude_none=True), "row_id": row_id})
-    return rows, problems
-
-
-def _first_error(error: ValidationError) -> str:
+def first_error(error: ValidationError) -> str:
     """The first error of a row; the others are often consequences of it."""
     first = error.errors(include_url=False, include_input=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     return brief(": ".join([".".join(map(str, first["loc"]))] * bool(first["loc"]) + [message]), 160)
 
 
-def _check_encodable(row: Any) -> None:
-    """Refuse half a surrogate pair, which is what an emoji cut in two leaves in JSON."""
-    for name, value in row.items():
-        try:
-            json.dumps(value, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:
-            raise ValueError(f"{name}: holds an unpaired surrogate, such as half an emoji") from None
-
-
-def _wrong_columns(split: RawSplit, problems: list[Problem], columns: tuple[str, ...]) -> str | None:
-    """A message if no row of a file has a required field; None for any other problem."""
-    name, _, fault = problems[0].message.partition(": ")
-    if not fault.startswith("missing") or {problem.message for problem in problems} != {problems[0].message}:
+def _wrong_columns(split: RawSplit, columns: tuple[str, ...]) -> str | None:
+    """A message if no row of a file has a required column; None for any other problem."""
+    found = {name: None for _, row in split.rows for name in row}
+    missing = [name for name in columns[1:] if found.keys().isdisjoint(FIELDS_OF_COLUMN[name])]
+    if not missing:
         return None
     expected = ", ".join(columns[1:])
     if columns == PROMPT_COLUMNS and not split.stem.endswith("_gen"):
         # A single file: its first row decides between pairs and prompts.
         expected = "prompt, chosen, rejected for pairs, or prompt alone"
-    found = list(split.rows[0][1])
-    near = [] if name in found else get_close_matches(name, found, n=1)
-    count = len(problems)
+    known = {field for fields in FIELDS_OF_COLUMN.values() for field in fields}
+    near = [(get_close_matches(name, found.keys() - known, n=1), name) for name in missing]
+    renamed = " and ".join(f"{match[0]!r} to {name!r}" for match, name in near if match)
+    count = len(split.problems)
     return (
         f"{split.source}: expected the columns {expected}; found {brief(', '.join(found), 160) or 'none'}: rename "
-        f"{f'{near[0]!r} to {name!r}' if near else 'them'} ({count} bad row{'s' * (count > 1)})"
+        f"{renamed or 'them'} ({count} bad row{'s' * (count > 1)})"
     )
 
 
@@ -218,14 +232,10 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
             reason = "TRL would mistake the format of the data set by it"
         elif count < len(rows):
             reason = f"only {count} of {len(rows)} rows have it"
-        elif types not in ({str}, {bool}, {float}, {int, float}) and not (types == {int} and _fit_64_bits(values)):
-            reason = "it does not hold strings, booleans or 64-bit numbers throughout"
+        elif types not in ({str}, {bool}, {int}, {float}, {int, float}):
+            reason = "it does not hold strings, booleans or numbers throughout"
         else:
             columns[name] = [float(value) for value in values] if float in types else values
             continue
         logger.warning("%s: dropped column %r: %s", source, brief(name), reason)
     return Dataset.from_dict(columns)
-
-
-def _fit_64_bits(values: list[int]) -> bool:
-    return min(values) >= -(2**63) and max(values) < 2**63

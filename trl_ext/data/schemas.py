@@ -18,6 +18,13 @@ PROMPT_FIELDS = ("prompt_messages", "prompt", "prompt_text")
 CHOSEN_FIELDS = ("chosen_text", "chosen")
 REJECTED_FIELDS = ("rejected_text", "rejected")
 LABEL_FIELDS = ("completion", "label")
+# The fields that a column of TRL is made from.
+FIELDS_OF_COLUMN = {
+    "prompt": PROMPT_FIELDS,
+    "chosen": CHOSEN_FIELDS,
+    "rejected": REJECTED_FIELDS,
+    **{name: (name,) for name in LABEL_FIELDS},
+}
 
 
 class Message(TypedDict):
@@ -51,11 +58,6 @@ class _Row(BaseModel):
             if isinstance(value, float) and not math.isfinite(value):
                 raise ValueError(f"{name}: is {value}, not a finite number")
         return self
-
-    @property
-    def conversational(self) -> bool:
-        """True if the row holds messages, False if it holds plain strings."""
-        return isinstance(self.prompt, list)
 
 
 class PromptRow(_Row):
@@ -128,14 +130,12 @@ class UnpairedRow(_Row):
         return {**fields, "prompt": prompt, "completion": completion}
 
 
-def has_label_fields(names: Iterable[str]) -> bool:
-    """True if the field names are those of a labelled response and not of a pair."""
-    return {*LABEL_FIELDS} <= {*names} and not has_response_field(names)
-
-
-def has_response_field(names: Iterable[str]) -> bool:
-    """True if a field name denotes a response, which makes the row a pair rather than a prompt."""
-    return not {*CHOSEN_FIELDS, *REJECTED_FIELDS}.isdisjoint(names)
+def row_type(names: Iterable[str]) -> type[_Row]:
+    """The schema of a row with these fields: a field that denotes a response makes it a pair."""
+    names = {*names}
+    if names & {*CHOSEN_FIELDS, *REJECTED_FIELDS}:
+        return PreferenceRow
+    return UnpairedRow if names >= {*LABEL_FIELDS} else PromptRow
 
 
 def _take(fields: dict[str, Any], names: tuple[str, ...], *, required: bool = True) -> tuple[str | None, Any]:

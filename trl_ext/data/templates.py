@@ -23,7 +23,7 @@ def load_prompt_template(name_or_path: str | Path) -> str:
 
     Raises:
         FileNotFoundError: it is neither a known name nor a file.
-        ValueError: the file is not text, or has no `{question}`.
+        ValueError: the file has no `{question}`.
     """
     names = template_names()
     path = FOLDER / f"{name_or_path}.txt" if str(name_or_path) in names else Path(name_or_path)
@@ -32,21 +32,12 @@ def load_prompt_template(name_or_path: str | Path) -> str:
             f"no prompt template {str(name_or_path)!r}: there is no such file, and the library has "
             f"{', '.join(names)}{nearest(str(name_or_path), names)}"
         )
-    try:
-        template = path.read_text(encoding="utf-8").removesuffix("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: a prompt template must be a text file in UTF-8") from error
+    template = path.read_text(encoding="utf-8").removesuffix("\n")
     if PLACEHOLDER not in template:
         raise ValueError(f"{path}: no {PLACEHOLDER} in this prompt template; write it where the question goes")
     return template
 
 
 def render(template: str, question: str) -> str:
-    """Insert the question into the template; other braces in the template or the question are unchanged.
-
-    Raises:
-        ValueError: the template has no `{question}`.
-    """
-    if PLACEHOLDER not in template:
-        raise ValueError(f"no {PLACEHOLDER} in the template {template[:60]!r}; write it where the question goes")
+    """Insert the question into the template; other braces in the template or the question are unchanged."""
     return template.replace(PLACEHOLDER, question)

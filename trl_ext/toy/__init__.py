@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from trl_ext.toy.task import kind_of, score, score_parts
+from trl_ext.toy.prompts import kind_of
+from trl_ext.toy.scoring import score, score_parts
 
 MODEL_DIR = Path(__file__).parent / "model"
 DATA_DIR = Path(__file__).parent / "data"

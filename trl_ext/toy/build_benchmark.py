@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
-import os
 import random
 import statistics
-import tempfile
-import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_ext.toy import DATA_DIR, MODEL_DIR, kind_of, score
+from trl_ext.files import write_json_lines
+from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score
 from trl_ext.toy.prompts import INSTRUCTION_KINDS, parse, prompt_pool
-from trl_ext.toy.sampling import Response, respond
 
 SEED = 0
 SAMPLES_PER_PROMPT = 4
@@ -32,6 +29,49 @@ ANNOTATION_NOISE = 0.15
 PREFERENCE_ROWS = {"train": 2000, "validation": 200, "test": 400}
 PROMPT_ROWS = {"train": 1500, "validation": 200, "test": 400}
 MATH_ROWS = {"train": 400, "test": 200}
+
+
+class Response(NamedTuple):
+    """The text of a response and whether it reached its end token within the limit."""
+
+    text: str
+    finished: bool
+
+
+@torch.inference_mode()
+def respond(
+    model,
+    tokenizer,
+    prompts: list[str],
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = 100,
+) -> list[Response]:
+    """Answer each prompt once at a temperature; 0 decodes greedily. The same seed gives the same answers."""
+    torch.manual_seed(seed)
+    if temperature > 0:
+        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    else:
+        options = {"do_sample": False}
+    responses: list[Response] = []
+    for begin in range(0, len(prompts), batch_size):
+        texts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+            )
+            for prompt in prompts[begin : begin + batch_size]
+        ]
+        encoded = tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+        ).to(model.device)
+        output = model.generate(**encoded, max_new_tokens=max_new_tokens, use_cache=True, **options)
+        completions = output[:, encoded["input_ids"].shape[1] :]
+        finished = (completions == tokenizer.eos_token_id).any(dim=1).tolist()
+        decoded = tokenizer.batch_decode(completions, skip_special_tokens=True)
+        responses += [Response(*pair) for pair in zip(decoded, finished, strict=True)]
+    return responses
 
 
 def row_id_of(*texts: str) -> str:
@@ -148,45 +188,7 @@ def build_benchmark(model, tokenizer) -> dict[str, list[dict]]:
         splits[f"{pool}_gen"] = build_prompts(model, tokenizer, pool, count)
     for pool, count in MATH_ROWS.items():
         splits[f"{pool}_math"] = build_math(pool, count)
-    check_disjoint(splits)
     return splits
-
-
-def check_disjoint(splits: dict[str, list[dict]]) -> None:
-    """Assert that no prompt of a split belongs to another pool; compares the prompts themselves."""
-    pools: dict[str, set[str]] = {"pretrain": {text for texts in prompt_pool("pretrain").values() for text in texts}}
-    for name, rows in splits.items():
-        pools.setdefault(name.split("_")[0], set()).update(row["prompt_text"] for row in rows)
-    for name, texts in pools.items():
-        for other, others in pools.items():
-            assert name == other or not texts & others, f"pools {name} and {other} share prompts"
-
-
-def label_agreement(rows: list[dict]) -> float:
-    """Return how often the chosen response has the higher true score, over the pairs whose true scores differ."""
-    gaps = [
-        score(row["prompt_text"], row["chosen_text"]) - score(row["prompt_text"], row["rejected_text"]) for row in rows
-    ]
-    return statistics.mean(gap > 0 for gap in gaps if gap != 0)
-
-
-def mean_scores(prompts: list[str], responses: list[Response]) -> dict[str, float]:
-    """Return the mean true score by kind, and over all prompts under `all`."""
-    by_kind: dict[str, list[float]] = {}
-    for prompt, response in zip(prompts, responses, strict=True):
-        value = score(prompt, response.text, finished=response.finished)
-        by_kind.setdefault(kind_of(prompt), []).append(value)
-    means = {kind: round(statistics.mean(values), 3) for kind, values in sorted(by_kind.items())}
-    return means | {"all": round(statistics.mean(sum(by_kind.values(), [])), 3)}
-
-
-def write_rows(rows: list[dict], path: Path) -> None:
-    """Write JSON lines atomically: into a temporary file, which then replaces the path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
 
 
 def main() -> None:
@@ -199,16 +201,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     splits = build_benchmark(model, tokenizer)
     for name, rows in splits.items():
-        write_rows(rows, arguments.output / f"{name}.jsonl")
-        agreement = f", labels agree with the true order {label_agreement(rows):.3f}" if "prefs" in name else ""
-        print(f"{name}: {len(rows)} rows{agreement}")
-    for name in ("test_gen", "test_math"):
-        prompts = [row["prompt_text"] for row in splits[name]]
-        for temperature in (0.0, 1.0):
-            responses = respond(model, tokenizer, prompts, temperature=temperature, seed=SEED)
-            cut = sum(not response.finished for response in responses)
-            print(f"{name} at temperature {temperature}: {mean_scores(prompts, responses)}, {cut} cut")
-    print(f"{time.process_time():.0f} CPU s")
+        write_json_lines(arguments.output / f"{name}.jsonl", rows)
+        print(f"{name}: {len(rows)} rows")
 
 
 if __name__ == "__main__":

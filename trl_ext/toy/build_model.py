@@ -11,8 +11,6 @@ import argparse
 import json
 import os
 import random
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,20 +165,6 @@ def pretrain(model, tokenizer, *, steps: int = STEPS, seed: int = SEED) -> None:
     model.eval()
 
 
-def save(model, tokenizer, folder: Path) -> None:
-    """Write the model folder atomically: into a temporary folder, which then replaces it."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=".model-", dir=folder.parent))
-    os.chmod(temporary, 0o755)
-    model.save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
-    for file in temporary.iterdir():
-        file.chmod(0o644)
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(temporary, folder)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, default=MODEL_DIR, help="folder to write (default: the embedded model)")
@@ -194,7 +178,8 @@ def main() -> None:
     tokenizer = train_tokenizer()
     model = new_model(tokenizer, arguments.seed)
     pretrain(model, tokenizer, steps=arguments.steps, seed=arguments.seed)
-    save(model, tokenizer, arguments.output)
+    model.save_pretrained(arguments.output)
+    tokenizer.save_pretrained(arguments.output)
     print(f"{model.num_parameters():,} parameters in {arguments.output}, {time.process_time():.0f} CPU s")
 
 

@@ -1,4 +1,4 @@
-"""The rules that grade a response of each kind: signed parts that add up to the score."""
+"""The graded task of the embedded benchmark: rules that give a response signed parts, whose sum is its score."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from trl_ext.toy import vocabulary as words
-from trl_ext.toy.prompts import SEPARATORS, Task
+from trl_ext.toy.prompts import SEPARATORS, Task, parse
 
 GREETINGS = ("hello", "hi", "dear")
 REQUESTS = ("may i", "can i", "could i", "could you", "can you")
@@ -152,8 +152,16 @@ _RULES = {
 }
 
 
-def grade(task: Task, response: str, finished: bool) -> dict[str, float]:
-    """Return the signed parts of the score of one response; their sum, clipped to [0, 1], is the score."""
+def score_parts(prompt: str, response: str, *, finished: bool = True) -> dict[str, float]:
+    """Return the named parts of a score: credits are positive, penalties negative.
+
+    Args:
+        prompt: the text of the user message. A text that is not a prompt of the benchmark raises `ValueError`.
+        response: the text of the response, without special tokens.
+        finished: False for a response that was cut at the token limit, before its end token. It then earns no credit
+            for its ending and loses a further 0.2; surplus words and items cost the same as otherwise.
+    """
+    task = parse(prompt)
     if not response.strip():
         return {"empty": 0.0}
     parts = _RULES[task.kind](task, response, finished)
@@ -161,3 +169,9 @@ def grade(task: Task, response: str, finished: bool) -> dict[str, float]:
         parts["unfinished"] = -UNFINISHED_COST
     # Adding zero turns the -0.0 of an absent penalty into 0.0.
     return {name: value + 0.0 for name, value in parts.items()}
+
+
+def score(prompt: str, response: str, *, finished: bool = True) -> float:
+    """Grade a response in [0, 1]: the sum of `score_parts`, clipped to the interval. An empty response scores 0."""
+    # Rounding removes floating-point error (0.6 + 0.2 + 0.2 differs from 1), so that equal answers tie exactly.
+    return round(min(1.0, max(0.0, sum(score_parts(prompt, response, finished=finished).values()))), 9)

@@ -6,33 +6,30 @@ import random
 
 from trl_ext.toy.demonstrations import demonstrate_addition
 from trl_ext.toy.prompts import parse
-from trl_ext.toy.task import score
+from trl_ext.toy.scoring import score
 
 WRONG_SHARE = 0.25
 # Probability that a step of a wrong trace is right.
 STEP_CORRECTNESS = 0.65
 
 
-def addition_trace(prompt: str, *, wrong_share: float = WRONG_SHARE, seed: int = 0) -> str:
+def addition_trace(prompt: str, *, wrong_share: float = WRONG_SHARE) -> str:
     """A response to an addition: with probability `wrong_share` its answer is wrong, otherwise it has no mistake.
 
     A correct trace has correct steps. A wrong one slips or forgets the carry, as in pretraining, and sometimes omits
-    its steps and tags. A seed determines one trace for each prompt.
+    its steps and tags. There is one trace for each prompt and share.
 
     Args:
         prompt: an addition of the embedded benchmark, such as `What is 47 + 38?`.
         wrong_share: in [0, 1].
-        seed: seed of the random draws.
 
     Raises:
-        ValueError: the prompt is not an addition, or the share is not a probability.
+        ValueError: the prompt is not an addition.
     """
-    if not 0 <= wrong_share <= 1:
-        raise ValueError(f"wrong_share must lie between 0 and 1, got {wrong_share}")
     task = parse(prompt)
     if task.kind != "add":
         raise ValueError(f"{prompt!r} is no addition, but of the kind {task.kind!r}")
-    generator = random.Random(f"trace {seed} {prompt}")
+    generator = random.Random(f"trace 0 {prompt}")
     wrong = generator.random() < wrong_share
     while True:
         correctness = STEP_CORRECTNESS if wrong else 1.0

@@ -24,8 +24,7 @@ class VerdictCache:
         path: the file; it is created if missing, along with its folder.
 
     Raises:
-        ValueError: the file exists and is not a cache.
-        CacheError: the file cannot be opened for writing.
+        CacheError: the file cannot be opened for writing, or is not a cache.
     """
 
     def __init__(self, path: str | Path):
@@ -78,9 +77,5 @@ class VerdictCache:
         try:
             yield
         except sqlite3.Error as error:
-            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
-                raise ValueError(
-                    f"{self.path} is no cache of verdicts, which is an SQLite file (.jsonl caches of earlier versions "
-                    "cannot be read): name another file, or a new one"
-                ) from None
-            raise CacheError(f"{self.path}: {error}: check the disk and the folder, and run again") from None
+            advice = "check the disk and the folder, or name another cache, which is an SQLite file"
+            raise CacheError(f"{self.path}: {error}: {advice}") from None

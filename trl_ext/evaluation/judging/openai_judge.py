@@ -112,9 +112,6 @@ class OpenAIJudge:
         self.price = find_price(model, load_prices(prices))
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return f"OpenAIJudge(model={self.model!r}, base_url={self.base_url!r}, api={self.api!r})"
-
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that a verdict depends on other than the question.

@@ -52,7 +52,7 @@ class CallableJudge:
     def __init__(self, function: Callable[..., Verdict | Judgement]):
         self.judge = function
         # What `judge_pairs` reads from a judge.
-        for name in ("identity", "sequential", "name"):
+        for name in ("identity", "sequential"):
             if hasattr(function, name):
                 setattr(self, name, getattr(function, name))
 

@@ -104,25 +104,6 @@ class PairwiseJudge(Protocol):
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Verdict | Judgement: ...
 
 
-def ask_judge(
-    judge: PairwiseJudge,
-    row: Mapping[str, Any],
-    response_a: str,
-    response_b: str,
-    finished_a: bool,
-    finished_b: bool,
-) -> Judgement:
-    """The judgement on one row in one order; raises ValueError if the judge's answer is not a verdict."""
-    uses_finished = getattr(judge, "uses_finished", False)
-    keywords = {"finished_a": finished_a, "finished_b": finished_b} if uses_finished else {}
-    answer = judge.judge(row["prompt"], response_a, response_b, **keywords)
-    judgement = answer if isinstance(answer, Judgement) else Judgement(answer)
-    if judgement.verdict not in ("A", "B", "tie"):
-        name = type(judge).__name__
-        raise ValueError(f"row_id {row['row_id']}: {name} must answer 'A', 'B' or 'tie', got {judgement.verdict!r}")
-    return judgement
-
-
 def last_user_text(prompt: Messages | str) -> str:
     """The text of a prompt's last user message, or a plain prompt itself."""
     if isinstance(prompt, str):

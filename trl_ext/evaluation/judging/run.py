@@ -18,7 +18,6 @@ from trl_ext.evaluation.judging.protocol import (
     Messages,
     PairwiseJudge,
     Usage,
-    ask_judge,
 )
 
 if TYPE_CHECKING:
@@ -79,7 +78,6 @@ class JudgingRun:
         self.usage = Usage()
         self._workers = 1 if getattr(judge, "sequential", False) else max_concurrency
         self._progress = progress
-        self._unsaved: list[dict[str, Any]] = []
         self._failures_in_a_row = 0
         self._failed_rows: set[str] = set()
         self._stopped = False
@@ -152,21 +150,23 @@ class JudgingRun:
         try:
             if hasattr(self.judge, "ask"):
                 return self.judge.ask(question.prompt, question.response_a, question.response_b)
-            row = {"row_id": question.row_id, "prompt": question.prompt}
-            shown = question.response_a, question.response_b, question.finished_a, question.finished_b
-            return ask_judge(self.judge, row, *shown), Usage(calls=1)
+            uses_finished = getattr(self.judge, "uses_finished", False)
+            finished = {"finished_a": question.finished_a, "finished_b": question.finished_b} if uses_finished else {}
+            answer = self.judge.judge(question.prompt, question.response_a, question.response_b, **finished)
         except JudgeError as error:
             return error
+        judgement = answer if isinstance(answer, Judgement) else Judgement(answer)
+        if judgement.verdict not in ("A", "B", "tie"):
+            name, verdict = type(self.judge).__name__, judgement.verdict
+            raise ValueError(f"row_id {question.row_id}: {name} must answer 'A', 'B' or 'tie', got {verdict!r}")
+        return judgement, Usage(calls=1)
 
     def _take(self, outcomes: Sequence[tuple[Question, tuple[Judgement, Usage] | JudgeError]]) -> None:
         """Save the answers before anything else is asked, and count the failures."""
         answered = [(q, *outcome) for q, outcome in outcomes if not isinstance(outcome, JudgeError)]
         records = [_as_record(*answer) for answer in answered]
         if self.cache is not None:
-            # If a write fails, it is tried once more when the run ends.
-            self._unsaved += records
-            self.cache.add(self._unsaved)
-            self._unsaved = []
+            self.cache.add(records)
         for (question, _, usage), record in zip(answered, records, strict=True):
             self._record(question, record, usage)
         for question, error in outcomes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,24 +14,21 @@ if TYPE_CHECKING:
     from trl_ext.rewards import RewardModel
 
 
-class GroundTruthJudge:
-    """Prefers the response with the higher score, for tasks whose score is known.
+# A prompt, a response, and whether the response finished.
+Shown = tuple[Messages | str, str, bool]
 
-    Args:
-        score_function: `f(prompt_text, response) -> float` on the text of the last user message; it must accept the
-            keyword `finished` if responses may be truncated. Default: the score of the toy benchmark.
-        tolerance: scores that differ by no more than this are a tie.
-    """
+
+class ScoreJudge:
+    """Prefers the response with the higher score. Scores that differ by no more than `tolerance` are a tie."""
 
     uses_finished = True
     sequential = True
     identity = None
+    tolerance = 0.0
 
-    def __init__(self, score_function: Callable[..., float] | None = None, tolerance: float = 1e-9):
-        if score_function is None:
-            from trl_ext.toy import score as score_function
-        self.score_function = score_function
-        self.tolerance = _checked(tolerance)
+    def scores(self, responses: Sequence[Shown]) -> list[float]:
+        """The score of each response."""
+        raise NotImplementedError
 
     def judge(
         self,
@@ -42,9 +39,29 @@ class GroundTruthJudge:
         finished_a: bool = True,
         finished_b: bool = True,
     ) -> Verdict:
-        prompt_text = last_user_text(prompt)
-        first = self._score(prompt_text, response_a, finished_a)
-        return _higher(first, self._score(prompt_text, response_b, finished_b), self.tolerance)
+        first, second = self.scores([(prompt, response_a, finished_a), (prompt, response_b, finished_b)])
+        if abs(first - second) <= self.tolerance:
+            return "tie"
+        return "A" if first > second else "B"
+
+
+class GroundTruthJudge(ScoreJudge):
+    """Prefers the response with the higher score, for tasks whose score is known.
+
+    Args:
+        score_function: `f(prompt_text, response) -> float` on the text of the last user message; it must accept the
+            keyword `finished` if responses may be truncated. Default: the score of the toy benchmark.
+    """
+
+    tolerance = 1e-9
+
+    def __init__(self, score_function: Callable[..., float] | None = None):
+        if score_function is None:
+            from trl_ext.toy import score as score_function
+        self.score_function = score_function
+
+    def scores(self, responses: Sequence[Shown]) -> list[float]:
+        return [self._score(last_user_text(prompt), response, finished) for prompt, response, finished in responses]
 
     def _score(self, prompt_text: str, response: str, finished: bool) -> float:
         # Pass the keyword only if it matters, so that a score without it works for responses that all finished.
@@ -55,23 +72,14 @@ class GroundTruthJudge:
         return score
 
 
-class RewardModelJudge:
+class RewardModelJudge(ScoreJudge):
     """Prefers the response with the higher reward. Each response is scored only once.
 
     Args:
         reward_model: a `RewardModel`, or the folder or hub name of one.
-        tolerance: rewards that differ by no more than this are a tie.
-
-    Raises:
-        ValueError: the tolerance is negative.
     """
 
-    uses_finished = True
-    sequential = True
-    identity = None
-
-    def __init__(self, reward_model: RewardModel | str | Path, *, tolerance: float = 0.0):
-        self.tolerance = _checked(tolerance)
+    def __init__(self, reward_model: RewardModel | str | Path):
         if isinstance(reward_model, str | Path):
             from trl_ext.rewards import RewardModel
 
@@ -79,20 +87,11 @@ class RewardModelJudge:
         self.reward_model = reward_model
         self._scores: dict[str, float] = {}
 
-    def judge(
-        self,
-        prompt: Messages | str,
-        response_a: str,
-        response_b: str,
-        *,
-        finished_a: bool = True,
-        finished_b: bool = True,
-    ) -> Verdict:
-        pair = [(prompt, response_a, finished_a), (prompt, response_b, finished_b)]
-        self.prepare(pair)
-        return _higher(*(self._scores[_key(*response)] for response in pair), self.tolerance)
+    def scores(self, responses: Sequence[Shown]) -> list[float]:
+        self.prepare(responses)
+        return [self._scores[_key(*response)] for response in responses]
 
-    def prepare(self, responses: Iterable[tuple[Messages | str, str, bool]], *, progress: str | None = None) -> None:
+    def prepare(self, responses: Iterable[Shown], *, progress: str | None = None) -> None:
         """Score the responses that have no score yet, in batches.
 
         Args:
@@ -111,18 +110,6 @@ class RewardModelJudge:
             if not math.isfinite(score):
                 raise ValueError(f"the reward model gave {score} to the response {text[:80]!r}; expected a number")
             self._scores[key] = score
-
-
-def _checked(tolerance: float) -> float:
-    if not tolerance >= 0:
-        raise ValueError(f"tolerance must be at least 0, got {tolerance}")
-    return tolerance
-
-
-def _higher(first: float, second: float, tolerance: float) -> Verdict:
-    if abs(first - second) <= tolerance:
-        return "tie"
-    return "A" if first > second else "B"
 
 
 def _key(prompt: Messages | str, response: str, finished: bool) -> str:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, StringConstraints, TypeAdapter, ValidationError
 
 from trl_ext.data import load_benchmark
+from trl_ext.data.rows import first_error
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
-from trl_ext.files import brief, read_json
+from trl_ext.files import existing_file, read_json
 
-_METHOD_NAME = re.compile(r"(?=.*[^\W_])[\w-]{1,100}")
+KINDS = {"gen": "prompts", "prefs": "preference pairs"}
+# A method's name is that of its file, and a threshold is a rate.
+_Method = Annotated[str, StringConstraints(pattern=r"^\w[\w-]{0,99}$")]
+_THRESHOLDS = TypeAdapter(
+    Annotated[dict[_Method, Annotated[float, Field(ge=0, le=1, strict=True)]], Field(min_length=1)]
+)
 MAX_PROMPT_TOKENS = 700
 MAX_NEW_TOKENS = 256
 
@@ -29,11 +36,7 @@ def load_prompts(path: str | Path | None = None) -> list[dict[str, Any]]:
         FileNotFoundError: the file does not exist.
         ValueError: rows are malformed, or the file contains pairs.
     """
-    benchmark = load_benchmark("toy", splits="test_gen") if path is None else load_benchmark(_file(path))
-    (name,) = benchmark
-    if not name.endswith("_gen"):
-        raise ValueError(f"{path} holds preference pairs; expected prompts")
-    return [{**row, "prompt_text": last_user_text(row["prompt"])} for row in benchmark[name]]
+    return [{**row, "prompt_text": last_user_text(row["prompt"])} for row in _load(path, "gen")]
 
 
 def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
@@ -46,11 +49,17 @@ def load_pairs(path: str | Path | None = None) -> list[dict[str, Any]]:
         FileNotFoundError: the file does not exist.
         ValueError: rows are malformed, or the file contains prompts.
     """
-    benchmark = load_benchmark("toy", splits="test_prefs") if path is None else load_benchmark(_file(path))
-    (name,) = benchmark
-    if not name.endswith("_prefs"):
-        raise ValueError(f"{path} holds prompts; expected preference pairs")
-    return list(benchmark[name])
+    return _load(path, "prefs")
+
+
+def _load(path: str | Path | None, kind: str) -> list[dict[str, Any]]:
+    if path is None:
+        return list(load_benchmark("toy", splits=f"test_{kind}")[f"test_{kind}"])
+    ((name, rows),) = load_benchmark(existing_file(Path(path).expanduser())).items()
+    found = name.rpartition("_")[2]
+    if found != kind:
+        raise ValueError(f"{path} holds {KINDS[found]}; expected {KINDS[kind]}")
+    return list(rows)
 
 
 def load_base(
@@ -62,7 +71,7 @@ def load_base(
         prompts: prompts from `load_prompts`.
         path: a JSONL file in the format of submissions; None for the embedded base, whose greedy responses are stored
             with the embedded prompts.
-        max_new_tokens: the token limit of the responses; None for `default_max_new_tokens`.
+        max_new_tokens: the token limit of the responses in the file; None for `default_max_new_tokens`.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -100,17 +109,10 @@ def load_thresholds(source: str | Path | Mapping[str, float]) -> dict[str, float
         values, where = dict(source), "thresholds"
     else:
         values, where = read_json(Path(source).expanduser()), str(source)
-    if not isinstance(values, dict) or not values:
-        raise ValueError(f"{where}: must hold an object of method: threshold")
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            got = brief(repr(value), 40)
-            raise ValueError(f"{where}: {brief(name)}: must be a rate between 0 and 1, got {got}")
-        if not _METHOD_NAME.fullmatch(name):
-            raise ValueError(
-                f"{where}: {brief(name)!r}: a method's name is its file's, of up to 100 letters, digits, _ and -"
-            )
-    return {name: float(value) for name, value in values.items()}
+    try:
+        return _THRESHOLDS.validate_python(values)
+    except ValidationError as error:
+        raise ValueError(f"{where}: {first_error(error)}") from None
 
 
 def default_max_new_tokens(path: str | Path | None) -> int:
@@ -143,10 +145,3 @@ def token_counter(tokenizer: str) -> TokenCounter:
     except Exception as error:  # the library raises bare exceptions
         raise FileNotFoundError(f"no tokenizer {tokenizer!r}: {error}") from error
     return lambda text: len(loaded.encode(text, add_special_tokens=False).ids)
-
-
-def _file(path: str | Path) -> Path:
-    path = Path(path).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {brief(path, 200)}")
-    return path

@@ -110,17 +110,17 @@ def judge_responses(
     **judging: Any,
 ) -> JudgingResult:
     """Run `judge_pairs` on submitted responses."""
-    return judge_pairs(judge, prompts, *_pair_arguments(responses, others), **_finished(responses, others), **judging)
+    return judge_pairs(judge, prompts, **_arguments(responses, others), **judging)
 
 
 def estimate_cost(
     judge: Any,
     prompts: Sequence[Mapping[str, Any]],
-    pairs: Sequence[tuple[Sequence[Response], Sequence[Response]]],
+    pairs: Mapping[str, tuple[Sequence[Response], Sequence[Response]]],
     cache: str | Path | None = None,
-) -> list[Estimate]:
-    """The estimated cost of `judge_responses` for each pair of systems; nothing is sent."""
-    return [estimate(judge, prompts, *_pair_arguments(*pair), cache=cache, **_finished(*pair)) for pair in pairs]
+) -> dict[str, Estimate]:
+    """The estimated cost of `judge_responses` for each named pair of systems; nothing is sent."""
+    return {name: estimate(judge, prompts, **_arguments(*pair), cache=cache) for name, pair in pairs.items()}
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
@@ -151,12 +151,10 @@ def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed"
     return rows
 
 
-def _pair_arguments(responses: Sequence[Response], others: Sequence[Response]) -> tuple[list[str], list[str]]:
-    return [response.text for response in responses], [response.text for response in others]
-
-
-def _finished(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[bool]]:
+def _arguments(responses: Sequence[Response], others: Sequence[Response]) -> dict[str, list[Any]]:
     return {
+        "candidate": [response.text for response in responses],
+        "base": [response.text for response in others],
         "candidate_finished": [response.finished for response in responses],
         "base_finished": [response.finished for response in others],
     }

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
+from trl_ext.evaluation.judging.cost import Estimate
 from trl_ext.evaluation.judging.pairs import CallableJudge
 from trl_ext.evaluation.submissions.assets import (
-    TokenCounter,
     default_max_new_tokens,
     load_base,
     load_prompts,
@@ -60,21 +60,27 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, *, base: bool = True) 
     )
 
 
-def add_tokenizer_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the flag for the tokenizer that recounts responses, both in packing and in grading."""
+def add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags for what else a submission is checked against, both in packing and in grading."""
+    parser.add_argument("--prefs_jsonl", help="the course's pairs (default: the embedded ones)")
     parser.add_argument(
         "--tokenizer",
         help="counts the responses' tokens (default: the embedded one's for the embedded prompts, else no check)",
     )
 
 
-def counter_of(options: argparse.Namespace) -> TokenCounter | None:
-    """The token counter that `--tokenizer` names.
+def data_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `PublicData.load` from the flags.
 
     Raises:
-        FileNotFoundError: no tokenizer of that name was found.
+        FileNotFoundError: no tokenizer of the name in `--tokenizer` was found.
     """
-    return token_counter(options.tokenizer) if options.tokenizer else None
+    return {
+        "prompts_jsonl": options.prompts_jsonl,
+        "prefs_jsonl": options.prefs_jsonl,
+        "max_new_tokens": options.max_new_tokens,
+        "count_tokens": token_counter(options.tokenizer) if options.tokenizer else None,
+    }
 
 
 def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
@@ -216,7 +222,7 @@ def load_systems(
             raise ValueError(f"two files are called {name}: their names tell the candidates apart")
     prompts = load_prompts(options.prompts_jsonl)
     limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
-    base = load_base(prompts, options.base_jsonl, max_new_tokens=limit if options.base_jsonl else None)
+    base = load_base(prompts, options.base_jsonl, max_new_tokens=limit)
     systems: dict[str, list[Response]] = {}
     for file in files:
         responses, problems = read_responses(file, prompts, max_new_tokens=limit)
@@ -225,26 +231,18 @@ def load_systems(
     return prompts, base, systems
 
 
-def show_estimates(names: list[str], estimates: list[Any], as_json: bool) -> None:
+def show_estimates(estimates: dict[str, Estimate], as_json: bool) -> None:
     """Print the estimated cost of judging."""
-    total = {
-        name: None if any(getattr(e, name) is None for e in estimates) else sum(getattr(e, name) for e in estimates)
-        for name in ("calls", "cached", "input_tokens", "output_tokens", "dollars")
-    }
-    notes = list(dict.fromkeys(note for estimate in estimates for note in estimate.notes))
-    if as_json:
-        rows = {name: estimate.to_dict() for name, estimate in zip(names, estimates, strict=True)}
-        print_json({"estimates": rows, "total": total, "notes": notes})
-        return
     columns = ("calls", "cached", "input_tokens", "output_tokens", "dollars")
-    rows = [
-        (name, *(getattr(estimate, column) for column in columns))
-        for name, estimate in zip(names, estimates, strict=True)
-    ]
-    print(format_table(("", *columns), [*rows, ("total", *total.values())]))
-    for note in notes:
-        print(note)
-    print("nothing was sent")
+    rows = {name: [getattr(estimate, column) for column in columns] for name, estimate in estimates.items()}
+    total = [None if None in values else sum(values) for values in zip(*rows.values(), strict=True)]
+    notes = list(dict.fromkeys(note for estimate in estimates.values() for note in estimate.notes))
+    if as_json:
+        listed = {name: estimate.to_dict() for name, estimate in estimates.items()}
+        print_json({"estimates": listed, "total": dict(zip(columns, total, strict=True)), "notes": notes})
+        return
+    print(format_table(("", *columns), [(name, *values) for name, values in {**rows, "total": total}.items()]))
+    print("\n".join([*notes, "nothing was sent"]))
 
 
 def usage_line(usage: dict[str, Any], judge: str) -> str:

@@ -19,8 +19,7 @@ from trl_ext.evaluation.submissions.rows import EMPTY_FILE, Response
 from trl_ext.evaluation.submissions.submission import (
     PART_TWO,
     REWARD_MODEL,
-    check_submission_file,
-    submission_checks,
+    PublicData,
     submission_file,
 )
 
@@ -42,8 +41,6 @@ class FileGrade:
         agreement_rate, position_bias: as in `WinRate`; None for a reward model, for which order does not matter.
         chance_below: the probability that the figure of another sample of `n` rows falls below the threshold, given
             this measurement; None without a figure.
-        chance_model: the model behind `chance_below`: `beta-binomial`, or `Dirichlet-multinomial` for a rate that
-            includes half wins.
         problems: rows that cannot be graded, one sentence each; any of them fails the file.
         warnings: unusual findings that do not prevent grading, such as empty responses.
         details: all other measurements.
@@ -64,7 +61,6 @@ class FileGrade:
     agreement_rate: float | None = None
     position_bias: float | None = None
     chance_below: float | None = None
-    chance_model: str | None = None
     problems: list[str] = dataclasses.field(default_factory=list)
     warnings: list[str] = dataclasses.field(default_factory=list)
     details: dict[str, Any] | None = None
@@ -115,7 +111,7 @@ def grade_submission(
         thresholds: threshold by method, or a JSON file of them; see `submission_file` for the methods' files.
         judge: decides between responses; None for the known score, which only the embedded task has.
         base_jsonl: the base's responses; None for the embedded ones.
-        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `submission_checks`.
+        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `PublicData.load`.
         rule: `agreed` or `half`.
         judging: keyword arguments of `judge_pairs`: `cache`, `max_concurrency`, `max_error_fraction`, `progress`.
 
@@ -130,22 +126,21 @@ def grade_submission(
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     thresholds = load_thresholds(thresholds)
-    checks = submission_checks(
+    data = PublicData.load(
         thresholds,
         prompts_jsonl=prompts_jsonl,
         prefs_jsonl=prefs_jsonl,
         max_new_tokens=max_new_tokens,
         count_tokens=count_tokens,
     )
-    prompts = checks["prompts"]
-    judge = known_score_judge(prompts) if judge is None else judge
-    base = load_base(prompts, base_jsonl, max_new_tokens=checks["max_new_tokens"] if base_jsonl is not None else None)
+    judge = known_score_judge(data.prompts) if judge is None else judge
+    base = load_base(data.prompts, base_jsonl, max_new_tokens=data.max_new_tokens)
 
     def judged(name: str, responses: Sequence[Response]) -> CandidateResult:
-        return judge_candidate(judge, name, responses, prompts, base, **judging)
+        return judge_candidate(judge, name, responses, data.prompts, base, **judging)
 
     usages: list[Usage] = []
-    grades = [_grade(folder, name, threshold, checks, judged, rule, usages) for name, threshold in thresholds.items()]
+    grades = [_grade(folder, name, threshold, data, judged, rule, usages) for name, threshold in thresholds.items()]
     part_two = [grade.passed for grade in grades if grade.method in PART_TWO]
     return SubmissionGrade(
         grades=grades,
@@ -155,7 +150,7 @@ def grade_submission(
     )
 
 
-def _grade(folder, name, threshold, checks, judged, rule: Rule, usages: list[Usage]) -> FileGrade:
+def _grade(folder, name, threshold, data: PublicData, judged, rule: Rule, usages: list[Usage]) -> FileGrade:
     base = {
         "method": name,
         "file": submission_file(name),
@@ -164,7 +159,7 @@ def _grade(folder, name, threshold, checks, judged, rule: Rule, usages: list[Usa
     }
     if not (folder / submission_file(name)).is_file():
         return FileGrade(**base, passed=False, reason="missing")
-    rows, problems = check_submission_file(folder, name, **checks)
+    rows, problems = data.read(folder, name)
     fatal = [str(problem) for problem in problems if problem.fatal]
     base |= {"problems": fatal, "warnings": [str(problem) for problem in problems if not problem.fatal]}
     if fatal:
@@ -197,7 +192,6 @@ def _grade_reward_model(base: dict[str, Any], scores: tuple[list[float], list[fl
         n=n,
         n_total=n,
         chance_below=chance_below(round(accuracy * n), n, base["threshold"]),
-        chance_model="beta-binomial",
         details=metrics,
     )
 
@@ -219,6 +213,5 @@ def _grade_policy(base: dict[str, Any], result: CandidateResult, rule: Rule) -> 
         agreement_rate=result.win_rate.agreement_rate,
         position_bias=result.win_rate.position_bias,
         chance_below=chance_below(credits.count(1.0), len(credits), threshold, ties=ties),
-        chance_model=None if not credits else "beta-binomial" if ties is None else "Dirichlet-multinomial",
         details=result.to_dict(),
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
 from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
 from trl_ext.files import brief
@@ -15,8 +16,25 @@ from trl_ext.files import brief
 RECOUNT_SLACK = 4
 EMPTY_FILE = "the file is empty"
 SHOWN_PROBLEMS = 5
-# Longer than any token of any vocabulary, so that a text beyond this can be rejected without tokenizing it.
-MAX_CHARACTERS_PER_TOKEN = 1000
+
+
+class ResponseRow(BaseModel):
+    """The fields of a row of responses, beside its row_id."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt_text: str
+    response_text: str
+    generated_num_tokens: NonNegativeInt
+
+
+class ScoreRow(BaseModel):
+    """The fields of a row of scores, beside its row_id."""
+
+    model_config = ConfigDict(strict=True)
+
+    chosen_score: FiniteFloat
+    rejected_score: FiniteFloat
 
 
 @dataclass(frozen=True)
@@ -62,6 +80,46 @@ class RowProblem:
         return f"{self.file}: {row}{brief(self.message, 200)}"
 
 
+def read_rows(
+    path: str | Path, row_type: type[BaseModel], row_ids: Sequence[str], *, complete: bool = True
+) -> tuple[dict[str, dict[str, Any]], list[RowProblem]]:
+    """Read rows by their row_id, and check their fields.
+
+    Args:
+        path: a JSONL file.
+        row_type: the fields of a row.
+        row_ids: the rows that the file may hold.
+        complete: whether it must hold all of them.
+
+    Returns:
+        The good rows by row_id, and the problems, all of them fatal.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+    """
+    file, split = str(path), read_jsonl(path)
+    problems = [RowProblem(file, None, f"line {bad.position}: {bad.message}") for bad in split.problems]
+    if complete and not split.rows and not problems and row_ids:
+        return {}, [RowProblem(file, None, EMPTY_FILE)]
+    wanted, rows, line_of = set(row_ids), {}, {}
+    for line, row in split.rows:
+        row_id = str(row.get("row_id"))
+        if row_id not in wanted:
+            problems.append(RowProblem(file, row_id, f"line {line}: foreign: none of the {len(row_ids)} rows"))
+        elif row_id in line_of:
+            problems.append(RowProblem(file, row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
+        else:
+            line_of[row_id] = line
+            try:
+                row_type.model_validate(row)
+                rows[row_id] = row
+            except ValidationError as error:
+                problems += [RowProblem(file, row_id, _field_error(each)) for each in error.errors()]
+    if complete:
+        problems += [RowProblem(file, row_id, "missing") for row_id in row_ids if row_id not in line_of]
+    return rows, problems
+
+
 def read_responses(
     path: str | Path,
     prompts: Sequence[Mapping[str, Any]],
@@ -84,18 +142,18 @@ def read_responses(
     Raises:
         FileNotFoundError: the file does not exist.
     """
-    rows, problems = _read_rows(path, [row["row_id"] for row in prompts], "prompts")
-    file, responses = str(path), []
+    rows, problems = read_rows(path, ResponseRow, [row["row_id"] for row in prompts])
+    responses = []
     for prompt in prompts:
-        row = rows.get(prompt["row_id"])
-        if row is None:
-            continue
-        found = list(_response_problems(row, prompt["prompt_text"], max_new_tokens, count_tokens))
-        problems += [RowProblem(file, prompt["row_id"], message, fatal) for message, fatal in found]
-        if not any(fatal for _, fatal in found):
-            responses.append(
-                Response(prompt["row_id"], row["response_text"], row["generated_num_tokens"], max_new_tokens)
-            )
+        row_id = prompt["row_id"]
+        if row_id in rows:
+            row = rows[row_id]
+            found = list(_response_problems(row, prompt["prompt_text"], max_new_tokens, count_tokens))
+            problems += [RowProblem(str(path), row_id, message) for message in found]
+            if not found:
+                responses.append(Response(row_id, row["response_text"], row["generated_num_tokens"], max_new_tokens))
+                if not row["response_text"].strip():
+                    problems.append(RowProblem(str(path), row_id, "the response is empty", fatal=False))
     return responses, problems
 
 
@@ -105,23 +163,14 @@ def read_pair_scores(
     """Read `row_id, chosen_score, rejected_score` for every pair.
 
     Returns:
-        The chosen and the rejected scores in the order of `row_ids`, and problems, all of them fatal.
+        The chosen and the rejected scores of the good rows in the order of `row_ids`, and problems, all of them fatal.
 
     Raises:
         FileNotFoundError: the file does not exist.
     """
-    rows, problems = _read_rows(path, row_ids, "pairs")
-    chosen, rejected = [], []
-    for row_id in row_ids:
-        if row_id not in rows:
-            continue
-        scores = [rows[row_id].get(name) for name in ("chosen_score", "rejected_score")]
-        for name, score in zip(("chosen_score", "rejected_score"), scores, strict=True):
-            if not _is_finite(score):
-                problems.append(RowProblem(str(path), row_id, f"{name} must be a finite number, {_found(score)}"))
-        chosen.append(scores[0])
-        rejected.append(scores[1])
-    return (chosen, rejected), problems
+    rows, problems = read_rows(path, ScoreRow, row_ids)
+    good = [rows[row_id] for row_id in row_ids if row_id in rows]
+    return ([row["chosen_score"] for row in good], [row["rejected_score"] for row in good]), problems
 
 
 def refuse_fatal(problems: Iterable[RowProblem]) -> None:
@@ -150,65 +199,21 @@ def response_row(prompt: Mapping[str, Any], text: str, tokens: int) -> dict[str,
     }
 
 
-def _read_rows(
-    path: str | Path, row_ids: Iterable[str], what: str
-) -> tuple[dict[str, dict[str, Any]], list[RowProblem]]:
-    """Rows by row_id, and the problems with the row_ids of the file."""
-    file, path, row_ids = str(path), Path(path), list(row_ids)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
-    split = read_jsonl(path)
-    problems = [RowProblem(file, None, f"line {bad.position}: {bad.message}") for bad in split.problems]
-    if not split.rows and not problems and row_ids:
-        return {}, [RowProblem(file, None, EMPTY_FILE)]
-    wanted, rows, line_of = set(row_ids), {}, {}
-    for line, row in split.rows:
-        row_id = row.get("row_id")
-        if isinstance(row_id, int) and not isinstance(row_id, bool):
-            row_id = str(row_id)
-        if not isinstance(row_id, str) or not row_id:
-            problems.append(RowProblem(file, None, f"line {line}: row_id must be a text, {_found(row_id)}"))
-        elif row_id not in wanted:
-            problems.append(RowProblem(file, row_id, f"line {line}: foreign: none of the {len(row_ids)} {what}"))
-        elif row_id in rows:
-            problems.append(RowProblem(file, row_id, f"duplicate: on lines {line_of[row_id]} and {line}"))
-        else:
-            rows[row_id], line_of[row_id] = row, line
-    problems += [RowProblem(file, row_id, "missing") for row_id in row_ids if row_id not in rows]
-    return rows, problems
-
-
 def _response_problems(
     row: Mapping[str, Any], prompt_text: str, max_new_tokens: int, count_tokens: Callable[[str], int] | None
-) -> Iterator[tuple[str, bool]]:
-    text, tokens = row.get("response_text"), row.get("generated_num_tokens")
-    if row.get("prompt_text") != prompt_text:
-        yield "prompt_text is not the benchmark's for this row_id", True
-    if not isinstance(text, str):
-        yield f"response_text must be a text, {_found(text)}", True
-    elif len(text) > MAX_CHARACTERS_PER_TOKEN * max_new_tokens:
-        yield f"over the token budget: the text has {len(text)} characters, for {max_new_tokens} tokens", True
-        return
-    elif not text.strip():
-        yield "the response is empty", False
-    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-        yield f"generated_num_tokens must be a count, {_found(tokens)}", True
-    elif tokens > max_new_tokens:
-        stated = brief(tokens, 25)
-        yield f"over the token budget: generated_num_tokens is {stated}, at most {max_new_tokens} are allowed", True
-    elif isinstance(text, str) and count_tokens is not None:
+) -> Iterator[str]:
+    if row["prompt_text"] != prompt_text:
+        yield "prompt_text is not the benchmark's for this row_id"
+    tokens = row["generated_num_tokens"]
+    if tokens > max_new_tokens:
+        yield f"over the token budget: generated_num_tokens is {tokens}, at most {max_new_tokens} are allowed"
+    elif count_tokens is not None:
         # A character that is cut within its bytes decodes to U+FFFD, which is longer than the generated bytes.
-        counted = count_tokens(text.rstrip("\ufffd"))
+        counted = count_tokens(row["response_text"].rstrip("\ufffd"))
         if counted > max_new_tokens + RECOUNT_SLACK:
-            yield f"over the token budget: the text has {counted} tokens, at most {max_new_tokens} are allowed", True
+            yield f"over the token budget: the text has {counted} tokens, at most {max_new_tokens} are allowed"
 
 
-def _is_finite(value: Any) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # a whole number that no float can hold
-        return False
-
-
-def _found(value: Any) -> str:
-    return "and is missing" if value is None else f"got {brief(value, 40)!r}"
+def _field_error(error: Mapping[str, Any]) -> str:
+    got = "" if error["type"] == "missing" else f", got {brief(repr(error['input']), 40)}"
+    return f"{error['loc'][0]}: {error['msg']}{got}"

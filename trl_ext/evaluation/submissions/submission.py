@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from trl_ext.evaluation.submissions.assets import (
 )
 from trl_ext.evaluation.submissions.row_files import RowFile
 from trl_ext.evaluation.submissions.rows import (
+    ResponseRow,
     RowProblem,
+    ScoreRow,
     read_pair_scores,
     read_responses,
     refuse_fatal,
@@ -38,7 +42,7 @@ def submission_file(name: str) -> str:
     Raises:
         ValueError: the name is empty, or points outside the folder.
     """
-    if not name.strip(". ") or any(character in name for character in "/\\") or not name.isprintable():
+    if not re.fullmatch(r"\w[\w .-]*", name):
         raise ValueError(
             f"{brief(name)!r} cannot be a policy's name, which is that of its file: give letters, digits and "
             f"underscores without a path, such as {METHODS[0]}"
@@ -63,8 +67,8 @@ def generate_submission_file(
     """Write a policy's greedy response to every prompt, in batches of similar length.
 
     The file is written after each batch. A later call resumes from the existing rows if they have the same model,
-    prompts and settings; if all rows exist, no model is loaded. A different batch size only gives a warning. It
-    changes the rounding, and so may change the text when two tokens are almost equally likely, especially in bfloat16.
+    prompts and settings; if all rows exist, no model is loaded. A different batch size is accepted. It changes the
+    rounding, and so may change the text when two tokens are almost equally likely, especially in bfloat16.
 
     Args:
         model: `toy`, a folder of a full model or of an adapter, or a hub name.
@@ -80,7 +84,7 @@ def generate_submission_file(
     Raises:
         FileNotFoundError: the model or the file of prompts does not exist.
         FileExistsError: `out` contains rows of another model or with other settings.
-        ValueError: prompts are malformed, or an argument is out of range.
+        ValueError: prompts are malformed.
     """
     from trl_ext.models import resolve_model_path
     from trl_ext.models.loading import load_policy, model_sha256
@@ -88,13 +92,6 @@ def generate_submission_file(
     # Find errors here, before large libraries are imported.
     resolve_model_path(str(model))
     limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
-    for name, value in (
-        ("max_prompt_tokens", max_prompt_tokens),
-        ("max_new_tokens", limit),
-        ("batch_size", batch_size),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
     prompts = load_prompts(prompts_jsonl)
     settings = {
         "rows": "greedy responses",
@@ -106,7 +103,7 @@ def generate_submission_file(
         "dtype": dtype,
         "batch_size": batch_size,
     }
-    file = RowFile(out, settings, [row["row_id"] for row in prompts], overwrite=overwrite)
+    file = RowFile(out, ResponseRow, settings, [row["row_id"] for row in prompts], overwrite=overwrite)
     batches = _batches(prompts, batch_size, set(file.missing))
     if batches:
         policy, tokenizer = load_policy(model, dtype=dtype)
@@ -157,7 +154,7 @@ def score_submission_file(
     Raises:
         FileNotFoundError: the model or the file of pairs does not exist.
         FileExistsError: `out` contains rows of another model or with other settings.
-        ValueError: pairs are malformed, the model is not a reward model, or an argument is out of range.
+        ValueError: pairs are malformed, or the model is not a reward model.
     """
     from trl_ext.models import resolve_model_path
     from trl_ext.models.loading import model_sha256
@@ -177,7 +174,7 @@ def score_submission_file(
         "dtype": dtype,
         "batch_size": batch_size,
     }
-    file = RowFile(out, settings, [row["row_id"] for row in pairs], overwrite=overwrite)
+    file = RowFile(out, ScoreRow, settings, [row["row_id"] for row in pairs], overwrite=overwrite)
     missing = set(file.missing)
     if missing:
         rows = [row for row in pairs if row["row_id"] in missing]
@@ -201,14 +198,10 @@ def build_submission(
     out: str | Path,
     *,
     reward_model: str | Path | None = None,
-    prompts_jsonl: str | Path | None = None,
     prefs_jsonl: str | Path | None = None,
-    max_prompt_tokens: int = MAX_PROMPT_TOKENS,
-    max_new_tokens: int | None = None,
-    batch_size: int = 32,
-    dtype: str = "auto",
     overwrite: bool = False,
     progress: bool = False,
+    **generation: Any,
 ) -> list[Path]:
     """Write a submission folder from models; an interrupted call can be resumed.
 
@@ -217,10 +210,10 @@ def build_submission(
             two.
         out: the folder.
         reward_model: a saved reward model; None for none.
-        prompts_jsonl, max_prompt_tokens, max_new_tokens, batch_size, dtype: as in `generate_submission_file`.
         prefs_jsonl: as in `score_submission_file`.
         overwrite: replace files with other settings.
         progress: whether to show progress bars.
+        generation: other keyword arguments of `generate_submission_file`.
 
     Returns:
         The files.
@@ -229,81 +222,70 @@ def build_submission(
         ValueError: a policy's name is not a valid file name.
         ValueError, FileNotFoundError, FileExistsError: see the two functions named above.
     """
-    folder = Path(out)
+    written = {"overwrite": overwrite, "progress": progress}
     # Check all names before the first model is loaded.
-    places = {name: folder / submission_file(name) for name in policies}
+    places = {name: Path(out) / submission_file(name) for name in policies}
     files = [
-        generate_submission_file(
-            model,
-            places[name],
-            prompts_jsonl=prompts_jsonl,
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            batch_size=batch_size,
-            dtype=dtype,
-            overwrite=overwrite,
-            progress=progress,
-        )
-        for name, model in policies.items()
+        generate_submission_file(policies[name], place, **generation, **written) for name, place in places.items()
     ]
     if reward_model is not None:
-        target = folder / submission_file(REWARD_MODEL)
-        files.append(
-            score_submission_file(
-                reward_model, target, prefs_jsonl=prefs_jsonl, overwrite=overwrite, progress=progress
-            )
-        )
+        place = Path(out) / submission_file(REWARD_MODEL)
+        files.append(score_submission_file(reward_model, place, prefs_jsonl=prefs_jsonl, **written))
     return [file.path for file in files]
 
 
-def submission_checks(
-    methods: Iterable[str],
-    *,
-    prompts_jsonl: str | Path | None = None,
-    prefs_jsonl: str | Path | None = None,
-    max_new_tokens: int | None = None,
-    count_tokens: TokenCounter | None = None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class PublicData:
     """The data against which the files of a submission are checked, both in packing and in grading.
 
-    Args:
-        methods: methods whose files are checked; pairs are read if the reward model is one of them.
-        prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
-        max_new_tokens: maximum number of tokens in a response; None for 256, or 48 for the embedded prompts.
-        count_tokens: counts the tokens of a text, to check the lengths in the rows. None for the embedded tokenizer
-            with the embedded prompts, and for no check with others.
-
-    Returns:
-        The keyword arguments of `check_submission_file`.
-
-    Raises:
-        FileNotFoundError: the file of prompts or pairs does not exist.
-        ValueError: those files have malformed rows.
+    Attributes:
+        prompts: prompts from `load_prompts`.
+        pairs: pairs from `load_pairs`.
+        max_new_tokens: maximum number of tokens in a response.
+        count_tokens: counts the tokens of a text, to check the lengths in the rows; None for no check.
     """
-    if count_tokens is None and prompts_jsonl is None:
-        count_tokens = token_counter("toy")
-    return {
-        "prompts": load_prompts(prompts_jsonl),
-        "pairs": load_pairs(prefs_jsonl) if REWARD_MODEL in methods else [],
-        "max_new_tokens": default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens,
-        "count_tokens": count_tokens,
-    }
 
+    prompts: list[dict[str, Any]]
+    pairs: list[dict[str, Any]]
+    max_new_tokens: int
+    count_tokens: TokenCounter | None
 
-def check_submission_file(
-    folder: str | Path,
-    name: str,
-    *,
-    prompts: Sequence[Mapping[str, Any]],
-    pairs: Sequence[Mapping[str, Any]],
-    max_new_tokens: int,
-    count_tokens: TokenCounter | None,
-) -> tuple[Any, list[RowProblem]]:
-    """The result of `read_responses` or `read_pair_scores` on a method's file, given `submission_checks`."""
-    path = Path(folder) / submission_file(name)
-    if name == REWARD_MODEL:
-        return read_pair_scores(path, [row["row_id"] for row in pairs])
-    return read_responses(path, prompts, max_new_tokens=max_new_tokens, count_tokens=count_tokens)
+    @classmethod
+    def load(
+        cls,
+        methods: Iterable[str],
+        *,
+        prompts_jsonl: str | Path | None = None,
+        prefs_jsonl: str | Path | None = None,
+        max_new_tokens: int | None = None,
+        count_tokens: TokenCounter | None = None,
+    ) -> PublicData:
+        """Load the data for some methods' files.
+
+        Args:
+            methods: methods whose files are checked; pairs are read if the reward model is one of them.
+            prompts_jsonl, prefs_jsonl: data that the submission was made on; None for the embedded data.
+            max_new_tokens: None for 256, or 48 for the embedded prompts.
+            count_tokens: None for the embedded tokenizer with the embedded prompts, and for no check with others.
+
+        Raises:
+            FileNotFoundError: the file of prompts or pairs does not exist.
+            ValueError: those files have malformed rows.
+        """
+        return cls(
+            prompts=load_prompts(prompts_jsonl),
+            pairs=load_pairs(prefs_jsonl) if REWARD_MODEL in methods else [],
+            max_new_tokens=default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens,
+            count_tokens=token_counter("toy") if count_tokens is None and prompts_jsonl is None else count_tokens,
+        )
+
+    def read(self, folder: str | Path, method: str) -> tuple[Any, list[RowProblem]]:
+        """The result of `read_responses` or `read_pair_scores` on a method's file."""
+        path = Path(folder) / submission_file(method)
+        if method == REWARD_MODEL:
+            return read_pair_scores(path, [row["row_id"] for row in self.pairs])
+        limits = {"max_new_tokens": self.max_new_tokens, "count_tokens": self.count_tokens}
+        return read_responses(path, self.prompts, **limits)
 
 
 def pack_submission(
@@ -311,11 +293,8 @@ def pack_submission(
     out: str | Path,
     methods: Iterable[str] = (REWARD_MODEL, *METHODS, *PART_TWO),
     *,
-    prompts_jsonl: str | Path | None = None,
-    prefs_jsonl: str | Path | None = None,
-    max_new_tokens: int | None = None,
-    count_tokens: TokenCounter | None = None,
     overwrite: bool = False,
+    **data: Any,
 ) -> dict[str, Any]:
     """Check a submission's files and pack them into an archive; the same files give an identical archive.
 
@@ -323,8 +302,8 @@ def pack_submission(
         folder: folder with the files of `submission_file`; some may be missing, and others are ignored.
         out: the archive.
         methods: methods that a submission may have.
-        prompts_jsonl, prefs_jsonl, max_new_tokens, count_tokens: as in `submission_checks`.
         overwrite: replace an existing archive.
+        data: keyword arguments of `PublicData.load`.
 
     Returns:
         `files` with their sizes in bytes, `missing` files, `warnings`, and the archive's `bytes` and `sha256`.
@@ -343,14 +322,8 @@ def pack_submission(
     there = [name for name in names if (folder / submission_file(name)).is_file()]
     if not there:
         raise FileNotFoundError(f"{folder} holds no file of a submission, such as {submission_file(names[0])}")
-    checks = submission_checks(
-        there,
-        prompts_jsonl=prompts_jsonl,
-        prefs_jsonl=prefs_jsonl,
-        max_new_tokens=max_new_tokens,
-        count_tokens=count_tokens,
-    )
-    problems = [problem for name in there for problem in check_submission_file(folder, name, **checks)[1]]
+    checked = PublicData.load(there, **data)
+    problems = [problem for name in there for problem in checked.read(folder, name)[1]]
     refuse_fatal(problems)
     with replacing(out) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
         for file in sorted(map(submission_file, there)):
