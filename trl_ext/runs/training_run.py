@@ -23,7 +23,6 @@ from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import (
-    RESULT_FILES,
     check_same_settings,
     clear_run_folder,
     config_text,
@@ -32,7 +31,7 @@ from trl_ext.runs.folder import (
     settings_digest,
 )
 from trl_ext.runs.loading import load_trainer
-from trl_ext.runs.plan import LaunchArguments, check_launch, end_with_plan, run_check
+from trl_ext.runs.plan import LaunchArguments, check_launch, end_with_plan
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
 
 
@@ -85,7 +84,7 @@ class TrainingRun:
                     "with --eval_split, or leave it out to keep the last"
                 )
             self.training.eval_strategy = IntervalStrategy.NO
-        end_with_plan(self.launch, self.model, self.training, datasets, RESULT_FILES)
+        end_with_plan(self.launch, self.model, self.training, datasets)
         return load_trainer(trainer_class, self.model, self.training, **datasets)
 
     def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
@@ -209,19 +208,15 @@ def begin_run(
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
     check_launch(launch, training)
 
-    def check() -> str | None:
-        checkpoint = of_first_process(
-            lambda: open_run_folder(
-                training.output_dir,
-                overwrite=arguments.overwrite_output_dir,
-                resume_from_checkpoint=training.resume_from_checkpoint,
-            )
+    checkpoint = of_first_process(
+        lambda: open_run_folder(
+            training.output_dir,
+            overwrite=arguments.overwrite_output_dir,
+            resume_from_checkpoint=training.resume_from_checkpoint,
         )
-        check_trackers(training.report_to)
-        check_hub(training)
-        return checkpoint
-
-    checkpoint = run_check(launch, check)
+    )
+    check_trackers(training.report_to)
+    check_hub(training)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
 
 
