@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -40,27 +41,16 @@ CONDITIONS: dict[str, tuple[str, str, bool, float]] = {
 }
 
 
-def member_folders(kind: str, seed: int, folder: Path) -> list[Path]:
-    """Reward models of a condition, trained if missing."""
-    count = 1 if kind == "single" else MEMBERS
-    return [_member("order" if kind == "single" else kind, seed, index, folder) for index in range(count)]
-
-
-def _member(kind: str, seed: int, index: int, folder: Path) -> Path:
-    # The first member of `orders` and of `bases` is the single model.
-    kind = "order" if index == 0 and kind == "base" else kind
-    output = folder / "members" / f"{kind}-{seed}-{index}"
-    if not (output / "config.json").is_file():
-        _train_member(kind, seed, index, folder, output)
-    return output
-
-
-def _train_member(kind: str, seed: int, index: int, folder: Path, output: Path) -> None:
-    import random
-
+def train_member(kind: str, seed: int, index: int, folder: Path) -> Path:
+    """The folder of a reward model of a condition, trained if it is missing."""
     from trl_ext import RewardConfig, RewardTrainer, load_benchmark
     from trl_ext.toy import MODEL_DIR
 
+    # The first member of `order` and of `base` is the single model.
+    kind = "order" if kind == "single" or kind == "base" and index == 0 else kind
+    output = folder / "members" / f"{kind}-{seed}-{index}"
+    if (output / "config.json").is_file():
+        return output
     base = _base(BASE_SEEDS[index - 1], folder) if kind == "base" else MODEL_DIR
     pairs = load_benchmark("toy")["train_prefs"]
     if kind == "subset":
@@ -84,6 +74,7 @@ def _train_member(kind: str, seed: int, index: int, folder: Path, output: Path) 
     trainer = RewardTrainer(str(base), args, train_dataset=pairs)
     trainer.train()
     trainer.save_model()
+    return output
 
 
 def _base(seed: int, folder: Path) -> Path:
@@ -101,8 +92,8 @@ def reward_function(condition: str, seed: int, folder: Path) -> Callable[..., li
 
     kind, aggregate, _, _ = CONDITIONS[condition]
     members = [
-        RewardModel(path, name=f"{kind}{index}", batch_size=64)
-        for index, path in enumerate(member_folders(kind, seed, folder))
+        RewardModel(train_member(kind, seed, index, folder), name=f"{kind}{index}", batch_size=64)
+        for index in range(1 if kind == "single" else MEMBERS)
     ]
     ensemble = RewardEnsemble(members, aggregate=aggregate)
     rows = load_benchmark("toy")["train_gen"].select(range(256))
@@ -260,7 +251,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--folder", type=Path, default=Path("runs/overoptimization"))
-    parser.add_argument("--json", action="store_true", help="print the rows instead of the table")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     rows = [
@@ -274,7 +264,7 @@ def main() -> None:
     write_text(arguments.folder / "curves.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_text(arguments.folder / "table.md", table(rows))
     plot(rows, arguments.folder / "curves.png")
-    print(json.dumps(rows, indent=2) if arguments.json else table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":
