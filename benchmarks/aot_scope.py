@@ -97,12 +97,9 @@ def main() -> None:
         trainer.train()
     device, over_all = (alternate.seconds[scope][2:] for scope in ("device", "global"))
     ratios = [b / a for a, b in zip(device, over_all, strict=True)]
-    print(
-        f"{statistics.median(device):.3f} s within micro-batches, {statistics.median(over_all):.3f} s over the batch"
-    )
-    print(
-        f"ratio {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}, of {len(ratios)} pairs of steps"
-    )
+    medians = [statistics.median(values) for values in (device, over_all, ratios)]
+    print("{:.3f} s within micro-batches, {:.3f} s over the batch, ratio {:.2f}".format(*medians))
+    print(f"{len(ratios)} pairs of steps, ratios from {min(ratios):.2f} to {max(ratios):.2f}")
 
 
 if __name__ == "__main__":

@@ -181,19 +181,21 @@ def print_comparison(results: Mapping[str, Any], rows: Sequence[Mapping[str, Any
         for key, label in LENGTHS.items():
             lines.append((f"  {label}", *(_figure(one[key]) for one in pair)))
     print(f"\n{format_table(('', 'before', 'after'), lines)}")
-    print_examples(rows)
+    print(examples(rows))
     print(f"n {after['sampled']['n_prompts']} problems, 95% intervals")
     say_written(run, output_dir, FILES)
 
 
-def print_examples(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the first response of each category."""
+def examples(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The first response of each category."""
+    lines = []
     for category in CATEGORIES:
         row = next((row for row in rows if row["category"] == category), None)
         if row is not None:
             prompt = textwrap.shorten(row["prompt_text"], 100)
-            print(f"\n{TITLES[category]}: {prompt}  (answer {row['answer']})")
-            print(f"  {textwrap.shorten(row['response_text'], 200) or '(empty)'}")
+            lines.append(f"\n{TITLES[category]}: {prompt}  (answer {row['answer']})")
+            lines.append(f"  {textwrap.shorten(row['response_text'], 200) or '(empty)'}")
+    return "\n".join(lines)
 
 
 def _counts(summary: Mapping[str, Any]) -> str:

@@ -168,9 +168,7 @@ def main() -> None:
             title = f"{objective} by {reward_name}, model {model}, data {arguments.dataset_name}"
             with drawing("best_of_n.png"):
                 plot_best_of_n(found["curve"], folder / "best_of_n.png", title=title)
-            run.write_results(results)
-            _print(results)
-            run.say_written(results)
+            run.end(results, _table(results))
     end_processes(run.accelerator)
 
 
@@ -240,32 +238,33 @@ def _write_sft(arguments, result: BestOfN, prompts, provenance: dict[str, Any], 
     return told
 
 
-def _print(results: dict[str, Any]) -> None:
+def _table(results: dict[str, Any]) -> str:
     run, found = results["run"], results["best_of_n"]
-    print(f"\n{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}")
     left_out = f", {found['left_out']} left out for want of rewards" if found["left_out"] else ""
-    print(f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base")
     names = {"proxy": "reward", "gold": "true score", "oracle": "best possible"}
     shown = [name for name in names if name in found["curve"][0]]
     judged = found["curve"][0]["win_rate"] is not None
     header = ["n", "KL bound", *(names[name] for name in shown), *(["win rate, ties as half"] * judged), "tokens"]
-    lines = []
+    rows = []
     for row in found["curve"]:
         win = [_interval(row["win_rate"]["half"], "rate")] if judged else []
         estimates = [_interval(row[name]) if name != "oracle" else f"{row[name]['mean']:.3f}" for name in shown]
-        lines.append([str(row["n"]), f"{row['kl_bound']:.3f}", *estimates, *win, f"{row['mean_tokens']:.1f}"])
-    print(f"\n{format_table(header, lines)}")
+        rows.append([str(row["n"]), f"{row['kl_bound']:.3f}", *estimates, *win, f"{row['mean_tokens']:.1f}"])
+    lines = [
+        f"{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}",
+        f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base",
+        f"\n{format_table(header, rows)}",
+    ]
     peak = found["peak"]
     if peak is not None and peak["n"] < found["curve"][-1]["n"]:
-        print(
-            f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {_interval(peak['change'])}"
-        )
+        change = _interval(peak["change"])
+        lines.append(f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {change}")
     if found["unscorable"]:
-        print(f"\n{found['unscorable']} responses have no reward")
+        lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:
-        print(
-            f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses to {results['sft']['prompts']} prompts"
-        )
+        kept = results["sft"]
+        lines.append(f"\nto fine-tune on: sft.jsonl, {kept['rows']} responses to {kept['prompts']} prompts")
+    return "\n".join(lines)
 
 
 def _interval(estimate: dict[str, float], name: str = "mean") -> str:

@@ -10,7 +10,7 @@ from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
 from trl_ext.rollouts import end_processes
 from trl_ext.runs.arguments import check_at_least
 from trl_ext.runs.reasoning import ProblemArguments, load_problems, sampling_settings
-from trl_ext.runs.reasoning_results import LENGTHS, TITLES, interval, print_examples
+from trl_ext.runs.reasoning_results import LENGTHS, TITLES, examples, interval
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
 
 FILES = ("config.yaml", "generations.jsonl", "results.json")
@@ -79,20 +79,17 @@ def main() -> None:
                 "generations": {"policy": {name: summary[name] for name in ("mean_tokens", "truncated_fraction")}},
                 "reasoning": summary,
             }
-            run.write_results(results)
-            _print(results, rows)
-            run.say_written(results)
+            run.end(results, _table(results, rows))
     end_processes(run.accelerator)
 
 
-def _print(results: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _table(results: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     run, summary = results["run"], results["reasoning"]
-    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, reward {run['reward']}")
-    print(f"{summary['n_prompts']} problems, responses to each: {summary['n_samples']}; 95% intervals")
+    title = f"{run['objective']}, model {run['model']}, data {run['dataset']}, reward {run['reward']}"
+    counts = f"{summary['n_prompts']} problems, responses to each: {summary['n_samples']}; 95% intervals"
     lines = [(TITLES[name], f"{count}  ({count / len(rows):.1%})") for name, count in summary["categories"].items()]
     estimates = {"accuracy": summary["accuracy"], "in the form asked for": summary["format_rate"]}
     estimates |= {f"{name}@{k}": value for name in ("pass", "maj") for k, value in summary[f"{name}_at"].items()}
     lines += [(name, interval(estimate)) for name, estimate in estimates.items()]
     lines += [(label, f"{summary[key]:.3f}") for key, label in LENGTHS.items() if summary[key] is not None]
-    print(f"\n{format_table(('', 'responses'), lines)}")
-    print_examples(rows)
+    return f"{title}\n{counts}\n\n{format_table(('', 'responses'), lines)}\n{examples(rows)}"
