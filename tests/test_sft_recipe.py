@@ -18,7 +18,7 @@ from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import category_of, grader
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import reasoning
-from trl_ext.runs.folder import config_text, forget_other_base
+from trl_ext.runs.folder import config_text
 
 SHORT = [
     "--max_steps=6",
@@ -267,12 +267,12 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
         (tmp_path / "run" / name).write_text("{}\n")
     names = ", ".join(Path(name).parts[0] for name in left)
     assert refused(monkeypatch, capsys, "sft", "--output_dir=run") == (
-        f"error: run holds an earlier run ({names}) and no checkpoint of it to resume: choose another --output_dir, "
-        "or begin anew with --overwrite_output_dir"
+        f"error: run holds an earlier run ({names}): choose another --output_dir, or begin anew with "
+        "--overwrite_output_dir"
     )
     assert refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint") == (
-        f"error: run has no checkpoint to resume, only {names}: to begin anew, give --overwrite_output_dir in place "
-        "of --resume_from_checkpoint"
+        f"error: run has no checkpoint to resume, only {names}: leave out --resume_from_checkpoint, or give "
+        "--overwrite_output_dir in its place"
     )
     # With a checkpoint that is whole, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
@@ -282,23 +282,6 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     # Whose learning rate can go on.
     torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
     assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
-
-
-@pytest.mark.parametrize(
-    ("earlier", "kept"), [("beta: 1\n", True), ("beta: 2\n", False), (None, True)], ids=["same", "other", "none"]
-)
-def test_responses_of_the_base_under_other_settings_are_not_taken_over(earlier, kept, monkeypatch, tmp_path):
-    """A run that ended while its base was sampled left responses and config.yaml, and nothing that keeps the next
-    run out of the folder. Under the same arguments the sampling goes on; a folder of the user's own is left alone."""
-
-    base, mine = tmp_path / "samples" / "base_greedy.jsonl", tmp_path / "samples" / "mine.jsonl"
-    base.parent.mkdir()
-    for path in (base, mine):
-        path.write_text("{}\n")
-    if earlier is not None:
-        (tmp_path / "config.yaml").write_text(earlier)
-    forget_other_base(tmp_path, "beta: 1\n")
-    assert base.exists() == kept and mine.exists()
 
 
 def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):

@@ -383,8 +383,7 @@ def _check_advantages(name: str, advantages: Tensor, policy_log_probs: Tensor) -
 
 def _check_mask(tensor: Tensor, mask: Tensor) -> None:
     try:
-        fits = torch.broadcast_shapes(tensor.shape, mask.shape) == tensor.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"mask must broadcast to the tensor's shape {list(tensor.shape)}, got {list(mask.shape)}")
+        mask.expand_as(tensor)
+    except RuntimeError as error:
+        shape = list(tensor.shape)
+        raise ValueError(f"mask must broadcast to the tensor's shape {shape}, got {list(mask.shape)}") from error

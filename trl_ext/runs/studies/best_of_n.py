@@ -72,18 +72,14 @@ class BestOfNArguments(SampledArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        self.n = [1, 2, 4, 8, 16] if self.n is None else sorted(self.n)
-        if len({*self.n}) < len(self.n):
-            raise ValueError(f"n: a number is given twice among {', '.join(map(str, self.n))}")
-        if not self.n or self.n[0] < 1:
-            raise ValueError(f"n must be at least 1, got {self.n[0] if self.n else 'none'}")
+        self.n = sorted({1, 2, 4, 8, 16} if self.n is None else {*self.n})
+        if self.n[0] < 1:
+            raise ValueError(f"n must be at least 1, got {self.n[0]}")
         self.num_samples = self.n[-1] if self.num_samples is None else self.num_samples
         if self.num_samples < self.n[-1]:
             raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError("best-of-n at temperature 0 would pick from equal responses: sample at --temperature 1")
-        if self.num_samples > 1 and self.top_k == 1:
-            raise ValueError("best-of-n at top_k 1 would pick from equal responses: sample with --top_k 0, from all")
+        if self.num_samples > 1 and (self.temperature == 0 or self.top_k == 1):
+            raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
         for name, choices in (("empty", EMPTY_CHOICES), ("keep", (None, *KEEP_CHOICES))):
             if getattr(self, name) not in choices:
                 known = ", ".join(filter(None, choices))

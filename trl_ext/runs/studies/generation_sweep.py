@@ -22,7 +22,6 @@ from trl_ext.evaluation.methods.generation_sweep import (
 from trl_ext.files import write_text
 from trl_ext.rollouts import BestOfN, SamplingSettings, best_of_n, end_processes, map_over_ranks
 from trl_ext.rollouts.best_of_n import prompt_text
-from trl_ext.runs.arguments import check_at_least
 from trl_ext.runs.online import only_reward
 from trl_ext.runs.results import drawing
 from trl_ext.runs.studies.sampling import (
@@ -37,6 +36,7 @@ from trl_ext.runs.studies.sampling import (
     response_ids,
     sampling_errors,
 )
+from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
 _WITHIN_CHAT = f"{CHAT}+"
@@ -92,7 +92,7 @@ class SweepArguments(SampledArguments):
             if not values:
                 raise ValueError(f"--{flag} needs at least one value")
             setattr(self, flag, values)
-        check_at_least(self, 1, "samples_per_prompt")
+        check_at_least(self, {"samples_per_prompt": 1})
         for setting in self.settings():
             self.sampling(setting)
         for template in self.templates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 from trl_ext.files import brief
 from trl_ext.registry import nearest
-from trl_ext.runs.arguments import check_at_least
 from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, PAIR_RECIPES
 from trl_ext.runs.studies.processes import Run, launcher_options
 from trl_ext.runs.studies.sweep import find_shipped, read_arguments
+from trl_ext.trainers.defaults import check_at_least, parse_json_option
 
 SFT, REWARD_MODEL, WEAK_REWARD_MODEL = "sft", "reward_model", "reward_model_weak"
 _OWN_ARGUMENTS = ("sft", "reward_model", "weak_reward_model", "policy", "methods")
@@ -65,9 +64,8 @@ class RLHFArguments:
     def __post_init__(self):
         for name in _OWN_ARGUMENTS:
             setattr(self, name, _mapping(name, getattr(self, name)))
-        check_at_least(self, 1, "num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size")
-        check_at_least(self, 1, "num_samples")
-        check_at_least(self, 0, "num_mistakes")
+        counts = ("num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size", "num_samples")
+        check_at_least(self, {**dict.fromkeys(counts, 1), "num_mistakes": 0})
 
 
 @dataclass(frozen=True)
@@ -131,10 +129,11 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
         recipe, colon, which = name.partition(":")
         if recipe not in known:
             raise ValueError(f"policy_methods: no method {recipe!r}{nearest(recipe, known)} Known: {', '.join(known)}")
-        if colon and (which != "weak" or recipe in PAIR_RECIPES):
-            raise ValueError(f"policy_methods: {name!r}: only :weak may follow, and only a method with rewards")
-        if colon and not given.weak_reward_model:
-            raise ValueError(f"policy_methods: {name!r} needs weak_reward_model, the arguments that make it weak")
+        if colon and (which != "weak" or recipe in PAIR_RECIPES or not given.weak_reward_model):
+            raise ValueError(
+                f"policy_methods: {name!r}: only :weak may follow, only a method with rewards, and only beside "
+                "weak_reward_model, the arguments that make it weak"
+            )
         if names.count(name) > 1:
             raise ValueError(f"policy_methods: {name!r} is named twice")
     for name, arguments in given.methods.items():
@@ -145,17 +144,8 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
 
 def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     """A mapping of arguments; on the command line it is given as JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{name} must be a mapping of arguments as JSON: {error}") from None
-    value = {} if value is None else value
-    if name == "methods":
-        if not isinstance(value, dict):
-            raise ValueError(f"methods must hold `method: arguments`, got {brief(repr(value), 100)}")
-        return value
-    return read_arguments(Path("rlhf"), name, value) if value else {}
+    value = parse_json_option(name, value) or {}
+    return value if name == "methods" else read_arguments(Path("rlhf"), name, value)
 
 
 def _config(folder: str, recipe: str) -> str:

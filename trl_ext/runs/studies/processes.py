@@ -20,7 +20,7 @@ import psutil
 
 from trl_ext.files import read_json, read_yaml, write_json
 from trl_ext.runs import RECIPES
-from trl_ext.runs.arguments import argument_types, check_arguments
+from trl_ext.runs.arguments import argument_types, as_flag, check_arguments
 
 # The settings of a run, kept in its folder; a folder without this file belongs to something else.
 RECORD_NAME = "run.json"
@@ -70,7 +70,7 @@ class Run:
 
     def flags(self) -> list[str]:
         """The flags that start the run, or resume it from its last checkpoint."""
-        flags = [text for name, value in self.arguments.items() for text in _flag(name, value)]
+        flags = [text for name, value in self.arguments.items() for text in as_flag(name, value)]
         if self._has_checkpoint():
             flags += ["--resume_from_checkpoint", "last"]
         elif self.folder.exists():
@@ -93,13 +93,6 @@ class Run:
             settings[f"settings of {run.name}"] = hashlib.sha256(earlier).hexdigest()[:16]
         # Normalize to the form in which JSON returns it.
         return json.loads(json.dumps({"recipe": self.recipe, **settings}))
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *(json.dumps(one) if isinstance(one, (dict, bool)) else str(one) for one in values)]
 
 
 def check_runs(runs: Sequence[Run]) -> None:

@@ -19,11 +19,11 @@ from trl_ext.evaluation import GroundTruthJudge, PairwiseJudge, WinRate, judge_p
 from trl_ext.files import write_json, write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine, VLLMEngine
-from trl_ext.runs.arguments import ModelArguments, check_at_least, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
 from trl_ext.runs.online import RewardSources
 from trl_ext.runs.results import say_written
-from trl_ext.trainers.defaults import runs_on_cpu
+from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
 # Settings that may change when a run is resumed.
 _MAY_CHANGE = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
@@ -248,8 +248,8 @@ class SampledArguments(EngineArguments, RewardSources):
     reward_batch_size: int = field(default=32, metadata={"help": "Responses per batch of a reward model."})
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_prompts", "save_every", "reward_batch_size", "max_new_tokens")
-        check_at_least(self, 1, "generation_batch_size")
+        counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
+        check_at_least(self, dict.fromkeys(counts, 1))
         if self.judge is None:
             self.judge = "ground_truth" if self.dataset_name == "toy" else "none"
         if self.judge not in JUDGES:

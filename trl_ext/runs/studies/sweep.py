@@ -167,7 +167,7 @@ def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
     Raises:
         ValueError: the value is not a mapping; the message names `path` and `what`.
     """
-    if not isinstance(value, dict) or not value and what != "common":
+    if not isinstance(value, dict):
         raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
         if not isinstance(name, str) or not name.isidentifier():
