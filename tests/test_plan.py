@@ -23,12 +23,11 @@ from trl_ext import (
     PreferenceTrainer,
     RewardConfig,
     RewardTrainer,
-    SFTConfig,
 )
 from trl_ext.runs import plan as planning
 from trl_ext.runs import training_run
 from trl_ext.runs.folder import config_text
-from trl_ext.runs.plan import Engine, check_engine, engine_in_force, plan_run, plan_updates, tokens_of_pass
+from trl_ext.runs.plan import Engine, check_engine, engine_in_force, plan_run, plan_updates
 
 ONE = Engine("none", "none", processes=1, device="cpu", mixed_precision="no")
 COMMON = {"use_cpu": True, "report_to": "none", "save_strategy": "no"}
@@ -70,12 +69,6 @@ def test_parameters_are_those_of_the_model(name, planned):
     model = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(r=3, target_modules="all-linear"))
     found = planned(kind, sizes, peft_config=LoraConfig(r=3, target_modules="all-linear"))["parameters"]
     assert (found["trained"], found["total"]) == model.get_nb_trainable_parameters()
-
-
-def test_an_adapters_folder_is_counted_by_its_base(tiny_model_path, tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": tiny_model_path}))
-    args = RewardConfig(output_dir=str(tmp_path), **COMMON)
-    assert plan_run(args, str(tmp_path), datasets={}) == plan_run(args, tiny_model_path, datasets={})
 
 
 FSDP = Engine("FSDP2", "FSDP2", 4, "cuda:0", "bf16")
@@ -128,14 +121,6 @@ def test_memory_of_a_pass_by_hand(planned):
     memory = planned(**{**keys, "per_device_train_batch_size": 300}, engine=gpu, gradient_checkpointing=True)["memory"]
     assert memory["activations"] == 7200 * (2 * 32 + 448) * 2
     assert memory["logits"] == 2 * 4 * 4096 * 99
-
-
-def test_tokens_of_a_pass(tmp_path):
-    given = {**COMMON, "output_dir": str(tmp_path), "per_device_train_batch_size": 4}
-    assert tokens_of_pass(SFTConfig(**given, max_length=100)) == 400
-    limits = {"max_prompt_tokens": 30, "max_completion_length": 20, "num_generations": 4}
-    assert tokens_of_pass(PolicyConfig(**given, **limits)) == 4 * 50
-    assert tokens_of_pass(PreferenceConfig(**given, max_prompt_tokens=None)) == 8 * 1024
 
 
 MEASURE = """
@@ -265,13 +250,6 @@ def test_rollouts_are_the_trainers(settings, expected, tiny_model_path, tmp_path
     found = plan_updates(args, 1, 8)
     assert {name: found[name] for name in expected} == expected
     assert found["updates"] == updates_of(trainer)
-
-
-def test_updates_of_several_processes(tmp_path):
-    """11 pairs in passes of 2 are 6 passes; 4 processes make 2 each, the last some twice: one window of 3."""
-    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_train_epochs": 1, **COMMON}
-    found = plan_updates(PreferenceConfig(output_dir=str(tmp_path), **given), 4, 11)
-    assert (found["updates"], found["pairs_per_update"]) == (1, 24)
 
 
 def test_whether_a_reference_is_kept(tiny_model_path, tmp_path):

@@ -176,13 +176,9 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     [
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
         (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, and only a method with rewards"),
-        (["--policy_methods", "ppo:good"], "'ppo:good': only :weak may follow"),
         (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
-        (["--policy_methods", ","], "name one or more of aot, dpo"),
-        (["--polcy_methods", "ppo"], "unknown flag --polcy_methods"),
         (["--sft", "{"], "sft must be a JSON object"),
-        (["--sft", "[1]"], "sft must be a JSON object"),
         (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
@@ -190,8 +186,6 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--prompt_split", "nope"], "toy has no split 'nope'"),
         (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
-        (["--accelerate_config", "nope.yaml"], "no file --accelerate_config nope.yaml"),
-        (["--num_eval_prompts", "0"], "num_eval_prompts must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys):
