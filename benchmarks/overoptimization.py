@@ -3,9 +3,8 @@
 GRPO without a KL penalty and with a high learning rate optimises a reward model until it exploits the model's errors.
 `python -m benchmarks.overoptimization` compares, over several seeds, a single reward model that treats cut responses
 as finished, one that scores them as cut, one with a penalty for a missing end, and pessimistic ensembles whose members
-differ in the order of the data, in the data, or in their base model. It writes a row per evaluation to `curves.jsonl`,
-a table to `table.md` and a plot to `curves.png` in `--folder`. Existing results are kept, so an interrupted run can
-continue.
+differ in the order of the data, in the data, or in their base model. It writes a row per evaluation to `curves.jsonl`
+and a table to `table.md` in `--folder`. Existing results are kept, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trl_ext.files import replacing, write_json, write_text
+from trl_ext.files import write_json, write_text
 
 MEMBERS = 3
 # Seeds of the pretraining recipe for further base models, in addition to the embedded one.
@@ -218,32 +217,6 @@ def _each(rows: list[dict[str, Any]], name: str) -> str:
     return ", ".join(f"{row[name]:.2f}" for row in rows)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """True score (solid) and learned reward (dashed) over the square root of KL, one panel per condition."""
-    from trl_ext.evaluation.reporting.plots import new_figure
-
-    conditions = list(dict.fromkeys(row["condition"] for row in rows))
-    columns = (len(conditions) + 1) // 2
-    figure, axes = new_figure(2, columns)
-    for axis, condition in zip(axes, conditions, strict=False):
-        right = axis.twinx()
-        for seed in sorted({row["seed"] for row in rows}):
-            own = [row for row in rows if row["condition"] == condition and row["seed"] == seed]
-            distance = [max(row["kl"], 0) ** 0.5 for row in own]
-            axis.plot(distance, [row["true"] for row in own], marker=".")
-            right.plot(distance, [row["learned"] for row in own], linestyle="--", alpha=0.5)
-        axis.set_title(condition)
-        axis.set_xlabel("square root of KL to the base (nats per response)")
-        axis.set_ylabel("true score (solid)")
-        axis.set_ylim(0, 1)
-        right.set_ylabel("learned reward (dashed)")
-        axis.grid(alpha=0.3)
-    for axis in axes[len(conditions) :]:
-        axis.set_axis_off()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -263,7 +236,6 @@ def main() -> None:
     rows.sort(key=lambda row: (order[row["condition"]], row["seed"], row["step"]))
     write_text(arguments.folder / "curves.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_text(arguments.folder / "table.md", table(rows))
-    plot(rows, arguments.folder / "curves.png")
     print(table(rows))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_ext import load_benchmark
 from trl_ext.data.templates import load_prompt_template, render
-from trl_ext.evaluation.command_line import format_interval, format_table, markdown_table
+from trl_ext.evaluation.command_line import format_table, markdown_table
 from trl_ext.evaluation.methods.generation_sweep import (
     DIAGNOSTICS,
     figure_of,
@@ -23,7 +23,7 @@ from trl_ext.files import write_text
 from trl_ext.rollouts import BestOfN, SamplingSettings, best_of_n, end_processes, map_over_ranks
 from trl_ext.rollouts.best_of_n import prompt_text
 from trl_ext.runs.online import only_reward
-from trl_ext.runs.results import drawing
+from trl_ext.runs.results import drawing, estimate
 from trl_ext.runs.studies.sampling import (
     JUDGE_CACHE,
     SampledArguments,
@@ -222,8 +222,7 @@ def _table(arguments, results: list[dict[str, Any]]) -> tuple[list[str], list[li
         row = [str(result["setting"][axis]) for axis in axes]
         row += [_interval(result[name]) for name in shown]
         if judged:
-            half = result["win_rate"]["half"]
-            row.append(format_interval(half["rate"], half["low"], half["high"]))
+            row.append(estimate(result["win_rate"]["half"], "rate"))
         rows.append([*row, *(result["diagnostics"][name] for name in DIAGNOSTICS)])
     return [*header, "collapsed"], [
         [*row, "yes" if result["diagnostics"]["collapsed"] else "no"]
@@ -231,8 +230,8 @@ def _table(arguments, results: list[dict[str, Any]]) -> tuple[list[str], list[li
     ]
 
 
-def _interval(estimate: dict[str, Any] | None) -> str:
-    return "-" if estimate is None else format_interval(estimate["mean"], estimate["low"], estimate["high"])
+def _interval(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else estimate(found)
 
 
 def _notes(results: dict[str, Any]) -> str:

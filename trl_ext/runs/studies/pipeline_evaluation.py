@@ -220,10 +220,9 @@ def mistakes_of(
         )
         for row, c, r in zip(pairs, chosen, rejected, strict=True)
     }
-    groups = {
-        "wrong": [one for row_id, one in described.items() if row_id in wrong_ids],
-        "right": [one for row_id, one in described.items() if row_id not in wrong_ids],
-    }
+    groups: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
+    for row_id, one in described.items():
+        groups["wrong" if row_id in wrong_ids else "right"].append(one)
     return {
         "n": len(pairs),
         "patterns": {name: pattern_statistics(group) for name, group in groups.items()},
@@ -236,11 +235,8 @@ def describe_pair(
 ) -> dict[str, Any]:
     """Properties of a pair: `length`, `overlap` and `position` as defined in `PATTERNS`, and `label_wrong`.
 
-    Args:
-        prompt: text of the last message.
-        chosen, rejected: the responses.
-        margin: chosen score minus rejected score. At 0 the model prefers neither, and `length` is 0.
-        true_score: as for `mistakes_of`. Without it, or if both responses are equally good, `label_wrong` is None.
+    At a `margin` (chosen score minus rejected score) of 0 the model prefers neither, and `length` is 0. Without a
+    `true_score`, or if both responses are equally good, `label_wrong` is None.
     """
     one, other = (re.findall(r"\w+", text.lower()) for text in (chosen, rejected))
     sign = (margin > 0) - (margin < 0)
@@ -259,20 +255,11 @@ def describe_pair(
 
 def pattern_statistics(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`n`, the number of pairs, and the statistics of `PATTERNS`; None for one that no pair has."""
-    unequal = [one["length"] > 0 for one in described if one["length"]]
-    labels = [one["label_wrong"] for one in described if one["label_wrong"] is not None]
-    return {
-        "n": len(described),
-        "length": _average([one["length"] for one in described]),
-        "longer": _average(unequal),
-        "overlap": _average([one["overlap"] for one in described]),
-        "position": _average([one["position"] for one in described]),
-        "label_wrong": _average(labels),
-    }
-
-
-def _average(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    values = {name: [one[name] for one in described] for name in ("length", "overlap", "position", "label_wrong")}
+    values["longer"] = [length > 0 for length in values["length"] if length]
+    known = {name: [value for value in values[name] if value is not None] for name in PATTERNS}
+    means = {name: sum(own) / len(own) if own else None for name, own in known.items()}
+    return {"n": len(described), **means}
 
 
 def _text(response: Sequence[Mapping[str, Any]] | str) -> str:
