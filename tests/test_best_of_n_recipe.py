@@ -128,7 +128,7 @@ def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_pat
         (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
         (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
         (["--reward_model", "nowhere"], "nowhere"),
-        (["--reward_function", "{known}", "--prompt_split", "none"], "toy has no split 'none': it has train_prefs"),
+        (["--reward_function", "{known}", "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
         (["--reward_function", "{known}", "--num_prompts", "1000"], "test_gen has 400 prompts"),
         (["--reward_function", "{known}", "--reward_model", "{rewards}"], "ranked by one reward"),
     ],

@@ -183,7 +183,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
-        (["--prompt_split", "nope"], "toy has no split 'nope'"),
+        (["--prompt_split", "nope"], "no file nope.jsonl for the split 'nope'"),
         (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
     ],

@@ -320,10 +320,7 @@ def _load_template(name: str) -> str | None:
 def _examples(arguments, count: int) -> list[tuple[str, str]]:
     """Questions and answers, one more than requested, because a prompt may be one of them."""
     split, name = arguments.few_shot_split, arguments.dataset_name
-    benchmark = load_benchmark(name)
-    if split not in benchmark:
-        raise ValueError(f"{name} has no split {split!r} for examples: it has {', '.join(benchmark)}")
-    rows = benchmark[split]
+    rows = load_benchmark(name, splits=split)[split]
     column = next((c for c in ("reference_response_text", "chosen") if c in rows.column_names), None)
     if column is None:
         raise ValueError(f"few_shots: the split {split!r} has neither reference_response_text nor chosen responses")

@@ -46,13 +46,14 @@ def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any
     folder = Path(given.output_dir) / FOLDER
     benchmark = load_benchmark(given.dataset_name)
     # Some datasets have no file of prompts.
-    rows = list(benchmark[given.prompt_split])[: given.num_eval_prompts]
+    prompts = list(load_benchmark(given.dataset_name, splits=given.prompt_split)[given.prompt_split])
+    rows = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in prompts[: given.num_eval_prompts]]
     files = {HELD_OUT: folder / "prompts.jsonl"}
-    write_json_lines(files[HELD_OUT], ({"row_id": row["row_id"], "prompt": row["prompt"]} for row in rows))
+    write_json_lines(files[HELD_OUT], rows)
     if given.adversarial_prompts:
         files[ADVERSARIAL] = find_adversarial(given.adversarial_prompts)
-    prompts = {name: _evaluate_prompts(given, pipeline, name, path, folder) for name, path in files.items()}
-    summary: dict[str, Any] = {"prompts": prompts}
+    found = {name: _evaluate_prompts(given, pipeline, name, path, folder) for name, path in files.items()}
+    summary: dict[str, Any] = {"prompts": found}
     if given.eval_split in benchmark:
         pairs, known = list(benchmark[given.eval_split]), _known_score(given)
         summary["mistakes"] = {
@@ -70,12 +71,7 @@ def check_evaluation(given: RLHFArguments) -> None:
         FileNotFoundError: data or prompts do not exist.
         ValueError: the split does not exist, or prompts are malformed or have no family.
     """
-    benchmark = load_benchmark(given.dataset_name)
-    if given.prompt_split not in benchmark:
-        raise ValueError(
-            f"{given.dataset_name} has no split {given.prompt_split!r}: it has {', '.join(benchmark)}; name one with "
-            "--prompt_split"
-        )
+    load_benchmark(given.dataset_name, splits=given.prompt_split)
     if given.adversarial_prompts:
         find_adversarial(given.adversarial_prompts)
 

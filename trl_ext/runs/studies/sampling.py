@@ -270,14 +270,11 @@ def load_prompts(arguments: SampledArguments) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError, ValueError: the data or split does not exist, or has fewer prompts than requested.
     """
-    benchmark = load_benchmark(arguments.dataset_name, skip_bad_rows=arguments.skip_bad_rows)
-    if Path(arguments.dataset_name).is_file() and arguments.prompt_split == SampledArguments.prompt_split:
+    name, split = arguments.dataset_name, arguments.prompt_split
+    alone = Path(name).is_file() and split == SampledArguments.prompt_split
+    benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
+    if alone:
         (arguments.prompt_split,) = benchmark
-    if arguments.prompt_split not in benchmark:
-        raise ValueError(
-            f"{arguments.dataset_name} has no split {arguments.prompt_split!r}: it has {', '.join(benchmark)}; name "
-            "one with --prompt_split"
-        )
     rows = benchmark[arguments.prompt_split]
     if arguments.num_prompts is not None and arguments.num_prompts > len(rows):
         raise ValueError(f"{arguments.prompt_split} has {len(rows)} prompts: ask for no more with --num_prompts")
