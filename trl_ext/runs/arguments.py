@@ -161,8 +161,8 @@ class _Parser(TrlParser):
                 name = brief(key, 80)
                 raise ValueError(f"{path}: unknown key {name!r}{nearest(name, list(self.flags))}")
             values[key] = value
-            # The parser reads `report_to` as one value, but it takes several.
-            if value is not None and key != "report_to":
+            # The parser reads `report_to` as one value, but it takes several; an empty list has no flag.
+            if value not in (None, []) and key != "report_to":
                 try:
                     given, rest = self.parse_known_args(as_flag(key, value))
                 except ValueError as error:

@@ -151,9 +151,9 @@ def _show(results: dict[str, Any], generations: list[dict[str, Any]]) -> None:
         print(f"\n{format_table(('', 'base', 'policy'), rows)}")
     else:
         print("\nno held-out rows to evaluate on; metrics.jsonl has what was logged in training")
-    firsts = {row.get("outcome"): row for row in reversed(generations)}
-    for outcome, row in list(firsts.items())[:3]:
-        print(f"\nprompt: {shorten(row['prompt_text'], 100)}{OUTCOMES.get(outcome, '')}")
+    firsts = list({row.get("outcome"): row for row in reversed(generations)}.values())
+    for row in [*firsts, *(row for row in generations if row not in firsts)][:3]:
+        print(f"\nprompt: {shorten(row['prompt_text'], 100)}{OUTCOMES.get(row.get('outcome'), '')}")
         print(f"  base: {shorten(row['base_response_text'], 400) or '(empty)'}")
         print(f"  policy: {shorten(row['response_text'], 400) or '(empty)'}")
     if results["win_rate"] is None and generations:
