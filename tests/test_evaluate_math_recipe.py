@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -113,19 +112,6 @@ def test_several_processes_divide_the_work(tmp_path):
     assert [(row["row_id"], row["sample"]) for row in rows] == [
         (row["row_id"], sample) for row in load_math("toy", "test")[:10] for sample in range(4)
     ]
-
-
-def test_the_last_number_of_a_response(tmp_path, monkeypatch, capsys):
-    """`--reward gsm8k`: each category follows from the last number in the response, found here by itself."""
-    monkeypatch.chdir(tmp_path)
-    recipes.run(monkeypatch, "evaluate_math", *SHORT, "--reward", "gsm8k", "--output_dir", "numbers")
-    assert "reward gsm8k" in capsys.readouterr().out
-    rows = read(tmp_path / "numbers", "generations.jsonl")
-    for row in rows:
-        numbers = re.findall(r"\d+", row["response_text"])
-        right = bool(numbers) and int(numbers[-1]) == int(row["answer"])
-        assert row["category"] == ("correct" if right else "wrong_answer" if numbers else "wrong_format"), row
-    assert {row["category"] for row in rows} >= {"correct", "wrong_answer"}
 
 
 def test_a_folder_is_of_one_evaluation(straight, monkeypatch, capsys):

@@ -216,25 +216,6 @@ def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
     assert not {row["row_id"] for row in rows} & {row["row_id"] for row in read(run, "samples/step_000004.jsonl")}
 
 
-@pytest.mark.slow
-def test_sampled_responses_are_those_that_were_sampled(tmp_path, monkeypatch):
-    """Rollouts of 16, updates of 8 in passes of 4: four updates take two rollouts, 32 responses."""
-    from trl_ext.rewards.verified import VerifiedReward
-
-    sampled, call = [], VerifiedReward.__call__
-
-    def counting(self, prompts, completions, **columns):
-        sampled.append(len(completions))
-        return call(self, prompts, completions, **columns)
-
-    monkeypatch.setattr(VerifiedReward, "__call__", counting)
-    monkeypatch.chdir(tmp_path)
-    sizes = ["--train_batch_size=8", "--per_device_train_batch_size=4", "--output_dir=run"]
-    recipes.run(monkeypatch, "grpo_math", *SHORT, *sizes)
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert sampled == [16, 16] and results["run"]["sampled_responses"] == 32
-
-
 def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     words = ["--rollout_batch_size", "64", "--train_batch_size", "32", "--per_device_train_batch_size", "16"]
     words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests import recipes
-from tests.recipes import refused, write_labelled_pairs
+from tests.recipes import write_labelled_pairs
 
 # Few and short enough for seconds, over every part of a run.
 SHORT = [
@@ -114,11 +114,6 @@ class TestARun:
             assert first[key] == second[key], key
         written = {run: yaml.safe_load((run / "config.yaml").read_text()) for run in (path.parent, again)}
         assert {**written[again], "output_dir": None} == {**written[path.parent], "output_dir": None}
-
-    def test_second_run_needs_a_word(self, toy_run, monkeypatch, capsys):
-        monkeypatch.chdir(toy_run)
-        message = refused(monkeypatch, capsys, "aot", *SHORT)
-        assert "--overwrite_output_dir" in message and "--resume_from_checkpoint" in message
 
 
 @pytest.mark.slow
