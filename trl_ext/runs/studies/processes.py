@@ -20,7 +20,6 @@ import psutil
 
 from trl_ext.files import read_json, read_yaml, write_json
 from trl_ext.runs import RECIPES
-from trl_ext.runs.arguments import argument_types, as_flag, check_arguments
 
 # The settings of a run, kept in its folder; a folder without this file belongs to something else.
 RECORD_NAME = "run.json"
@@ -70,6 +69,9 @@ class Run:
 
     def flags(self) -> list[str]:
         """The flags that start the run, or resume it from its last checkpoint."""
+        # Imported late, because it loads TRL, which a process that only waits for others does not need.
+        from trl_ext.runs.arguments import as_flag
+
         flags = [text for name, value in self.arguments.items() for text in as_flag(name, value)]
         if self._has_checkpoint():
             flags += ["--resume_from_checkpoint", "last"]
@@ -101,6 +103,8 @@ def check_runs(runs: Sequence[Run]) -> None:
     Raises:
         ValueError: the message names the run and the flag or key, or the folder and a setting that differs.
     """
+    from trl_ext.runs.arguments import argument_types, check_arguments
+
     for run in runs:
         try:
             if (types := argument_types(run.recipe)) is not None:
