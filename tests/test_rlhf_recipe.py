@@ -175,7 +175,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     ("words", "expected"),
     [
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
-        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, and only a method with rewards"),
+        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, only a method with rewards"),
         (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
         (["--sft", "{"], "sft must be a JSON object"),
