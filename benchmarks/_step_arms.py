@@ -27,8 +27,6 @@ from transformers import (
 from benchmarks._lengths import Group, Pair, generation_batches, groups, pairs
 from trl_ext import share_prefixes
 from trl_ext.models import resolve_model_path
-from trl_ext.models.packing import packing_of
-from trl_ext.models.packing.attention import BACKENDS
 
 # Hidden size, layers, intermediate size, heads, key heads, vocabulary; the last is Qwen2.5-1.5B.
 SIZES = {
@@ -82,28 +80,6 @@ class Arm:
         seconds = time.perf_counter() - update_wall + backward_wall - wall
         cpu_seconds = time.process_time() - update_cpu + backward_cpu - cpu
         return {"seconds": seconds, "cpu_seconds": cpu_seconds, "loss": loss.item(), "gradient_norm": norm}
-
-    def use(self, backend: str) -> None:
-        """Use this attention back-end for packing from now on."""
-        for model in (self.trainer.model, getattr(self.trainer, "ref_model", None)):
-            if model is not None:
-                packing_of(model).backend = backend
-
-    def backends(self, batch: dict[str, torch.Tensor]) -> list[str]:
-        """The attention back-ends that can be measured, the chosen one first, each warmed up on `batch`."""
-        chosen, working = self.packing.backend, [self.packing.backend]
-        for backend in BACKENDS if self.arguments.device == "cuda" else ():
-            if backend == chosen:
-                continue
-            self.use(backend)
-            try:
-                self.step(batch)
-            except Exception:  # Kernels missing on this GPU or in this build of torch raise various errors.
-                self.trainer.optimizer.zero_grad()
-                continue
-            working.append(backend)
-        self.use(chosen)
-        return working
 
     def encoded_tokens(self, batch: dict[str, torch.Tensor]) -> int:
         """Number of tokens that one forward pass of this arm encodes, including any padding."""

@@ -1,6 +1,6 @@
 """Check the intervals and tests of `recipes/compare.py` in simulated studies, by the number of seeds.
 
-`python -m benchmarks.comparison_levels` prints a Markdown table; `--json` prints the figures. They are the coverage of
+`python -m benchmarks.comparison_levels` prints a Markdown table of the coverage of
 95% intervals, the share of true nulls that one test at 0.05 / 11 rejects, and the share of studies with eleven equal
 methods in which Holm's first step finds a difference. Effects are normal, with residual variance 1 and prompt variance
 0.3 or 1.
@@ -9,9 +9,7 @@ methods in which Holm's first step finds a difference. Effects are normal, with 
 from __future__ import annotations
 
 import argparse
-import json
 import math
-from typing import Any
 
 import numpy
 
@@ -25,18 +23,16 @@ PROMPTS = (40, 100, 200)
 RATIOS = (1, 3, 10)
 
 
-def single_tests(seeds: int, count: int) -> dict[str, list[float]]:
-    """Range of coverage without and with a seed effect, and the highest level of a test at 0.05 / 11."""
-    covered: dict[str, list[float]] = {"without": [], "with": []}
-    levels = []
+def single_tests(seeds: int, count: int) -> tuple[list[float], list[float], float]:
+    """Coverages without and with a seed effect, and the highest level of a test at 0.05 / 11."""
+    without, with_seeds, levels = [], [], []
     for prompts in PROMPTS:
         for prompt in (0.3, 1.0):
             for ratio in (0, *RATIOS):
                 values = studies(Variances(prompt, ratio * prompt / prompts * seeds, 1), prompts, seeds, count)
-                covered["with" if ratio else "without"].append(1 - rejects(values).mean())
+                (with_seeds if ratio else without).append(1 - rejects(values).mean())
                 levels.append(rejects(values, 0.05 / METHODS).mean())
-    ends = {f"coverage_{name}_seed_effects": [min(found), max(found)] for name, found in covered.items()}
-    return {**ends, "highest_level": [max(levels)]}
+    return without, with_seeds, max(levels)
 
 
 def some_difference(seeds: int, ratio: float, count: int) -> float:
@@ -54,33 +50,17 @@ def some_difference(seeds: int, ratio: float, count: int) -> float:
     return float(called.mean())
 
 
-def measure(count: int) -> dict[int, dict[str, Any]]:
-    """All figures by the number of seeds, from the given number of studies of each kind."""
-    return {
-        seeds: {
-            **single_tests(seeds, count),
-            "some_difference": {ratio: some_difference(seeds, ratio, count) for ratio in RATIOS},
-        }
-        for seeds in SEEDS
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--studies", type=int, default=6000, help="of each kind")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     given = parser.parse_args()
-    found = measure(given.studies)
-    if given.json:
-        print(json.dumps(found, default=float))
-        return
     print("| seeds | coverage, no effect of seeds | with one | level of 0.05 / 11 | called, ratios 1, 3, 10 |")
     print("|---|---|---|---|---|")
-    for seeds, row in found.items():
-        without, with_seeds = (row[f"coverage_{name}_seed_effects"] for name in ("without", "with"))
-        cells = [f"{low:.3f} to {high:.3f}" for low, high in (without, with_seeds)]
-        called = ", ".join(f"{share:.3f}" for share in row["some_difference"].values())
-        print(f"| {seeds} | {' | '.join(cells)} | {row['highest_level'][0]:.4f} | {called} |")
+    for seeds in SEEDS:
+        *covered, level = single_tests(seeds, given.studies)
+        cells = " | ".join(f"{min(shares):.3f} to {max(shares):.3f}" for shares in covered)
+        called = ", ".join(f"{some_difference(seeds, ratio, given.studies):.3f}" for ratio in RATIOS)
+        print(f"| {seeds} | {cells} | {level:.4f} | {called} |")
 
 
 if __name__ == "__main__":

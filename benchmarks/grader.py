@@ -3,7 +3,7 @@
 `python -m benchmarks.grader --data FOLDER` reads `FOLDER/gsm8k/test.jsonl`; without the flag, the variable
 TRL_EXT_BENCHMARK_DATA names the folder. Each truth is turned into several answers, correct ones in other notation and
 wrong ones. Each answer is graded with `fast=True`, with `fast=False`, and by math-verify alone in this process without
-its time limit. The correct verdict follows from how the answer was built. Prints a table; `--json` prints the figures.
+its time limit. The correct verdict follows from how the answer was built. Prints a table.
 """
 
 from __future__ import annotations
@@ -100,13 +100,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", "data")))
     parser.add_argument("--limit", type=int, help="how many truths; all by default")
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     figures = measure(read_truths(arguments.data / "gsm8k" / "test.jsonl")[: arguments.limit])
-    if arguments.json:
-        print(json.dumps(figures, indent=2))
-        return
     graders = figures["graders"]
     print(f"{figures['answers']:,} answers: {figures['truths']:,} truths in {len(FORMS)} forms\n")
     print(f"{'':<26}" + "".join(f"{name:>19}" for name in graders))

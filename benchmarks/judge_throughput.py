@@ -8,7 +8,6 @@ both processes, which share the cores with other programs; the processor time pe
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -16,15 +15,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from trl_ext.evaluation import OpenAIJudge, judge_pairs
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from it "
 
 
-def measure(url: str, concurrency: int, seconds: float, latency: float) -> dict[str, Any]:
-    """One run with a new cache, with as many questions as the ideal rate would answer in the given time."""
+def measure(url: str, concurrency: int, seconds: float, latency: float) -> tuple[float, float]:
+    """Verdicts per second and processor seconds per verdict, with a new cache, for a run of about the given time."""
     count = max(concurrency, round(seconds * concurrency / latency / 2))
     rows = [{"row_id": str(i), "prompt": [{"role": "user", "content": f"{i}: {WORDS * 10}"}]} for i in range(count)]
     responses = [f"{WORDS * 20}{i}" for i in range(count)]
@@ -37,15 +35,7 @@ def measure(url: str, concurrency: int, seconds: float, latency: float) -> dict[
         )
         took, processor = time.perf_counter() - start, time.process_time() - processor
     assert result.usage.calls == 2 * count and not result.usage.errors
-    rate, ideal = 2 * count / took, concurrency / latency
-    return {
-        "concurrency": concurrency,
-        "verdicts": 2 * count,
-        "verdicts_per_second": rate,
-        "ideal": ideal,
-        "share_of_ideal": rate / ideal,
-        "processor_ms_per_verdict": 1000 * processor / (2 * count),
-    }
+    return 2 * count / took, processor / (2 * count)
 
 
 def main() -> None:
@@ -54,7 +44,6 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.05, help="seconds that the server takes")
     parser.add_argument("--seconds", type=float, default=4.0, help="how long a run should take")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print every run as a line of JSON")
     arguments = parser.parse_args()
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.loopback", "--latency", str(arguments.latency)],
@@ -65,14 +54,11 @@ def main() -> None:
         url = server.stdout.readline().strip()
         for concurrency in arguments.concurrency:
             runs = [measure(url, concurrency, arguments.seconds, arguments.latency) for _ in range(arguments.repeats)]
-            if arguments.json:
-                print(*(json.dumps(run) for run in runs), sep="\n")
-                continue
-            rates = sorted(run["verdicts_per_second"] for run in runs)
+            rates, processor = sorted(rate for rate, _ in runs), statistics.median(cost for _, cost in runs)
+            rate, ideal = statistics.median(rates), concurrency / arguments.latency
             print(
-                f"concurrency {concurrency:3d}: {statistics.median(rates):6.1f} verdicts/s of {runs[0]['ideal']:.0f} "
-                f"({statistics.median(rates) / runs[0]['ideal']:.1%}; {rates[0]:.1f} to {rates[-1]:.1f}), "
-                f"{statistics.median(run['processor_ms_per_verdict'] for run in runs):.2f} ms of processor time each; "
+                f"concurrency {concurrency:3d}: {rate:6.1f} verdicts/s of {ideal:.0f} ({rate / ideal:.1%}; "
+                f"{rates[0]:.1f} to {rates[-1]:.1f}), {1000 * processor:.2f} ms of processor time each; "
                 f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
                 flush=True,
             )

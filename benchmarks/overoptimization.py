@@ -3,9 +3,8 @@
 GRPO without a KL penalty and with a high learning rate optimises a reward model until it exploits the model's errors.
 `python -m benchmarks.overoptimization` compares, over several seeds, a single reward model that treats cut responses
 as finished, one that scores them as cut, one with a penalty for a missing end, and pessimistic ensembles whose members
-differ in the order of the data, in the data, or in their base model. It writes a row per evaluation to `curves.jsonl`,
-a table to `table.md` and a plot to `curves.png` in `--folder`. Existing results are kept, so an interrupted run can
-continue.
+differ in the order of the data, in the data, or in their base model. It writes a row per evaluation to `curves.jsonl`
+and a table to `table.md` in `--folder`. Existing results are kept, so an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import argparse
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trl_ext.files import replacing, write_json, write_text
+from trl_ext.files import write_json, write_text
 
 MEMBERS = 3
 # Seeds of the pretraining recipe for further base models, in addition to the embedded one.
@@ -40,27 +40,16 @@ CONDITIONS: dict[str, tuple[str, str, bool, float]] = {
 }
 
 
-def member_folders(kind: str, seed: int, folder: Path) -> list[Path]:
-    """Reward models of a condition, trained if missing."""
-    count = 1 if kind == "single" else MEMBERS
-    return [_member("order" if kind == "single" else kind, seed, index, folder) for index in range(count)]
-
-
-def _member(kind: str, seed: int, index: int, folder: Path) -> Path:
-    # The first member of `orders` and of `bases` is the single model.
-    kind = "order" if index == 0 and kind == "base" else kind
-    output = folder / "members" / f"{kind}-{seed}-{index}"
-    if not (output / "config.json").is_file():
-        _train_member(kind, seed, index, folder, output)
-    return output
-
-
-def _train_member(kind: str, seed: int, index: int, folder: Path, output: Path) -> None:
-    import random
-
+def train_member(kind: str, seed: int, index: int, folder: Path) -> Path:
+    """The folder of a reward model of a condition, trained if it is missing."""
     from trl_ext import RewardConfig, RewardTrainer, load_benchmark
     from trl_ext.toy import MODEL_DIR
 
+    # The first member of `order` and of `base` is the single model.
+    kind = "order" if kind == "single" or kind == "base" and index == 0 else kind
+    output = folder / "members" / f"{kind}-{seed}-{index}"
+    if (output / "config.json").is_file():
+        return output
     base = _base(BASE_SEEDS[index - 1], folder) if kind == "base" else MODEL_DIR
     pairs = load_benchmark("toy")["train_prefs"]
     if kind == "subset":
@@ -84,6 +73,7 @@ def _train_member(kind: str, seed: int, index: int, folder: Path, output: Path) 
     trainer = RewardTrainer(str(base), args, train_dataset=pairs)
     trainer.train()
     trainer.save_model()
+    return output
 
 
 def _base(seed: int, folder: Path) -> Path:
@@ -101,8 +91,8 @@ def reward_function(condition: str, seed: int, folder: Path) -> Callable[..., li
 
     kind, aggregate, _, _ = CONDITIONS[condition]
     members = [
-        RewardModel(path, name=f"{kind}{index}", batch_size=64)
-        for index, path in enumerate(member_folders(kind, seed, folder))
+        RewardModel(train_member(kind, seed, index, folder), name=f"{kind}{index}", batch_size=64)
+        for index in range(1 if kind == "single" else MEMBERS)
     ]
     ensemble = RewardEnsemble(members, aggregate=aggregate)
     rows = load_benchmark("toy")["train_gen"].select(range(256))
@@ -227,32 +217,6 @@ def _each(rows: list[dict[str, Any]], name: str) -> str:
     return ", ".join(f"{row[name]:.2f}" for row in rows)
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """True score (solid) and learned reward (dashed) over the square root of KL, one panel per condition."""
-    from trl_ext.evaluation.reporting.plots import new_figure
-
-    conditions = list(dict.fromkeys(row["condition"] for row in rows))
-    columns = (len(conditions) + 1) // 2
-    figure, axes = new_figure(2, columns)
-    for axis, condition in zip(axes, conditions, strict=False):
-        right = axis.twinx()
-        for seed in sorted({row["seed"] for row in rows}):
-            own = [row for row in rows if row["condition"] == condition and row["seed"] == seed]
-            distance = [max(row["kl"], 0) ** 0.5 for row in own]
-            axis.plot(distance, [row["true"] for row in own], marker=".")
-            right.plot(distance, [row["learned"] for row in own], linestyle="--", alpha=0.5)
-        axis.set_title(condition)
-        axis.set_xlabel("square root of KL to the base (nats per response)")
-        axis.set_ylabel("true score (solid)")
-        axis.set_ylim(0, 1)
-        right.set_ylabel("learned reward (dashed)")
-        axis.grid(alpha=0.3)
-    for axis in axes[len(conditions) :]:
-        axis.set_axis_off()
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
@@ -260,7 +224,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--every", type=int, default=10, help="steps between evaluations")
     parser.add_argument("--folder", type=Path, default=Path("runs/overoptimization"))
-    parser.add_argument("--json", action="store_true", help="print the rows instead of the table")
     arguments = parser.parse_args()
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     rows = [
@@ -273,8 +236,7 @@ def main() -> None:
     rows.sort(key=lambda row: (order[row["condition"]], row["seed"], row["step"]))
     write_text(arguments.folder / "curves.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     write_text(arguments.folder / "table.md", table(rows))
-    plot(rows, arguments.folder / "curves.png")
-    print(json.dumps(rows, indent=2) if arguments.json else table(rows))
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Run the reasoning recipes on the embedded additions over several seeds: zero-shot, SFT, expert iteration, GRPO.
 
 `python -m benchmarks.reasoning_seeds --seeds 0 1 2` runs each recipe once per seed into `runs/reasoning-seeds/`, skips
-runs that are already there, and prints a Markdown table of accuracies on the test problems; `--json` prints the
-figures instead.
+runs that are already there, and prints a Markdown table of accuracies on the test problems.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from benchmarks.toy_seeds import Results, figure, print_table, report, run_recipe
+from benchmarks.toy_seeds import figure, print_table, run_recipe
 
 ALGORITHMS = ("grpo", "dr_grpo", "reinforce_with_baseline", "no_baseline", "grpo_no_clip")
 METHODS = ("zero_shot", "sft", "expert_iteration", *ALGORITHMS)
@@ -39,21 +38,16 @@ def row(method: str, seed: int, results: dict[str, Any]) -> list[Any]:
     return [method, seed, before, figure(sampled["accuracy"]), *gains, f"{sampled['format_rate']['mean']:.3f}", *costs]
 
 
-def print_tables(results: Results) -> None:
-    """One table of all runs."""
-    print_table(
-        "method | seed | before | accuracy, sampled | gain | accuracy, greedy | in the form | tokens | seconds",
-        [row(method, seed, result) for method, by_seed in results.items() for seed, result in by_seed.items()],
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="*", default=METHODS, help=f"of {', '.join(METHODS)}; default: all")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--folder", type=Path, default=Path("runs/reasoning-seeds"))
-    parser.add_argument("--json", action="store_true")
-    report(parser.parse_args(), run, print_tables)
+    given = parser.parse_args()
+    print_table(
+        "method | seed | before | accuracy, sampled | gain | accuracy, greedy | in the form | tokens | seconds",
+        [row(method, seed, run(method, seed, given.folder)) for method in given.methods for seed in given.seeds],
+    )
 
 
 if __name__ == "__main__":

@@ -2,8 +2,7 @@
 
 `python -m benchmarks.report_time --run runs/grpo-toy` copies a run ten times and marks the responses of each copy, so
 that the report stores them separately, like those of ten methods; prompts and base responses are shared. It measures
-the responses as they are, and repeated up to 1,000 characters, about 256 tokens of English. It prints a table;
-`--json` prints the figures.
+the responses as they are, and repeated up to 1,000 characters, about 256 tokens of English. It prints a table.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 FILES = ("results.json", "metrics.jsonl", "generations.jsonl", "reward_mistakes.jsonl")
 LONG_RESPONSE = 1000
@@ -37,24 +35,19 @@ def copy_runs(run: Path, folder: Path, *, copies: int, characters: int | None) -
         (copy / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def measure(folder: Path) -> dict[str, Any]:
+def measure(folder: Path) -> tuple[float, float, int, int]:
     """Seconds of the command, including the start of Python, and of the report alone; bytes of both files."""
     from trl_ext.evaluation import write_report
 
     out = folder / "report.html"
     start = time.perf_counter()
     command = [sys.executable, "-m", "trl_ext.evaluation.report", str(folder), "--out", str(out), "--json"]
-    summary = json.loads(subprocess.check_output(command))
+    subprocess.check_output(command)
     command_seconds = time.perf_counter() - start
     start = time.perf_counter()
     write_report(folder, out)
-    return {
-        "runs": len(summary["policies"]),
-        "command_seconds": command_seconds,
-        "report_seconds": time.perf_counter() - start,
-        "html_bytes": out.stat().st_size,
-        "markdown_bytes": out.with_suffix(".md").stat().st_size,
-    }
+    report_seconds = time.perf_counter() - start
+    return command_seconds, report_seconds, out.stat().st_size, out.with_suffix(".md").stat().st_size
 
 
 def _repeated(text: str, characters: int | None) -> str:
@@ -65,22 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, required=True, help="folder of a policy's run")
     parser.add_argument("--copies", type=int, default=10)
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    figures = {}
+    print(f"{'responses':>18}  {'command s':>9}  {'report s':>8}  {'HTML MB':>7}  {'Markdown kB':>11}")
     for name, characters in (("as they are", None), (f"{LONG_RESPONSE:,} characters", LONG_RESPONSE)):
         with tempfile.TemporaryDirectory() as folder:
             copy_runs(arguments.run, Path(folder), copies=arguments.copies, characters=characters)
-            figures[name] = measure(Path(folder))
-    if arguments.json:
-        print(json.dumps(figures, indent=2))
-        return
-    print(f"{'responses':>18}  {'runs':>4}  {'command s':>9}  {'report s':>8}  {'HTML MB':>7}  {'Markdown kB':>11}")
-    for name, row in figures.items():
-        print(
-            f"{name:>18}  {row['runs']:>4}  {row['command_seconds']:>9.2f}  {row['report_seconds']:>8.2f}"
-            f"  {row['html_bytes'] / 1e6:>7.2f}  {row['markdown_bytes'] / 1e3:>11.1f}"
-        )
+            command, report, html, markdown = measure(Path(folder))
+        print(f"{name:>18}  {command:>9.2f}  {report:>8.2f}  {html / 1e6:>7.2f}  {markdown / 1e3:>11.1f}")
 
 
 if __name__ == "__main__":

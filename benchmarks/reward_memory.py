@@ -2,7 +2,7 @@
 
 `python -m benchmarks.reward_memory` creates a Qwen2 with random weights and LoRA reward models on it, and measures the
 policy alone (its base is also the reference), and with one and four reward models, each configuration in a separate
-process. It prints a table; `--json` prints the figures. With `--device cuda` it measures GPU memory, including the
+process. It prints a table. With `--device cuda` it measures GPU memory, including the
 peak over one scoring pass of every reward model and one training step of the policy.
 """
 
@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -38,18 +37,19 @@ from trl_ext.models import resolve_model_path, score_sequences
 from trl_ext.rewards import RewardModel, share_or_load
 
 MIB = 2**20
+VOCABULARY, BATCH_SIZE, TOKENS = 32000, 8, 256
 
 
 def write_models(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the base and the reward adapters for the largest configuration."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
     config = Qwen2Config(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden_size,
-        intermediate_size=4 * arguments.hidden_size,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.hidden_size // 64,
-        num_key_value_heads=max(1, arguments.hidden_size // 256),
+        vocab_size=VOCABULARY,
+        hidden_size=768,
+        intermediate_size=4 * 768,
+        num_hidden_layers=12,
+        num_attention_heads=12,
+        num_key_value_heads=3,
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
@@ -65,15 +65,15 @@ def write_models(folder: Path, arguments: argparse.Namespace) -> None:
     del base
     for index in range(max(arguments.adapters)):
         model = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
-        model = get_peft_model(model, lora(arguments.rank, "SEQ_CLS"))
+        model = get_peft_model(model, lora("SEQ_CLS"))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter, std=0.02)
         model.save_pretrained(folder / f"reward{index}")
 
 
-def lora(rank: int, task_type: str) -> LoraConfig:
-    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type=task_type)
+def lora(task_type: str) -> LoraConfig:
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type=task_type)
 
 
 def measure(kind: str, count: int, folder: Path, arguments: argparse.Namespace) -> dict[str, float]:
@@ -81,7 +81,7 @@ def measure(kind: str, count: int, folder: Path, arguments: argparse.Namespace) 
     dtype, device = getattr(torch, arguments.dtype), arguments.device
     before = occupied_bytes(device)
     policy = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype).to(device)
-    policy = get_peft_model(policy, lora(arguments.rank, "CAUSAL_LM"))
+    policy = get_peft_model(policy, lora("CAUSAL_LM"))
     folders = [str(folder / f"reward{index}") for index in range(count)]
     if kind == "shared":
         rewards = [RewardModel(path) for path in folders]
@@ -95,12 +95,9 @@ def measure(kind: str, count: int, folder: Path, arguments: argparse.Namespace) 
         score = [lambda sequences, model=model: score_sequences(model, sequences) for model in models[1:]]
     gc.collect()
     figures = {"parameter_bytes": unique_bytes(models), "resident_bytes": occupied_bytes(device) - before}
-    if arguments.step:
-        started = time.perf_counter()
-        train_step(policy, score, arguments)
-        figures["step_seconds"] = time.perf_counter() - started
-        if device == "cuda":
-            figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+    if device == "cuda":
+        train_step(policy, score)
+        figures["peak_bytes"] = torch.cuda.max_memory_allocated() - before
     return figures
 
 
@@ -110,11 +107,10 @@ def stock_reward_model(base: Path, folder: str, dtype: torch.dtype, device: str)
     return PeftModel.from_pretrained(model, folder).to(device).eval().requires_grad_(False)
 
 
-def train_step(policy, score: list, arguments: argparse.Namespace) -> None:
+def train_step(policy, score: list) -> None:
     """Score a batch with every reward model, then train the policy on it for one step."""
     generator = torch.Generator().manual_seed(0)
-    shape = (arguments.batch_size, arguments.tokens)
-    ids = torch.randint(10, arguments.vocabulary, shape, generator=generator)
+    ids = torch.randint(10, VOCABULARY, (BATCH_SIZE, TOKENS), generator=generator)
     policy.gradient_checkpointing_enable()
     policy.enable_input_require_grads()
     policy.train()
@@ -122,10 +118,10 @@ def train_step(policy, score: list, arguments: argparse.Namespace) -> None:
     rewards = (
         torch.stack([function(ids.tolist()) for function in score]).mean(dim=0) if score else torch.ones(len(ids))
     )
-    ids = ids.to(arguments.device)
+    ids = ids.to(policy.device)
     logits = policy(ids).logits[:, :-1]
     log_probs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    loss = -(log_probs.view(len(ids), -1).mean(dim=1) * rewards.to(arguments.device)).mean()
+    loss = -(log_probs.view(len(ids), -1).mean(dim=1) * rewards.to(policy.device)).mean()
     loss.backward()
     optimizer.step()
 
@@ -158,20 +154,10 @@ def run(kind: str, count: int, folder: Path, arguments: list[str]) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapters", nargs="+", type=int, default=[1, 4], help="numbers of reward models")
-    parser.add_argument("--hidden_size", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--rank", type=int, default=16, help="of the LoRA adapters, on every linear layer")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--batch_size", type=int, default=8, help="of the scoring pass and the training step")
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--step", action=argparse.BooleanOptionalAction, help="default: with --device cuda")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.step is None:
-        arguments.step = arguments.device == "cuda"
     if arguments.worker:
         kind, count, folder = arguments.worker
         print(json.dumps(measure(kind, int(count), Path(folder), arguments)))
@@ -183,27 +169,18 @@ def main() -> None:
         for count in arguments.adapters:
             for kind in ("shared", "stock"):
                 results[f"{kind}, {count}"] = run(kind, count, folder, sys.argv[1:])
-    report(results, arguments)
+    report(results, arguments.adapters)
 
 
-def report(results: dict[str, dict[str, float]], arguments: argparse.Namespace) -> None:
-    settings = {name: value for name, value in vars(arguments).items() if name not in ("worker", "json")}
+def report(results: dict[str, dict[str, int]], adapters: list[int]) -> None:
     key = "peak_bytes" if "peak_bytes" in results["policy alone"] else "resident_bytes"
-    ratios = {
-        f"stock / shared, {count}": results[f"stock, {count}"][key] / results[f"shared, {count}"][key]
-        for count in arguments.adapters
-    }
-    if arguments.json:
-        versions = {"torch": torch.__version__, "device": arguments.device}
-        print(json.dumps({"results": results, "ratios": ratios, "settings": settings, **versions}, indent=2))
-        return
-    columns = [name for name in results["policy alone"] if name.endswith("_bytes")]
+    columns = list(results["policy alone"])
     print("| policy and reference with | " + " | ".join(f"{c.removesuffix('_bytes')}, MiB" for c in columns) + " |")
     print("|---" * (len(columns) + 1) + "|")
     for label, figures in results.items():
         print(f"| {label} | " + " | ".join(f"{figures[c] / MIB:.0f}" for c in columns) + " |")
-    for label, ratio in ratios.items():
-        print(f"{label}: {ratio:.2f}")
+    for count in adapters:
+        print(f"stock / shared, {count}: {results[f'stock, {count}'][key] / results[f'shared, {count}'][key]:.2f}")
 
 
 if __name__ == "__main__":

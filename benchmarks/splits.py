@@ -2,14 +2,13 @@
 
 `python -m benchmarks.splits` trains every case for five steps on a batch of eight, as 1 process x 8 rows, 1 x 2 x 4
 accumulated, 2 x 4 and 2 x 2 x 2, on the CPU in float32. It compares parameters, logged figures and a held-out
-evaluation with those of the first split. Online cases use the same responses in every split. `--json` prints figures.
+evaluation with those of the first split. Online cases use the same responses in every split.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 import tempfile
@@ -86,7 +85,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="names of cases; default: all")
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=list(OPTIMIZERS))
-    parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     unknown = [case for case in arguments.cases if case not in CASES]
     if unknown:
@@ -95,9 +93,6 @@ def main() -> None:
     # Trainers print what they log.
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         results = measure(arguments.cases or list(CASES), arguments.optimizers, Path(folder))
-    if arguments.json:
-        print(json.dumps({"results": results, "splits": SPLITS, "seconds": time.monotonic() - started}, indent=2))
-        return
     print(table(results))
     print(f"\n{time.monotonic() - started:.0f} seconds")
 

@@ -10,7 +10,7 @@ both arms the LM head scores only labelled positions, as in TRL on CUDA. A polic
 groups, as wide as TRL pads the 16 prompts that are sampled together. Tokens per second exclude padding and count
 repeated prompts each time.
 Peak memory is the memory of an arm's largest batch above that of its trainer before the first step. On the CPU it is
-resident memory, measured in a separate process for each arm. On CUDA every working attention back-end is measured.
+resident memory, measured in a separate process for each arm.
 """
 
 from __future__ import annotations
@@ -87,45 +87,29 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
         arm.step(batches[0])
     if not packed.packing.active:
         raise ValueError(f"nothing to compare: {packed.packing.describe()}")
-    names = {"stock": stock} | dict.fromkeys(packed.backends(batches[0]), packed)
-    chosen = packed.packing.backend
+    arms = {"stock": stock, "packed": packed}
     rows = []
     for index, batch in enumerate(batches):
         # Alternate which arm goes first, so that neither always benefits from the caches.
-        turns = list(names)[:: -1 if index % 2 else 1]
-        figures = {}
-        for name in turns:
-            if name != "stock":
-                packed.use(name)
-            figures[name] = names[name].step(batch)
-        rows.append(
-            {
-                **_step_arms.count_tokens(batch, arguments.trainer),
-                "packed_tokens": packed.encoded_tokens(batch),
-                "packed": figures[chosen],
-                **{name: figures[name] for name in names if name != chosen},
-            }
-        )
+        turns = list(arms)[:: -1 if index % 2 else 1]
+        counts = _step_arms.count_tokens(batch, arguments.trainer)
+        figures = {name: arms[name].step(batch) for name in turns}
+        rows.append({**counts, "packed_tokens": packed.encoded_tokens(batch), **figures})
     return {
-        "settings": {name: _plain(value) for name, value in vars(arguments).items() if name != "worker"},
+        "settings": {name: value for name, value in vars(arguments).items() if name not in ("worker", "json")},
         "parameters": sum(p.numel() for p in stock.trainer.model.parameters()),
-        "backend": chosen,
+        "backend": packed.packing.backend,
         "packing": packed.packing.describe(),
         "left_padded": dict(packed.packing.left_padded),
         "head": "both arms score labelled positions only",
         "machine": _step_arms.describe_machine(arguments),
         "batches": rows,
-        "summary": summarize(rows, [name for name in names if name not in ("stock", chosen)]),
+        "summary": summarize(rows),
     }
 
 
-def summarize(rows: list[dict[str, Any]], others: Sequence[str] = ()) -> dict[str, Any]:
-    """Ratios of stock over packed: of totals and of medians, and their range over batches.
-
-    Args:
-        rows: one row per batch, with the figures of the arms.
-        others: further arms (back-ends that the packed arm did not choose), whose seconds are summed.
-    """
+def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Ratios of stock over packed: of totals and of medians, and their range over batches."""
     summary: dict[str, Any] = {}
     for name in ("seconds", "cpu_seconds"):
         stock, packed = ([row[arm][name] for row in rows] for arm in ("stock", "packed"))
@@ -133,7 +117,6 @@ def summarize(rows: list[dict[str, Any]], others: Sequence[str] = ()) -> dict[st
         summary[name] = {
             "stock": sum(stock),
             "packed": sum(packed),
-            **{arm: sum(row[arm][name] for row in rows) for arm in others},
             "ratio_of_totals": sum(stock) / sum(packed),
             "ratio_of_medians": median(stock) / median(packed),
             "range": [min(ratios), max(ratios)],
@@ -200,8 +183,6 @@ def table(result: dict[str, Any]) -> str:
         peaks = {arm: value / MIB for arm, value in result["peak_bytes"].items()}
         rows.append(plain("peak memory, MiB", peaks, peaks["stock"] / peaks["packed"]))
     head = ["", "stock", "packed", "ratio", "of medians", "range"]
-    others = [arm for arm in summary["seconds"] if arm in ("varlen", "flex", "sdpa")]
-    lines = [f"{arm} attention: {summary['seconds'][arm]:.3f} wall seconds" for arm in others]
     settings = result["settings"]
     title = (
         f"{settings['trainer']}, {settings['lengths']}, {result['parameters'] / 1e6:.1f} M parameters, "
@@ -209,11 +190,7 @@ def table(result: dict[str, Any]) -> str:
         f"{result['machine']['threads']} threads, {result['backend']} attention"
     )
     agreement = f"largest relative difference of a gradient's norm: {summary['largest_gradient_norm_difference']:.1e}"
-    return "\n".join([title, format_table(head, rows), *lines, agreement])
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
+    return "\n".join([title, format_table(head, rows), agreement])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,8 +1,8 @@
 """Run the recipes on the embedded benchmark over several seeds, and print the README's tables.
 
 `python -m benchmarks.toy_seeds aot dpo ipo --seeds 0 1 2 3 4` runs each recipe once per seed into `runs/seeds/`, skips
-runs that are already there, and prints a Markdown table; `--json` prints the figures instead. `reward_model` is one
-of the recipes. Online recipes such as `grpo` train with the reward model of the same seed.
+runs that are already there, and prints a Markdown table. `reward_model` is one of the recipes. Online recipes such as
+`grpo` train with the reward model of the same seed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +98,13 @@ def print_table(header: str, rows: Sequence[Sequence[Any]]) -> None:
         print(f"| {' | '.join(map(str, line))} |")
 
 
-def report(given: argparse.Namespace, run: Callable[[str, int, Path], dict], print_tables: Callable) -> None:
-    """Run what is missing, and print the tables or the figures."""
-    results = {method: {seed: run(method, seed, given.folder) for seed in given.seeds} for method in given.methods}
-    if given.json:
-        print(json.dumps(results, indent=2))
-    else:
-        print_tables(results)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("methods", nargs="+", help="names of recipes, such as aot dpo ipo, or reward_model grpo")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("runs/seeds"))
-    parser.add_argument("--json", action="store_true")
-    report(parser.parse_args(), run, print_tables)
+    given = parser.parse_args()
+    print_tables({method: {seed: run(method, seed, given.folder) for seed in given.seeds} for method in given.methods})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
         arguments.check_checkpoint(run.checkpoint)
-        run.check_time_left()
         train, validation, final = load_problem_sets(arguments)
         settings = sampling_settings(arguments, reward=train.reward)
         sampled = {"rows": train.rows, "prompts": train.prompts(), "grade": train.grade, "settings": settings}
@@ -51,7 +50,6 @@ def main() -> None:
         done=done,
         of=training.n_steps,
         unit="rounds",
-        over_time=True,
         objective=f"expert iteration ({rounds}, {each})",
         reward=train.reward,
         prompt_template=train.template_name,

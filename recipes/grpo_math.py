@@ -26,7 +26,6 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
         arguments.sample_as(training)
-        run.check_time_left()
         train, validation, final = load_problem_sets(arguments)
         # Do this before the trainer is created, which reads the stop strings.
         settings = rollout_settings(arguments, training, train.reward)
@@ -49,7 +48,6 @@ def main() -> None:
         evaluation,
         done=trainer.state.global_step,
         of=trainer.state.max_steps,
-        over_time=True,
         algorithm=training.algorithm,
         objective=trainer.objective.describe(),
         settings=trainer.objective.to_dict(),

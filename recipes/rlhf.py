@@ -11,13 +11,14 @@ from the SFT model; base, SFT and every policy are compared on held-out and adve
 """
 
 import os
+import shlex
 
 from trl_ext.evaluation.command_line import one_line_errors
 from trl_ext.runs.arguments import parse_arguments, toy_config
-from trl_ext.runs.studies.pipeline import RLHFArguments, check_record, plan_pipeline, run_stage
+from trl_ext.runs.studies.pipeline import RLHFArguments, plan_pipeline
 from trl_ext.runs.studies.pipeline_evaluation import check_evaluation, evaluate_pipeline
 from trl_ext.runs.studies.pipeline_report import print_tables, write_pipeline_report
-from trl_ext.runs.studies.sweep import check_runs, print_commands
+from trl_ext.runs.studies.processes import Countdown, check_runs, print_commands, run_all
 
 
 def main() -> None:
@@ -27,17 +28,19 @@ def main() -> None:
             raise ValueError("start the pipeline with python: it launches its stages itself, by --accelerate_config")
         (given,) = parse_arguments((RLHFArguments,), default_config=toy_config("rlhf"), description=__doc__)
         pipeline = plan_pipeline(given)
-        work = [(stage.study, stage.run) for stage in pipeline.stages]
-        for stage in pipeline.stages:
-            check_record(stage)
-        check_runs(work)
+        check_runs(pipeline.stages)
         check_evaluation(given)
         if given.dry_run:
-            print_commands(work)
+            print_commands(pipeline.stages)
             print(f"# evaluation of {', '.join(pipeline.policies)}, and the report: by recipes/rlhf.py itself")
             return
-        for number, stage in enumerate(pipeline.stages, start=1):
-            run_stage(stage, f"{number} of {len(pipeline.stages)}")
+        countdown = Countdown(pipeline.stages)
+        for stage in pipeline.stages:
+            if run_all([stage], countdown):
+                raise ValueError(
+                    f"the stage {stage.name} failed, for the reason above -- repeat the same command, which goes on "
+                    f"from this stage, or this stage alone: {shlex.join(stage.command())}"
+                )
         summary = evaluate_pipeline(given, pipeline)
         written = write_pipeline_report(given, pipeline, summary)
     print_tables(summary)

@@ -16,7 +16,6 @@ def main() -> None:
         description = "Fine-tune a model on worked problems."
         run = begin_run(SFTArguments, SFTConfig, config="sft", description=description, name=lambda training: "sft")
         arguments = run.arguments
-        run.check_time_left()
         train = load_problems(arguments, arguments.train_split)
         held_out = load_problems(arguments, arguments.eval_split, arguments.num_eval_prompts)
         demonstrations, kept = choose_demonstrations(arguments, train)

@@ -23,30 +23,6 @@ def as_before(monkeypatch):
     os.environ.update(environment)
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "--trainer"),
-        (["--trainer", "dpo"], "invalid choice"),
-        (["--trainer", "policy", "--group_size", "1"], "--group_size 1"),
-        (["--trainer", "reward", "--pairs", "0"], "at least 1"),
-        (["--trainer", "reward", "--lenghts", "toy"], "unknown flag --lenghts.*lengths"),
-    ],
-)
-def test_a_wrong_argument_is_named(argv, message):
-    with pytest.raises(ValueError, match=message):
-        step.parse(argv)
-
-
-@pytest.mark.parametrize(
-    ("trainer", "lengths", "size", "batch_size"),
-    [("preference", "wildchat", "24M", 4), ("policy", "long", "24M", 1), ("reward", "toy", "toy", 32)],
-)
-def test_defaults_follow_the_workload(trainer, lengths, size, batch_size):
-    arguments = step.parse(["--trainer", trainer, "--lengths", lengths])
-    assert (arguments.size, arguments.batch_size) == (size, batch_size)
-
-
 def test_the_summary_is_of_totals_medians_and_range():
     """Stock 4, 6, 20 and packed 2, 2, 5 seconds: totals 30 / 9, medians 6 / 2, ratios 2, 3 and 4.
 
@@ -61,15 +37,13 @@ def test_the_summary_is_of_totals_medians_and_range():
             "real_tokens": 60,
             "stock": {"seconds": stock, "cpu_seconds": stock, **figures},
             "packed": {"seconds": packed, "cpu_seconds": packed, **figures, "gradient_norm": 2.002},
-            "sdpa": {"seconds": 7.0, "cpu_seconds": 7.0, **figures},
         }
 
-    summary = step.summarize([row(4, 2), row(6, 2), row(20, 5)], ["sdpa"])
+    summary = step.summarize([row(4, 2), row(6, 2), row(20, 5)])
     seconds = summary["seconds"]
     assert seconds["ratio_of_totals"] == pytest.approx(30 / 9)
     assert seconds["ratio_of_medians"] == 3
     assert seconds["range"] == [2, 4]
-    assert seconds["sdpa"] == 21
     assert summary["tokens"] == {"stock": 300, "packed": 120, "ratio": 2.5}
     assert summary["tokens_per_second"] == {"stock": 6, "packed": 20}
     assert summary["largest_gradient_norm_difference"] == pytest.approx(0.001)
@@ -110,11 +84,3 @@ def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_b
             assert math.isclose(row["stock"][name], row["packed"][name], rel_tol=1e-4, abs_tol=1e-6)
         assert row["stock"]["gradient_norm"] > 1e-3
         assert all(row[arm][name] > 0 for arm in ("stock", "packed") for name in ("seconds", "cpu_seconds"))
-
-
-@pytest.mark.slow
-def test_more_batches_than_there_are_end_in_one_line(capsys, as_before):
-    with pytest.raises(SystemExit) as raised:
-        step.main(["--trainer", "policy", "--lengths", "wildchat", "--size", "toy", "--pairs", "17"])
-    assert raised.value.code == 2
-    assert capsys.readouterr().err.startswith("error: --pairs 17: wildchat has 16 batches of this size")

@@ -79,14 +79,6 @@ def test_configurations_that_come_along_are_found(given, found, ran, tmp_path, m
     assert ran[0][2][1:] == [word.format(configs=cli.CONFIGS) for word in found]
 
 
-def test_a_file_of_ones_own_goes_before_one_that_comes_along(ran, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "toy").mkdir()
-    (tmp_path / "toy" / "aot.yaml").write_text("seed: 1\n")
-    cli.main(["train", "aot", "--config", "toy/aot.yaml"])
-    assert ran[0][2][2] == "toy/aot.yaml"
-
-
 def test_studies_are_commands(ran):
     cli.main(["sweep", "--study", "sweeps/toy_sft.yaml", "--dry_run"])
     cli.main(["compare", "--methods", "dpo,ipo"])
@@ -123,21 +115,6 @@ def test_help_of_a_module_names_the_command():
 )
 def test_what_is_not_there_is_one_line(given, said, capsys):
     assert said in refused(capsys, *given)
-
-
-def test_one_process_of_several_says_it(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    with pytest.raises(SystemExit):
-        cli.main(["train", "aott"])
-    assert capsys.readouterr().err == ""
-
-
-def test_a_command_of_another_installation_says_so(capsys, monkeypatch):
-    monkeypatch.setitem(cli.MODULES, "assignment", ("trl_ext.not_there", ""))
-    assert "needs the module trl_ext.not_there" in refused(capsys, "assignment")
-    # A package that nothing can be run of yet.
-    monkeypatch.setitem(cli.MODULES, "assignment", ("trl_ext.toy", ""))
-    assert "needs the module trl_ext.toy" in refused(capsys, "assignment")
 
 
 def test_configs_prints_paths_for_other_programs(capsys, tmp_path, monkeypatch):

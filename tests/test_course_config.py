@@ -39,11 +39,6 @@ def test_sizes_of_the_course_become_those_of_trl(build):
     assert (config.updates_per_rollout, config.max_steps) == (8, 80)
 
 
-def test_on_policy_where_an_update_is_a_rollout(build):
-    config = build(train_batch_size=32, group_size=4, per_device_train_batch_size=8)
-    assert (config.generation_batch_size, config.gradient_accumulation_steps, config.updates_per_rollout) == (32, 4, 1)
-
-
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

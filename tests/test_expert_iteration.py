@@ -318,7 +318,7 @@ def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
         assert len(questions) == len(set(questions))
     assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2"]
     assert "accuracy, sampled" in capsys.readouterr().out
-    assert (run / "report_time.png").read_bytes().startswith(b"\x89PNG")
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

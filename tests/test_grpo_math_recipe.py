@@ -208,32 +208,12 @@ def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
     assert [row["step"] for row in training] == [1, 2, 3, 4]
     assert all(row["rewards/r1_zero/answer"] == pytest.approx(row["reward"]) for row in training)
     assert all(row["rewards/r1_zero/format"] >= row["reward"] - 1e-6 for row in training)
-    for name in ("report.png", "report_time.png"):
-        assert (run / name).read_bytes().startswith(b"\x89PNG")
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     for text in ("accuracy, sampled", "accuracy, greedy", "gain", "correct / wrong answer / wrong format"):
         assert text in printed
     # The validation problems are not those of the table.
     assert not {row["row_id"] for row in rows} & {row["row_id"] for row in read(run, "samples/step_000004.jsonl")}
-
-
-@pytest.mark.slow
-def test_sampled_responses_are_those_that_were_sampled(tmp_path, monkeypatch):
-    """Rollouts of 16, updates of 8 in passes of 4: four updates take two rollouts, 32 responses."""
-    from trl_ext.rewards.verified import VerifiedReward
-
-    sampled, call = [], VerifiedReward.__call__
-
-    def counting(self, prompts, completions, **columns):
-        sampled.append(len(completions))
-        return call(self, prompts, completions, **columns)
-
-    monkeypatch.setattr(VerifiedReward, "__call__", counting)
-    monkeypatch.chdir(tmp_path)
-    sizes = ["--train_batch_size=8", "--per_device_train_batch_size=4", "--output_dir=run"]
-    recipes.run(monkeypatch, "grpo_math", *SHORT, *sizes)
-    results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert sampled == [16, 16] and results["run"]["sampled_responses"] == 32
 
 
 def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
@@ -256,12 +236,9 @@ def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
         (["--rollout_batch_size", "20"], "rollout_batch_size 20"),
         (["--reward", "r2"], "reward must be one of r1_zero, question_only, gsm8k, countdown"),
         (["--reward", "countdown"], "nums and target"),
-        (["--prompt_template", "nope.txt"], "nope.txt"),
         (["--algorithm", "grpoo"], "grpoo"),
-        (["--max_hours", "0"], "max_hours must be positive"),
         (["--max_new_tokens", "7"], "max_completion_length"),
         (["--validation_split", "nope"], "nope"),
-        (["--num_validation_prompts", "5000"], "5000"),
     ],
     ids=lambda value: "-".join(value)[-30:] if isinstance(value, list) else "",
 )

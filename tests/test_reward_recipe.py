@@ -123,10 +123,6 @@ class TestARun:
             expected = torch.tensor([row[f"{side}_score"] for row in scores])
             torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
 
-    def test_second_run_needs_a_word(self, toy_run, monkeypatch, capsys):
-        monkeypatch.chdir(toy_run)
-        assert "--overwrite_output_dir" in refused(monkeypatch, capsys, "reward_model", *SHORT)
-
     def test_config_reads_back_to_the_same_run(self, toy_run, monkeypatch):
         first, again = toy_run / "runs" / "reward-model-toy", toy_run / "again"
         recipes.run(monkeypatch, "reward_model", "--config", str(first / "config.yaml"), f"--output_dir={again}")

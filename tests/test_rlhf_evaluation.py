@@ -15,8 +15,6 @@ from trl_ext.evaluation.reporting.tables import Cell, Table
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.runs.offline import demonstrations, shared_prompts
 from trl_ext.runs.reward import training_pairs
-from trl_ext.runs.studies import pipeline_evaluation
-from trl_ext.runs.studies.pipeline import RLHFArguments, plan_pipeline
 from trl_ext.runs.studies.pipeline_evaluation import describe_pair, find_adversarial, mistakes_of, pattern_statistics
 from trl_ext.runs.studies.pipeline_report import pareto_points
 from trl_ext.toy.prompts import parse, pool_of
@@ -70,58 +68,6 @@ def test_mistakes_are_read_from_the_scores_of_a_run(tmp_path):
     }
     with pytest.raises(ValueError, match="no score of row_id four"):
         mistakes_of([{**pairs[0], "row_id": "four"}], tmp_path / "scores.jsonl", count=1)
-
-
-def test_figures_are_read_again_only_of_what_they_were_made_of(tmp_path, monkeypatch):
-    """The same paths and settings with other prompts, pairs or models below them are evaluated anew."""
-    asked = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(pipeline_evaluation, "_evaluate_prompts", lambda given, pipeline, name, path, folder: name)
-    monkeypatch.setattr(
-        pipeline_evaluation, "mistakes_of", lambda pairs, path, **options: asked.append(len(pairs)) or []
-    )
-    data = tmp_path / "data"
-    data.mkdir()
-
-    def messages(text, role):
-        return [{"role": role, "content": text}]
-
-    def write_pairs(*answers):
-        same = {"prompt_messages": messages("p", "user"), "prompt_text": "p", "rejected_text": "x"}
-        rows = [{"row_id": str(i), "chosen_text": answer, **same} for i, answer in enumerate(answers)]
-        (data / "test_prefs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    def write_prompts(path, *texts):
-        rows = [
-            {"row_id": str(i), "prompt": messages(text, "user"), "prompt_text": text} for i, text in enumerate(texts)
-        ]
-        path.write_text("".join(json.dumps({**row, "family": "long"}) + "\n" for row in rows))
-
-    write_pairs("a", "b")
-    write_prompts(data / "test_gen.jsonl", "one", "two")
-    write_prompts(tmp_path / "adversarial.jsonl", "evil")
-    given = RLHFArguments(dataset_name=str(data), policy_methods="dpo", adversarial_prompts="adversarial.jsonl")
-    pipeline = plan_pipeline(given)
-    for stage in pipeline.stages:
-        stage.folder.mkdir(parents=True)
-        (stage.folder / "results.json").write_text('{"accuracy": 0.5}')
-
-    def is_evaluated() -> bool:
-        asked.clear()
-        summary = pipeline_evaluation.evaluate_pipeline(given, pipeline)
-        assert summary["prompts"] == {"held_out": "held_out", "adversarial": "adversarial"}
-        return bool(asked)
-
-    assert is_evaluated() and not is_evaluated()
-    write_prompts(tmp_path / "adversarial.jsonl", "worse")
-    assert is_evaluated() and not is_evaluated()
-    write_prompts(data / "test_gen.jsonl", "one", "three")
-    assert is_evaluated() and not is_evaluated()
-    write_pairs("a", "c")
-    assert is_evaluated() and not is_evaluated()
-    for stage in pipeline.stages:
-        (stage.folder / "results.json").write_text('{"accuracy": 0.6}')
-        assert is_evaluated() and not is_evaluated()
 
 
 def test_the_front_of_reward_against_kl():

@@ -17,7 +17,7 @@ import yaml
 
 from tests import recipes
 from tests.tiny import save_tiny_gpt2
-from trl_ext.runs.studies import pipeline, pipeline_evaluation, pipeline_report
+from trl_ext.runs.studies import pipeline_evaluation, pipeline_report, processes
 
 TOY = recipes.RECIPES / "configs" / "toy" / "rlhf.yaml"
 POLICIES = ["ppo", "ppo-weak", "grpo", "dpo"]
@@ -29,12 +29,12 @@ class Recipe:
 
     def __init__(self, monkeypatch):
         self.monkeypatch, self.calls, self.failing = monkeypatch, {}, set()
-        monkeypatch.setattr(pipeline, "run_or_stop", self._stage)
+        monkeypatch.setattr(processes, "run_or_stop", self._stage)
         monkeypatch.setattr(pipeline_evaluation, "evaluate_pipeline", lambda given, pipeline: {})
         monkeypatch.setattr(pipeline_report, "write_pipeline_report", lambda *_: ["report.html"])
         monkeypatch.setattr(pipeline_report, "print_tables", lambda summary: None)
 
-    def _stage(self, command, place):
+    def _stage(self, command):
         given = flags(command)
         name = Path(given["output_dir"]).name
         self.calls[name] = given
@@ -121,7 +121,7 @@ def test_a_failing_stage_is_one_line_with_its_command(recipe, capsys):
     assert recipe.main() == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith("error: the stage ppo failed with exit status 3, for the reason above -- repeat the same ")
+    assert said.startswith("error: the stage ppo failed, for the reason above -- repeat the same ")
     alone = flags(shlex.split(said.partition("this stage alone: ")[2]))
     assert (alone["recipe"], alone["output_dir"]) == ("ppo", "runs/rlhf/ppo")
     # The same command goes on from the stage that failed, in the folder that it began.
@@ -147,7 +147,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
     assert recipe.main("--sft", '{"learning_rate": 0.5}') == 2
     said = capsys.readouterr().err
     assert (
-        "runs/rlhf/sft was run with learning_rate 0.001, and now it is 0.5: take that back, remove runs/rlhf/s" in said
+        "runs/rlhf/sft was run with learning_rate 0.001, and now it is 0.5: take that back, remove the folder" in said
     )
     assert recipe.main("--seed", "1") == 2 and "sft was run with seed 0, and now it is 1" in capsys.readouterr().err
     # A setting within a stage's configuration file is one, too.
@@ -163,35 +163,29 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
 
     shutil.rmtree("runs/rlhf/sft")
     assert recipe.main("--sft", '{"learning_rate": 0.5}') == 2
-    assert "runs/rlhf/reward_model was run after another sft than the one now asked for" in capsys.readouterr().err
+    assert "runs/rlhf/reward_model was run with settings of sft" in capsys.readouterr().err
     assert not recipe.calls
     (tmp_path / "runs" / "other" / "sft").mkdir(parents=True)
     (tmp_path / "runs" / "other" / "sft" / "notes.txt").touch()
     assert recipe.main("--output_dir", "runs/other") == 2
-    assert "runs/other/sft holds something that is no stage of a pipeline" in capsys.readouterr().err
+    assert "runs/other/sft holds something that no study started" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
-        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, and only a method with rewards"),
-        (["--policy_methods", "ppo:good"], "'ppo:good': only :weak may follow"),
+        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, only a method with rewards"),
         (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
-        (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "'ppo:weak' needs weak_reward_model"),
-        (["--policy_methods", ","], "name one or more of aot, dpo"),
-        (["--polcy_methods", "ppo"], "unknown flag --polcy_methods"),
-        (["--sft", "{"], "sft must be a mapping of arguments as JSON"),
-        (["--sft", "[1]"], "sft must hold `argument: value` lines"),
+        (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
+        (["--sft", "{"], "sft must be a JSON object"),
         (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
         (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
-        (["--prompt_split", "nope"], "toy has no split 'nope'"),
+        (["--prompt_split", "nope"], "no file nope.jsonl for the split 'nope'"),
         (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
-        (["--accelerate_config", "nope.yaml"], "no file --accelerate_config nope.yaml"),
-        (["--num_eval_prompts", "0"], "num_eval_prompts must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys):
@@ -253,19 +247,14 @@ def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
     first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
     out = tmp_path / "out"
     # The second stage has begun when its record is there.
-    kill_when(first, out / "reward_model" / "stage.json")
+    kill_when(first, out / "reward_model" / "run.json")
     done = (out / "sft" / "results.json").stat().st_mtime_ns
     second = subprocess.run(words, capture_output=True, text=True, timeout=500, **options)
     assert second.returncode == 0, second.stderr[-3000:]
-    assert "=== stage 1 of 5, sft: finished" in second.stdout
-    assert re.search("=== stage 2 of 5, reward_model: (to begin anew|interrupted)", second.stdout)
+    assert "=== run 1 of 5, sft: finished" in second.stdout
+    assert re.search("=== run 2 of 5, reward_model: (to begin anew|interrupted)", second.stdout)
     assert (out / "sft" / "results.json").stat().st_mtime_ns == done
     check_outputs(out, ["base", "sft", "ppo-weak", "dpo"])
-    # Once all is done, a further call reads what is there.
-    written = (out / "evaluation" / "evaluation.json").stat().st_mtime_ns
-    third = subprocess.run(words, capture_output=True, text=True, timeout=200, **options)
-    assert third.returncode == 0 and third.stdout.count("finished") == 5
-    assert (out / "evaluation" / "evaluation.json").stat().st_mtime_ns == written
 
 
 @pytest.mark.slow
@@ -282,7 +271,7 @@ def test_a_notice_to_the_pipeline_ends_its_stage_with_a_checkpoint(recipe, tmp_p
     pipeline.send_signal(signal.SIGTERM)
     said, _ = pipeline.communicate(timeout=120)
     assert not [one for one in stage if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert pipeline.returncode == 75 and "received SIGTERM; the same command goes on from this stage" in said
+    assert pipeline.returncode == 75 and "received SIGTERM; the same command goes on from this run" in said
     (checkpoint,) = folder.glob("checkpoint-*/trainer_state.json")
     assert 0 < json.loads(checkpoint.read_text())["global_step"] < 500 and not (folder / "results.json").exists()
     capfd.readouterr()

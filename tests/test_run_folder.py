@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from trl_ext import files
 from trl_ext.runs import training_run
 from trl_ext.runs.folder import check_same_settings
 from trl_ext.trainers import callbacks
@@ -110,24 +107,6 @@ def test_without_a_configuration_nothing_is_refused_and_a_damaged_one_is_named(t
         check_same_settings(tmp_path / "config.yaml", "seed: 1")
 
 
-def test_full_disk_leaves_no_half_written_result(tmp_path, monkeypatch):
-    """The write fails half-way, as it does on a full disk: the earlier file stays, and nothing beside it."""
-    target = tmp_path / "results.json"
-    files.write_json(target, {"earlier": 1})
-
-    def half(self, text, **kwargs):
-        with open(self, "w") as file:
-            file.write(text[:5])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_text", half)
-    with pytest.raises(OSError, match="No space left"):
-        files.write_json(target, {"later": 2})
-    monkeypatch.undo()
-    assert json.loads(target.read_text()) == {"earlier": 1}
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
-
-
 # ---- Lines ----
 
 # A row as each kind of trainer logs it, what else it logs left out, and its line. 3 of 10 steps took 6 seconds.
@@ -197,8 +176,3 @@ def test_lines_are_aligned_and_rounds_count_on(capsys):
         "round 2, step 7  loss 12.500  lr 1.0e-03",
         "round 2, step 7  loss  0.500  lr 1.0e-03",
     ]
-
-
-@pytest.mark.parametrize(("seconds", "told"), [(4.4, "0:04"), (119.6, "2:00"), (11105, "3:05:05")])
-def test_clock(seconds, told):
-    assert callbacks.clock(seconds) == told

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests import recipes
@@ -18,7 +16,6 @@ from trl_ext.data.math import load_math
 from trl_ext.evaluation.reasoning import category_of, grader
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import reasoning
-from trl_ext.runs.folder import config_text, forget_other_base
 
 SHORT = [
     "--max_steps=6",
@@ -42,15 +39,6 @@ def finished(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 class TestARun:
-    def test_files(self, finished):
-        run = finished / "runs" / "sft-toy"
-        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "model.safetensors"):
-            assert (run / name).stat().st_size > 0, name
-        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-        names = {path.name for path in (run / "samples").iterdir()}
-        steps = {f"step_{step:06d}.jsonl" for step in (0, 3, 6)}
-        assert names == {"base_sampled.jsonl", "base_greedy.jsonl"} | steps
-
     def test_rows_are_graded_and_beside_the_base(self, finished):
         run = finished / "runs" / "sft-toy"
         rows, base = read(run, "generations.jsonl"), read(run, "samples/base_sampled.jsonl")
@@ -97,24 +85,6 @@ class TestARun:
             assert row["eval_entropy"] == pytest.approx(sum(entropies) / 4)
             assert all(one["prompt_text"] and one["answer"] and "response_text" in one for one in rows)
         assert [row["step"] for row in metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
-
-    def test_it_prints_what_it_found(self, finished):
-        printed = (finished / "stdout.txt").read_text()
-        for text in (
-            "filter_correct: kept 293 of 400 responses",
-            "accuracy, sampled",
-            "accuracy, greedy",
-            "correct / wrong answer / wrong format",
-            "mean length, incorrect",
-            "in runs/sft-toy: results.json",
-        ):
-            assert text in printed
-
-    def test_the_configuration_reads_back(self, finished, monkeypatch):
-        path = finished / "runs" / "sft-toy" / "config.yaml"
-        parsed = recipes.parse(monkeypatch, "sft", "--config", str(path))
-
-        assert yaml.safe_load(config_text(*parsed)) == yaml.safe_load(path.read_text())
 
     def test_the_report_finds_nothing_damaged(self, finished, tmp_path):
         summary = write_report([finished / "runs"], tmp_path / "report.html")
@@ -190,18 +160,6 @@ class TestChoosingDemonstrations:
         # Smaller sizes are the beginning of larger ones.
         assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
 
-    def test_filtered_by_the_last_number(self, monkeypatch):
-        """Every response of the embedded data has its answer last, so as many are right as under the tags."""
-        rows, counts = self.choose(monkeypatch, "--reward=gsm8k")
-        problems = {row["row_id"]: row for row in load_math("toy", "train")}
-        last = [(re.findall(r"\d+", row["completion"][0]["content"])[-1], row["row_id"]) for row in rows]
-        assert all(float(number) == float(problems[name]["answer"]) for number, name in last)
-        assert counts == {"kept": len(rows), "of": 400} and 293 <= len(rows) < 400
-
-    def test_everything(self, monkeypatch):
-        rows, counts = self.choose(monkeypatch, "--filter_correct=false")
-        assert len(rows) == 400 and counts is None
-
     def test_templates_and_solutions(self, monkeypatch, tmp_path):
         (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Sum?", "answer": "2+2=4.\n#### 4"}) + "\n")
         (row,), counts = self.choose(monkeypatch, f"--dataset_name={tmp_path}")
@@ -210,25 +168,6 @@ class TestChoosingDemonstrations:
         assert row["completion"] == " 2+2=4. </think> <answer> 4 </answer>"
         (row,), _ = self.choose(monkeypatch, f"--dataset_name={tmp_path}", "--prompt_template=question_only")
         assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
-
-
-@pytest.mark.slow
-def test_a_run_out_of_time_goes_on_with_more(tmp_path, monkeypatch, capsys):
-    """A budget that is spent at once ends after a step, with a checkpoint that no schedule asks for."""
-    monkeypatch.chdir(tmp_path)
-    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "straight")
-    spent = ["--output_dir", "broken", "--max_hours", "1e-7"]
-    recipes.run(monkeypatch, "sft", *SHORT, *spent)
-    assert "stopped by --max_hours 1e-07 after 1 of 6 steps; with more hours" in capsys.readouterr().out
-    run = read(tmp_path / "broken", "results.json")["run"]
-    assert run["stopped_by_max_hours"] and run["optimizer_steps"] == 1
-    assert (tmp_path / "broken" / "checkpoint-1" / "trainer_state.json").is_file()
-    message = refused(monkeypatch, capsys, "sft", *SHORT, *spent, "--resume_from_checkpoint")
-    assert "of its --max_hours 1e-07: give more" in message
-    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint", "--max_hours", "1")
-    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
-    assert all(one[name].equal(other[name]) for name in one)
-    assert not read(tmp_path / "broken", "results.json")["run"]["stopped_by_max_hours"]
 
 
 @pytest.mark.parametrize(
@@ -241,15 +180,8 @@ def test_a_run_out_of_time_goes_on_with_more(tmp_path, monkeypatch, capsys):
         (["--reward", "countdown"], "needs problems with nums and target"),
         (["--num_examples", "400"], "has 293 problems, and 400 were asked for"),
         (["--max_hours", "0"], "max_hours must be positive, got 0"),
-        (["--num_examples", "0"], "num_examples must be at least 1"),
-        (["--num_eval_prompts", "201"], "has 200 problems, and 201 were asked for"),
         (["--train_split", "test"], "has no response or solution to train on"),
         (["--reward", "question_only"], "filter_correct: no response of 'train' verifies"),
-        (["--max_new_tokens", "0"], "max_new_tokens must be at least 1"),
-        (["--generation_temperature", "-1"], "temperature must not be negative"),
-        (["--nun_examples", "4"], "did you mean 'num_examples'"),
-        (["--model_name_or_path", "./nowhere"], "nowhere"),
-        (["--resume_from_checkpoint"], "no checkpoint to resume"),
     ],
 )
 def test_refusals_before_training(arguments, expected, monkeypatch, capsys, tmp_path):
@@ -267,12 +199,12 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
         (tmp_path / "run" / name).write_text("{}\n")
     names = ", ".join(Path(name).parts[0] for name in left)
     assert refused(monkeypatch, capsys, "sft", "--output_dir=run") == (
-        f"error: run holds an earlier run ({names}) and no checkpoint of it to resume: choose another --output_dir, "
-        "or begin anew with --overwrite_output_dir"
+        f"error: run holds an earlier run ({names}): choose another --output_dir, or begin anew with "
+        "--overwrite_output_dir"
     )
     assert refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint") == (
-        f"error: run has no checkpoint to resume, only {names}: to begin anew, give --overwrite_output_dir in place "
-        "of --resume_from_checkpoint"
+        f"error: run has no checkpoint to resume, only {names}: leave out --resume_from_checkpoint, or give "
+        "--overwrite_output_dir in its place"
     )
     # With a checkpoint that is whole, resuming is one of the ways.
     (tmp_path / "run" / "checkpoint-1").mkdir()
@@ -282,23 +214,6 @@ def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkey
     # Whose learning rate can go on.
     torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
     assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
-
-
-@pytest.mark.parametrize(
-    ("earlier", "kept"), [("beta: 1\n", True), ("beta: 2\n", False), (None, True)], ids=["same", "other", "none"]
-)
-def test_responses_of_the_base_under_other_settings_are_not_taken_over(earlier, kept, monkeypatch, tmp_path):
-    """A run that ended while its base was sampled left responses and config.yaml, and nothing that keeps the next
-    run out of the folder. Under the same arguments the sampling goes on; a folder of the user's own is left alone."""
-
-    base, mine = tmp_path / "samples" / "base_greedy.jsonl", tmp_path / "samples" / "mine.jsonl"
-    base.parent.mkdir()
-    for path in (base, mine):
-        path.write_text("{}\n")
-    if earlier is not None:
-        (tmp_path / "config.yaml").write_text(earlier)
-    forget_other_base(tmp_path, "beta: 1\n")
-    assert base.exists() == kept and mine.exists()
 
 
 def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):

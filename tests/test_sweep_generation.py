@@ -149,7 +149,6 @@ def test_every_combination_and_one_of_equal_ones(monkeypatch):
     ]
     sampling = arguments.sampling(arguments.settings()[1])
     assert (sampling.temperature, sampling.top_p, sampling.max_new_tokens) == (0.5, 0.8, 12)
-    assert arguments.heat_map == ["temperature", "top_p"] and arguments.heat_metric == "score"
 
 
 def test_prompts_in_templates_and_behind_examples(monkeypatch, tmp_path):
@@ -219,15 +218,10 @@ def _goes_on(folder, results, options, monkeypatch, capsys):
     ("options", "message"),
     [
         (["--temperatures", "0.5", "-1"], "temperature must not be negative, got -1.0"),
-        (["--top_ps", "1.5"], "top_p must lie in (0, 1], got 1.5"),
-        (["--lengths", "0"], "max_new_tokens must be at least 1, got 0"),
         (["--templates", "nowhere"], "no prompt template 'nowhere'"),
         (["--few_shots", "-1"], "few_shots must be at least 0, got -1"),
-        (["--few_shots", "2", "--few_shot_split", "none"], "toy has no split 'none' for examples"),
+        (["--few_shots", "2", "--few_shot_split", "none"], "no file none.jsonl for the split 'none'"),
         (["--few_shots", "2000"], "2000 examples and one to spare are more than the 1500 rows"),
-        (["--heat_map", "temperature", "colour"], "heat_map takes two of temperature, top_p"),
-        (["--heat_metric", "beauty"], "heat_metric must be one of score, reward, win_rate"),
-        (["--samples_per_prompt", "0"], "samples_per_prompt must be at least 1"),
         (["--judge", "ground_truth", "--dataset_name", "nowhere"], "judge ground_truth is for toy"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -6,7 +6,6 @@ used in a folder away from the repository.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -109,24 +108,6 @@ def installed(built, tmp_path_factory) -> Installed:
     return Installed(python, folder / "work")
 
 
-def test_what_is_shipped_of_a_folder(tmp_path, monkeypatch):
-    """What git keeps of the three folders, whatever else lies there."""
-    spec = importlib.util.spec_from_file_location("trl_ext_setup", REPOSITORY / "setup.py")
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
-    for name in (*LEFT_BEHIND, "aot.py", "configs/toy/aot.yaml", "slurm/node.sh"):
-        (tmp_path / "recipes" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "recipes" / name).touch()
-    monkeypatch.chdir(tmp_path)
-    kept = {Path("recipes", name) for name in ("aot.py", "configs/toy/aot.yaml", "slurm/node.sh")}
-    assert set(setup.shipped_files()) == kept
-    if not (REPOSITORY / ".git").exists():
-        return
-    monkeypatch.chdir(REPOSITORY)
-    tracked = subprocess.check_output(["git", "ls-files", *setup.SHIPPED], text=True).splitlines()
-    assert set(map(Path, tracked)) - set(setup.shipped_files()) == set()
-
-
 def test_wheel_holds_the_scripts_and_nothing_beside_the_package(built):
     files = built.files_of_wheel()
     assert {name.split("/")[0] for name in files if ".dist-info/" not in name} == {"trl_ext"}
@@ -152,12 +133,6 @@ def test_every_file_of_the_package_is_in_the_wheel(built):
         if name not in built.files_of_wheel()
     ]
     assert [name for name in left_out if not name.endswith("README.md")] == []
-
-
-def test_sizes(built):
-    sizes = {path.name: path.stat().st_size for path in (built.sdist, built.wheel)}
-    assert max(sizes.values()) < MAX_BYTES, sizes
-    print(sizes)
 
 
 def test_source_distribution_builds_and_carries_no_runs(built):
@@ -220,9 +195,3 @@ def test_trains_judges_and_reports(installed):
     grades = {row["method"]: row for row in json.loads(installed.command("grade", "submission", *given))["grades"]}
     assert rate["n"] == 8 and grades["aot"]["half"] == rate
     assert grades["dpo"]["reason"] == "missing"
-
-
-def test_a_sweep_finds_the_recipes(installed):
-    commands = installed.command("sweep", "--study", "sweeps/toy_sft.yaml", "--dry_run")
-    scripts = [word for word in commands.split() if word.endswith("sft.py")]
-    assert scripts and all(Path(script).is_relative_to(installed.python.parents[1]) for script in scripts)

@@ -6,7 +6,6 @@ Each command runs the script or module behind it and repeats nothing of it.
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
 import runpy
 import sys
@@ -129,20 +128,15 @@ def run_script(name: str, arguments: Sequence[str]) -> None:
         UsageError: a flag names a file that neither exists nor is shipped with the package.
     """
     script = RECIPES / f"{name}.py"
-    sys.argv = [str(script), *_with_files_found(arguments)]
-    runpy.run_path(str(script), run_name="__main__")
-
-
-def _with_files_found(arguments: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    sys.argv = [str(script)]
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if equals and flag in FILE_FLAGS:
             argument = f"{flag}={find_file(value)}"
-        elif found and found[-1] in FILE_FLAGS:
+        elif sys.argv[-1] in FILE_FLAGS:
             argument = find_file(argument)
-        found.append(argument)
-    return found
+        sys.argv.append(argument)
+    runpy.run_path(str(script), run_name="__main__")
 
 
 # ---- Configurations ----
@@ -187,18 +181,9 @@ def _configs(arguments: list[str]) -> None:
 
 
 def run_module(command: str, arguments: Sequence[str]) -> None:
-    """Run the module behind a command, as `python -m` does.
-
-    Raises:
-        UsageError: this installation does not have the module.
-    """
+    """Run the module behind a command, as `python -m` does."""
     module, _ = MODULES[command]
     if module.startswith("public_eval."):
         sys.path.insert(0, str(SCRIPTS))
-    found = importlib.util.find_spec(module)
-    if found is not None and found.submodule_search_locations:
-        found = importlib.util.find_spec(f"{module}.__main__")
-    if found is None:
-        raise UsageError(f"trl-ext {command} needs the module {module}, which this installation does not have")
     sys.argv = [f"trl-ext {command}", *arguments]
     runpy.run_module(module, run_name="__main__")

@@ -59,21 +59,13 @@ def __getattr__(name: str):
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Mean of `tensor` where `mask` is 1, over `dim` or over everything; NaN where the mask selects nothing.
-
-    Raises:
-        ValueError: a mask whose shape does not broadcast to the tensor's.
-    """
+    """Mean of `tensor` where `mask` is 1, over `dim` or over everything; NaN where the mask selects nothing."""
     _check_mask(tensor, mask)
     return losses.masked_mean(tensor, mask, dim)
 
 
 def masked_normalize(tensor: Tensor, mask: Tensor, normalize_constant: float, dim: int | None = None) -> Tensor:
-    """Sum of `tensor` where `mask` is 1, over `dim` or over everything, divided by `normalize_constant`.
-
-    Raises:
-        ValueError: a mask whose shape does not broadcast to the tensor's, or a constant that is not positive.
-    """
+    """Sum of `tensor` where `mask` is 1, over `dim` or over everything, divided by `normalize_constant`."""
     _check_mask(tensor, mask)
     _check_positive("normalize_constant", normalize_constant)
     return losses.masked_normalize(tensor, mask, normalize_constant, dim)
@@ -131,15 +123,7 @@ def compute_group_normalized_rewards(
 
 
 def naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
-    """`-A log_prob` of each token. [B, T].
-
-    Args:
-        raw_rewards_or_advantages: [B, 1], [B] or [B, T].
-        policy_log_probs: [B, T].
-
-    Raises:
-        ValueError: other shapes.
-    """
+    """`-A log_prob` of each token, [B, T], for rewards or advantages of shape [B, 1], [B] or [B, T]."""
     _check_log_probs(policy_log_probs)
     _check_advantages("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
     return losses.reinforce(policy_log_probs, raw_rewards_or_advantages)
@@ -383,8 +367,7 @@ def _check_advantages(name: str, advantages: Tensor, policy_log_probs: Tensor) -
 
 def _check_mask(tensor: Tensor, mask: Tensor) -> None:
     try:
-        fits = torch.broadcast_shapes(tensor.shape, mask.shape) == tensor.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
-        raise ValueError(f"mask must broadcast to the tensor's shape {list(tensor.shape)}, got {list(mask.shape)}")
+        mask.expand_as(tensor)
+    except RuntimeError as error:
+        shape = list(tensor.shape)
+        raise ValueError(f"mask must broadcast to the tensor's shape {shape}, got {list(mask.shape)}") from error

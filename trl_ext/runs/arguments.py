@@ -25,9 +25,6 @@ from trl_ext.runs import RECIPES
 # Errors that a user can fix: in arguments and data before training, and in training itself.
 MENDABLE = (ValueError, OSError, ImportError, TypeError, SyntaxError)
 MENDABLE_IN_TRAINING = (TrainingFault, FloatingPointError)
-# Maximum length of a message in characters; a library's message may quote a whole file.
-LONGEST_MESSAGE = 2000
-SHOW_ALL = "TRL_EXT_TRACEBACK=1 shows all"
 
 
 @contextmanager
@@ -40,16 +37,9 @@ def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[N
             raise
         # Argument errors occur in every process; a reward function may fail in only one.
         if is_main_process() or kinds is MENDABLE_IN_TRAINING:
-            # Print above a progress bar, not into it.
-            tqdm.write(f"error: {_one_line(error)}", file=sys.stderr)
+            # Print above a progress bar, not into it. A library's message may quote a whole file.
+            tqdm.write(f"error: {brief(' '.join(str(error).split()), 2000)}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-def _one_line(error: Exception) -> str:
-    """The message without line breaks; a long one is cut, with a note of how much is left out."""
-    message = " ".join(str(error).split())
-    cut = len(message) - LONGEST_MESSAGE
-    return message if cut <= 0 else f"{message[:LONGEST_MESSAGE]}... ({cut:,} characters more; {SHOW_ALL})"
 
 
 @dataclasses.dataclass
@@ -59,14 +49,6 @@ class ModelArguments(ModelConfig):
     model_name_or_path: str | None = dataclasses.field(
         default="toy", metadata={"help": "toy, a folder, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."}
     )
-
-
-def check_at_least(arguments: Any, least: int, *names: str) -> None:
-    """Raise ValueError for the first named argument that is set and lower than `least`."""
-    for name in names:
-        value = getattr(arguments, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def toy_config(name: str) -> Path:
@@ -178,30 +160,26 @@ class _Parser(TrlParser):
             if key not in self.flags or key != self.flags[key].dest or key in ("config", "help"):
                 name = brief(key, 80)
                 raise ValueError(f"{path}: unknown key {name!r}{nearest(name, list(self.flags))}")
-            values[key] = _as_default(path, key, value, self.flags[key])
+            values[key] = value
+            # The parser reads `report_to` as one value, but it takes several; an empty list has no flag.
+            if value not in (None, []) and key != "report_to":
+                try:
+                    given, rest = self.parse_known_args(as_flag(key, value))
+                except ValueError as error:
+                    raise ValueError(f"{path}: {error}") from error
+                if rest:
+                    raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
+                values[key] = getattr(given, key)
         self.set_defaults_with_config(**values)
         return values
 
 
-def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
-    takes_list = action.nargs in ("+", "*")
+def as_flag(name: str, value: Any) -> list[str]:
+    """A value as words of a command line; none for None."""
     if value is None:
-        return None
-    if isinstance(value, dict):
-        return json.dumps(value)
-    # The parser reads `report_to` as one value, but it takes several.
-    if key == "report_to" and isinstance(value, list):
-        return value
-    if takes_list and not isinstance(value, list):
-        value = [value]
-    if isinstance(value, list) and not takes_list:
-        raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
-    try:
-        if takes_list:
-            return [action.type(str(item)) if action.type else item for item in value]
-        return action.type(str(value)) if action.type else value
-    except Exception as error:
-        raise ValueError(f"{path}: {key} does not take {brief(repr(value), 100)}: {brief(error, 200)}") from error
+        return []
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(json.dumps(one) if isinstance(one, (dict, bool)) else str(one) for one in values)]
 
 
 # ---- The arguments of a recipe, by the recipe's name ----

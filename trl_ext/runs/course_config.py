@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from trl_ext.advantages import options_of
 from trl_ext.algorithms import algorithms
 from trl_ext.processes import world_size
-from trl_ext.runs.arguments import check_at_least
 from trl_ext.trainers import PolicyConfig
-from trl_ext.trainers.defaults import check_choice
+from trl_ext.trainers.defaults import check_at_least, check_choice
 
 # The course's name -> the library's name.
 SIZES = {
@@ -79,7 +78,7 @@ class CourseConfig(PolicyConfig):
 
     def __post_init__(self):
         self.algorithm = ALGORITHMS.get(self.algorithm, self.algorithm)
-        check_at_least(self, 1, *SIZES, "n_grpo_steps")
+        check_at_least(self, dict.fromkeys((*SIZES, "n_grpo_steps"), 1))
         for word, name in SIZES.items():
             self._same(word, name, getattr(self, word))
         if self.use_std_normalization is not None:

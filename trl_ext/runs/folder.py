@@ -27,7 +27,6 @@ RESULT_FILES = (
     "reward_mistakes.jsonl",
     "results.json",
     "report.png",
-    "report_time.png",
 )
 
 
@@ -48,15 +47,10 @@ def open_run_folder(output_dir: str, *, overwrite: bool, resume_from_checkpoint:
     _check_writable(folder)
     earlier = _earlier_run(folder)
     if earlier and not overwrite:
-        holds = f"{output_dir} holds an earlier run ({', '.join(earlier[:3])})"
-        if last_checkpoint(folder) is None:
-            raise FileExistsError(
-                f"{holds} and no checkpoint of it to resume: choose another --output_dir, or begin anew with "
-                "--overwrite_output_dir"
-            )
+        resume = "" if last_checkpoint(folder) is None else " resume it with --resume_from_checkpoint,"
         raise FileExistsError(
-            f"{holds}: choose another --output_dir, resume it with --resume_from_checkpoint, or give "
-            "--overwrite_output_dir"
+            f"{output_dir} holds an earlier run ({', '.join(earlier[:3])}): choose another --output_dir,{resume} or "
+            "begin anew with --overwrite_output_dir"
         )
     return None
 
@@ -76,12 +70,11 @@ def _checkpoint_to_resume(folder: Path, wanted: str) -> str | None:
             if is_main_process():
                 print(f"{folder} has no checkpoint yet: its run begins anew")
             return None
-        if earlier:
-            raise FileNotFoundError(
-                f"{folder} has no checkpoint to resume, only {', '.join(earlier[:3])}: to begin anew, give "
-                "--overwrite_output_dir in place of --resume_from_checkpoint"
-            )
-        raise FileNotFoundError(f"{folder} has no checkpoint to resume: leave out --resume_from_checkpoint")
+        holds = f", only {', '.join(earlier[:3])}" if earlier else ""
+        raise FileNotFoundError(
+            f"{folder} has no checkpoint to resume{holds}: leave out --resume_from_checkpoint, or give "
+            "--overwrite_output_dir in its place"
+        )
     if is_main_process():
         print(f"going on from {last}")
     return str(last)
@@ -111,14 +104,6 @@ def clear_run_folder(output_dir: str) -> None:
     folders = ("samples", "best", "best.partial", PARTIAL_FOLDER)
     for path in [*folder.glob("checkpoint-*"), *(folder / name for name in folders)]:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def forget_other_base(folder: Path, resolved: str) -> None:
-    """Remove base responses left by a run with other arguments that ended before its first step."""
-    config = folder / "config.yaml"
-    if config.is_file() and config.read_text(encoding="utf-8") != resolved:
-        for path in folder.glob("samples/base_*.jsonl"):
-            path.unlink()
 
 
 # ---- Settings ----

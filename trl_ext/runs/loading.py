@@ -19,8 +19,9 @@ from trl_ext.held_out.table import GenerationTableCallback
 from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.faults import plain_faults
-from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, check_at_least, one_line_errors
+from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors
 from trl_ext.trainers.context import check_rows
+from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
 
@@ -43,8 +44,7 @@ class EvaluatedArguments:
     )
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_generation_prompts")
-        check_at_least(self, 0, "generation_eval_every")
+        check_at_least(self, {"num_generation_prompts": 1, "generation_eval_every": 0})
         if self.generation_temperature < 0:
             raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
 

@@ -11,7 +11,7 @@ from datasets import Dataset
 from trl_ext.data.formats import convert_file
 from trl_ext.data.rows import read_jsonl
 from trl_ext.held_out.generations import evaluate_pairs
-from trl_ext.runs.arguments import check_at_least, one_line_errors
+from trl_ext.runs.arguments import one_line_errors
 from trl_ext.runs.loading import (
     EvaluatedArguments,
     can_be_resumed,
@@ -24,6 +24,7 @@ from trl_ext.runs.loading import (
 from trl_ext.runs.results import end_with_results
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import PreferenceConfig, PreferenceTrainer
+from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
 
@@ -41,7 +42,7 @@ class OfflineArguments(EvaluatedArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 1, "max_new_tokens")
+        check_at_least(self, {"max_new_tokens": 1})
 
     def generation_limits(self) -> dict[str, int]:
         """Keyword arguments of `evaluate_generations`."""
@@ -112,7 +113,7 @@ class DemonstrationArguments(OfflineArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 1, "num_examples", "max_prompt_tokens")
+        check_at_least(self, {"num_examples": 1, "max_prompt_tokens": 1})
 
 
 def refuse_completions(arguments: DemonstrationArguments) -> None:

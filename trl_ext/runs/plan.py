@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from trl import get_peft_config
 
 from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
+from trl_ext.runs.folder import RESULT_FILES
 from trl_ext.trainers.expert_iteration import ExpertIterationConfig
 from trl_ext.trainers.kto import KTOConfig
 from trl_ext.trainers.policy.config import PolicyConfig
@@ -29,8 +30,8 @@ _BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2}
 _TILE = (4096, 32768)
 LEFT_OUT = (
     "the libraries and the driver, fragmentation, DDP's copy of the gradients, layers that are gathered from shards, "
-    "attention scores where attention is eager, the cache of keys and values in generation, vLLM, reward models, and "
-    "optimizers other than Adam with two states in the type of the weights"
+    "attention scores where attention is eager, the cache of keys and values in generation, vLLM, reward models, "
+    "quantization, and optimizers other than Adam with two states in the type of the weights"
 )
 
 
@@ -121,21 +122,11 @@ def check_engine(engine: Engine, *, allow_fallback: bool) -> str | None:
     return found
 
 
-def run_check(launch: LaunchArguments, check: Callable[[], str | None]) -> str | None:
-    """The result of a check. `--print_plan` prints the plan even if the check fails, with a line that says why."""
-    try:
-        return check()
-    except (OSError, ValueError) as error:
-        if launch.print_plan is None:
-            raise
-        warn_once_per_run(f"the run itself would be refused: {error}")
-        return None
-
-
 def check_launch(launch: LaunchArguments, training) -> None:
     """Raise an error if the engine is not the requested one, or print a warning if a fallback is allowed."""
-    allowed = launch.allow_engine_fallback
-    fallback = run_check(launch, lambda: check_engine(engine_in_force(training), allow_fallback=allowed))
+    # A plan describes the engine, whatever it is.
+    allowed = launch.allow_engine_fallback or launch.print_plan is not None
+    fallback = check_engine(engine_in_force(training), allow_fallback=allowed)
     if fallback is not None:
         warn_once_per_run(fallback)
 
@@ -150,10 +141,9 @@ def plan_run(
     datasets: Mapping[str, Any],
     revision: str | None = None,
     dtype: str | None = "float32",
-    quantized_bits: int | None = None,
     peft_config=None,
 ) -> dict[str, Any]:
-    """The plan of a run, ready for JSON: `engine`, `updates`, `parameters`, and bytes of `memory` and `disk`.
+    """The plan of a run, ready for JSON: `engine`, `updates`, `parameters`, and bytes of `memory`.
 
     A model has P parameters of b bytes, of which T are trained. A process then holds P b bytes of weights, T b of
     gradients and 2 T b of Adam states, each divided by the number of processes that share it. For each token and
@@ -167,7 +157,6 @@ def plan_run(
             own data.
         revision: revision of the hub repository.
         dtype: type in which the weights are loaded; None or auto for the saved one.
-        quantized_bits: 4 or 8 for quantized weights.
         peft_config: configuration of the adapter; None to train all parameters.
 
     Raises:
@@ -175,7 +164,7 @@ def plan_run(
         ValueError: the model needs remote code.
     """
     engine = engine_in_force(args)
-    config, base, linear, trained = _parameters(model, revision, peft_config, isinstance(args, RewardConfig))
+    config, base, trained = _parameters(model, revision, peft_config, isinstance(args, RewardConfig))
     adapter = trained if peft_config is not None else 0
     held = str(config.dtype or "float32").removeprefix("torch.") if dtype in (None, "auto") else dtype
     reference = not adapter and keeps_reference(args, model, datasets)
@@ -183,10 +172,6 @@ def plan_run(
     zero, mixed = engine.name.startswith("ZeRO"), engine.mixed_precision != "no"
     each = 2 if zero and mixed else 4 if engine.name == "FSDP2" and mixed and not adapter else _BYTES[held]
     of_trained = (2 if zero and mixed else 4) if adapter else each
-    weights = base * each
-    if quantized_bits is not None:
-        # Each block of 64 weights has a scale of 4 bytes.
-        weights = (base - linear) * each + linear * (quantized_bits / 8 + 4 / 64)
     # DeepSpeed keeps two states and a copy of the weights in float32.
     optimizer = trained * (12 if zero else 2 * of_trained)
     stage = int(engine.name[-1]) if zero else 3 if engine.name.startswith("FSDP") else 0
@@ -200,7 +185,7 @@ def plan_run(
     outputs = 1 if isinstance(args, RewardConfig) else text.vocab_size
     copies = 8 if engine.device.startswith("cpu") else 2
     memory = {
-        "weights": (weights + adapter * of_trained) / of_weights,
+        "weights": (base * each + adapter * of_trained) / of_weights,
         "gradients": trained * of_trained / of_gradients,
         "optimizer": optimizer / of_optimizer,
         "reference": base * each / of_weights if reference else 0,
@@ -208,18 +193,16 @@ def plan_run(
         "logits": min(tokens, _TILE[0]) * min(outputs, _TILE[1]) * 4 * copies,
     }
     memory = {name: math.ceil(value) for name, value in memory.items()}
-    saved = (adapter or base) * of_trained
     return {
         "engine": vars(engine),
         "updates": plan_updates(args, engine.processes, len(datasets.get("train_dataset") or ()) or None),
         "parameters": {"total": base + adapter, "trained": trained, "dtype": held, "reference": reference},
         "memory": {**memory, "total": sum(memory.values())},
-        "disk": {"model": saved, "checkpoint": saved + (0 if args.save_only_model else optimizer)},
     }
 
 
-def _parameters(name: str, revision: str | None, peft_config, classifier: bool) -> tuple[Any, int, int, int]:
-    """The configuration, and parameter counts: without the adapter, in linear layers (no head), and trained."""
+def _parameters(name: str, revision: str | None, peft_config, classifier: bool) -> tuple[Any, int, int]:
+    """The configuration, the number of parameters without the adapter, and the number of trained ones."""
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not (Path(name) / "config.json").is_file():
         name = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -230,11 +213,6 @@ def _parameters(name: str, revision: str | None, peft_config, classifier: bool) 
     with torch.device("meta"):
         model = kind.from_config(config)
         model.tie_weights()
-        linear = sum(
-            module.weight.numel()
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and name not in ("lm_head", "score")
-        )
         base = sum(parameter.numel() for parameter in model.parameters())
         if peft_config is not None:
             from peft import get_peft_model
@@ -243,7 +221,7 @@ def _parameters(name: str, revision: str | None, peft_config, classifier: bool) 
                 peft_config.task_type = "SEQ_CLS"
             model = get_peft_model(model, peft_config)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return config, base, linear, trained
+    return config, base, trained
 
 
 def tokens_of_pass(args) -> int:
@@ -273,27 +251,18 @@ def plan_updates(args, processes: int, rows: int | None) -> dict[str, Any]:
     passes, accumulation = args.train_batch_size * processes, args.gradient_accumulation_steps
     if isinstance(args, ExpertIterationConfig):
         responses = args.n_steps * args.questions_per_step * args.rollouts_per_question
-        return {
-            "rounds": args.n_steps,
-            "questions_per_round": args.questions_per_step,
-            "responses": responses,
-            "examples_per_update": passes * accumulation,
-            "updates": None,
-        }
+        return {"rounds": args.n_steps, "responses": responses, "examples_per_update": passes * accumulation}
     if isinstance(args, PolicyConfig):
         per_rollout = args.generation_batch_size // args.num_generations
         of_rollout = args.steps_per_generation * args.num_iterations
         updates = _updates(args, None if rows is None else rows // per_rollout * of_rollout)
-        rollouts = None if updates is None else math.ceil(updates * accumulation / of_rollout)
         return {
             "prompts": rows,
             "prompts_per_rollout": per_rollout,
-            "responses_per_prompt": args.num_generations,
             "responses_per_rollout": args.generation_batch_size,
             "responses_per_update": passes * accumulation,
             "updates_per_rollout": args.updates_per_rollout,
-            "rollouts": rollouts,
-            "responses": None if rollouts is None else rollouts * args.generation_batch_size,
+            "rollouts": None if updates is None else math.ceil(updates * accumulation / of_rollout),
             "updates": updates,
         }
     unit = "pairs" if isinstance(args, (PreferenceConfig, RewardConfig)) else "examples"
@@ -303,8 +272,7 @@ def plan_updates(args, processes: int, rows: int | None) -> dict[str, Any]:
         # Without `dataloader_drop_last`, all processes get the same number of rows, and some rows appear twice.
         batches = math.ceil(rows / args.train_batch_size)
         micro_batches = rows // passes if args.dataloader_drop_last else math.ceil(batches / processes)
-    per_update = {f"{unit}_per_pass": args.train_batch_size, f"{unit}_per_update": passes * accumulation}
-    return {unit: rows, **per_update, "updates": _updates(args, micro_batches)}
+    return {unit: rows, f"{unit}_per_update": passes * accumulation, "updates": _updates(args, micro_batches)}
 
 
 def _updates(args, micro_batches: int | None) -> int | None:
@@ -317,17 +285,8 @@ def _updates(args, micro_batches: int | None) -> int | None:
 # ---- Printing ----
 
 
-def end_with_plan(
-    launch: LaunchArguments, model, training, datasets: Mapping[str, Any], files: tuple[str, ...]
-) -> None:
+def end_with_plan(launch: LaunchArguments, model, training, datasets: Mapping[str, Any]) -> None:
     """If `--print_plan` is given, print the plan and exit with code 0.
-
-    Args:
-        launch: the run's launch arguments.
-        model: its model arguments.
-        training: the trainer's configuration.
-        datasets: the trainer's datasets.
-        files: files that a run may write into its folder, in addition to checkpoints.
 
     Raises:
         ValueError: as for `plan_run`, or the model cannot be read.
@@ -341,7 +300,6 @@ def end_with_plan(
             datasets=datasets,
             revision=model.model_revision,
             dtype="float32" if training.use_cpu and not training.bf16 else model.dtype,
-            quantized_bits=4 if model.load_in_4bit else 8 if model.load_in_8bit else None,
             peft_config=get_peft_config(model),
         )
     except OSError as error:
@@ -349,9 +307,7 @@ def end_with_plan(
             f"the model {model.model_name_or_path!r} could not be read for its plan; without a network, give a copy's "
             f"folder with --model_name_or_path. ({error})"
         ) from error
-    plan["model"] = model.model_name_or_path
-    plan["files"] = {"folder": training.output_dir, "names": list(files), "trackers": list(training.report_to)}
-    plan["left_out"] = LEFT_OUT
+    plan |= {"model": model.model_name_or_path, "folder": training.output_dir, "left_out": LEFT_OUT}
     if is_main_process():
         # Print last, below the output of the recipe and the engine.
         print(json.dumps(plan) if launch.print_plan == "json" else plan_text(plan))
@@ -364,27 +320,25 @@ def end_with_plan(
 
 def plan_text(plan: Mapping[str, Any]) -> str:
     """The plan as text."""
-    engine, parameters, memory, files = (plan[name] for name in ("engine", "parameters", "memory", "files"))
+    engine, parameters, memory = (plan[name] for name in ("engine", "parameters", "memory"))
     fallback = "" if engine["name"] == engine["asked"] else f" ({engine['asked']} was asked for)"
     reference = ", and a reference model as large" if parameters["reference"] else ""
-    updates = {
-        name.replace("_", " "): "known only in training" if count is None else f"{count:,}"
-        for name, count in plan["updates"].items()
-    }
     lines = [
         f"plan for {plan['model']}",
         f"processes: {engine['processes']}, the first on {engine['device']}; engine: {engine['name']}{fallback}; "
         f"mixed precision: {engine['mixed_precision']}",
         "updates:",
-        *(f"  {name}: {count}" for name, count in updates.items()),
+        *(
+            f"  {name.replace('_', ' ')}: {'known only in training' if count is None else f'{count:,}'}"
+            for name, count in plan["updates"].items()
+        ),
         f"parameters: {parameters['total']:,} in {parameters['dtype']}, of which {parameters['trained']:,} are "
         f"trained{reference}",
         f"memory of each process's device, about {_size(memory['total'])}:",
         *(f"  {name}: {_size(value)}" for name, value in memory.items() if value and name != "total"),
         f"  left out: {plan['left_out']}",
-        f"disk: {_size(plan['disk']['checkpoint'])} for a checkpoint, {_size(plan['disk']['model'])} for the model",
-        f"written into {os.path.join(files['folder'], '')}: checkpoint-*/, samples/, the model, and what applies of "
-        f"{', '.join(files['names'])}" + "".join(f"; and to {tracker}" for tracker in files["trackers"]),
+        f"written into {plan['folder']}: checkpoint-*/, samples/, the model, and what applies of "
+        f"{', '.join(RESULT_FILES)}",
     ]
     return "\n".join(lines)
 

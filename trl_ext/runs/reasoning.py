@@ -15,7 +15,7 @@ from trl_ext.evaluation.reasoning import grader
 from trl_ext.processes import is_main_process
 from trl_ext.rollouts import SamplingSettings
 from trl_ext.rollouts.engines import ANSWER_END
-from trl_ext.runs.arguments import check_at_least
+from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
 
@@ -55,7 +55,7 @@ class ProblemArguments:
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_eval_prompts")
+        check_at_least(self, {"num_eval_prompts": 1})
         sampling_settings(self)
 
 
@@ -91,8 +91,7 @@ class SFTArguments(TrainingProblems):
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 0, "generation_eval_every")
-        check_at_least(self, 1, "num_generation_prompts", "num_examples")
+        check_at_least(self, {"generation_eval_every": 0, "num_generation_prompts": 1, "num_examples": 1})
 
 
 @dataclass
@@ -109,7 +108,7 @@ class ValidatedProblems(TrainingProblems):
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 1, "num_validation_prompts", "num_train_problems")
+        check_at_least(self, {"num_validation_prompts": 1, "num_train_problems": 1})
 
 
 @dataclass
@@ -120,7 +119,7 @@ class GRPOMathArguments(ValidatedProblems):
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 0, "eval_every")
+        check_at_least(self, {"eval_every": 0})
 
     def sample_as(self, training) -> None:
         """Make evaluations sample as many tokens as rollouts do.

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from trl_ext.evaluation.command_line import format_interval, format_table
+from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import CATEGORIES, accuracy_gain, summarize_reasoning
-from trl_ext.evaluation.reporting.model_card import results_section
-from trl_ext.evaluation.reporting.plots import curve_panels, plot_run, run_title, save_panels
-from trl_ext.files import write_json, write_json_lines
+from trl_ext.evaluation.reporting.plots import plot_run
+from trl_ext.files import write_json_lines
 from trl_ext.held_out.reasoning import DECODINGS, ReasoningEvaluation
 from trl_ext.rollouts import SamplingSettings, end_processes
 from trl_ext.runs.reasoning import Problems
-from trl_ext.runs.results import FILES, describe_run, drawing, say_written
+from trl_ext.runs.results import describe_run, estimate, figure, write_results
 from trl_ext.runs.training_run import TrainingRun
-from trl_ext.trainers.callbacks import read_metrics
 
 TITLES = {"correct": "correct", "wrong_answer": "wrong answer", "wrong_format": "wrong format"}
 PANELS = {
@@ -35,19 +32,6 @@ LENGTHS = {
     "mean_tokens_incorrect": "mean length, incorrect",
     "truncated_fraction": "cut at the token limit",
     "mean_entropy": "mean entropy (nats per token)",
-}
-# Title -> label of each curve -> metric, plotted over steps and over time.
-TIME_PANELS = {
-    "Accuracy on validation problems, 95% interval": {
-        "sampled": "eval_score",
-        "in the form": "eval_rewards/format",
-    },
-    "Reward of the rollouts": {"mean": "reward"},
-    "Response length (tokens), validation": {
-        "correct": "eval_completions/mean_length_correct",
-        "incorrect": "eval_completions/mean_length_incorrect",
-    },
-    "Entropy (nats per token)": {"rollouts": "entropy", "validation": "eval_entropy"},
 }
 
 
@@ -77,7 +61,6 @@ def end_with_comparison(
     done: int,
     of: int,
     unit: str = "steps",
-    over_time: bool = False,
     **described: Any,
 ) -> None:
     """Evaluate the trained policy, write and print the comparison with its base, and shut the processes down.
@@ -89,7 +72,6 @@ def end_with_comparison(
         done: number of steps or rounds completed.
         of: number of steps or rounds planned.
         unit: what `done` and `of` count.
-        over_time: whether to draw `report_time.png`.
         described: the recipe's own entries in the description of the run.
     """
     after = {decoding: evaluation.evaluate(decoding, progress=f"policy, {decoding}") for decoding in DECODINGS}
@@ -97,32 +79,34 @@ def end_with_comparison(
     if trainer.accelerator.is_main_process:
         stopped = run.arguments.max_hours is not None and done < of
         described = describe_run(trainer, run.describe(stopped_by_max_hours=stopped, **described))
-        results = write_comparison(run.folder, described, before, after)
-        trainer.card_results = results_section(results)
-        trainer.create_model_card()
-        print_comparison(results, after["sampled"], run.training.output_dir)
-        if over_time:
-            plot_over_time(run.folder, results)
+        results = comparison(described, before, after)
+        write_json_lines(run.folder / "generations.jsonl", _beside_base(before, after))
+        write_results(
+            trainer,
+            results,
+            lambda metrics, path: plot_run(metrics, results, path, PANELS),
+            lambda: _show(results["reasoning"], after["sampled"]),
+        )
         if stopped:
-            run.say_stopped(done, of, unit)
+            print(
+                f"stopped by --max_hours {run.arguments.max_hours:g} after {done} of {of} {unit}; with more hours, "
+                "--resume_from_checkpoint goes on"
+            )
     end_processes(trainer.accelerator)
 
 
-def write_comparison(
-    folder: str | Path, run: Mapping[str, Any], before: Mapping[str, list], after: Mapping[str, list]
-) -> dict[str, Any]:
-    """Write `generations.jsonl`, `results.json` and `report.png` into the run folder, under the names all recipes use.
+def comparison(run: Mapping[str, Any], before: Mapping[str, list], after: Mapping[str, list]) -> dict[str, Any]:
+    """The content of `results.json`, under the names that all recipes use.
 
-    The score in the results is the accuracy of the sampled responses; the rewards are its two parts.
+    The score is the accuracy of the sampled responses.
     """
-    folder = Path(folder)
     found: dict[str, Any] = {
         name: {decoding: summarize_reasoning(rows[decoding]) for decoding in DECODINGS}
         for name, rows in (("before", before), ("after", after))
     }
     found["gain"] = {decoding: accuracy_gain(before[decoding], after[decoding]) for decoding in DECODINGS}
     own, base = (found[name]["sampled"] for name in ("after", "before"))
-    results = {
+    return {
         "run": dict(run),
         "win_rate": None,
         "score": {
@@ -139,11 +123,6 @@ def write_comparison(
         },
         "reasoning": found,
     }
-    write_json_lines(folder / "generations.jsonl", _beside_base(before, after))
-    write_json(folder / "results.json", results)
-    with drawing("report.png"):
-        plot_run(read_metrics(folder / "metrics.jsonl"), results, folder / "report.png", PANELS)
-    return results
 
 
 def _beside_base(before: Mapping[str, list], after: Mapping[str, list]) -> list[dict[str, Any]]:
@@ -166,58 +145,31 @@ def _beside_base(before: Mapping[str, list], after: Mapping[str, list]) -> list[
     ]
 
 
-def print_comparison(results: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], output_dir: str) -> None:
+def _show(found: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the table of figures before and after training, and a response of each category."""
-    run, found = results["run"], results["reasoning"]
-    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
     before, after, gain = (found[name] for name in ("before", "after", "gain"))
     lines = []
     for decoding in DECODINGS:
         pair = (before[decoding], after[decoding])
-        lines.append((f"accuracy, {decoding}", *(interval(one["accuracy"]) for one in pair)))
-        lines.append(("  gain", "", f"{interval(gain[decoding])}  p {gain[decoding]['p_value']:.1g}"))
-        lines.append(("  in the form asked for", *(interval(one["format_rate"]) for one in pair)))
-        lines.append((f"  {' / '.join(TITLES.values())}", *(_counts(one) for one in pair)))
+        lines.append((f"accuracy, {decoding}", *(estimate(one["accuracy"]) for one in pair)))
+        lines.append(("  gain", "", f"{estimate(gain[decoding])}  p {gain[decoding]['p_value']:.1g}"))
+        lines.append(("  in the form asked for", *(estimate(one["format_rate"]) for one in pair)))
+        counts = (" / ".join(str(one["categories"][name]) for name in CATEGORIES) for one in pair)
+        lines.append((f"  {' / '.join(TITLES.values())}", *counts))
         for key, label in LENGTHS.items():
-            lines.append((f"  {label}", *(_figure(one[key]) for one in pair)))
+            lines.append((f"  {label}", *(figure(one[key]) for one in pair)))
     print(f"\n{format_table(('', 'before', 'after'), lines)}")
-    print_examples(rows)
+    print(examples(rows))
     print(f"n {after['sampled']['n_prompts']} problems, 95% intervals")
-    say_written(run, output_dir, FILES)
 
 
-def print_examples(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the first response of each category."""
+def examples(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The first response of each category."""
+    lines = []
     for category in CATEGORIES:
         row = next((row for row in rows if row["category"] == category), None)
         if row is not None:
             prompt = textwrap.shorten(row["prompt_text"], 100)
-            print(f"\n{TITLES[category]}: {prompt}  (answer {row['answer']})")
-            print(f"  {textwrap.shorten(row['response_text'], 200) or '(empty)'}")
-
-
-def _counts(summary: Mapping[str, Any]) -> str:
-    return " / ".join(str(summary["categories"][name]) for name in CATEGORIES)
-
-
-def plot_over_time(folder: str | Path, results: Mapping[str, Any]) -> None:
-    """Plot the run's metrics into `report_time.png`: over optimizer steps at the top, over training time below."""
-    metrics = read_metrics(Path(folder) / "metrics.jsonl")
-    timed = [row for row in metrics if "seconds" in row]
-    last = max((row["seconds"] for row in timed), default=0)
-    unit, scale = ("minutes", 60) if last >= 180 else ("seconds", 1)
-    # The curves' x-axis has this name.
-    over_time = [{**row, "step": row["seconds"] / scale} for row in timed]
-    drawn = curve_panels(TIME_PANELS, metrics)
-    drawn += curve_panels(TIME_PANELS, over_time, f"{unit} of training, evaluations included")
-    with drawing("report_time.png"):
-        save_panels(drawn, Path(folder) / "report_time.png", run_title(results["run"]))
-
-
-def interval(estimate: Mapping[str, float]) -> str:
-    """A mean and its interval, formatted for a table."""
-    return format_interval(estimate["mean"], estimate["low"], estimate["high"])
-
-
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"
+            lines.append(f"\n{TITLES[category]}: {prompt}  (answer {row['answer']})")
+            lines.append(f"  {textwrap.shorten(row['response_text'], 200) or '(empty)'}")
+    return "\n".join(lines)

@@ -13,20 +13,19 @@ from transformers import AutoModelForCausalLM
 from trl_ext import toy
 from trl_ext.data import encode_turn
 from trl_ext.evaluation import plot_reward_run, reward_metrics, reward_mistakes, true_order_metrics
-from trl_ext.evaluation.command_line import format_interval, format_table
+from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.judging.protocol import last_user_text
-from trl_ext.evaluation.reporting.model_card import results_section
-from trl_ext.files import write_json, write_json_lines
+from trl_ext.files import write_json_lines
 from trl_ext.held_out.reward_selection import CheckpointSelection, ScoredSamples
 from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.rollouts import end_processes, generate_responses
-from trl_ext.runs.arguments import ModelArguments, check_at_least, one_line_errors
+from trl_ext.runs.arguments import ModelArguments, one_line_errors
 from trl_ext.runs.loading import can_be_resumed, check_pairs, load_pairs, optional_split
-from trl_ext.runs.results import describe_run, drawing, say_written
+from trl_ext.runs.results import describe_run, estimate, write_results
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import RewardConfig, RewardTrainer
-from trl_ext.trainers.callbacks import read_metrics
+from trl_ext.trainers.defaults import check_at_least
 
 DEFAULT_SELECTION_SPLIT = "validation_prefs"
 
@@ -68,8 +67,7 @@ class RewardArguments:
             raise ValueError(
                 f"best_of_n must lie between 1 and samples_per_prompt {self.samples_per_prompt}, got {self.best_of_n}"
             )
-        check_at_least(self, 0, "num_mistakes")
-        check_at_least(self, 1, "num_train_pairs")
+        check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})
         if not 0 <= self.label_noise <= 1:
             raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
 
@@ -111,21 +109,26 @@ def main() -> None:
     if held_out is not None:
         scores = trainer.score_pairs(trainer.eval_dataset, progress="held-out pairs")
     if trainer.accelerator.is_main_process:
-        results = write_reward_results(
-            trainer,
-            run.describe(
-                objective=_objective(training, arguments),
-                train_pairs=len(trainer.train_dataset),
-                label_noise=arguments.label_noise,
-                eval_split=None if held_out is None else arguments.eval_split,
-            ),
-            held_out,
-            scores,
-            selected,
-            true_score=toy.score if arguments.dataset_name == "toy" else None,
-            num_mistakes=arguments.num_mistakes,
+        described = run.describe(
+            objective=_objective(training, arguments),
+            train_pairs=len(trainer.train_dataset),
+            label_noise=arguments.label_noise,
+            eval_split=None if held_out is None else arguments.eval_split,
+            weights="last" if selected is None else f"checkpoint-{selected['step']}",
         )
-        print_reward_results(results, training.output_dir)
+        results = {"run": describe_run(trainer, described), "selection": selected, "pairs": None, "true_order": None}
+        margins: list[float] = []
+        if scores is not None:
+            true_score = toy.score if arguments.dataset_name == "toy" else None
+            found, margins = evaluate_scores(run.folder, held_out, scores, true_score, arguments.num_mistakes)
+            results |= found
+        title = f"{described['objective']}, model {described['model']}, data {described['dataset']}"
+        write_results(
+            trainer,
+            results,
+            lambda metrics, path: plot_reward_run(metrics, results["pairs"], margins, path, title=title),
+            lambda: _show(results),
+        )
     end_processes(trainer.accelerator)
 
 
@@ -234,50 +237,32 @@ def _objective(training: RewardConfig, arguments: RewardArguments) -> str:
 # ---- Results ----
 
 
-def write_reward_results(
-    trainer,
-    run: dict[str, Any],
+def evaluate_scores(
+    folder: Path,
     held_out,
-    scores: tuple[Sequence[float], Sequence[float]] | None,
-    selection: dict[str, Any] | None,
-    *,
+    scores: tuple[Sequence[float], Sequence[float]],
     true_score: Callable[[str, str], float] | None,
     num_mistakes: int,
-) -> dict[str, Any]:
-    """Write scores, mistakes, `results.json` and `report.png` into the run folder; return the results.
+) -> tuple[dict[str, Any], list[float]]:
+    """Write the scores and the mistakes into the run folder; return the results and each pair's margin.
 
     Args:
-        trainer: the trainer after training.
-        run: description of the run, with `training_seconds` and `total_seconds`.
-        held_out: rows of the held-out pairs; None if there are none.
+        folder: the run folder.
+        held_out: rows of the held-out pairs.
         scores: scores of their chosen and of their rejected responses.
-        selection: how the scored and saved checkpoint was chosen; None for the last one.
         true_score: `f(prompt_text, response)`, a known quality; None for none.
         num_mistakes: maximum number of rows in `reward_mistakes.jsonl`.
     """
-    folder = Path(trainer.args.output_dir)
-    run["weights"] = "last" if selection is None else f"checkpoint-{selection['step']}"
-    results = {"run": describe_run(trainer, run), "selection": selection, "pairs": None, "true_order": None}
-    margins: list[float] = []
-    if scores is not None:
-        chosen, rejected = ([float(score) for score in side] for side in scores)
-        margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
-        results["pairs"] = reward_metrics(chosen, rejected)
-        if true_score is not None:
-            results["true_order"] = true_order_metrics(chosen, rejected, *_true_scores(held_out, true_score))
-        rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
-        keys = ("row_id", "chosen_score", "rejected_score", "margin")
-        write_json_lines(folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
-        mistakes = reward_mistakes(held_out, chosen, rejected, num_mistakes)
-        write_json_lines(folder / "reward_mistakes.jsonl", mistakes)
-    write_json(folder / "results.json", results)
-    trainer.card_results = results_section(results)
-    trainer.create_model_card()
-    title = f"{run['objective']}, model {run['model']}, data {run['dataset']}"
-    with drawing("report.png"):
-        metrics = read_metrics(folder / "metrics.jsonl")
-        plot_reward_run(metrics, results["pairs"], margins, folder / "report.png", title=title)
-    return results
+    chosen, rejected = ([float(score) for score in side] for side in scores)
+    margins = [c - r for c, r in zip(chosen, rejected, strict=True)]
+    results: dict[str, Any] = {"pairs": reward_metrics(chosen, rejected)}
+    if true_score is not None:
+        results["true_order"] = true_order_metrics(chosen, rejected, *_true_scores(held_out, true_score))
+    rows = zip(held_out["row_id"], chosen, rejected, margins, strict=True)
+    keys = ("row_id", "chosen_score", "rejected_score", "margin")
+    write_json_lines(folder / "scores.jsonl", [dict(zip(keys, row, strict=True)) for row in rows])
+    write_json_lines(folder / "reward_mistakes.jsonl", reward_mistakes(held_out, chosen, rejected, num_mistakes))
+    return results, margins
 
 
 def _true_scores(rows, true_score: Callable[[str, str], float]) -> tuple[list[float], list[float]]:
@@ -289,10 +274,9 @@ def _true_scores(rows, true_score: Callable[[str, str], float]) -> tuple[list[fl
     return chosen, rejected
 
 
-def print_reward_results(results: dict[str, Any], output_dir: str) -> None:
+def _show(results: dict[str, Any]) -> None:
     """Print the compared checkpoints, and the figures of the one that was kept."""
-    run, selection = results["run"], results["selection"]
-    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, {run['optimizer_steps']} steps")
+    run, selection, pairs, order = (results[name] for name in ("run", "selection", "pairs", "true_order"))
     if selection is not None:
         criterion = selection["criterion"]
         criterion += " (lowest negative log-likelihood)" if criterion == "calibration" else ""
@@ -303,32 +287,18 @@ def print_reward_results(results: dict[str, Any], output_dir: str) -> None:
             for entry in selection["checkpoints"]
         ]
         print(format_table([*names, ""], rows))
-    rows = [*_pairs(results), *_true_order(results)]
-    if rows:
-        header = (f"held-out pairs, {run['eval_split']}, {run['weights']}", "")
-        print(f"\n{format_table(header, rows)}")
-    files = ("results.json", "scores.jsonl", "reward_mistakes.jsonl", "metrics.jsonl", "config.yaml", "report.png")
-    say_written(run, output_dir, files)
-
-
-def _pairs(results):
-    pairs = results["pairs"]
     if pairs is None:
         return
     ties = f", {pairs['ties']} ties" if pairs["ties"] else ""
-    yield "accuracy", f"{_interval(pairs)}  n {pairs['n']}{ties}"
-    yield "mean margin", f"{pairs['margin']:.3f}"
-    yield "negative log-likelihood", f"{pairs['nll']:.3f}  (0.693 where nothing is known)"
-    yield "Brier score", f"{pairs['brier']:.3f}  (0.250 where nothing is known)"
-    yield f"ECE, {len(pairs['calibration'])} bins", f"{pairs['ece']:.3f}"
-
-
-def _true_order(results):
-    order = results["true_order"]
+    rows = [
+        ("accuracy", f"{estimate(pairs, 'accuracy')}  n {pairs['n']}{ties}"),
+        ("mean margin", f"{pairs['margin']:.3f}"),
+        ("negative log-likelihood", f"{pairs['nll']:.3f}  (0.693 where nothing is known)"),
+        ("Brier score", f"{pairs['brier']:.3f}  (0.250 where nothing is known)"),
+        (f"ECE, {len(pairs['calibration'])} bins", f"{pairs['ece']:.3f}"),
+    ]
     if order is not None and order["n"]:
-        yield "accuracy, true order", f"{_interval(order)}  n {order['n']}, {order['ties']} ties"
-        yield "  of the labels", f"{order['label_agreement']:.3f}"
-
-
-def _interval(found: dict[str, Any]) -> str:
-    return format_interval(found["accuracy"], found["low"], found["high"])
+        rows.append(("accuracy, true order", f"{estimate(order, 'accuracy')}  n {order['n']}, {order['ties']} ties"))
+        rows.append(("  of the labels", f"{order['label_agreement']:.3f}"))
+    header = (f"held-out pairs, {run['eval_split']}, {run['weights']}", "")
+    print(f"\n{format_table(header, rows)}")

@@ -23,16 +23,14 @@ from trl_ext.resilience.preemption import Preemption
 from trl_ext.resilience.secrets import arguments_without_secrets
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import (
-    RESULT_FILES,
     check_same_settings,
     clear_run_folder,
     config_text,
-    forget_other_base,
     open_run_folder,
     settings_digest,
 )
 from trl_ext.runs.loading import load_trainer
-from trl_ext.runs.plan import LaunchArguments, check_launch, end_with_plan, run_check
+from trl_ext.runs.plan import LaunchArguments, check_launch, end_with_plan
 from trl_ext.trainers.callbacks import MetricsFileCallback, StepLineCallback, TimeBudgetCallback, read_metrics
 
 
@@ -71,13 +69,14 @@ class TrainingRun:
         """Create the trainer on the datasets given as keywords; with `eval_dataset=None` it does not evaluate.
 
         Raises:
-            ValueError: as for `loading.load_trainer`; a resumed run was started with other settings; or the best
-                checkpoint is to be chosen on rows that do not exist.
+            ValueError: as for `loading.load_trainer`; a resumed run was started with other settings or has used up its
+                time; or the best checkpoint is to be chosen on rows that do not exist.
         """
         # Do this before the data and model change the arguments: config.yaml holds what the user requested.
         self.resolved = config_text(self.arguments, self.model, self.training)
         if self.checkpoint is not None:
             check_same_settings(self.folder / "config.yaml", self.resolved)
+            self._check_time_left()
         if "eval_dataset" in datasets and datasets["eval_dataset"] is None:
             if self.training.load_best_model_at_end:
                 raise ValueError(
@@ -85,7 +84,7 @@ class TrainingRun:
                     "with --eval_split, or leave it out to keep the last"
                 )
             self.training.eval_strategy = IntervalStrategy.NO
-        end_with_plan(self.launch, self.model, self.training, datasets, RESULT_FILES)
+        end_with_plan(self.launch, self.model, self.training, datasets)
         return load_trainer(trainer_class, self.model, self.training, **datasets)
 
     def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
@@ -102,7 +101,9 @@ class TrainingRun:
             if self.arguments.overwrite_output_dir:
                 clear_run_folder(self.training.output_dir)
             elif self.checkpoint is None:
-                forget_other_base(self.folder, self.resolved)
+                # Those of a run that ended before its first step, perhaps with other arguments.
+                for path in self.folder.glob("samples/base_*.jsonl"):
+                    path.unlink()
             write_text(self.folder / "config.yaml", self.resolved)
         trainer.accelerator.wait_for_everyone()
         if metrics is None:
@@ -141,39 +142,19 @@ class TrainingRun:
             "total_seconds": time.time() - self.started,
         }
 
-    # ---- The time budget of recipes whose arguments have `max_hours` ----
-
-    def check_time_left(self) -> None:
-        """Refuse to resume a run whose time budget is used up.
-
-        Raises:
-            ValueError: no time is left.
-        """
+    def time_budget(self, trainer, metrics: MetricsFileCallback, *, period: int = 1) -> TimeBudgetCallback | None:
+        """A callback that ends training when `max_hours` are used up, at multiples of `period` steps; None without."""
         hours = self.arguments.max_hours
-        if self.checkpoint is None or hours is None:
+        return None if hours is None else TimeBudgetCallback(hours, metrics, trainer.accelerator, period=period)
+
+    def _check_time_left(self) -> None:
+        hours = getattr(self.arguments, "max_hours", None)
+        if hours is None:
             return
         rows = read_metrics(self.folder / "metrics.jsonl")
         taken = max((row.get("seconds", 0.0) for row in rows), default=0.0) / 3600
         if taken >= hours:
             raise ValueError(f"the run has taken {taken:.2f} of its --max_hours {hours:g}: give more")
-
-    def time_budget(self, trainer, metrics: MetricsFileCallback, *, period: int = 1) -> TimeBudgetCallback | None:
-        """A callback that ends training when the time budget is used up; None without `--max_hours`.
-
-        Args:
-            trainer: this run's trainer.
-            metrics: the callback that measures the time.
-            period: steps between the points at which the run may end.
-        """
-        hours = self.arguments.max_hours
-        return None if hours is None else TimeBudgetCallback(hours, metrics, trainer.accelerator, period=period)
-
-    def say_stopped(self, done: int, of: int, what: str = "steps") -> None:
-        """Print when the time budget ended the run, and how to resume it."""
-        print(
-            f"stopped by --max_hours {self.arguments.max_hours:g} after {done} of {of} {what}; with more hours, "
-            "--resume_from_checkpoint goes on"
-        )
 
 
 def begin_run(
@@ -209,19 +190,15 @@ def begin_run(
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
     check_launch(launch, training)
 
-    def check() -> str | None:
-        checkpoint = of_first_process(
-            lambda: open_run_folder(
-                training.output_dir,
-                overwrite=arguments.overwrite_output_dir,
-                resume_from_checkpoint=training.resume_from_checkpoint,
-            )
+    checkpoint = of_first_process(
+        lambda: open_run_folder(
+            training.output_dir,
+            overwrite=arguments.overwrite_output_dir,
+            resume_from_checkpoint=training.resume_from_checkpoint,
         )
-        check_trackers(training.report_to)
-        check_hub(training)
-        return checkpoint
-
-    checkpoint = run_check(launch, check)
+    )
+    check_trackers(training.report_to)
+    check_hub(training)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
 
 

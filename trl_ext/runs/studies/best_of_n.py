@@ -9,7 +9,7 @@ from typing import Any
 
 from trl_ext import toy
 from trl_ext.evaluation import best_of_n_curve, plot_best_of_n
-from trl_ext.evaluation.command_line import format_interval, format_table
+from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.methods.generations import compare_generations
 from trl_ext.files import write_json_lines
 from trl_ext.rollouts import (
@@ -23,7 +23,7 @@ from trl_ext.rollouts import (
 )
 from trl_ext.rollouts.best_of_n import EMPTY_CHOICES, KEEP_CHOICES
 from trl_ext.runs.online import only_reward
-from trl_ext.runs.results import drawing
+from trl_ext.runs.results import drawing, estimate
 from trl_ext.runs.studies.sampling import (
     JUDGE_CACHE,
     SampledArguments,
@@ -72,18 +72,14 @@ class BestOfNArguments(SampledArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        self.n = [1, 2, 4, 8, 16] if self.n is None else sorted(self.n)
-        if len({*self.n}) < len(self.n):
-            raise ValueError(f"n: a number is given twice among {', '.join(map(str, self.n))}")
-        if not self.n or self.n[0] < 1:
-            raise ValueError(f"n must be at least 1, got {self.n[0] if self.n else 'none'}")
+        self.n = sorted({1, 2, 4, 8, 16} if self.n is None else {*self.n})
+        if self.n[0] < 1:
+            raise ValueError(f"n must be at least 1, got {self.n[0]}")
         self.num_samples = self.n[-1] if self.num_samples is None else self.num_samples
         if self.num_samples < self.n[-1]:
             raise ValueError(f"num_samples {self.num_samples} is less than the largest n, {self.n[-1]}: sample more")
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError("best-of-n at temperature 0 would pick from equal responses: sample at --temperature 1")
-        if self.num_samples > 1 and self.top_k == 1:
-            raise ValueError("best-of-n at top_k 1 would pick from equal responses: sample with --top_k 0, from all")
+        if self.num_samples > 1 and (self.temperature == 0 or self.top_k == 1):
+            raise ValueError("best-of-n at temperature 0 or top_k 1 would pick from equal responses")
         for name, choices in (("empty", EMPTY_CHOICES), ("keep", (None, *KEEP_CHOICES))):
             if getattr(self, name) not in choices:
                 known = ", ".join(filter(None, choices))
@@ -156,8 +152,7 @@ def main() -> None:
                 add_true_scores(result.rows)
                 # The same rows as before, now with the score.
                 write_json_lines(folder / SAMPLES, result.rows)
-            found, outcomes = _figures(arguments, result, prompts, base, judge, folder)
-            results = _results(arguments, found, outcomes, result, prompts, base, tokenizer, folder)
+            results = _compare(arguments, result, prompts, base, judge, tokenizer, folder)
             named = {"reward": name_of_reward(reward), "judge": arguments.judge}
             objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g})"
             results["run"] = run.describe(objective, settings, **named)
@@ -167,65 +162,43 @@ def main() -> None:
             model, reward_name = run.model.model_name_or_path, named["reward"]
             title = f"{objective} by {reward_name}, model {model}, data {arguments.dataset_name}"
             with drawing("best_of_n.png"):
-                plot_best_of_n(found["curve"], folder / "best_of_n.png", title=title)
-            run.write_results(results)
-            _print(results)
-            run.say_written(results)
+                plot_best_of_n(results["best_of_n"]["curve"], folder / "best_of_n.png", title=title)
+            run.end(results, _table(results))
     end_processes(run.accelerator)
 
 
-def _figures(
-    arguments, result: BestOfN, prompts, base: list[Generation], judge, folder: Path
-) -> tuple[dict[str, Any], list[str | None]]:
-    """The curve over n, with the picks' win rate against the base in each row if there is a judge.
-
-    Also returns the outcomes of the picks of the largest n, or none without a judge.
-    """
+def _compare(
+    arguments: BestOfNArguments, result: BestOfN, prompts, base: list[Generation], judge, tokenizer, folder: Path
+) -> dict[str, Any]:
+    """The curve over n, and the picks of the largest n beside the base's responses; writes generations.jsonl."""
+    found = {**best_of_n_curve(result.samples, arguments.n), "unscorable": result.unscorable}
     outcomes: list[str | None] = []
-    found = best_of_n_curve(result.samples, arguments.n)
     for row in found["curve"]:
         picks = result.picks(row["n"])
         kept = [index for index, pick in enumerate(picks) if pick is not None]
-        own = [picks[index] for index in kept]
+        own, asked, other = ([values[index] for index in kept] for values in (picks, prompts, base))
         row["mean_tokens"] = sum(pick["generated_num_tokens"] for pick in own) / len(own)
         row["win_rate"] = None
         if judge is not None:
-            asked = [prompts[index] for index in kept]
-            compared, outcomes = judge_against(judge, asked, own, [base[index] for index in kept], folder)
+            compared, outcomes = judge_against(judge, asked, own, other, folder)
             row["win_rate"] = compared.to_dict()
-    return {**found, "unscorable": result.unscorable}, outcomes
-
-
-def _results(
-    arguments, found: dict[str, Any], outcomes, result: BestOfN, prompts, base: list[Generation], tokenizer, folder
-) -> dict[str, Any]:
-    """The picks of the largest n compared with the base, in the format of policy results; writes generations.jsonl."""
-    largest = arguments.n[-1]
-    picks = result.picks(largest)
-    kept = [index for index, pick in enumerate(picks) if pick is not None]
-    own = [picks[index] for index in kept]
+    # Those of the largest n, which is the last.
     comparison = compare_generations(
-        [prompts[index] for index in kept],
+        asked,
         [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
-        [base[index] for index in kept],
+        other,
         max_new_tokens=arguments.max_new_tokens,
         score_function=toy.score if arguments.has_ground_truth else None,
     )
     for row, pick in zip(comparison.rows, own, strict=True):
-        row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")} | {"best_of": largest}
+        row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")}
+        row["best_of"] = arguments.n[-1]
     for row, outcome in zip(comparison.rows, outcomes, strict=bool(outcomes)):
         row["outcome"] = outcome
     write_json_lines(folder / "generations.jsonl", comparison.rows)
-    return {
-        "run": None,
-        "win_rate": found["curve"][-1]["win_rate"],
-        "score": comparison.summary["score"],
-        "rewards": None,
-        "preferences": None,
-        "kl": None,
-        "generations": comparison.summary["generations"],
-        "best_of_n": found,
-    }
+    results = dict.fromkeys(("run", "rewards", "preferences", "kl"))
+    results |= {name: comparison.summary[name] for name in ("score", "generations")}
+    return {**results, "win_rate": found["curve"][-1]["win_rate"], "best_of_n": found}
 
 
 def _write_sft(arguments, result: BestOfN, prompts, provenance: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -240,33 +213,30 @@ def _write_sft(arguments, result: BestOfN, prompts, provenance: dict[str, Any], 
     return told
 
 
-def _print(results: dict[str, Any]) -> None:
+def _table(results: dict[str, Any]) -> str:
     run, found = results["run"], results["best_of_n"]
-    print(f"\n{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}")
     left_out = f", {found['left_out']} left out for want of rewards" if found["left_out"] else ""
-    print(f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base")
     names = {"proxy": "reward", "gold": "true score", "oracle": "best possible"}
     shown = [name for name in names if name in found["curve"][0]]
     judged = found["curve"][0]["win_rate"] is not None
     header = ["n", "KL bound", *(names[name] for name in shown), *(["win rate, ties as half"] * judged), "tokens"]
-    lines = []
+    rows = []
     for row in found["curve"]:
-        win = [_interval(row["win_rate"]["half"], "rate")] if judged else []
-        estimates = [_interval(row[name]) if name != "oracle" else f"{row[name]['mean']:.3f}" for name in shown]
-        lines.append([str(row["n"]), f"{row['kl_bound']:.3f}", *estimates, *win, f"{row['mean_tokens']:.1f}"])
-    print(f"\n{format_table(header, lines)}")
+        win = [estimate(row["win_rate"]["half"], "rate")] if judged else []
+        estimates = [estimate(row[name]) if name != "oracle" else f"{row[name]['mean']:.3f}" for name in shown]
+        rows.append([str(row["n"]), f"{row['kl_bound']:.3f}", *estimates, *win, f"{row['mean_tokens']:.1f}"])
+    lines = [
+        f"{run['objective']} by {run['reward']}, model {run['model']}, data {run['dataset']}",
+        f"{found['n_prompts']} prompts{left_out}; 95% intervals over prompts; win rate against the greedy base",
+        f"\n{format_table(header, rows)}",
+    ]
     peak = found["peak"]
     if peak is not None and peak["n"] < found["curve"][-1]["n"]:
-        print(
-            f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {_interval(peak['change'])}"
-        )
+        change = estimate(peak["change"])
+        lines.append(f"\nthe true score is highest at n = {peak['n']}; from there to the largest n: {change}")
     if found["unscorable"]:
-        print(f"\n{found['unscorable']} responses have no reward")
+        lines.append(f"\n{found['unscorable']} responses have no reward")
     if "sft" in results:
-        print(
-            f"\nto fine-tune on: sft.jsonl, {results['sft']['rows']} responses to {results['sft']['prompts']} prompts"
-        )
-
-
-def _interval(estimate: dict[str, float], name: str = "mean") -> str:
-    return format_interval(estimate[name], estimate["low"], estimate["high"])
+        kept = results["sft"]
+        lines.append(f"\nto fine-tune on: sft.jsonl, {kept['rows']} responses to {kept['prompts']} prompts")
+    return "\n".join(lines)

@@ -39,9 +39,9 @@ from trl_ext.evaluation.methods.report import compare_runs, difference_table, me
 from trl_ext.evaluation.methods.runs import MethodRun, choose_metric, metric_values, read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
-from trl_ext.runs.studies import sweep
 from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, Method, Plan, check_metric, read_plan
-from trl_ext.runs.studies.sweep import Run, Study
+from trl_ext.runs.studies.processes import Countdown, Run, check_runs, print_commands, run_all, say_finished
+from trl_ext.runs.studies.sweep import run_at
 
 # Stages that SLURM runs as one array each, in this order.
 STAGES = ("reward_models", "sweep", "runs")
@@ -65,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise SystemExit(1)
         else:
             check_metric(plan)
-            work = [pair for stage in STAGES for pair in stage_runs(plan, stage)]
-            countdown = sweep.countdown_of(work)
+            countdown = Countdown([run for stage in STAGES for run in stage_runs(plan, stage)])
             failed = [name for stage in _stages(plan) for name in run_stage(plan, stage, countdown=countdown)]
-            sweep.say_finished(len(work), failed, plan.folder)
+            say_finished(countdown.total, failed, plan.folder)
             report(plan, given.difference, plan.folder)
             if failed:
                 raise SystemExit(1)
@@ -100,47 +99,54 @@ def _parse(arguments: Sequence[str] | None):
 # ---- Running ----
 
 
-def stage_runs(plan: Plan, stage: str, chosen: dict[str, dict[str, Any]] | None = None) -> list[tuple[Study, Run]]:
-    """The runs of a stage in order, each with its study; `chosen` maps methods to settings."""
-    online = [method for method in plan.methods if method.needs_reward_model]
+def stage_runs(plan: Plan, stage: str, chosen: dict[str, dict[str, Any]] | None = None) -> list[Run]:
+    """The runs of a stage in order; `chosen` maps methods to settings."""
     if stage == "reward_models":
-        seeds = [*plan.seeds, *(plan.tuning.seeds if plan.tuning else [])] if online else []
-        runs = [Run(f"reward_model-{seed}", {**plan.reward_model, "seed": seed}) for seed in seeds]
-        return [(Study("reward_model", runs, plan.folder, plan.launcher), run) for run in runs]
-    found = []
-    for method in plan.methods:
-        if stage == "sweep":
-            folder, runs = plan.folder / "sweep", _tuning_runs(plan, method)
-        else:
-            folder = plan.folder
-            settings = (chosen or {}).get(method.name, {})
-            runs = [Run(f"{method.name}-{seed}", _arguments(plan, method, seed, settings)) for seed in plan.seeds]
-        study = Study(method.recipe, runs, folder, plan.launcher)
-        found += [(study, run) for run in runs]
-    return found
-
-
-def _tuning_runs(plan: Plan, method: Method) -> list[Run]:
-    settings = plan.tuning.settings[method.name] if plan.tuning else []
-    # A single setting needs no choice.
-    if plan.tuning is None or len(settings) < 2:
-        return []
-    splits = {**plan.tuning.validation}
-    if method.recipe in ONLINE_RECIPES:
-        splits.pop("eval_split")
+        if not any(method.needs_reward_model for method in plan.methods):
+            return []
+        seeds = [*plan.seeds, *(plan.tuning.seeds if plan.tuning else [])]
+        return [
+            Run(
+                "reward_model",
+                plan.folder / f"reward_model-{seed}",
+                {**plan.reward_model, "seed": seed},
+                plan.launcher,
+            )
+            for seed in seeds
+        ]
+    if stage == "sweep":
+        return [run for method in plan.methods for own in _tuning_runs(plan, method).values() for run in own]
     return [
-        Run(f"{method.name}-{index}-{seed}", _arguments(plan, method, seed, {**one, **splits}))
-        for index, one in enumerate(settings)
-        for seed in plan.tuning.seeds
+        _run(plan, method, plan.folder / f"{method.name}-{seed}", seed, (chosen or {}).get(method.name, {}))
+        for method in plan.methods
+        for seed in plan.seeds
     ]
 
 
-def _arguments(plan: Plan, method: Method, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _tuning_runs(plan: Plan, method: Method) -> dict[int, list[Run]]:
+    """The runs of each setting to choose from, by the setting's number; a single setting needs no choice."""
+    settings = plan.tuning.settings[method.name] if plan.tuning else []
+    if len(settings) < 2:
+        return {}
+    splits = {**plan.tuning.validation}
+    if method.recipe in ONLINE_RECIPES:
+        splits.pop("eval_split")
+    folder = plan.folder / "sweep"
+    return {
+        index: [
+            _run(plan, method, folder / f"{method.name}-{index}-{seed}", seed, {**one, **splits})
+            for seed in plan.tuning.seeds
+        ]
+        for index, one in enumerate(settings)
+    }
+
+
+def _run(plan: Plan, method: Method, folder: Path, seed: int, settings: dict[str, Any]) -> Run:
     rewards = {"reward_model": str(plan.folder / f"reward_model-{seed}")} if method.needs_reward_model else {}
-    return {**method.arguments, **settings, **rewards, "seed": seed}
+    return Run(method.recipe, folder, {**method.arguments, **settings, **rewards, "seed": seed}, plan.launcher)
 
 
-def run_stage(plan: Plan, stage: str, index: int | None = None, countdown: sweep.Countdown | None = None) -> list[str]:
+def run_stage(plan: Plan, stage: str, index: int | None = None, countdown: Countdown | None = None) -> list[str]:
     """Run the unfinished runs of a stage, or one of its runs; return the names of those that failed.
 
     Args:
@@ -152,15 +158,15 @@ def run_stage(plan: Plan, stage: str, index: int | None = None, countdown: sweep
     Raises:
         ValueError: the run does not exist, a folder belongs to another run, or the settings have not been tried yet.
     """
-    chosen = {name: one["chosen"] for name, one in choose_settings(plan).items()} if stage == "runs" else None
-    pairs = stage_runs(plan, stage, chosen)
+    runs = stage_runs(plan, stage, _chosen(plan) if stage == "runs" else None)
     if index is not None:
-        if not 0 <= index < len(pairs):
-            raise ValueError(f"--array_index {index}: the stage {stage} has {len(pairs)} runs, numbered from 0")
-        pairs = [pairs[index]]
-    for study, run in pairs:
-        sweep.check_folders(Study(study.recipe, [run], study.folder))
-    return sweep.run_all(pairs, countdown)
+        runs = [run_at(runs, index)]
+    check_runs(runs)
+    return run_all(runs, countdown)
+
+
+def _chosen(plan: Plan) -> dict[str, dict[str, Any]]:
+    return {name: one["chosen"] for name, one in choose_settings(plan).items()}
 
 
 def choose_settings(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -194,13 +200,11 @@ def choose_settings(plan: Plan) -> dict[str, dict[str, Any]]:
 
 def _tried(plan: Plan, method: Method) -> dict[int, list[MethodRun]]:
     """The finished settings of a method, by number."""
-    tried: dict[int, list[MethodRun]] = {}
-    for run in _tuning_runs(plan, method):
-        _, index, seed = run.name.rsplit("-", 2)
-        folder = plan.folder / "sweep" / run.name
-        if (folder / "results.json").is_file():
-            tried.setdefault(int(index), []).append(read_method_run(folder, index, int(seed)))
-    return {index: runs for index, runs in tried.items() if len(runs) == len(plan.tuning.seeds)}
+    return {
+        index: [read_method_run(run.folder, str(index), run.arguments["seed"]) for run in runs]
+        for index, runs in _tuning_runs(plan, method).items()
+        if all(run.finished for run in runs)
+    }
 
 
 def _means(name: str, tried: dict[int, list[MethodRun]], metric: str) -> tuple[dict[int, float], int]:
@@ -222,12 +226,17 @@ def report(plan: Plan, effect: float | None, folder: Path, *, required: bool = F
     Raises:
         ValueError: the runs cannot be compared, or `required` is set and a run is missing.
     """
-    wanted = {(method.name, seed): folder / f"{method.name}-{seed}" for method in plan.methods for seed in plan.seeds}
-    missing = [key for key, place in wanted.items() if not (place / "results.json").is_file()]
-    names = ", ".join(f"{name}-{seed}" for name, seed in missing)
+    runs, missing = [], []
+    for method in plan.methods:
+        for seed in plan.seeds:
+            place = folder / f"{method.name}-{seed}"
+            if (place / "results.json").is_file():
+                runs.append(read_method_run(place, method.name, seed))
+            else:
+                missing.append(place.name)
+    names = ", ".join(missing)
     if missing and required:
         raise ValueError(f"no finished run {names} in {folder}: change --methods or --seeds, or leave out --runs")
-    runs = [read_method_run(place, *key) for key, place in wanted.items() if key not in missing]
     notes = [f"Not finished, and left out: {names}."] if missing else []
     tuning = choose_settings(plan) if folder == plan.folder else {}
     if tuning:
@@ -275,10 +284,10 @@ def _print_commands(plan: Plan) -> None:
         chosen: dict[str, Any] = {}
         if stage == "runs" and plan.tuning is not None:
             try:
-                chosen = {name: one["chosen"] for name, one in choose_settings(plan).items()}
+                chosen = _chosen(plan)
             except ValueError:
                 print("# the settings that the sweep will choose are added to the following")
-        sweep.print_commands(stage_runs(plan, stage, chosen), f"{stage}, ")
+        print_commands(stage_runs(plan, stage, chosen), f"{stage}, ")
 
 
 def slurm_script(plan: Plan, given) -> str:

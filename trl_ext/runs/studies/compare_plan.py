@@ -77,7 +77,7 @@ def read_plan(given) -> Plan:
         ValueError: a file is malformed, a method is unknown, or seeds are not numbers.
     """
     path = Path(given.config or "--methods")
-    content = _content(given.config, CONFIG_KEYS)
+    content = sweep.read_keys(given.config, CONFIG_KEYS) if given.config else {}
     known = content.get("methods") or {}
     if not isinstance(known, dict):
         raise ValueError(f"{path}: methods must hold `name: arguments` lines")
@@ -133,7 +133,7 @@ def read_tuning(path: str, methods: Sequence[Method], seeds: Sequence[int]) -> T
         FileNotFoundError: the file does not exist.
         ValueError: the file is malformed, or would choose on the comparison's own seeds or prompts.
     """
-    content = _content(path, SWEEP_KEYS)
+    content = sweep.read_keys(path, SWEEP_KEYS)
     own = content.get("methods") or {}
     grid = sweep.read_arguments(Path(path), "common", content.get("grid") or {})
     names = [method.name for method in methods]
@@ -184,16 +184,6 @@ def check_metric(plan: Plan) -> None:
                 "number in their generations.jsonl with --metric, or make the runs alone, with --stage reward_models "
                 "and --stage runs, and judge their responses with python -m public_eval.judge"
             )
-
-
-def _content(path: str | None, keys: Sequence[str]) -> dict[str, Any]:
-    content = read_yaml(path) if path else {}
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold `key: value` lines")
-    for key in content:
-        if key not in keys:
-            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
-    return content
 
 
 def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]) -> Method:

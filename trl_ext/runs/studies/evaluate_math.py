@@ -8,10 +8,11 @@ from typing import Any
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.reasoning import evaluate_reasoning, summarize_reasoning
 from trl_ext.rollouts import end_processes
-from trl_ext.runs.arguments import check_at_least
 from trl_ext.runs.reasoning import ProblemArguments, load_problems, sampling_settings
-from trl_ext.runs.reasoning_results import LENGTHS, TITLES, interval, print_examples
+from trl_ext.runs.reasoning_results import LENGTHS, TITLES, examples
+from trl_ext.runs.results import estimate
 from trl_ext.runs.studies.sampling import EngineArguments, SamplingRun, sampling_errors
+from trl_ext.trainers.defaults import check_at_least
 
 FILES = ("config.yaml", "generations.jsonl", "results.json")
 
@@ -27,7 +28,7 @@ class EvaluationArguments(EngineArguments, ProblemArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_at_least(self, 1, "samples_per_prompt", "save_every")
+        check_at_least(self, {"samples_per_prompt": 1, "save_every": 1})
         if self.samples_per_prompt > 1 and self.generation_temperature == 0:
             raise ValueError(
                 f"samples_per_prompt {self.samples_per_prompt} at temperature 0 would all be the same: sample at "
@@ -79,20 +80,17 @@ def main() -> None:
                 "generations": {"policy": {name: summary[name] for name in ("mean_tokens", "truncated_fraction")}},
                 "reasoning": summary,
             }
-            run.write_results(results)
-            _print(results, rows)
-            run.say_written(results)
+            run.end(results, _table(results, rows))
     end_processes(run.accelerator)
 
 
-def _print(results: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+def _table(results: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     run, summary = results["run"], results["reasoning"]
-    print(f"\n{run['objective']}, model {run['model']}, data {run['dataset']}, reward {run['reward']}")
-    print(f"{summary['n_prompts']} problems, responses to each: {summary['n_samples']}; 95% intervals")
+    title = f"{run['objective']}, model {run['model']}, data {run['dataset']}, reward {run['reward']}"
+    counts = f"{summary['n_prompts']} problems, responses to each: {summary['n_samples']}; 95% intervals"
     lines = [(TITLES[name], f"{count}  ({count / len(rows):.1%})") for name, count in summary["categories"].items()]
     estimates = {"accuracy": summary["accuracy"], "in the form asked for": summary["format_rate"]}
     estimates |= {f"{name}@{k}": value for name in ("pass", "maj") for k, value in summary[f"{name}_at"].items()}
-    lines += [(name, interval(estimate)) for name, estimate in estimates.items()]
+    lines += [(name, estimate(found)) for name, found in estimates.items()]
     lines += [(label, f"{summary[key]:.3f}") for key, label in LENGTHS.items() if summary[key] is not None]
-    print(f"\n{format_table(('', 'responses'), lines)}")
-    print_examples(rows)
+    return f"{title}\n{counts}\n\n{format_table(('', 'responses'), lines)}\n{examples(rows)}"

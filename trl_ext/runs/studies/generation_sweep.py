@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_ext import load_benchmark
 from trl_ext.data.templates import load_prompt_template, render
-from trl_ext.evaluation.command_line import format_interval, format_table, markdown_table
+from trl_ext.evaluation.command_line import format_table, markdown_table
 from trl_ext.evaluation.methods.generation_sweep import (
     DIAGNOSTICS,
     figure_of,
@@ -22,9 +22,8 @@ from trl_ext.evaluation.methods.generation_sweep import (
 from trl_ext.files import write_text
 from trl_ext.rollouts import BestOfN, SamplingSettings, best_of_n, end_processes, map_over_ranks
 from trl_ext.rollouts.best_of_n import prompt_text
-from trl_ext.runs.arguments import check_at_least
 from trl_ext.runs.online import only_reward
-from trl_ext.runs.results import drawing
+from trl_ext.runs.results import drawing, estimate
 from trl_ext.runs.studies.sampling import (
     JUDGE_CACHE,
     SampledArguments,
@@ -37,6 +36,7 @@ from trl_ext.runs.studies.sampling import (
     response_ids,
     sampling_errors,
 )
+from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
 _WITHIN_CHAT = f"{CHAT}+"
@@ -52,7 +52,6 @@ AXES = {
     "few_shot": "few_shots",
 }
 _OF_PROMPTS = ("template", "few_shot")
-METRICS = ("score", "reward", "win_rate", *DIAGNOSTICS)
 FILES = ("config.yaml", "results.json", "sweep.md", "heat_map.png", JUDGE_CACHE)
 SAMPLES = "samples/*.jsonl"
 
@@ -84,13 +83,6 @@ class SweepArguments(SampledArguments):
         metadata={"help": "Where examples are from: reference responses, or chosen ones of pairs."},
     )
     samples_per_prompt: int = field(default=1, metadata={"help": "Responses to each prompt; 1 for greedy decoding."})
-    heat_map: list[str] | None = field(
-        default=None, metadata={"help": "Two axes of heat_map.png. Default: the first two with several values."}
-    )
-    heat_metric: str | None = field(
-        default=None,
-        metadata={"help": f"What it shows: {', '.join(METRICS)}. Default: score on toy, else reward, else win_rate."},
-    )
 
     def __post_init__(self):
         super().__post_init__()
@@ -100,28 +92,14 @@ class SweepArguments(SampledArguments):
             if not values:
                 raise ValueError(f"--{flag} needs at least one value")
             setattr(self, flag, values)
-        check_at_least(self, 1, "samples_per_prompt")
+        check_at_least(self, {"samples_per_prompt": 1})
         for setting in self.settings():
             self.sampling(setting)
         for template in self.templates:
             _load_template(template)
         if min(self.few_shots) < 0:
             raise ValueError(f"few_shots must be at least 0, got {min(self.few_shots)}")
-        self._check_heat_map()
         self.place("sweep-generation")
-
-    def _check_heat_map(self) -> None:
-        if self.heat_map is None:
-            several = [axis for axis, flag in AXES.items() if len(getattr(self, flag)) > 1]
-            self.heat_map = [*several, *(axis for axis in AXES if axis not in several)][:2]
-        wrong = [axis for axis in self.heat_map if axis not in AXES]
-        if wrong or len(self.heat_map) != 2 or self.heat_map[0] == self.heat_map[1]:
-            raise ValueError(f"heat_map takes two of {', '.join(AXES)}, got {' '.join(self.heat_map)}")
-        if self.heat_metric is None:
-            rewarded = self.reward_model or self.reward_function
-            self.heat_metric = "score" if self.has_ground_truth else "reward" if rewarded else "win_rate"
-        if self.heat_metric not in METRICS:
-            raise ValueError(f"heat_metric must be one of {', '.join(METRICS)}, got {self.heat_metric!r}")
 
     def combinations(self) -> list[dict[str, Any]]:
         """Every combination of values."""
@@ -176,10 +154,11 @@ def main() -> None:
             named = {"reward": name_of_reward(reward) if rewarded else None, "judge": arguments.judge}
             described = run.describe("generation sweep", **named)
             results = {"run": described, "sweep": found, "best": _best(found, sampled)}
-            _write(arguments, results, run.folder)
-            run.write_results(results)
-            print(f"\n{format_table(*_table(arguments, found))}\n\n{_notes(results)}")
-            run.say_written(results)
+            header, rows = _table(arguments, found)
+            write_text(run.folder / "sweep.md", f"{markdown_table(header, rows)}\n{_notes(results)}\n")
+            with drawing("heat_map.png"):
+                _draw(arguments, found, run.folder / "heat_map.png")
+            run.end(results, f"{format_table(header, rows)}\n\n{_notes(results)}")
     end_processes(run.accelerator)
 
 
@@ -243,8 +222,7 @@ def _table(arguments, results: list[dict[str, Any]]) -> tuple[list[str], list[li
         row = [str(result["setting"][axis]) for axis in axes]
         row += [_interval(result[name]) for name in shown]
         if judged:
-            half = result["win_rate"]["half"]
-            row.append(format_interval(half["rate"], half["low"], half["high"]))
+            row.append(estimate(result["win_rate"]["half"], "rate"))
         rows.append([*row, *(result["diagnostics"][name] for name in DIAGNOSTICS)])
     return [*header, "collapsed"], [
         [*row, "yes" if result["diagnostics"]["collapsed"] else "no"]
@@ -252,8 +230,8 @@ def _table(arguments, results: list[dict[str, Any]]) -> tuple[list[str], list[li
     ]
 
 
-def _interval(estimate: dict[str, Any] | None) -> str:
-    return "-" if estimate is None else format_interval(estimate["mean"], estimate["low"], estimate["high"])
+def _interval(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else estimate(found)
 
 
 def _notes(results: dict[str, Any]) -> str:
@@ -272,15 +250,15 @@ def _notes(results: dict[str, Any]) -> str:
     return notes
 
 
-def _write(arguments, results: dict[str, Any], folder: Path) -> None:
-    header, rows = _table(arguments, results["sweep"])
-    write_text(folder / "sweep.md", f"{markdown_table(header, rows)}\n{_notes(results)}\n")
-    axes = tuple(arguments.heat_map)
-    found = {tuple(result["setting"].values()): result for result in results["sweep"]}
+def _draw(arguments: SweepArguments, results: list[dict[str, Any]], path: Path) -> None:
+    """Draw the score (else the reward, else the win rate) over the first two axes with several values."""
+    several = [axis for axis, flag in AXES.items() if len(getattr(arguments, flag)) > 1]
+    axes = tuple([*several, *(axis for axis in AXES if axis not in several)][:2])
+    metric = next((name for name in ("score", "reward") if results[0][name] is not None), "win_rate")
+    found = {tuple(result["setting"].values()): result for result in results}
     # A greedy setting fills the cell of every combination that it represents.
     cells = [found[tuple(as_sampled(s).values())] | {"setting": s} for s in arguments.combinations()]
-    with drawing("heat_map.png"):
-        plot_heat_map(cells, axes, arguments.heat_metric, folder / "heat_map.png", title=arguments.heat_metric)
+    plot_heat_map(cells, axes, metric, path, title=metric)
 
 
 # ---- Prompts with templates and examples ----
@@ -342,10 +320,7 @@ def _load_template(name: str) -> str | None:
 def _examples(arguments, count: int) -> list[tuple[str, str]]:
     """Questions and answers, one more than requested, because a prompt may be one of them."""
     split, name = arguments.few_shot_split, arguments.dataset_name
-    benchmark = load_benchmark(name)
-    if split not in benchmark:
-        raise ValueError(f"{name} has no split {split!r} for examples: it has {', '.join(benchmark)}")
-    rows = benchmark[split]
+    rows = load_benchmark(name, splits=split)[split]
     column = next((c for c in ("reference_response_text", "chosen") if c in rows.column_names), None)
     if column is None:
         raise ValueError(f"few_shots: the split {split!r} has neither reference_response_text nor chosen responses")

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl_ext.files import brief, read_json, read_yaml, write_json
+from trl_ext.files import brief
 from trl_ext.registry import nearest
-from trl_ext.runs.arguments import check_at_least
 from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, PAIR_RECIPES
-from trl_ext.runs.studies.processes import launcher_options, run_or_stop
-from trl_ext.runs.studies.sweep import Run, Study, find_shipped, read_arguments, state_of
+from trl_ext.runs.studies.processes import Run, launcher_options
+from trl_ext.runs.studies.sweep import find_shipped, read_arguments
+from trl_ext.trainers.defaults import check_at_least, parse_json_option
 
-# A stage's settings, kept in its folder; a folder without this file belongs to something else.
-RECORD_NAME = "stage.json"
 SFT, REWARD_MODEL, WEAK_REWARD_MODEL = "sft", "reward_model", "reward_model_weak"
 _OWN_ARGUMENTS = ("sft", "reward_model", "weak_reward_model", "policy", "methods")
 
@@ -69,44 +64,15 @@ class RLHFArguments:
     def __post_init__(self):
         for name in _OWN_ARGUMENTS:
             setattr(self, name, _mapping(name, getattr(self, name)))
-        check_at_least(self, 1, "num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size")
-        check_at_least(self, 1, "num_samples")
-        check_at_least(self, 0, "num_mistakes")
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One run of the pipeline, and the stages whose models it uses."""
-
-    run: Run
-    study: Study
-    after: tuple[Stage, ...] = ()
-
-    @property
-    def name(self) -> str:
-        return self.run.name
-
-    @property
-    def folder(self) -> Path:
-        return self.study.folder_of(self.run)
-
-    def record(self) -> dict[str, Any]:
-        """Every setting of the run, including its configuration, and a digest of each earlier stage that it uses."""
-        arguments = dict(self.run.arguments)
-        config = arguments.pop("config")
-        settings = {**read_yaml(config), **arguments}
-        settings.pop("output_dir", None)
-        # Normalize to the form in which JSON returns it.
-        record = {"recipe": self.study.recipe, "settings": settings}
-        record["after"] = {stage.name: _digest(stage.record()) for stage in self.after}
-        return json.loads(json.dumps(record))
+        counts = ("num_eval_prompts", "max_prompt_tokens", "max_new_tokens", "eval_batch_size", "num_samples")
+        check_at_least(self, {**dict.fromkeys(counts, 1), "num_mistakes": 0})
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """The stages in order, and the folders of policies (base and SFT first) and of reward models by name."""
 
-    stages: list[Stage]
+    stages: list[Run]
     policies: dict[str, str]
     reward_models: dict[str, str]
 
@@ -123,9 +89,9 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
     folder = Path(given.output_dir)
     launcher = launcher_options(given.accelerate_config)
 
-    def stage(name: str, recipe: str, arguments: dict[str, Any], after: Sequence[Stage] = ()) -> Stage:
+    def stage(name: str, recipe: str, arguments: dict[str, Any], after: Sequence[Run] = ()) -> Run:
         arguments = {"config": _config(given.configs, recipe), **arguments, "seed": given.seed}
-        return Stage(Run(name, arguments), Study(recipe, [], folder, launcher), tuple(after))
+        return Run(recipe, folder / name, arguments, launcher, tuple(after))
 
     model, data = given.model_name_or_path, given.dataset_name
     demonstrations = {"dataset_name": given.sft_dataset_name or data, "model_name_or_path": model}
@@ -155,54 +121,6 @@ def plan_pipeline(given: RLHFArguments) -> Pipeline:
     return Pipeline(stages, policies, {name: str(one.folder) for name, one in reward_stages.items()})
 
 
-def check_record(stage: Stage) -> None:
-    """Reject a folder that holds a run with other settings, or something else.
-
-    Raises:
-        ValueError: the message names the first setting that differs, and what to do.
-    """
-    folder = stage.folder
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    begun = read_json(folder / RECORD_NAME) if (folder / RECORD_NAME).is_file() else None
-    if not isinstance(begun, dict) or not {"recipe", "settings", "after"} <= begun.keys():
-        raise ValueError(
-            f"{folder} holds something that is no stage of a pipeline: move it away, or choose another --output_dir"
-        )
-    now = stage.record()
-    if begun == now:
-        return
-    remedy = f"take that back, remove {folder} and the stages after it, or choose another --output_dir"
-    changed = [name for name in begun["after"] if begun["after"][name] != now["after"].get(name)]
-    if changed and begun["settings"] == now["settings"]:
-        raise ValueError(f"{folder} was run after another {changed[0]} than the one now asked for: {remedy}")
-    names = sorted({*begun["settings"], *now["settings"]})
-    name = next((name for name in names if begun["settings"].get(name) != now["settings"].get(name)), "recipe")
-    values = [(one["settings"] | {"recipe": one["recipe"]}).get(name) for one in (begun, now)]
-    raise ValueError(f"{folder} was run with {name} {values[0]!r}, and now it is {values[1]!r}: {remedy}")
-
-
-def run_stage(stage: Stage, place: str) -> None:
-    """Run a stage unless it is finished.
-
-    Raises:
-        ValueError: the stage failed; the message contains its command.
-        KeyboardInterrupt, SystemExit: the pipeline was asked to stop meanwhile; the code is 75 unless from a terminal.
-    """
-    state = state_of(stage.study, stage.run)
-    print(f"\n=== stage {place}, {stage.name}: {state}", flush=True)
-    if state == "finished":
-        return
-    command = stage.study.command(stage.run)
-    write_json(stage.folder / RECORD_NAME, stage.record())
-    code = run_or_stop(command, "this stage")
-    if code or state_of(stage.study, stage.run) != "finished":
-        raise ValueError(
-            f"the stage {stage.name} failed with exit status {code}, for the reason above -- repeat the same command, "
-            f"which goes on from this stage, or this stage alone: {shlex.join(stage.study.command(stage.run))}"
-        )
-
-
 def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
     known = (*PAIR_RECIPES, *ONLINE_RECIPES)
     if not names:
@@ -211,10 +129,11 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
         recipe, colon, which = name.partition(":")
         if recipe not in known:
             raise ValueError(f"policy_methods: no method {recipe!r}{nearest(recipe, known)} Known: {', '.join(known)}")
-        if colon and (which != "weak" or recipe in PAIR_RECIPES):
-            raise ValueError(f"policy_methods: {name!r}: only :weak may follow, and only a method with rewards")
-        if colon and not given.weak_reward_model:
-            raise ValueError(f"policy_methods: {name!r} needs weak_reward_model, the arguments that make it weak")
+        if colon and (which != "weak" or recipe in PAIR_RECIPES or not given.weak_reward_model):
+            raise ValueError(
+                f"policy_methods: {name!r}: only :weak may follow, only a method with rewards, and only beside "
+                "weak_reward_model, the arguments that make it weak"
+            )
         if names.count(name) > 1:
             raise ValueError(f"policy_methods: {name!r} is named twice")
     for name, arguments in given.methods.items():
@@ -225,17 +144,8 @@ def _check_names(names: Sequence[str], given: RLHFArguments) -> None:
 
 def _mapping(name: str, value: dict[str, Any] | str | None) -> dict[str, Any]:
     """A mapping of arguments; on the command line it is given as JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ValueError(f"{name} must be a mapping of arguments as JSON: {error}") from None
-    value = {} if value is None else value
-    if name == "methods":
-        if not isinstance(value, dict):
-            raise ValueError(f"methods must hold `method: arguments`, got {brief(repr(value), 100)}")
-        return value
-    return read_arguments(Path("rlhf"), name, value) if value else {}
+    value = parse_json_option(name, value) or {}
+    return value if name == "methods" else read_arguments(Path("rlhf"), name, value)
 
 
 def _config(folder: str, recipe: str) -> str:
@@ -247,7 +157,3 @@ def _filled(value: Any, places: dict[str, str]) -> Any:
     for place, path in places.items():
         value = value.replace(place, path) if isinstance(value, str) else value
     return value
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections import Counter
@@ -15,13 +14,13 @@ from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.methods.reward_models import reward_mistakes
 from trl_ext.evaluation.stages import compare_stages, mean_and_std
 from trl_ext.evaluation.submissions.assets import load_prompts
-from trl_ext.files import read_json, write_json, write_json_lines
+from trl_ext.files import write_json, write_json_lines
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.studies.pipeline import REWARD_MODEL, SFT, Pipeline, RLHFArguments
 from trl_ext.runs.studies.sweep import find_shipped
 from trl_ext.toy import score as toy_score
 
-FOLDER, SUMMARY_NAME = "evaluation", "evaluation.json"
+FOLDER = "evaluation"
 HELD_OUT, ADVERSARIAL = "held_out", "adversarial"
 # Statistic -> its description in the report.
 PATTERNS = {
@@ -34,34 +33,34 @@ PATTERNS = {
 
 
 def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
-    """Sample, score and measure; write the samples and evaluation.json, or read the latter if nothing has changed.
+    """Sample, score and measure; write the samples and evaluation.json.
 
     Returns:
-        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; `mistakes` by
-        reward model; and `settings`, with digests of the data and the models.
+        `prompts`: for each set of prompts, its `models` and, for the adversarial set, its `families`; and `mistakes`
+        by reward model.
 
     Raises:
         FileNotFoundError: prompts or pairs do not exist.
         ValueError: prompts are malformed or have no family.
     """
     folder = Path(given.output_dir) / FOLDER
-    files, benchmark = _prompt_files(given, folder), load_benchmark(given.dataset_name)
-    pairs = list(benchmark[given.eval_split]) if given.eval_split in benchmark else []
-    settings = _settings(given, pipeline) | {"digests": _digests(pipeline, files, pairs)}
-    if (folder / SUMMARY_NAME).is_file():
-        done = read_json(folder / SUMMARY_NAME)
-        if isinstance(done, dict) and done.get("settings") == settings:
-            return done
-    summary: dict[str, Any] = {"prompts": {}, "settings": settings}
-    for name, path in files.items():
-        summary["prompts"][name] = _evaluate_prompts(given, pipeline, name, path, folder)
-    if pairs:
-        known = _known_score(given)
+    benchmark = load_benchmark(given.dataset_name)
+    # Some datasets have no file of prompts.
+    prompts = list(load_benchmark(given.dataset_name, splits=given.prompt_split)[given.prompt_split])
+    rows = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in prompts[: given.num_eval_prompts]]
+    files = {HELD_OUT: folder / "prompts.jsonl"}
+    write_json_lines(files[HELD_OUT], rows)
+    if given.adversarial_prompts:
+        files[ADVERSARIAL] = find_adversarial(given.adversarial_prompts)
+    found = {name: _evaluate_prompts(given, pipeline, name, path, folder) for name, path in files.items()}
+    summary: dict[str, Any] = {"prompts": found}
+    if given.eval_split in benchmark:
+        pairs, known = list(benchmark[given.eval_split]), _known_score(given)
         summary["mistakes"] = {
             name: mistakes_of(pairs, Path(path) / "scores.jsonl", count=given.num_mistakes, true_score=known)
             for name, path in pipeline.reward_models.items()
         }
-    write_json(folder / SUMMARY_NAME, summary)
+    write_json(folder / "evaluation.json", summary)
     return summary
 
 
@@ -72,41 +71,9 @@ def check_evaluation(given: RLHFArguments) -> None:
         FileNotFoundError: data or prompts do not exist.
         ValueError: the split does not exist, or prompts are malformed or have no family.
     """
-    benchmark = load_benchmark(given.dataset_name)
-    if given.prompt_split not in benchmark:
-        raise ValueError(
-            f"{given.dataset_name} has no split {given.prompt_split!r}: it has {', '.join(benchmark)}; name one with "
-            "--prompt_split"
-        )
+    load_benchmark(given.dataset_name, splits=given.prompt_split)
     if given.adversarial_prompts:
         find_adversarial(given.adversarial_prompts)
-
-
-def _settings(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any]:
-    """The settings on which the figures depend, in the form in which JSON returns them."""
-    names = ("dataset_name", "prompt_split", "eval_split", "adversarial_prompts", "num_eval_prompts", "num_mistakes")
-    names += ("max_prompt_tokens", "max_new_tokens", "eval_batch_size", "seed", "num_samples")
-    stages = {stage.name: stage.record() for stage in pipeline.stages}
-    return json.loads(json.dumps({**{name: getattr(given, name) for name in names}, "stages": stages}))
-
-
-def _digests(pipeline: Pipeline, files: Mapping[str, Path], pairs: list[dict[str, Any]]) -> dict[str, str]:
-    """SHA-256 of each set of prompts, of the pairs, and of each stage's results, which change with retraining."""
-    contents = {name: path.read_bytes() for name, path in files.items()}
-    contents |= {stage.name: (stage.folder / "results.json").read_bytes() for stage in pipeline.stages}
-    contents["pairs"] = json.dumps(pairs, sort_keys=True, default=str).encode()
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
-
-
-def _prompt_files(given: RLHFArguments, folder: Path) -> dict[str, Path]:
-    """Prompt files by set; the held-out prompts are written out, because some datasets have no file."""
-    rows = list(load_benchmark(given.dataset_name)[given.prompt_split])[: given.num_eval_prompts]
-    path = folder / "prompts.jsonl"
-    write_json_lines(path, ({"row_id": row["row_id"], "prompt": row["prompt"]} for row in rows))
-    files = {HELD_OUT: path}
-    if given.adversarial_prompts:
-        files[ADVERSARIAL] = find_adversarial(given.adversarial_prompts)
-    return files
 
 
 def find_adversarial(path: str) -> Path:
@@ -249,10 +216,9 @@ def mistakes_of(
         )
         for row, c, r in zip(pairs, chosen, rejected, strict=True)
     }
-    groups = {
-        "wrong": [one for row_id, one in described.items() if row_id in wrong_ids],
-        "right": [one for row_id, one in described.items() if row_id not in wrong_ids],
-    }
+    groups: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
+    for row_id, one in described.items():
+        groups["wrong" if row_id in wrong_ids else "right"].append(one)
     return {
         "n": len(pairs),
         "patterns": {name: pattern_statistics(group) for name, group in groups.items()},
@@ -265,11 +231,8 @@ def describe_pair(
 ) -> dict[str, Any]:
     """Properties of a pair: `length`, `overlap` and `position` as defined in `PATTERNS`, and `label_wrong`.
 
-    Args:
-        prompt: text of the last message.
-        chosen, rejected: the responses.
-        margin: chosen score minus rejected score. At 0 the model prefers neither, and `length` is 0.
-        true_score: as for `mistakes_of`. Without it, or if both responses are equally good, `label_wrong` is None.
+    At a `margin` (chosen score minus rejected score) of 0 the model prefers neither, and `length` is 0. Without a
+    `true_score`, or if both responses are equally good, `label_wrong` is None.
     """
     one, other = (re.findall(r"\w+", text.lower()) for text in (chosen, rejected))
     sign = (margin > 0) - (margin < 0)
@@ -288,20 +251,11 @@ def describe_pair(
 
 def pattern_statistics(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """`n`, the number of pairs, and the statistics of `PATTERNS`; None for one that no pair has."""
-    unequal = [one["length"] > 0 for one in described if one["length"]]
-    labels = [one["label_wrong"] for one in described if one["label_wrong"] is not None]
-    return {
-        "n": len(described),
-        "length": _average([one["length"] for one in described]),
-        "longer": _average(unequal),
-        "overlap": _average([one["overlap"] for one in described]),
-        "position": _average([one["position"] for one in described]),
-        "label_wrong": _average(labels),
-    }
-
-
-def _average(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    values = {name: [one[name] for one in described] for name in ("length", "overlap", "position", "label_wrong")}
+    values["longer"] = [length > 0 for length in values["length"] if length]
+    known = {name: [value for value in values[name] if value is not None] for name in PATTERNS}
+    means = {name: sum(own) / len(own) if own else None for name, own in known.items()}
+    return {"n": len(described), **means}
 
 
 def _text(response: Sequence[Mapping[str, Any]] | str) -> str:

@@ -19,7 +19,6 @@ from trl_ext.runs.studies.pipeline_evaluation import ADVERSARIAL, HELD_OUT, PATT
 TITLES = {HELD_OUT: "Held-out prompts", ADVERSARIAL: "Adversarial prompts"}
 TRUE_SCORE = "true score"
 PICTURE_NAME = "pareto.png"
-# Only for the HTML page: it is too long for a terminal.
 FAMILIES = "stages-families"
 SAMPLED = (
     "One response per prompt, sampled at temperature 1. Brackets hold 95% intervals, std is over responses. KL is the "
@@ -42,8 +41,10 @@ def write_pipeline_report(given: RLHFArguments, pipeline: Pipeline, summary: Map
 
 def print_tables(summary: Mapping[str, Any]) -> None:
     """Print the models' figures on both sets of prompts, and the patterns of the reward models' mistakes."""
-    found = [table for table in _model_tables(summary) if table.name != FAMILIES]
-    for table in [*found, *_mistake_tables(summary)[:1]]:
+    for table in [*_model_tables(summary), *_mistake_tables(summary)[:1]]:
+        # Families are too many for a terminal.
+        if table.name == FAMILIES:
+            continue
         rows = [[cell.text for cell in row] for row in table.rows]
         print(f"\n{table.title}\n{format_table(table.columns, rows)}")
 
@@ -54,49 +55,33 @@ def print_tables(summary: Mapping[str, Any]) -> None:
 def _model_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = []
     for name, found in summary["prompts"].items():
-        rows = [
-            [
-                Cell(row["name"]),
-                count(row["n"]),
-                *_figures(row, found["models"]),
-                _kl(row),
-                figure(row["tokens"]["mean"], 1),
-            ]
-            for row in found["models"]
-        ]
-        columns = ["model", "n", *_figure_names(found["models"]), "KL to SFT (nats)", "tokens"]
-        tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, columns, rows))
-        if found["families"]:
-            models = [row for models in found["families"].values() for row in models]
-            by_family = [
-                [
-                    Cell(family),
-                    Cell(row["name"]),
-                    count(row["n"]),
-                    *_figures(row, models),
-                    figure(row["tokens"]["mean"], 1),
-                ]
-                for family, rows in found["families"].items()
-                for row in rows
-            ]
-            columns = ["family", "model", "n", *_figure_names(models), "tokens"]
+        rows = found["models"]
+        cells = [[Cell(row["name"]), *_figures(row, rows), _kl(row)] for row in rows]
+        columns = ["model", *_figure_names(rows), "KL to SFT (nats)"]
+        tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, columns, cells))
+        rows = [{**row, "family": family} for family, models in found["families"].items() for row in models]
+        if rows:
+            cells = [[Cell(row["family"]), Cell(row["name"]), *_figures(row, rows)] for row in rows]
+            columns = ["family", "model", *_figure_names(rows)]
             note = f"{SAMPLED} The true score is that of the benchmark's instruction in the prompt, if there is one."
-            tables.append(Table(FAMILIES, "Adversarial prompts by family", note, columns, by_family))
+            tables.append(Table(FAMILIES, "Adversarial prompts by family", note, columns, cells))
     return tables
 
 
 def _figure_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     names = [part for name in rows[0]["rewards"] for part in (f"reward, {name}", "std")]
-    return names + ([TRUE_SCORE, "n graded"] if any(row["true_score"] for row in rows) else [])
+    graded = [TRUE_SCORE, "n graded"] if any(row["true_score"] for row in rows) else []
+    return ["n", *names, *graded, "tokens"]
 
 
 def _figures(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
-    """Rewards with their standard deviations, and the true score; for the columns of `_figure_names(rows)`."""
-    cells = [part for one in row["rewards"].values() for part in (_mean(one), figure(one["std"], 2))]
-    if not any(other["true_score"] for other in rows):
-        return cells
-    true = row["true_score"]
-    return cells + ([_mean(true, 3), count(true["n"])] if true else [Cell("-"), count(0)])
+    """The cells of one of the rows for the columns of `_figure_names(rows)`."""
+    cells = [count(row["n"])]
+    cells += [part for one in row["rewards"].values() for part in (_mean(one), figure(one["std"], 2))]
+    if any(other["true_score"] for other in rows):
+        true = row["true_score"]
+        cells += [_mean(true, 3), count(true["n"])] if true else [Cell("-"), count(0)]
+    return [*cells, figure(row["tokens"]["mean"], 1)]
 
 
 def _mean(value: Mapping[str, float], digits: int = 2) -> Cell:
@@ -216,13 +201,13 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
     for axis, (name, points) in zip(axes, panels.items(), strict=False):
         axis.set_title(name if name == TRUE_SCORE else f"reward, {name}")
         axis.set_xlabel("KL from the SFT model (nats per response)")
-        front = [point for point in points if point["on_front"]]
-        axis.plot(*_positions(front), color="grey", linestyle="--", linewidth=1, label="Pareto front")
+        front = [(point["kl"]["value"], point["reward"]["value"]) for point in points if point["on_front"]]
+        axis.plot(*zip(*front, strict=True), color="grey", linestyle="--", linewidth=1, label="Pareto front")
         for point in points:
-            (x, x_error), (y, y_error) = (_with_error(point[key]) for key in ("kl", "reward"))
-            fill = "full" if point["on_front"] else "none"
-            style = {"fillstyle": fill, "color": colors[point["run"]], "label": point["run"]}
-            axis.errorbar(x, y, xerr=x_error, yerr=y_error, fmt="o", capsize=3, **style)
+            kl, reward = point["kl"], point["reward"]
+            errors = {"xerr": _error(kl), "yerr": _error(reward), "fmt": "o", "capsize": 3}
+            style = {"fillstyle": "full" if point["on_front"] else "none", "color": colors[point["run"]]}
+            axis.errorbar(kl["value"], reward["value"], **errors, **style, label=point["run"])
         axis.grid(alpha=0.3)
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     drawing.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
@@ -230,10 +215,6 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
         drawing.savefig(temporary, dpi=110)
 
 
-def _positions(points: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
-    return [point["kl"]["value"] for point in points], [point["reward"]["value"] for point in points]
-
-
-def _with_error(estimate: Mapping[str, float]) -> tuple[float, list[list[float]]]:
+def _error(estimate: Mapping[str, float]) -> list[list[float]]:
     value = estimate["value"]
-    return value, [[max(value - estimate["low"], 0)], [max(estimate["high"] - value, 0)]]
+    return [[max(value - estimate["low"], 0)], [max(estimate["high"] - value, 0)]]

@@ -1,22 +1,197 @@
-"""Processes of a study: launcher options, a countdown of runs, and signal forwarding."""
+"""Runs of recipes as processes, one after another, for studies, comparisons and the pipeline."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
+import shlex
 import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from trl_ext.files import read_json, read_yaml, write_json
+from trl_ext.runs import RECIPES
+
+# The settings of a run, kept in its folder; a folder without this file belongs to something else.
+RECORD_NAME = "run.json"
 # Windows has the first and the last of these.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name))
 # A scheduler may signal every process of a job, and a launcher its own: signals this close together count as one.
 SAME_SIGNAL_SECONDS = 1.0
 POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a recipe in its own folder.
+
+    Attributes:
+        recipe: the recipe's name.
+        folder: the run's folder; its name is the run's name.
+        arguments: the recipe's arguments.
+        launcher: options of `accelerate launch`.
+        after: earlier runs whose models this one uses.
+    """
+
+    recipe: str
+    folder: Path
+    arguments: dict[str, Any]
+    launcher: list[str] = field(default_factory=list)
+    after: tuple[Run, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / "results.json").is_file()
+
+    def state(self) -> str:
+        """finished, new, interrupted (a checkpoint exists), or to begin anew."""
+        if self.finished:
+            return "finished"
+        if not self.folder.exists():
+            return "new"
+        return "interrupted" if self._has_checkpoint() else "to begin anew"
+
+    def _has_checkpoint(self) -> bool:
+        return any(self.folder.glob("checkpoint-*/trainer_state.json"))
+
+    def flags(self) -> list[str]:
+        """The flags that start the run, or resume it from its last checkpoint."""
+        # Imported late, because it loads TRL, which a process that only waits for others does not need.
+        from trl_ext.runs.arguments import as_flag
+
+        flags = [text for name, value in self.arguments.items() for text in as_flag(name, value)]
+        if self._has_checkpoint():
+            flags += ["--resume_from_checkpoint", "last"]
+        elif self.folder.exists():
+            flags += ["--overwrite_output_dir", "true"]
+        return [*flags, "--output_dir", str(self.folder)]
+
+    def command(self) -> list[str]:
+        """The command of `flags`."""
+        launch = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher]
+        return [*launch, str(RECIPES / f"{self.recipe}.py"), *self.flags()]
+
+    def record(self) -> dict[str, Any]:
+        """Every setting of the run, with those in its configuration, and a digest of each run that it uses."""
+        settings = dict(self.arguments)
+        if "config" in settings:
+            settings = {**read_yaml(settings.pop("config")), **settings}
+        settings.pop("output_dir", None)
+        for run in self.after:
+            earlier = json.dumps(run.record(), sort_keys=True).encode()
+            settings[f"settings of {run.name}"] = hashlib.sha256(earlier).hexdigest()[:16]
+        # Normalize to the form in which JSON returns it.
+        return json.loads(json.dumps({"recipe": self.recipe, **settings}))
+
+
+def check_runs(runs: Sequence[Run]) -> None:
+    """Reject arguments that a recipe does not accept, and folders of other runs, before anything runs.
+
+    Raises:
+        ValueError: the message names the run and the flag or key, or the folder and a setting that differs.
+    """
+    from trl_ext.runs.arguments import argument_types, check_arguments
+
+    for run in runs:
+        try:
+            if (types := argument_types(run.recipe)) is not None:
+                check_arguments(types, run.flags())
+        except ValueError as error:
+            raise ValueError(f"the run {run.name} of recipes/{run.recipe}.py: {error}") from None
+        if not run.folder.exists() or not any(run.folder.iterdir()):
+            continue
+        if not (run.folder / RECORD_NAME).is_file():
+            raise ValueError(
+                f"{run.folder} holds something that no study started: move it away, or choose another --output_dir"
+            )
+        begun, now = read_json(run.folder / RECORD_NAME), run.record()
+        changed = [name for name in sorted({*begun, *now}) if begun.get(name) != now.get(name)]
+        if changed:
+            values = f"{begun.get(changed[0])!r}, and now it is {now.get(changed[0])!r}"
+            raise ValueError(
+                f"{run.folder} was run with {changed[0]} {values}: take that back, remove the folder, or choose "
+                "another --output_dir"
+            )
+
+
+def print_commands(runs: Sequence[Run], stage: str = "") -> None:
+    """Print the command of each run, under its name and state."""
+    for run in runs:
+        print(f"# {stage}{run.name}: {run.state()}\n{shlex.join(run.command())}")
+
+
+class Countdown:
+    """Counts runs as they begin, and estimates the time left from the runs that have ended."""
+
+    def __init__(self, runs: Sequence[Run]):
+        self.total, self.number = len(runs), 0
+        self.left = [run.recipe for run in runs if not run.finished]
+        self.seconds: dict[str, list[float]] = {}
+
+    def place(self) -> str:
+        """`7 of 20, about 4 min left` for the next run; the time appears once the first run has ended."""
+        self.number += 1
+        made = [seconds for own in self.seconds.values() for seconds in own]
+        if not made or not self.left:
+            return f"{self.number} of {self.total}"
+        expected = sum(statistics.mean(self.seconds.get(recipe, made)) for recipe in self.left)
+        unit, length = ("s", 1) if expected < 90 else ("min", 60) if expected < 5400 else ("h", 3600)
+        return f"{self.number} of {self.total}, about {expected / length:.2g} {unit} left"
+
+    def ended(self, recipe: str, seconds: float) -> None:
+        """Record the duration of a finished run."""
+        self.left.remove(recipe)
+        self.seconds.setdefault(recipe, []).append(seconds)
+
+
+def run_all(runs: Sequence[Run], countdown: Countdown | None = None) -> list[str]:
+    """Run the unfinished runs one after another; return the names of those that failed.
+
+    Args:
+        runs: the runs in order.
+        countdown: countdown over these and other runs; None for these alone.
+
+    Raises:
+        KeyboardInterrupt, SystemExit: the program was asked to stop, and the current run has stopped too.
+    """
+    countdown = countdown or Countdown(runs)
+    failed = []
+    for run in runs:
+        print(f"\n=== run {countdown.place()}, {run.name}: {run.state()}", flush=True)
+        if run.finished:
+            continue
+        command = run.command()
+        write_json(run.folder / RECORD_NAME, run.record())
+        began = time.monotonic()
+        code = run_or_stop(command)
+        countdown.ended(run.recipe, time.monotonic() - began)
+        if code or not run.finished:
+            failed.append(run.name)
+            print(f"=== {run.name} failed with exit status {code}", flush=True)
+    return failed
+
+
+def say_finished(total: int, failed: Sequence[str], folder: Path) -> None:
+    """Print how many runs of a folder are finished, and the names of those that failed."""
+    print(f"\n{total - len(failed)} of {total} runs are finished, in {folder}")
+    if failed:
+        print(f"failed: {', '.join(failed)}; the same command tries them again")
+
+
+# ---- Processes ----
 
 
 def launcher_options(accelerate_config: str | None) -> list[str]:
@@ -40,39 +215,6 @@ def launcher_options(accelerate_config: str | None) -> list[str]:
     defaults = ["--num_processes", str(devices), "--num_machines", "1"]
     several = ["--multi_gpu"] if devices > 1 else []
     return ["--quiet", *several, *defaults, "--mixed_precision", "no", "--dynamo_backend", "no"]
-
-
-class Countdown:
-    """Counts runs as they begin, and estimates the time left from the runs that have ended.
-
-    Args:
-        total: number of runs.
-        left: recipes of the unfinished runs.
-    """
-
-    def __init__(self, total: int, left: Sequence[str]):
-        self.total, self.number, self.left = total, 0, list(left)
-        self.seconds: dict[str, list[float]] = {}
-
-    def place(self) -> str:
-        """`run 7 of 20, about 4 min left` for the next run; the time appears once the first run has ended."""
-        self.number += 1
-        made = [seconds for own in self.seconds.values() for seconds in own]
-        if not made or not self.left:
-            return f"run {self.number} of {self.total}"
-        expected = sum(statistics.mean(self.seconds.get(recipe, made)) for recipe in self.left)
-        return f"run {self.number} of {self.total}, about {_about(expected)} left"
-
-    def ended(self, recipe: str, seconds: float) -> None:
-        """Record the duration of a finished run."""
-        self.left.remove(recipe)
-        self.seconds.setdefault(recipe, []).append(seconds)
-
-
-def _about(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def run_in_session(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
@@ -105,12 +247,8 @@ def run_in_session(command: Sequence[str]) -> tuple[int, signal.Signals | None]:
     return code, received.first
 
 
-def run_or_stop(command: Sequence[str], place: str) -> int:
+def run_or_stop(command: Sequence[str]) -> int:
     """Run a launcher as `run_in_session` does; return its exit status unless this program was asked to stop.
-
-    Args:
-        command: the launcher and its arguments.
-        place: the point at which the same command resumes, for the message.
 
     Raises:
         KeyboardInterrupt, SystemExit: the program was asked to stop; the code is 75 unless from a terminal.
@@ -120,7 +258,7 @@ def run_or_stop(command: Sequence[str], place: str) -> int:
         raise KeyboardInterrupt
     if received is not None:
         code = os.EX_TEMPFAIL
-        print(f"\nreceived {received.name}; the same command goes on from {place} (exit code {code})")
+        print(f"\nreceived {received.name}; the same command goes on from this run (exit code {code})")
         raise SystemExit(code)
     return status
 

@@ -19,11 +19,11 @@ from trl_ext.evaluation import GroundTruthJudge, PairwiseJudge, WinRate, judge_p
 from trl_ext.files import write_json, write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine, VLLMEngine
-from trl_ext.runs.arguments import ModelArguments, check_at_least, one_line_errors, parse_arguments, toy_config
+from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
 from trl_ext.runs.online import RewardSources
 from trl_ext.runs.results import say_written
-from trl_ext.trainers.defaults import runs_on_cpu
+from trl_ext.trainers.defaults import check_at_least, runs_on_cpu
 
 # Settings that may change when a run is resumed.
 _MAY_CHANGE = ("output_dir", "use_vllm", "vllm_gpu_memory_utilization")
@@ -101,33 +101,29 @@ class SamplingRun:
         self.accelerator.wait_for_everyone()
 
     def _open(self) -> None:
-        folder, way_out = self.folder, "choose another --output_dir, or give --overwrite_output_dir"
+        folder, config = self.folder, self.folder / "config.yaml"
         if folder.exists() and not folder.is_dir():
             raise FileExistsError(f"--output_dir {folder} is a file: name a folder")
         if self.arguments.overwrite_output_dir:
             for path in [*(folder / name for name in self.files), *folder.glob(self.responses)]:
                 path.unlink(missing_ok=True)
-        if (folder / "metrics.jsonl").exists():
-            raise FileExistsError(f"{folder} holds a training run: {way_out}")
-        config = folder / "config.yaml"
-        if (folder / "results.json").exists():
-            settings = (self._change() or "with the same settings") if config.exists() else "with no config.yaml"
-            raise FileExistsError(f"{folder} holds a finished evaluation {settings}: {way_out}")
         begun = [path for path in folder.glob(self.responses) if path.stat().st_size]
+        changed = changed_settings(config, self.resolved, _MAY_CHANGE) if config.exists() else {}
+        found = None
+        if (folder / "metrics.jsonl").exists():
+            found = "a training run"
+        elif (folder / "results.json").exists() or changed and begun:
+            state = "a finished" if (folder / "results.json").exists() else "an unfinished"
+            differences = [f"whose {name} was {earlier!r}, now {now!r}" for name, (earlier, now) in changed.items()]
+            found = f"{state} evaluation {(differences or ['with the same settings'])[0]}"
+        if found is not None:
+            raise FileExistsError(
+                f"{folder} holds {found}: choose another --output_dir, or give --overwrite_output_dir"
+            )
         if begun:
-            if not config.exists():
-                raise FileExistsError(f"{folder} holds responses and no config.yaml that says of what: {way_out}")
-            if changed := self._change():
-                raise FileExistsError(f"{folder} holds an unfinished evaluation {changed}: {way_out}")
             count = sum(path.read_bytes().count(b"\n") for path in begun)
             print(f"going on in {folder}, which holds {count} responses")
         write_text(config, self.resolved)
-
-    def _change(self) -> str | None:
-        """A description of the first setting that differs from an earlier run's; None if all are equal."""
-        for name, (earlier, now) in changed_settings(self.folder / "config.yaml", self.resolved, _MAY_CHANGE).items():
-            return f"whose {name} was {earlier!r}, now {now!r}"
-        return None
 
     def load_engine(self, settings: SamplingSettings):
         """The sampling engine and its tokenizer.
@@ -193,12 +189,11 @@ class SamplingRun:
             "versions": {name: version(name) for name in ("trl_ext", "trl", "transformers", "torch")},
         }
 
-    def write_results(self, results: dict[str, Any]) -> None:
-        """Write results.json after all other files: a folder that contains it is a finished run."""
+    def end(self, results: dict[str, Any], table: str) -> None:
+        """Write results.json after all other files, and print the table, the duration and the files."""
+        # A folder that contains it is a finished run.
         write_json(self.folder / "results.json", results)
-
-    def say_written(self, results: dict[str, Any]) -> None:
-        """Print the duration of the run, and its files."""
+        print(f"\n{table}")
         say_written(results["run"], self.folder, self.files)
 
 
@@ -253,8 +248,8 @@ class SampledArguments(EngineArguments, RewardSources):
     reward_batch_size: int = field(default=32, metadata={"help": "Responses per batch of a reward model."})
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_prompts", "save_every", "reward_batch_size", "max_new_tokens")
-        check_at_least(self, 1, "generation_batch_size")
+        counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
+        check_at_least(self, dict.fromkeys(counts, 1))
         if self.judge is None:
             self.judge = "ground_truth" if self.dataset_name == "toy" else "none"
         if self.judge not in JUDGES:
@@ -275,14 +270,11 @@ def load_prompts(arguments: SampledArguments) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError, ValueError: the data or split does not exist, or has fewer prompts than requested.
     """
-    benchmark = load_benchmark(arguments.dataset_name, skip_bad_rows=arguments.skip_bad_rows)
-    if Path(arguments.dataset_name).is_file() and arguments.prompt_split == SampledArguments.prompt_split:
+    name, split = arguments.dataset_name, arguments.prompt_split
+    alone = Path(name).is_file() and split == SampledArguments.prompt_split
+    benchmark = load_benchmark(name, splits=None if alone else split, skip_bad_rows=arguments.skip_bad_rows)
+    if alone:
         (arguments.prompt_split,) = benchmark
-    if arguments.prompt_split not in benchmark:
-        raise ValueError(
-            f"{arguments.dataset_name} has no split {arguments.prompt_split!r}: it has {', '.join(benchmark)}; name "
-            "one with --prompt_split"
-        )
     rows = benchmark[arguments.prompt_split]
     if arguments.num_prompts is not None and arguments.num_prompts > len(rows):
         raise ValueError(f"{arguments.prompt_split} has {len(rows)} prompts: ask for no more with --num_prompts")
@@ -295,11 +287,13 @@ def load_judge(arguments: SampledArguments) -> PairwiseJudge | None:
     Raises:
         ImportError, ValueError: the judge cannot be used.
     """
-    if arguments.judge == "openai":
-        from trl_ext.evaluation import OpenAIJudge
+    if arguments.judge == "none":
+        return None
+    if arguments.judge == "ground_truth":
+        return GroundTruthJudge()
+    from trl_ext.evaluation import OpenAIJudge
 
-        return OpenAIJudge(arguments.judge_model, base_url=arguments.judge_base_url)
-    return GroundTruthJudge() if arguments.judge == "ground_truth" else None
+    return OpenAIJudge(arguments.judge_model, base_url=arguments.judge_base_url)
 
 
 def judge_against(

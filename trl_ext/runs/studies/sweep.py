@@ -16,13 +16,11 @@ their checkpoint, and a failed run does not stop the others.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +32,12 @@ from trl_ext.evaluation.command_line import (
     one_line_errors,
 )
 from trl_ext.evaluation.report import write_report
-from trl_ext.files import brief, read_yaml, write_json, write_text
+from trl_ext.files import brief, read_yaml, write_text
 from trl_ext.registry import nearest
 from trl_ext.runs import RECIPES, SCRIPTS
-from trl_ext.runs.arguments import argument_types, check_arguments
-from trl_ext.runs.studies.processes import Countdown, launcher_options, run_or_stop
+from trl_ext.runs.studies.processes import Run, check_runs, launcher_options, print_commands, run_all, say_finished
 
 KEYS = ("recipe", "common", "runs", "grid")
-# The settings of a run of a sweep, stored with its results.
-ARGUMENTS_NAME = "sweep.json"
 # Columns of the study's table, taken from the report's rows; only those that some run has are shown.
 FIGURES = {
     "score": ("score", "policy"),
@@ -56,37 +51,12 @@ FIGURES = {
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of a study: its name, which is also its folder's name, and its arguments."""
-
-    name: str
-    arguments: dict[str, Any]
-    # Whether the study names the run. Otherwise the name lists the settings.
-    named: bool = True
-
-
-@dataclass(frozen=True)
 class Study:
-    """A study read from its file: the recipe's name, the runs in order, and their folder."""
+    """A study read from its file: the runs in order, their folder, and whether the study names them."""
 
-    recipe: str
     runs: list[Run]
     folder: Path
-    launcher: list[str] = field(default_factory=list)
-
-    def folder_of(self, run: Run) -> Path:
-        return self.folder / run.name
-
-    def command(self, run: Run) -> list[str]:
-        """The command that starts the run, or resumes it from its last checkpoint."""
-        launch = [sys.executable, "-m", "accelerate.commands.launch", *self.launcher]
-        flags = [text for name, value in run.arguments.items() for text in _flag(name, value)]
-        folder = self.folder_of(run)
-        if list(folder.glob("checkpoint-*/trainer_state.json")):
-            flags += ["--resume_from_checkpoint", "last"]
-        elif folder.exists():
-            flags += ["--overwrite_output_dir", "true"]
-        return [*launch, str(RECIPES / f"{self.recipe}.py"), *flags, "--output_dir", str(folder)]
+    named: bool
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -101,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with one_line_errors():
         given = parser.parse_args(arguments)
         study = read_study(given.study, given.output_dir, given.accelerate_config)
-        chosen = [(study, run) for run in _chosen(study, given.array_index)]
-        check_folders(study)
+        chosen = study.runs if given.array_index is None else [run_at(study.runs, given.array_index)]
         check_runs(chosen)
     if given.slurm:
         print(slurm_script(study, given))
@@ -117,6 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise SystemExit(1)
 
 
+def run_at(runs: Sequence[Run], index: int) -> Run:
+    """The run of a number; ValueError if there is none."""
+    if not 0 <= index < len(runs):
+        raise ValueError(f"--array_index {index}: there are {len(runs)} runs, numbered from 0")
+    return runs[index]
+
+
 # ---- The study ----
 
 
@@ -128,24 +104,37 @@ def read_study(path: str | Path, output_dir: str | None = None, accelerate_confi
         ValueError: the file is not YAML or not a study; the message names the key.
     """
     path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"no study {str(path)!r}: give a YAML file, as those in recipes/configs/sweeps")
-    content = read_yaml(path)
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no study: it needs recipe, and runs or grid")
-    for key in content:
-        if key not in KEYS:
-            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), KEYS)} Known: {', '.join(KEYS)}")
+    content = read_keys(path, KEYS)
     recipe = str(content.get("recipe"))
     if not (RECIPES / f"{recipe}.py").is_file():
         raise FileNotFoundError(f"{path}: no recipe {recipe!r}: {RECIPES}/{recipe}.py does not exist")
     common = read_arguments(path, "common", content.get("common") or {})
-    runs = [_run(path, common, own) for own in _settings(path, content)]
-    names = [run.name for run in runs]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"{path}: two runs are called {twice[0]!r}: give each its own name")
-    return Study(recipe, runs, Path(output_dir or f"runs/{path.stem}"), launcher_options(accelerate_config))
+    folder, launcher = Path(output_dir or f"runs/{path.stem}"), launcher_options(accelerate_config)
+    runs = []
+    for own in _settings(path, content):
+        name = own.get("name") or "-".join(f"{key}_{value}" for key, value in own.items())
+        name = re.sub(r"[^A-Za-z0-9._+-]+", "_", str(name)).strip("._")
+        if name in [run.name for run in runs]:
+            raise ValueError(f"{path}: two runs are called {name!r}: give each its own name")
+        arguments = {**common, **{key: value for key, value in own.items() if key != "name"}}
+        runs.append(Run(recipe, folder / name, with_config_found(path, arguments), launcher))
+    return Study(runs, folder, "runs" in content)
+
+
+def read_keys(path: str | Path, keys: Sequence[str]) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: it holds something else, or a key that is not among these.
+    """
+    content = read_yaml(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} must hold `key: value` lines")
+    for key in content:
+        if key not in keys:
+            raise ValueError(f"{path}: unknown key {brief(key)!r}{nearest(brief(key), keys)} Known: {', '.join(keys)}")
+    return content
 
 
 def _settings(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
@@ -178,7 +167,7 @@ def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
     Raises:
         ValueError: the value is not a mapping; the message names `path` and `what`.
     """
-    if not isinstance(value, dict) or not value and what != "common":
+    if not isinstance(value, dict):
         raise ValueError(f"{path}: {what} must hold `argument: value` lines, got {brief(repr(value), 100)}")
     for name in value:
         if not isinstance(name, str) or not name.isidentifier():
@@ -186,16 +175,6 @@ def read_arguments(path: Path, what: str, value: Any) -> dict[str, Any]:
         if name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint"):
             raise ValueError(f"{path}: {what}: {name} is set by the sweep: leave it out")
     return value
-
-
-def _run(path: Path, common: dict[str, Any], own: dict[str, Any]) -> Run:
-    named = bool(own.get("name"))
-    name = own.get("name") or "-".join(f"{key}_{value}" for key, value in own.items())
-    own = {key: value for key, value in own.items() if key != "name"}
-    safe = re.sub(r"[^A-Za-z0-9._+-]+", "_", str(name)).strip("._")
-    if not safe:
-        raise ValueError(f"{path}: {name!r} cannot be a folder's name")
-    return Run(safe, with_config_found(path, {**common, **own}), named)
 
 
 def with_config_found(path: Path, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -218,112 +197,7 @@ def find_shipped(name: str | Path, missing: str) -> Path:
     return found
 
 
-def _flag(name: str, value: Any) -> list[str]:
-    if value is None:
-        return []
-    values = value if isinstance(value, list) else [value]
-    return [f"--{name}", *(json.dumps(one) if isinstance(one, (dict, bool)) else str(one) for one in values)]
-
-
-def _chosen(study: Study, index: int | None) -> list[Run]:
-    if index is None:
-        return study.runs
-    if not 0 <= index < len(study.runs):
-        raise ValueError(f"--array_index {index}: the study has {len(study.runs)} runs, numbered from 0")
-    return [study.runs[index]]
-
-
-# ---- Running ----
-
-
-def state_of(study: Study, run: Run) -> str:
-    """The run's state: finished, new, interrupted (a checkpoint exists), or to be restarted."""
-    folder = study.folder_of(run)
-    if (folder / "results.json").is_file():
-        return "finished"
-    if not folder.exists():
-        return "new"
-    return "interrupted" if list(folder.glob("checkpoint-*/trainer_state.json")) else "to begin anew"
-
-
-def check_folders(study: Study) -> None:
-    """Reject a folder whose run was started with other arguments, since it could be mistaken for the requested run."""
-    for run in study.runs:
-        folder = study.folder_of(run)
-        kept = folder / ARGUMENTS_NAME
-        started = folder.exists() and any(folder.iterdir())
-        if started and (not kept.is_file() or json.loads(kept.read_text(encoding="utf-8")) != _kept(study, run)):
-            raise ValueError(
-                f"{folder} holds a run that this study did not start, or started with other arguments: remove it, or "
-                "choose another --output_dir"
-            )
-
-
-def check_runs(work: Sequence[tuple[Study, Run]]) -> None:
-    """Reject arguments that a run's recipe does not accept, before anything runs.
-
-    Raises:
-        ValueError: the message names the run and the flag or key.
-    """
-    for study, run in work:
-        types, command = argument_types(study.recipe), study.command(run)
-        try:
-            if types is not None:
-                check_arguments(types, command[command.index(str(RECIPES / f"{study.recipe}.py")) + 1 :])
-        except ValueError as error:
-            raise ValueError(f"the run {run.name} of recipes/{study.recipe}.py: {error}") from None
-
-
-def print_commands(work: Sequence[tuple[Study, Run]], stage: str = "") -> None:
-    """Print the command of each run, under its name and state."""
-    for study, run in work:
-        print(f"# {stage}{run.name}: {state_of(study, run)}\n{shlex.join(study.command(run))}")
-
-
-def _kept(study: Study, run: Run) -> dict[str, Any]:
-    # Normalize to the form in which JSON returns it.
-    return json.loads(json.dumps({"recipe": study.recipe, "arguments": run.arguments}))
-
-
-def countdown_of(work: Sequence[tuple[Study, Run]]) -> Countdown:
-    """A countdown of runs; finished ones take no time."""
-    return Countdown(len(work), [study.recipe for study, run in work if state_of(study, run) != "finished"])
-
-
-def run_all(work: Sequence[tuple[Study, Run]], countdown: Countdown | None = None) -> list[str]:
-    """Run the unfinished runs one after another; return the names of those that failed.
-
-    Args:
-        work: runs in order, each with its study.
-        countdown: countdown over these and other runs; None for these alone.
-
-    Raises:
-        KeyboardInterrupt, SystemExit: the program was asked to stop, and the current run has stopped too.
-    """
-    countdown = countdown or countdown_of(work)
-    failed = []
-    for study, run in work:
-        state = state_of(study, run)
-        print(f"\n=== {countdown.place()}, {run.name}: {state}", flush=True)
-        if state == "finished":
-            continue
-        command = study.command(run)
-        folder = study.folder_of(run)
-        write_json(folder / ARGUMENTS_NAME, _kept(study, run))
-        began = time.monotonic()
-        code = run_or_stop(command, "this run")
-        countdown.ended(study.recipe, time.monotonic() - began)
-        if code or not (folder / "results.json").is_file():
-            failed.append(run.name)
-            print(f"=== {run.name} failed with exit status {code}; going on", flush=True)
-    return failed
-
-
-def say_finished(total: int, failed: Sequence[str], folder: Path) -> None:
-    """Print how many runs of a folder are finished, and the names of those that failed."""
-    print(f"\n{total - len(failed)} of {total} runs are finished, in {folder}")
-    if failed:
-        print(f"failed: {', '.join(failed)}; the same command tries them again")
+# ---- The report ----
 
 
 def _report(study: Study) -> None:
@@ -347,18 +221,17 @@ def table(study: Study, summary: dict[str, list[dict[str, Any]]]) -> tuple[list[
     runs = [run for run in study.runs if run.name in found]
     names = list(dict.fromkeys(name for run in study.runs for name in run.arguments))
     varied = [name for name in names if any(run.arguments.get(name) != runs[0].arguments.get(name) for run in runs)]
-    named = any(run.named for run in runs)
     figures = {title: [_figure(found[run.name], *keys) for run in runs] for title, keys in FIGURES.items()}
     figures = {title: cells for title, cells in figures.items() if any(cells)}
     rows = [
         [
-            *([run.name] if named else []),
+            *([run.name] if study.named else []),
             *(_setting(run.arguments.get(name)) for name in varied),
             *(cells[number] or None for cells in figures.values()),
         ]
         for number, run in enumerate(runs)
     ]
-    return [*(["run"] if named else []), *varied, *figures], rows
+    return [*(["run"] if study.named else []), *varied, *figures], rows
 
 
 def _setting(value: Any) -> str:
