@@ -61,9 +61,9 @@ def _originals() -> list[tuple]:
     """What is replaced: (owner, name of its attribute, the attribute); the first three are functions of tensors."""
     import torch
     import trl.kernels.chunked_logprob
+    import trl_ext.trainers.ppo.value_model
 
     import trl_ext.trainers.ppo.value_head
-    import trl_ext.trainers.ppo.value_model
 
     modules = (trl.kernels.chunked_logprob, trl_ext.trainers.ppo.value_head, trl_ext.trainers.ppo.value_model)
     functions = ((torch.Tensor, "to"), (torch.Tensor, "float"), (torch.nn.functional, "softmax"))

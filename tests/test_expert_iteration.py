@@ -234,39 +234,6 @@ class TestRounds:
             with pytest.raises(Broken):
                 trainer.train()
 
-    def test_other_sampling_samples_anew(self, straight, tmp_path, monkeypatch):
-        """Responses that were sampled before the break under other settings are not mixed with new ones."""
-        self.break_at(1, "sampling", tmp_path, monkeypatch)
-        kept = tmp_path / "samples" / "expert_1_rollouts.jsonl"
-        first = read(kept)[0]["response_text"]
-        build(tmp_path, seed=4, n_steps=1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-0"))
-        rows = read(kept)
-        assert len(rows) == 320 and rows[0]["response_text"] != first
-
-
-@pytest.mark.parametrize(
-    ("changed", "sampled"), [("nothing", 0), ("prompts", 10), ("answers", 10), ("reward", 10)], ids=lambda v: str(v)
-)
-def test_responses_to_other_problems_are_not_taken_up(changed, sampled, tmp_path, monkeypatch):
-    """Ten responses of a round are sampled, none with a box; the run goes on from before them, as it was or not."""
-    from trl_ext.rollouts import graded as run
-
-    settings = {"grade": grader("question_only"), "questions_per_step": 5, "rollouts_per_question": 2, "n_steps": 1}
-    with pytest.raises(NoCorrectResponseError):
-        build(tmp_path, **settings).train()
-    rows = load_math("toy", "train")
-    other = {
-        "nothing": {},
-        "prompts": {"ask": "Add: {question}\n<think>"},
-        "answers": {"rows": [{**row, "answer": row["answer"] + "0"} for row in rows]},
-        "reward": {"grade": grader("question_only", fast=False)},
-    }[changed]
-    appended = []
-    monkeypatch.setattr(run, "_append", lambda path, found: appended.extend(found))
-    with pytest.raises(NoCorrectResponseError):
-        build(tmp_path, **{**settings, **other}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-0"))
-    assert len(appended) == sampled
-
 
 def test_a_round_without_a_correct_response_says_so(tmp_path):
     def wrong(response, row):

@@ -153,7 +153,7 @@ def test_wrong_rows(message, tiny_model_path, tmp_path):
 
 
 WRONG_SETTINGS = {
-    "per_device_train_batch_size must be at least 2, got 1: KTO estimates": {"per_device_train_batch_size": 1},
+    "per_device_train_batch_size must be at least 2, got 1": {"per_device_train_batch_size": 1},
     "max_length is not used by KTOConfig: use max_prompt_tokens": {"max_length": 100},
     "max_prompt_tokens must be at least 1": {"max_prompt_tokens": 0},
     "beta must be a positive number, got 0": {"beta": 0},

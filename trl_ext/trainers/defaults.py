@@ -1,10 +1,12 @@
-"""Shared configuration code: device-dependent defaults, where TRL's assume a GPU, and checks of values."""
+"""Shared code of configurations: device-dependent defaults, where TRL's assume a GPU, and checks of values."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +108,19 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         args.bf16 = False
         device = "CPU" if args.use_cpu else "GPU"
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
+
+
+@contextmanager
+def temporarily(owner: object, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values within a block."""
+    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(saved)
 
 
 def check_configuration(trainer: str, args: object, config_class: type) -> None:

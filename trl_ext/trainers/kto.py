@@ -44,11 +44,6 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
                 f"max_length is not used by {type(self).__name__}: use max_prompt_tokens and max_response_tokens, "
                 "which truncate the two separately"
             )
-        if self.per_device_train_batch_size == 1:
-            raise ValueError(
-                "per_device_train_batch_size must be at least 2, got 1: KTO estimates a divergence from each prompt "
-                "with the response to another of its batch"
-            )
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")

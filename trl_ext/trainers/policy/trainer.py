@@ -7,8 +7,6 @@ replaces the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +21,7 @@ from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import share_or_load
 from trl_ext.trainers.context import check_policy
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
@@ -35,7 +33,7 @@ from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
 from trl_ext.trainers.policy.rollout_state import RolloutState
 from trl_ext.trainers.policy.stop_strings import StopStrings
-from trl_ext.trainers.policy.vllm_server import wait_for_server, watch_server
+from trl_ext.trainers.policy.vllm_server import watch_server
 
 
 class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
@@ -87,7 +85,6 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
         self._seen_signal = False
         self.rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        wait_for_server(args, model)
         super().__init__(model, guarded, args, **kwargs)
         # TRL has appended the rewards of environments.
         own = self.reward_funcs[len(functions) :]
@@ -308,7 +305,8 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
     def _compute_loss(self, model, inputs):
         training = self.model.training
         entropy_coefficient = self._entropy_coefficient()
-        with self._plain_kl():
+        # TRL's `kl` metric without the importance ratio that its loss applies.
+        with temporarily(self.args, use_bias_correction_kl=False):
             super()._compute_loss(model, inputs)
         log_probs, entropies, auxiliary_loss = self._forward
         self._forward = None
@@ -353,16 +351,6 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
         if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
             return 0.0
         return self.entropy_coef
-
-    @contextmanager
-    def _plain_kl(self) -> Iterator[None]:
-        """Compute TRL's `kl` metric without the importance ratio that its loss applies."""
-        saved = self.args.use_bias_correction_kl
-        self.args.use_bias_correction_kl = False
-        try:
-            yield
-        finally:
-            self.args.use_bias_correction_kl = saved
 
     def _weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
         """TRL's factors of the surrogate: masks of tokens and sequences, and vLLM's importance ratio."""

@@ -13,7 +13,6 @@ from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.ppo.rollout import LARGEST_ERROR
 
 VALUE_MODELS = ("shared", "adapter", "separate")
 
@@ -113,17 +112,6 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
-        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
-            )
-        if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
-                f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
-                f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least, and to many times that for a "
-                "smooth course"
-            )
 
     def build_objective(self) -> PolicyObjective:
         """PPO's policy loss with its settings resolved.
