@@ -173,8 +173,6 @@ def test_wrong_configuration_class(tiny_model_path, tmp_path):
 
     with pytest.raises(TypeError, match=r"takes a KTOConfig, got DPOConfig of trl\.trainer.*import KTOConfig"):
         KTOTrainer(tiny_model_path, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))
-    with pytest.raises(TypeError, match="second argument is the reference model: pass the KTOConfig by name"):
-        KTOTrainer(tiny_model_path, KTOConfig(str(tmp_path), use_cpu=True))
 
 
 def test_defaults_fit_the_device(tmp_path):

@@ -136,19 +136,6 @@ def check_configuration(trainer: str, args: object, config_class: type) -> None:
         )
 
 
-def check_reference_place(trainer: str, ref_model: object) -> None:
-    """Reject a configuration passed as the reference model.
-
-    Raises:
-        TypeError: names the argument that takes it.
-    """
-    if isinstance(ref_model, TrainingArguments):
-        raise TypeError(
-            f"{trainer}'s second argument is the reference model: pass the {type(ref_model).__name__} by name, "
-            "as args="
-        )
-
-
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     """Reject a value that is not one of the choices.
 

@@ -20,7 +20,6 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_configuration,
-    check_reference_place,
     check_training,
     resolve_device_defaults,
 )
@@ -74,7 +73,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     _config_class: ClassVar[type[KTOConfig]] = KTOConfig
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
-        check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
         check_configuration(type(self).__name__, args, self._config_class)

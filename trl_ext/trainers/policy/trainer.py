@@ -157,20 +157,12 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._watch_modules(rewards, len(prompts))
         # A response on which one function failed has no reward; a sum would count the missing part as 0.
         faulty = self.reward_guard.failed | self.reward_guard.not_finite
         flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
         rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
         self._rollout = rewards, finished
         return rewards
-
-    def _watch_modules(self, rewards: Tensor, count: int) -> None:
-        """Record rows for which a module, which TRL scores itself, returned a number that is not finite."""
-        modules = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        first = self.accelerator.process_index * count
-        own = rewards[first : first + count, torch.tensor(modules, device=rewards.device)]
-        self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
 
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
         """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.

@@ -22,7 +22,7 @@ from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.defaults import check_configuration, check_reference_place, temporarily
+from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -70,7 +70,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
     _config_class: ClassVar[type[PreferenceConfig]] = PreferenceConfig
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
-        check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
         check_configuration(type(self).__name__, args, self._config_class)
