@@ -61,11 +61,10 @@ def _originals() -> list[tuple]:
     """What is replaced: (owner, name of its attribute, the attribute); the first three are functions of tensors."""
     import torch
     import trl.kernels.chunked_logprob
-    import trl_ext.trainers.ppo.value_model
 
     import trl_ext.trainers.ppo.value_head
 
-    modules = (trl.kernels.chunked_logprob, trl_ext.trainers.ppo.value_head, trl_ext.trainers.ppo.value_model)
+    modules = (trl.kernels.chunked_logprob, trl_ext.trainers.ppo.value_head)
     functions = ((torch.Tensor, "to"), (torch.Tensor, "float"), (torch.nn.functional, "softmax"))
     places = [*functions, *((module, "torch") for module in modules)]
     return [(owner, name, getattr(owner, name)) for owner, name in places]

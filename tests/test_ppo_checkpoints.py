@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -17,7 +16,6 @@ from tests.tiny import save_tiny_model
 from tests.train_once import largest_difference, parameters, result
 
 # 3 special tokens and 256 bytes.
-VOCABULARY = "259"
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4}
 
 
@@ -43,10 +41,6 @@ def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
     assert saved.keys() == own
     weights = dict(straight.model.named_parameters())
     assert all(saved[name].equal(weights[name]) for name in own)
-    with safe_open(tmp_path / "final" / "value_head.safetensors", "pt") as file:
-        told = file.metadata()
-    assert (told["value_model"], told["hidden_size"], told["vocab_size"]) == (kind, "16", VOCABULARY)
-    assert told["base"] == "qwen2 of 2 layers" and ("base_weights" in told) == (kind == "adapter")
     for folder in (checkpoint, tmp_path / "final"):
         name = "adapter_model" if kind == "adapter" else "model"
         keys = load_file(folder / f"{name}.safetensors").keys()
@@ -144,7 +138,7 @@ def test_a_model_that_reads_other_tokens_is_refused(policy_path, tmp_path):
     path.write_text(json.dumps(tokenizer))
     spec = of_kind("separate", policy_path)
     spec["args"]["value_model_name_or_path"] = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="reads other tokens than the policy .* use value_model shared"):
+    with pytest.raises(ValueError, match="reads other tokens than the policy: .* use value_model shared"):
         build(spec, str(tmp_path))
 
 

@@ -59,7 +59,7 @@ def device(monkeypatch):
         ({"f_divergence_type": "js_divergence"}, r"f_divergence_type is not used .*stock `trl\.DPOTrainer` for f-DPO"),
         ({"max_length": 1024}, r"max_length is not used .*`max_prompt_tokens` and `max_response_tokens`"),
         ({"aot_scope": "rank"}, r"aot_scope must be 'global' or 'device', got 'rank'"),
-        ({"max_prompt_tokens": 0}, r"max_prompt_tokens must be at least 1, got 0; leave it None for no limit"),
+        ({"max_prompt_tokens": 0}, r"max_prompt_tokens must be at least 1, got 0"),
         ({"max_response_tokens": -3}, r"max_response_tokens must be at least 1, got -3"),
         ({"beta": 0.0}, r"beta must be positive, got 0\.0"),
         ({"beta": -0.1}, r"beta must be positive, got -0\.1"),

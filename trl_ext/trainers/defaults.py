@@ -124,11 +124,7 @@ def temporarily(owner: object, **values: Any) -> Iterator[None]:
 
 
 def check_configuration(trainer: str, args: object, config_class: type) -> None:
-    """Reject a configuration of another class, including TRL's class of the same name.
-
-    Raises:
-        TypeError: names both classes with their modules, and the import that is needed.
-    """
+    """Raise a TypeError for a configuration of another class, such as TRL's class of the same name."""
     if not isinstance(args, config_class):
         name, given = config_class.__name__, type(args)
         raise TypeError(
@@ -137,38 +133,26 @@ def check_configuration(trainer: str, args: object, config_class: type) -> None:
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Reject a value that is not one of the choices.
-
-    Raises:
-        ValueError: names the field and the choices.
-    """
+    """Raise a ValueError that names the field and its choices if a value is not one of them."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
 
 
 def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
-    """Reject a field that is below its least value or is not a finite number; None means "not given".
-
-    Raises:
-        ValueError: names the field and its least value.
-    """
+    """Raise a ValueError for a field that is below its least value or not a finite number; None means "not given"."""
     for name, minimum in least.items():
         value = getattr(args, name)
         if value is not None and not minimum <= value < math.inf:
             bound = f"at least {minimum}" if minimum else "a number from 0 up"
-            hint = "; leave it None for no limit" if name in ("max_prompt_tokens", "max_response_tokens") else ""
-            raise ValueError(f"{name} must be {bound}, got {value}{hint}")
+            raise ValueError(f"{name} must be {bound}, got {value}")
 
 
 def check_training(args: TrainingArguments, **least: float) -> None:
-    """Reject values out of range in the fields that configurations share.
+    """Raise a ValueError for a value out of range in the fields that configurations share.
 
     Args:
         args: a configuration.
         least: least values of the configuration's own fields, and other bounds for shared ones.
-
-    Raises:
-        ValueError: names the field and its permitted values.
     """
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
@@ -178,11 +162,7 @@ def check_training(args: TrainingArguments, **least: float) -> None:
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """An option that is a JSON object, from a dictionary or from text.
-
-    Raises:
-        ValueError: the text is not a JSON object; the message names the option.
-    """
+    """An option that is a JSON object, from a dictionary or from text; a ValueError names one that is not."""
     if not isinstance(value, str):
         return value
     try:

@@ -30,6 +30,7 @@ from trl_ext.rollouts.replay import (
 )
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.policy.judge_rewards import JudgeRewards
+from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.scoring_temperature import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
@@ -87,8 +88,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     ):
         if args is None:
             args = self._config_class()
-        functions = [] if reward_funcs is None else reward_funcs
-        functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        functions = as_reward_functions(reward_funcs, args.packing)
         self._has_judge = judge is not None
         if judge is not None:
             functions.append(JudgeRewards(judge, self._group_size, args))

@@ -13,6 +13,7 @@ from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
 from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.trl_settings import refuse_given
 
 VALUE_MODELS = ("shared", "adapter", "separate")
 
@@ -41,6 +42,18 @@ PPO = Algorithm(
         "surrogate": (("clip",), "PPO clips its ratio"),
     },
 )
+
+
+# Settings of `PolicyConfig` that PPO does not use: setting -> why.
+_NOT_USED = {
+    **dict.fromkeys(
+        ("advantage", "std_ddof", "advantage_eps", "scale_rewards"),
+        "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
+    ),
+    "use_vllm": "the value head would be sent to vLLM with the policy's weights",
+    "torch_compile": "the value head reads the hidden states inside the forward pass",
+    "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
+}
 
 
 @dataclass
@@ -135,20 +148,7 @@ class PPOConfig(PolicyConfig):
             )
 
     def _refuse_what_has_no_place(self) -> None:
-        for name in ("advantage", "std_ddof", "advantage_eps", "scale_rewards"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} is not used by {type(self).__name__}: PPO's advantages are those of its value function; "
-                    "use whiten_advantages, gamma and lam, or PolicyConfig for another estimator"
-                )
-        refused = {
-            "use_vllm": "the value head would be sent to vLLM with the policy's weights",
-            "torch_compile": "the value head reads the hidden states inside the forward pass",
-            "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
-        }
-        for name, reason in refused.items():
-            if getattr(self, name):
-                raise ValueError(f"{name} does not go with {type(self).__name__}: {reason}")
+        refuse_given(self, _NOT_USED)
         if self.ddp_find_unused_parameters:
             raise ValueError(
                 "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "
