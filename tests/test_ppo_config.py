@@ -6,7 +6,7 @@ import pytest
 
 from tests import recipes
 from trl_ext import PPOConfig
-from trl_ext.trainers.ppo.rollout import adapted_coefficient
+from trl_ext.trainers.ppo.trainer import adapted_coefficient
 
 BASE = {"output_dir": "unused", "use_cpu": True, "report_to": "none"}
 

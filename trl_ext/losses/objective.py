@@ -24,6 +24,12 @@ class PreferenceObjective:
         weighting_options: keyword options, each passed to the weightings that have it.
         columns: dataset columns to pass to the loss, in addition to those that it declares.
 
+    Attributes:
+        needs_reference, batch_coupled: see `trl_ext.registry.PreferenceLoss`.
+        needs_policy_weights: whether a weighting reads the policy weights of the responses.
+        normalizes: whether a weighting is divided by its mean over the optimizer batch.
+        columns: dataset columns passed to the loss and the weightings.
+
     Raises:
         ValueError: an unknown name or option, a beta that is not positive, or a loss that does not return one value
             per pair; the message says which and what to do.
@@ -46,35 +52,16 @@ class PreferenceObjective:
         self.loss.check_options(self.loss_options)
         self.beta = self._resolve_beta(beta)
         self.weightings = self._resolve_weightings(weightings, dict(weighting_options or {}))
-        self._extra_columns = tuple(columns)
-        self._dry_run()
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.loss.needs_reference
-
-    @property
-    def batch_coupled(self) -> bool:
-        return self.loss.batch_coupled
-
-    @property
-    def needs_policy_weights(self) -> bool:
-        return any(weighting.needs_policy_weights for weighting, _ in self.weightings)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Dataset columns passed to the loss and the weightings."""
-        weighting_columns = (
-            options.get(weighting.column_option, weighting.options[weighting.column_option])
-            for weighting, options in self.weightings
+        self.needs_reference, self.batch_coupled = self.loss.needs_reference, self.loss.batch_coupled
+        self.needs_policy_weights = any(weighting.needs_policy_weights for weighting, _ in self.weightings)
+        self.normalizes = any(weighting.normalize for weighting, _ in self.weightings)
+        of_weightings = [
+            own.get(weighting.column_option, weighting.options[weighting.column_option])
+            for weighting, own in self.weightings
             if weighting.column_option
-        )
-        return tuple(dict.fromkeys([*self.loss.columns, *weighting_columns, *self._extra_columns]))
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether any weighting is divided by its mean over the optimizer batch."""
-        return any(weighting.normalize for weighting, _ in self.weightings)
+        ]
+        self.columns = tuple(dict.fromkeys([*self.loss.columns, *of_weightings, *columns]))
+        self._dry_run()
 
     def raw_weights(self, scores: PreferenceScores) -> Tensor:
         """Product of the weights to be divided by their mean over the optimizer batch. [B]."""

@@ -102,11 +102,7 @@ def fault_of(checkpoint: Path) -> str | None:
 def written_whole(partial: Path, final: Path, accelerator, *, saves: bool) -> Iterator[None]:
     """Rename `partial` to `final` once every process has written its part in the block. Every process calls this.
 
-    Args:
-        partial: a folder inside `PARTIAL_FOLDER`, to which the block writes.
-        final: the checkpoint.
-        accelerator: the trainer's accelerator.
-        saves: whether this process saves the model.
+    `partial` is a folder inside `PARTIAL_FOLDER`; `saves` says whether this process saves the model.
     """
     if saves:
         shutil.rmtree(partial.parent, ignore_errors=True)

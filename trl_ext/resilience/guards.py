@@ -116,11 +116,6 @@ def leave_epoch(state, control, *, saves: bool) -> None:
 
     transformers treats an interrupted epoch as complete. After a complete epoch, metrics are logged and evaluated
     after the step's own checkpoint was saved, and a resumed run would not repeat them.
-
-    Args:
-        state: the trainer's state.
-        control: the pending actions.
-        saves: whether the run writes a checkpoint as it stops.
     """
     if state.global_step >= state.max_steps:
         return

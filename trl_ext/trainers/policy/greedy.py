@@ -20,13 +20,8 @@ _GREEDY_VLLM = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
 def greedy_rewards(trainer, inputs: list[dict], group_size: int) -> tuple[torch.Tensor, list[int]]:
     """Rewards of one greedy response to each prompt, and the lengths of these responses in tokens.
 
-    Args:
-        trainer: a `PolicyTrainer`.
-        inputs: the rollout's rows on this process: each prompt `group_size` times in a row.
-        group_size: responses per prompt in the rollout.
-
-    Returns:
-        The trainer's total rewards over all processes, one per prompt, [N / group_size]; and this process's lengths.
+    `inputs` has each of this process's prompts `group_size` times in a row. The rewards are the trainer's totals over
+    all processes, [N / group_size]; the lengths are this process's.
     """
     rows = [dict(row) for row in inputs[::group_size]]
     prompts = [row["prompt"] for row in rows]

@@ -15,9 +15,6 @@ def count_from_the_first_token(*models: nn.Module) -> None:
     TRL pads prompts on the left and passes no positions, so a model with learnt absolute positions would score its
     samples at different positions than in generation. Models with rotary positions are left as they are, since only
     position differences matter there. Packed passes set their own positions.
-
-    Args:
-        models: policies and references, not wrapped by an engine.
     """
     for model in models:
         if getattr(model.config.get_text_config(), "rope_parameters", None):

@@ -11,15 +11,9 @@ from trl_ext.rollouts.diagnostics import diagnose_generations
 
 
 def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: list[bool], output: dict) -> None:
-    """Log extremes of the rewards, the rewards after penalties, and diagnostics of the responses.
+    """Log extremes of the rewards, [N] over all processes, before and after penalties, and diagnostics of responses.
 
-    Args:
-        trainer: a `PolicyTrainer`.
-        mode: train or eval.
-        rewards: over all processes, NaN where there is none, [N].
-        shaped: the same after penalties, [N].
-        finished: whether each of this process's responses ended.
-        output: this process's part of the rollout.
+    `finished` and `output` are of this process's part of the rollout.
     """
     metrics = trainer._metrics[mode]
     known = rewards[~rewards.isnan()]

@@ -20,7 +20,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import share_or_load
-from trl_ext.trainers.context import check_policy
+from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -90,7 +90,9 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
         own = self.reward_funcs[len(functions) :]
         self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
         watch_server(self)
-        check_policy(self)
+        limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
+        prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
+        check_generations(self.model, self.processing_class, prompts, limits)
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]

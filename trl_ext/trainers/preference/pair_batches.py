@@ -18,13 +18,9 @@ from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
 def deal_pairs(
     pairs: Sequence[SampledPair], filler: SampledPair, parts: int, rank: int, ranks: int
 ) -> tuple[list[SampledPair], list[bool]]:
-    """One process's pairs, the same number on every process and a multiple of `parts`, and which of them count.
+    """One process's part of the pairs of all processes, and which of them count.
 
-    Args:
-        pairs: the pairs of all processes, the same list on each; pairs of a prompt stay together.
-        filler: a pair that fills empty places and does not count.
-        parts: number of micro-batches to divide the pairs into.
-        rank, ranks: this process's index, and the number of processes.
+    It is of the same size on every process, a multiple of `parts` (the micro-batches), and filled with `filler`.
     """
     slots = parts * max(-(-len(pairs) // (parts * ranks)), 1)
     own = list(pairs[rank * slots : (rank + 1) * slots])

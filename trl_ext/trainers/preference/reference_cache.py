@@ -59,10 +59,7 @@ def with_reference_log_probs(
 def precomputes_reference(objective, args, model, ref_model, given: dict[str, Any]) -> bool:
     """Whether to compute reference log-probabilities before training: if requested, or if that saves passes.
 
-    Args:
-        objective: the loss.
-        args: the configuration, with `precompute_ref_log_probs` None if it is not set.
-        model, ref_model, given: the trainer's arguments.
+    `model`, `ref_model` and `given` are the trainer's arguments.
     """
     if args.precompute_ref_log_probs is not None:
         return args.precompute_ref_log_probs

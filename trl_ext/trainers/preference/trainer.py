@@ -18,10 +18,9 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 from trl import DPOTrainer as TRLDPOTrainer
 
-from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
-from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers.context import truncate_pairs
 from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -135,34 +134,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        limits = {"max_prompt_tokens": args.max_prompt_tokens, "max_response_tokens": args.max_response_tokens}
-        if all(limit is None for limit in limits.values()):
-            return dataset
-
-        def truncate(row):
-            segments = truncate_pair(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"], **limits)
-            return dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), segments, strict=True))
-
-        if isinstance(dataset, Dataset):
-            self._say_what_is_cut(dataset, dataset_name, args)
-        described = {"desc": f"Truncating {dataset_name} dataset"} if isinstance(dataset, Dataset) else {}
-        return dataset.map(truncate, **described)
-
-    @staticmethod
-    def _say_what_is_cut(dataset: Dataset, dataset_name: str, args: PreferenceConfig) -> None:
-        """Log one line that counts what the limits cut, since a cut response loses its end token."""
-        for columns, limit in (
-            (("prompt_ids",), "max_prompt_tokens"),
-            (("chosen_ids", "rejected_ids"), "max_response_tokens"),
-        ):
-            most = getattr(args, limit)
-            cut = sum(len(ids) > most for column in columns for ids in dataset[column]) if most else 0
-            if cut:
-                total = len(columns) * len(dataset)
-                what = columns[0].removesuffix("_ids") + "s" if len(columns) == 1 else "responses"
-                warn_once_per_run(
-                    f"{dataset_name}: {cut} of {total} {what} are longer than {limit} {most} and are cut"
-                )
+        return truncate_pairs(dataset, dataset_name, args)
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:
