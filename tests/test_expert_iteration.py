@@ -106,7 +106,7 @@ def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
         return {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 
     trainer = build(tmp_path, grade=right, limit=2, questions_per_step=5, rollouts_per_question=2)
-    expected = r"none of 10 responses to 5 questions was correct and ended \(10 were correct and cut at 2 tokens\)"
+    expected = r"none of 10 responses to 5 questions was correct and ended \(10 correct and cut, 0 with a wrong"
     with pytest.raises(NoCorrectResponseError, match=expected):
         trainer.train()
     (figures,) = [row for row in read(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
@@ -240,7 +240,7 @@ def test_a_round_without_a_correct_response_says_so(tmp_path):
         return {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
 
     trainer = build(tmp_path, grade=wrong, questions_per_step=5, rollouts_per_question=2)
-    expected = "round 1 .* none of 10 responses to 5 questions was correct .10 in the form asked for .* 0 in another"
+    expected = "round 1 .* none of 10 responses to 5 questions was .* .0 correct and cut, 10 with a wrong answer, 0 in"
     with pytest.raises(NoCorrectResponseError, match=expected):
         trainer.train()
 

@@ -115,8 +115,7 @@ class RewardGuard:
     def _report(self, name: str, rows: dict[int, dict[str, Any]], error: BaseException) -> None:
         """Raise a `RewardError` for rows, by their indices, or log it and record that they failed."""
         named = list(dict.fromkeys(map(_describe, rows.values())))
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        told = ", ".join(named[:_MOST_NAMED]) + more
+        told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
         if isinstance(error, Stalled):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:

@@ -183,8 +183,6 @@ class ExpertIterationTrainer(SFTTrainer):
         if checkpoint is not None:
             checkpoints.check_checkpoint(checkpoint)
             self._resumed_from = Path(checkpoint)
-            if not (Path(checkpoint) / ROUND_FILE).is_file():
-                raise ValueError(f"the checkpoint {checkpoint} is not that of a round: it has no {ROUND_FILE}")
             saved = json.loads((Path(checkpoint) / ROUND_FILE).read_text(encoding="utf-8"))
             done = saved["expert_step"]
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
@@ -237,13 +235,11 @@ class ExpertIterationTrainer(SFTTrainer):
         Trainer.log(self, {name: value for name, value in figures.items() if value is not None})
         if not kept:
             counts = count_categories(graded)
-            ended = f" and ended ({cut} were correct and cut at {self.settings.max_new_tokens} tokens)" if cut else ""
             raise NoCorrectResponseError(
-                f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} "
-                f"questions was correct{ended} ({counts['wrong_answer']} in the form asked for with a wrong answer, "
-                f"{counts['wrong_format']} in another form), so there is nothing to fine-tune on: raise "
-                "questions_per_step or rollouts_per_question, begin from a better model, or check the prompt and the "
-                "reward"
+                f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} questions was "
+                f"correct and ended ({cut} correct and cut, {counts['wrong_answer']} with a wrong answer, "
+                f"{counts['wrong_format']} in another form): raise questions_per_step or rollouts_per_question, begin "
+                "from a better model, or check the prompt and the reward"
             )
         demonstrations = [_demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
         if self.accelerator.is_main_process:

@@ -31,7 +31,7 @@ from trl_ext.rollouts.replay import (
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.policy.judge_rewards import JudgeRewards
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
-from trl_ext.trainers.policy.scoring_temperature import ScoringTemperature
+from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
 from trl_ext.trainers.preference.pair_batches import (

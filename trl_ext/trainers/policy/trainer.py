@@ -7,6 +7,8 @@ replaces the loss.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +21,7 @@ from trl_ext.losses import PolicyScores
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.rewards import share_or_load
+from trl_ext.rewards import ShapedReward, share_or_load
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
@@ -28,15 +30,14 @@ from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, re
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.greedy import greedy_rewards
-from trl_ext.trainers.policy.positions import count_from_the_first_token
 from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
-from trl_ext.trainers.policy.rollout_state import RolloutState
+from trl_ext.trainers.policy.scoring import count_from_the_first_token
 from trl_ext.trainers.policy.stop_strings import StopStrings
 from trl_ext.trainers.policy.vllm_server import watch_server
 
 
-class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
+class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
@@ -361,10 +362,36 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
             )
         if self.use_vllm and self.vllm_importance_sampling_correction:
             factors.append(inputs["importance_sampling_ratio"])
-        weights = None
-        for factor in factors:
-            weights = factor if weights is None else weights * factor
-        return weights
+        return functools.reduce(operator.mul, factors) if factors else None
+
+    # ---- Checkpoints ----
+
+    @property
+    def shaping_state(self) -> list[dict[str, Any]]:
+        """The states of the shaped reward functions, in order; equal on all processes."""
+        return [function.state_dict() for function in self._shaped_rewards()]
+
+    @shaping_state.setter
+    def shaping_state(self, states: list[dict[str, Any]]) -> None:
+        for function, state in zip(self._shaped_rewards(), states, strict=True):
+            function.load_state_dict(state)
+
+    def _shaped_rewards(self) -> list[ShapedReward]:
+        return [f for f in self.plain_reward_functions.values() if isinstance(f, ShapedReward)]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # TRL samples at a fixed interval of micro-batches. The checkpoint does not store their count, since a resumed
+        # run may use micro-batches of another size: the count follows from the data that the epoch has used.
+        if kwargs["epoch"] == kwargs["epochs_trained"]:
+            per_rollout = self.args.steps_per_generation * self.num_iterations
+            self._step = kwargs["steps_trained_in_current_epoch"] % per_rollout
+            self._buffered_inputs = None
+            if self._step:
+                warn_once_per_run(
+                    f"step {self.state.global_step} lies within a rollout, which is not part of a checkpoint: what is "
+                    "left of it is sampled anew"
+                )
+        super()._run_epoch(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any):
         result = super().train(*args, **kwargs)

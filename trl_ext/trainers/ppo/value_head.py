@@ -55,13 +55,9 @@ class ValueModel:
         yield
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
-        """Estimates before each of the last `count` tokens, with gradient if enabled, [B, count].
+        """Estimates before each of the last `count` tokens of prompts and responses, with gradient if enabled.
 
-        Args:
-            input_ids: prompts and responses, [B, L].
-            attention_mask: 1 on their tokens, [B, L].
-            count: width of the responses.
-            batch_size: rows per forward pass; None for all at once.
+        Passes take `batch_size` rows, or all if it is None. [B, count].
         """
         size = batch_size or len(input_ids)
         parts = [
@@ -81,12 +77,7 @@ class ValueModel:
     # ---- Files ----
 
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write `value_head.safetensors`.
-
-        Args:
-            folder: the folder to write to.
-            state_dict: the state of the policy with the value function, if an engine has gathered it.
-        """
+        """Write `value_head.safetensors`, from the state of the policy if an engine has gathered it."""
         source = self.parameters() if state_dict is None else state_dict
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.items() if _is_own(name)}
         with replacing(Path(folder) / VALUE_FILE) as path:

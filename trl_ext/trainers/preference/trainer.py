@@ -7,7 +7,6 @@ whole accumulation window before training on it, which exact normalisation and b
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -124,9 +123,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
                     f"the loss or its weighting reads the column {missing[0]!r}, which {name} does not have; "
                     f"it has {', '.join(have)}"
                 )
-            for column in self.columns:
-                for row in itertools.islice(dataset, 1):
-                    _number(row, column)
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
