@@ -157,6 +157,11 @@ def check_training(args: TrainingArguments, **least: float) -> None:
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, PACKING_CHOICES)
+    if isinstance(args, TruncatedFields) and args.max_length is not None:
+        raise ValueError(
+            f"max_length is not used by {type(args).__name__}: use max_prompt_tokens and max_response_tokens, which "
+            "truncate the two separately"
+        )
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
 

@@ -38,11 +38,6 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
     _method: ClassVar[str] = "kto"
 
     def __post_init__(self):
-        if self.max_length is not None:
-            raise ValueError(
-                f"max_length is not used by {type(self).__name__}: use max_prompt_tokens and max_response_tokens, "
-                "which truncate the two separately"
-            )
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
