@@ -242,7 +242,7 @@ def test_scores_are_those_of_each_sequence_alone(tiny_model_path, tmp_path):
         ({"label_smoothing": -0.1}, r"label_smoothing must lie in \[0, 0\.5\), got -0\.1"),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor is not used by RewardConfig: use label_smoothing"),
         ({"margin_scale": float("nan")}, r"margin_scale must be a number, got nan"),
-        (
+        ({"select_best": "acuracy"}, r"select_best must be one of .*, got 'acuracy'; did you mean 'accuracy'"),
             {"select_best": "acuracy"},
             r"select_best must be one of accuracy, .*, got 'acuracy'; did you mean 'accuracy'",
         ),
