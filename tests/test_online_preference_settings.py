@@ -63,7 +63,7 @@ WRONG = {
     },
     "replay_weights must be one of none, sequence": {"replay_capacity": 8, "replay_weights": "token"},
     "replay_weight_cap must be at least 1": {"replay_capacity": 8, "replay_weight_cap": 0.5},
-    "replay_capacity must be at least 0": {"replay_capacity": -1},
+    "replay_capacity must be a number from 0 up": {"replay_capacity": -1},
     "replay does not go with sync_ref_model": {"replay_capacity": 8, "sync_ref_model": True},
     "gradient_accumulation_steps 2 does not divide the 1 micro-batches": {
         "gradient_accumulation_steps": 2,
