@@ -63,9 +63,8 @@ def _originals() -> list[tuple]:
     import trl.kernels.chunked_logprob
 
     import trl_ext.trainers.ppo.value_head
-    import trl_ext.trainers.ppo.value_model
 
-    modules = (trl.kernels.chunked_logprob, trl_ext.trainers.ppo.value_head, trl_ext.trainers.ppo.value_model)
+    modules = (trl.kernels.chunked_logprob, trl_ext.trainers.ppo.value_head)
     functions = ((torch.Tensor, "to"), (torch.Tensor, "float"), (torch.nn.functional, "softmax"))
     places = [*functions, *((module, "torch") for module in modules)]
     return [(owner, name, getattr(owner, name)) for owner, name in places]

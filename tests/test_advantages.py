@@ -26,7 +26,7 @@ from trl_ext.advantages import (
     mean_normalized,
     no_baseline,
 )
-from trl_ext.algorithms.estimator import AdvantageEstimator
+from trl_ext.algorithms import PolicyObjective
 
 G = [3.0, 1.0, 0.0, -1.0]
 TIES = [1.0, 1.0, 0.0, 0.0]
@@ -377,10 +377,8 @@ def test_clip_advantages():
         (lambda: batch_normalized(torch.zeros(4), 2, std_of="x"), "'rewards' or 'advantages', got 'x'"),
         (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 3), 1, 1), r"one shape \[B, T\]"),
         (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 1.1, 1), r"lie in \[0, 1\], got 1.1"),
-        (lambda: AdvantageEstimator("leave_two_out"), "unknown --advantage 'leave_two_out'; did you mean 'leave_one"),
-        (lambda: AdvantageEstimator("group_rank", eps=1.0), "--advantage_eps 1.0 and --advantage group_rank"),
-        (lambda: AdvantageEstimator("greedy_baseline")(torch.zeros(2), 1), "needs greedy_rewards, and there are none"),
-        (lambda: AdvantageEstimator(lambda rewards, size: rewards.sum()), r"returned shape \[\] for 4 rewards"),
+        (lambda: PolicyObjective("remax").advantages(torch.zeros(2), 1), "needs greedy_rewards, and there are none"),
+        (lambda: PolicyObjective("grpo", advantage=lambda r, size: r.sum()), r"returned shape \[\] for 4 rewards"),
     ],
 )
 def test_refusals(run, message):
@@ -389,11 +387,11 @@ def test_refusals(run, message):
 
 
 def test_estimator_of_ones_own():
-    def others(rewards, group_size, strength=2.0):
+    def others(rewards, group_size, strength=3.0):
         groups = rewards.reshape(-1, group_size)
         return (strength * (groups - (groups.sum(1, keepdim=True) - groups) / (group_size - 1))).reshape(-1)
 
-    estimator = AdvantageEstimator(others, options={"strength": 3.0}, clip=4.0)
-    assert estimator(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
-    assert estimator(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
-    assert estimator.name == "others" and estimator.group_relative and not estimator.needs_greedy
+    objective = PolicyObjective("grpo", advantage=others, advantage_clip=4.0)
+    assert objective.advantages(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
+    assert objective.advantages(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
+    assert objective.advantage == "others" and objective.group_relative and not objective.needs_greedy

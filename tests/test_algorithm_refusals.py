@@ -94,7 +94,7 @@ def test_what_a_refusal_suggests_is_possible(name):
         ({"kl_in": "rewards"}, "unknown --kl_in 'rewards'; did you mean 'reward'"),
         ({"kl_aggregation": "sum"}, "unknown --kl_aggregation 'sum'. Known: inside, token_mean"),
         ({"epsilonn": 0.1}, "no setting 'epsilonn'; did you mean 'epsilon'"),
-        ({"options": {"strength": 1.0}}, "the surrogate 'clip' takes no options, and strength would not be read"),
+        ({"options": {"strength": 1.0}}, "'clip' has no option 'strength'"),
         ({"surrogate": "quadratic_ratio"}, "'quadratic_ratio' needs the option 'strength', which has no default"),
         ({"surrogate": "quadratic_ratio", "options": {"strenght": 1.0}}, "did you mean 'strength'"),
     ],

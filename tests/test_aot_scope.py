@@ -345,7 +345,7 @@ def test_coupled_shares_by_hand():
         PreferenceScores(torch.tensor([1.0]), torch.tensor([2.0]), zero, zero),
         PreferenceScores(torch.tensor([3.0]), torch.tensor([0.0]), zero, zero),
     ]
-    shares = coupled_shares(objective, parts, rank=0, gather=lambda tensor: tensor)
+    shares = coupled_shares(lambda scores: objective(scores).mean(), parts, rank=0, gather=lambda tensor: tensor)
     assert [share.loss.item() for share in shares] == pytest.approx([math.log(1 + math.exp(-1))] * 2)
     assert [share.chosen_slope.item() for share in shares] == pytest.approx([-0.1344707] * 2)
     assert [share.rejected_slope.item() for share in shares] == pytest.approx([0.1344707] * 2)
@@ -353,7 +353,10 @@ def test_coupled_shares_by_hand():
     # As one of two ranks, each with one of the two pairs.
     other = {1.0: 3.0, 2.0: 0.0, 0.0: 0.0}
     shares = coupled_shares(
-        objective, parts[:1], rank=0, gather=lambda t: torch.cat([t, torch.tensor([other[t.item()]])])
+        lambda scores: objective(scores).mean(),
+        parts[:1],
+        rank=0,
+        gather=lambda t: torch.cat([t, torch.tensor([other[t.item()]])]),
     )
     assert len(shares) == 1
     assert shares[0].loss.item() == pytest.approx(0.3132617)

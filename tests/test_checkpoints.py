@@ -320,12 +320,6 @@ def test_a_failed_resumption_leaves_nothing_to_take_up(spec, run, monkeypatch):
     assert trainer.state.log_history[0]["step"] == 1
 
 
-def test_among_rounds_only_a_round_is_gone_on_from(run):
-    (run / "checkpoint-1" / checkpoints.ROUND_FILE).write_text("{}")
-    (run / "checkpoint-1" / FILES_FILE).unlink()
-    assert last_checkpoint(run) == run / "checkpoint-1"
-
-
 def test_a_run_without_a_checkpoint(spec, tmp_path):
     with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
         build(spec, str(tmp_path)).train(resume_from_checkpoint=True)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -257,19 +256,6 @@ def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
 
     with pytest.raises(ServerLostError, match="the vLLM server is gone.*refused"):
         look(_Lost("refused"))
-
-
-@pytest.mark.parametrize("mode", ["colocate", "server"])
-@pytest.mark.parametrize("rank", ["0", "1"])
-def test_without_vllm_its_extra_is_named(mode, rank, monkeypatch):
-    """By every process, before a model is loaded or a server waited for."""
-    from trl_ext.trainers.policy import vllm_server
-
-    monkeypatch.setattr(vllm_server, "is_vllm_available", lambda: False)
-    monkeypatch.setenv("RANK", rank)
-    with pytest.raises(ImportError, match=r"vLLM, which is not installed: pip install 'trl_ext\[vllm\]'"):
-        vllm_server.wait_for_server(SimpleNamespace(use_vllm=True, vllm_mode=mode), "model")
-    vllm_server.wait_for_server(SimpleNamespace(use_vllm=False, vllm_mode=mode), "model")
 
 
 def test_machines_of_the_multi_node_configuration():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import httpx
@@ -12,8 +11,7 @@ from transformers import AutoTokenizer
 
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
-from trl_ext.trainers.context import check_generations, check_policy, check_rows
-from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
+from trl_ext.trainers.context import check_generations, check_rows
 
 
 @pytest.fixture
@@ -39,17 +37,11 @@ class TestContext:
     def test_short_prompts_fit_whatever_their_limit(self, tokenizer):
         """The prompt has 5 tokens, and 5 + 11 are 16."""
         assert len(tokenizer("Name an animal.")["input_ids"]) == 5
-        trainer = SimpleNamespace(
-            model=model_of(16),
-            processing_class=tokenizer,
-            max_completion_length=11,
-            args=SimpleNamespace(max_prompt_tokens=512),
-            train_dataset=Dataset.from_dict({"prompt": ["Name an animal."]}),
-        )
-        check_policy(trainer)
-        trainer.max_completion_length = 12
+        prompts = ["Name an animal."]
+        limits = {"max_completion_length": 11, "max_prompt_tokens": 512}
+        check_generations(model_of(16), tokenizer, prompts, limits)
         with pytest.raises(ValueError) as raised:
-            check_policy(trainer)
+            check_generations(model_of(16), tokenizer, prompts, {**limits, "max_completion_length": 12})
         assert str(raised.value) == (
             "a prompt and its response take up to 17 tokens, and the model's context holds 16: lower "
             "--max_completion_length (now 12) or --max_prompt_tokens (now 512)"
@@ -78,25 +70,6 @@ class TestContext:
     def test_what_holds_no_rows_of_tokens_passes(self):
         for rows in (None, Dataset.from_dict({"prompt": ["long"]})):
             check_rows(model_of(1), rows, {"max_response_tokens": None})
-
-
-class TestEmptyResponses:
-    @pytest.mark.parametrize(
-        ("prompt", "lengths", "told"),
-        [
-            ("text", [1] * 9 + [4], "9 of the 10 responses of the first rollout are a single token"),
-            ("text", [1] * 10, "call their column prompt_text"),
-            ([{"role": "user", "content": "text"}], [1] * 10, "check that the model can continue"),
-            ("text", [1] * 8 + [4] * 2, None),
-        ],
-    )
-    def test_told_once(self, tokenizer, caplog, prompt, lengths, told):
-        trainer = SimpleNamespace(
-            max_completion_length=8, processing_class=tokenizer, train_dataset=Dataset.from_dict({"prompt": [prompt]})
-        )
-        with caplog.at_level(logging.WARNING):
-            _warn_of_empty(trainer, lengths)
-        assert told in caplog.text if told else not caplog.text
 
 
 class TestRecipes:

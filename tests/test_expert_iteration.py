@@ -106,7 +106,7 @@ def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
         return {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
 
     trainer = build(tmp_path, grade=right, limit=2, questions_per_step=5, rollouts_per_question=2)
-    expected = r"none of 10 responses to 5 questions was correct and ended \(10 were correct and cut at 2 tokens\)"
+    expected = r"none of 10 responses to 5 questions was correct and ended \(10 correct and cut, 0 with a wrong"
     with pytest.raises(NoCorrectResponseError, match=expected):
         trainer.train()
     (figures,) = [row for row in read(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
@@ -234,46 +234,13 @@ class TestRounds:
             with pytest.raises(Broken):
                 trainer.train()
 
-    def test_other_sampling_samples_anew(self, straight, tmp_path, monkeypatch):
-        """Responses that were sampled before the break under other settings are not mixed with new ones."""
-        self.break_at(1, "sampling", tmp_path, monkeypatch)
-        kept = tmp_path / "samples" / "expert_1_rollouts.jsonl"
-        first = read(kept)[0]["response_text"]
-        build(tmp_path, seed=4, n_steps=1).train(resume_from_checkpoint=str(tmp_path / "checkpoint-0"))
-        rows = read(kept)
-        assert len(rows) == 320 and rows[0]["response_text"] != first
-
-
-@pytest.mark.parametrize(
-    ("changed", "sampled"), [("nothing", 0), ("prompts", 10), ("answers", 10), ("reward", 10)], ids=lambda v: str(v)
-)
-def test_responses_to_other_problems_are_not_taken_up(changed, sampled, tmp_path, monkeypatch):
-    """Ten responses of a round are sampled, none with a box; the run goes on from before them, as it was or not."""
-    from trl_ext.rollouts import graded as run
-
-    settings = {"grade": grader("question_only"), "questions_per_step": 5, "rollouts_per_question": 2, "n_steps": 1}
-    with pytest.raises(NoCorrectResponseError):
-        build(tmp_path, **settings).train()
-    rows = load_math("toy", "train")
-    other = {
-        "nothing": {},
-        "prompts": {"ask": "Add: {question}\n<think>"},
-        "answers": {"rows": [{**row, "answer": row["answer"] + "0"} for row in rows]},
-        "reward": {"grade": grader("question_only", fast=False)},
-    }[changed]
-    appended = []
-    monkeypatch.setattr(run, "_append", lambda path, found: appended.extend(found))
-    with pytest.raises(NoCorrectResponseError):
-        build(tmp_path, **{**settings, **other}).train(resume_from_checkpoint=str(tmp_path / "checkpoint-0"))
-    assert len(appended) == sampled
-
 
 def test_a_round_without_a_correct_response_says_so(tmp_path):
     def wrong(response, row):
         return {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
 
     trainer = build(tmp_path, grade=wrong, questions_per_step=5, rollouts_per_question=2)
-    expected = "round 1 .* none of 10 responses to 5 questions was correct .10 in the form asked for .* 0 in another"
+    expected = "round 1 .* none of 10 responses to 5 questions was .* .0 correct and cut, 10 with a wrong answer, 0 in"
     with pytest.raises(NoCorrectResponseError, match=expected):
         trainer.train()
 

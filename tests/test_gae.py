@@ -12,7 +12,7 @@ import torch
 from trl_ext.advantages import gae
 from trl_ext.losses import clipped_value_loss, explained_variance, whiten
 from trl_ext.losses.value import is_value_clipped
-from trl_ext.trainers.ppo.rollout import adapted_coefficient, token_rewards
+from trl_ext.trainers.ppo.trainer import adapted_coefficient, token_rewards
 
 # ---- Advantages ----
 

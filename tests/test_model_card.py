@@ -144,35 +144,6 @@ def test_of_a_path_the_last_part_is_told(tmp_path):
     assert {"base_model", "datasets"} & set(head_of(card)) == set()
 
 
-def test_a_folder_that_is_gone_is_no_name_of_the_hub(tmp_path, monkeypatch):
-    """What lies beside the run, below `runs` or begins with a dot is a path; where the run lies says nothing else."""
-    monkeypatch.chdir(tmp_path)
-    for output, base in [
-        ("elsewhere", "runs/deleted"),
-        ("out/dpo", "out/deleted"),
-        ("out/seeds/dpo", "out/deleted"),
-        ("out", "out/deleted"),
-        (str(tmp_path / "out" / "dpo"), "out/deleted"),
-        ("elsewhere", "./deleted"),
-        ("elsewhere", "../deleted"),
-        ("elsewhere", ".cache/deleted"),
-    ]:
-        stand_in(Path(output), base=base).create_model_card(dataset_name=base)
-        card = (tmp_path / output / "README.md").read_text()
-        assert "huggingface.co" not in card and "`deleted`" in card, (output, base)
-        assert {"base_model", "datasets"} & set(head_of(card)) == set()
-    for output, base in [("runs/dpo", "gpt2"), ("out/dpo", "Qwen/Qwen2.5-0.5B"), ("out/dpo", "runsmith/runs")]:
-        stand_in(Path(output), base=base).create_model_card()
-        card = (tmp_path / output / "README.md").read_text()
-        assert f"[{base}](https://huggingface.co/{base})" in card and head_of(card)["base_model"] == base
-
-
-def test_damaged_results_leave_a_card(tmp_path):
-    (tmp_path / "results.json").write_text('{"win_rate": [')
-    stand_in(tmp_path).create_model_card()
-    assert "## Results" not in (tmp_path / "README.md").read_text()
-
-
 def test_another_process_writes_none(tmp_path):
     trainer = stand_in(tmp_path)
     trainer.is_world_process_zero = lambda: False

@@ -293,24 +293,6 @@ class TestDescribe:
 class TestNormalisedWeightings:
     """A weighting that is divided by its mean is known from columns alone, before the batch has been trained on."""
 
-    def test_one_that_reads_scores_is_refused(self):
-        @preference_weighting("by_score", normalize=True)
-        def by_score(scores):
-            return scores.chosen.detach().exp()
-
-        with pytest.raises(ValueError, match=r"may read scores\.columns only"):
-            PreferenceObjective("dpo", weightings=["by_score"])
-
-    def test_one_that_compares_scores_is_refused(self):
-        """A comparison is finite whatever is compared, so that no NaN would show it."""
-
-        @preference_weighting("by_order", normalize=True)
-        def by_order(scores):
-            return torch.where(scores.chosen > scores.rejected, 2.0, 1.0)
-
-        with pytest.raises(ValueError, match=r"may read scores\.columns only"):
-            PreferenceObjective("dpo", weightings=["by_order"])
-
     def test_a_loss_that_standardises_a_column_is_accepted(self):
         @preference_loss("standardised", columns=("strength",))
         def standardised(scores, *, beta):

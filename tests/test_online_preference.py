@@ -22,7 +22,7 @@ from tests.train_once import largest_difference, relative_difference, result
 from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
 from trl_ext.rollouts.replay import importance_weights
 from trl_ext.trainers.online_preference import trainer as online_preference
-from trl_ext.trainers.policy.scoring_temperature import ScoringTemperature
+from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.preference.pair_batches import SampledPairMetrics
 
 pytestmark = pytest.mark.usefixtures("in_float64")

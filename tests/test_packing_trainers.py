@@ -231,7 +231,6 @@ def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, mon
     monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "cache")
     spec = {"model": tiny_model_path, "dtype": "float32", "reference_seed": 1, "args": {"max_steps": 8}}
     first = train_once.build(spec, str(tmp_path / "first"))
-    (file,) = (tmp_path / "cache").iterdir()
 
     computed = []
     stock = trl.DPOTrainer._precompute_ref_logps
@@ -251,17 +250,3 @@ def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, mon
     train_once.build({**spec, "reference_seed": 3}, str(tmp_path / "fifth"))
     train_once.build({**spec, "args": {"max_steps": 8, "packing": "off"}}, str(tmp_path / "sixth"))
     assert computed == [8, 8, 8, 8]
-    # A damaged file is computed again and replaced.
-    file.write_bytes(b"damaged")
-    again = train_once.build(spec, str(tmp_path / "seventh"))
-    assert computed == [8] * 5 and file.stat().st_size > 100
-    assert again.train_dataset["ref_chosen_logps"] == first.train_dataset["ref_chosen_logps"]
-
-
-def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tiny_model_path, tmp_path, monkeypatch, caplog):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "file")
-    spec = {"model": tiny_model_path, "lora": True, "args": {"max_steps": 8}}
-    trainer = train_once.build(spec, str(tmp_path / "run"))
-    assert "ref_chosen_logps" in trainer.train_dataset.column_names
-    assert "the reference log-probabilities cannot be kept" in caplog.text

@@ -68,13 +68,8 @@ def configure(tmp_path):
         ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "trl.GRPOTrainer"]),
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["multi_objective_aggregation", "RewardEnsemble"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
-        ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
-        ({"top_k": 1}, ["top_k must be 0", "at least 2", "alike"]),
-        ({"min_p": -0.1}, ["min_p must lie in [0, 1]", "-0.1"]),
-        ({"min_p": 1.5}, ["min_p must lie in [0, 1]", "1.5"]),
-        ({"repetition_penalty": 0.0}, ["repetition_penalty must be positive", "0.0"]),
         ({"min_new_tokens": 9}, ["min_new_tokens", "max_completion_length (8)", "9"]),
-        ({"reward_errors": "ignore"}, ["reward_errors", "'raise' or 'skip'", "'ignore'"]),
+        ({"reward_errors": "ignore"}, ["reward_errors must be one of raise, skip", "'ignore'"]),
         ({"share_backbone": "yes"}, ["share_backbone", "auto, always, never", "'yes'"]),
         ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty", "from 0 up", "-1.0"]),
         ({"max_completion_length": None}, ["max_completion_length must be at least 1", "None"]),
@@ -208,10 +203,9 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_does(
         assert abs(nearest[processes - 1] - batch) == distance
 
 
-@pytest.mark.parametrize("given", [{}, {"steps_per_generation": 3}])
-def test_the_advice_for_a_derived_batch_can_be_followed(given, configure):
-    """6 responses, from 3 micro-batches of 2: whichever way they were asked for, the named flag must work with it."""
-    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **given}
+def test_the_advice_for_a_derived_batch_can_be_followed(configure):
+    """6 responses, from 3 micro-batches of 2: the named flag must work with them."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     with pytest.raises(ValueError, match="a rollout of 6 responses does not divide into groups") as caught:
         configure(**settings)
     flag, value = re.search(r"set (\w+) (\d+)", str(caught.value)).groups()
@@ -224,7 +218,7 @@ def test_a_greedy_baseline_needs_whole_groups_on_every_process(configure, monkey
     as_if_in_processes(2, monkeypatch)
     settings = {"per_device_train_batch_size": 2, "num_generations": 4}
     assert configure(algorithm="grpo", **settings).generation_batch_size == 4
-    with pytest.raises(ValueError, match="2 responses per process do not divide.*num_generations 4.*nearest.* is 4"):
+    with pytest.raises(ValueError, match="2 responses per process do not divide into groups of 4: .*nearest.* is 4"):
         configure(algorithm="remax", **settings)
     assert configure(algorithm="remax", **settings, generation_batch_size=8).steps_per_generation == 2
 
@@ -323,23 +317,6 @@ def test_checkpoints_at_shares_of_the_run(configure):
         configure(**FOUR_UPDATES, **saving)
     assert configure(**saving).save_steps == 0.3
     assert configure(**{**FOUR_UPDATES, **saving, "save_strategy": "no"}).save_steps == 0.3
-
-
-def test_the_best_checkpoint_must_be_evaluated_where_it_is_saved(configure):
-    """Saving every 3 steps becomes every 4, which evaluations every 3 steps miss; the named way out is taken."""
-    best = {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": True}
-    with pytest.raises(
-        ValueError, match="save_steps 3 would become 4, .*multiple of eval_steps 3: give both as multiples of 4$"
-    ):
-        configure(**FOUR_UPDATES, **best, save_steps=3, eval_steps=3)
-    for asked, evaluated, saved in ((4, 4, 4), (8, 4, 8), (6, 2, 8)):
-        config = configure(**FOUR_UPDATES, **best, save_steps=asked, eval_steps=evaluated)
-        assert (config.save_steps, config.eval_steps) == (saved, evaluated)
-    # Without a choice among them, checkpoints need no evaluation.
-    assert configure(**FOUR_UPDATES, **{**best, "load_best_model_at_end": False}, save_steps=3, eval_steps=3)
-
-
-# ---- Command line ----
 
 
 @pytest.mark.parametrize("parser_class", [HfArgumentParser, TrlParser])

@@ -112,7 +112,7 @@ def test_a_failure_of_the_whole_call_says_so(policy_path, tmp_path):
             raise OSError("too many at once")
         return thirds(completion_ids)
 
-    with pytest.raises(RewardError, match=r"'judge' failed on 8 responses together.*row_id 'row0'.*too many at once"):
+    with pytest.raises(RewardError, match=r"'judge' failed on 8 responses together.*too many at once"):
         train({"model": policy_path}, str(tmp_path), reward_funcs=judge)
     args = {"reward_errors": "skip"}
     trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=judge)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 GUARD = "trl_ext.resilience.guards.UpdateGuard"
 REPLAY = "trl_ext.trainers.online_preference.trainer.OnlinePreferenceTrainer._save_optimizer_and_scheduler"
 OPTIMIZER = "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer"
-SCORING = "trl_ext.trainers.policy.scoring_temperature.ScoringTemperature"
+SCORING = "trl_ext.trainers.policy.scoring.ScoringTemperature"
 
 
 # ---- The training loop ----
@@ -152,7 +152,7 @@ def test_the_head_can_be_put_on_again_at_another_temperature(policy_path):
     """Logits over T are what a softmax at temperature T takes."""
     names = parameter_names(add_fused_lm_head)
     assert names == ["model", "temperature", "cast_lm_head_to_fp32", "outputs"], (
-        f"add_fused_lm_head takes {names}: trl_ext.trainers.policy.scoring_temperature calls it"
+        f"add_fused_lm_head takes {names}: trl_ext.trainers.policy.scoring calls it"
     )
     model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
     ids = torch.arange(5, 13)[None]

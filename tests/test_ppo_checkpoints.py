@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -17,7 +16,6 @@ from tests.tiny import save_tiny_model
 from tests.train_once import largest_difference, parameters, result
 
 # 3 special tokens and 256 bytes.
-VOCABULARY = "259"
 SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 4}
 
 
@@ -43,10 +41,6 @@ def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
     assert saved.keys() == own
     weights = dict(straight.model.named_parameters())
     assert all(saved[name].equal(weights[name]) for name in own)
-    with safe_open(tmp_path / "final" / "value_head.safetensors", "pt") as file:
-        told = file.metadata()
-    assert (told["value_model"], told["hidden_size"], told["vocab_size"]) == (kind, "16", VOCABULARY)
-    assert told["base"] == "qwen2 of 2 layers" and ("base_weights" in told) == (kind == "adapter")
     for folder in (checkpoint, tmp_path / "final"):
         name = "adapter_model" if kind == "adapter" else "model"
         keys = load_file(folder / f"{name}.safetensors").keys()
@@ -84,53 +78,15 @@ def test_a_checkpoint_of_another_value_function_is_refused(policy_path, tmp_path
     trainer = train(specification(policy_path, args=SAVING), str(tmp_path))
     file = tmp_path / "checkpoint-2" / "value_head.safetensors"
     other = build(of_kind("separate", policy_path), str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="value_model is shared, and that of this run is separate"):
+    refused = "its value function is not of this run's value_model"
+    with pytest.raises(ValueError, match=f"{refused} separate"):
         other.value_model.load(file.parent)
-    tensors = load_file(file)
-    save_file(
-        {**tensors, "value_head.weight": torch.zeros(1, 24)}, file, {"value_model": "shared", "hidden_size": "24"}
-    )
-    with pytest.raises(
-        ValueError, match="hidden_size is 24, and that of this run is 16: a value function goes on only"
-    ):
+    save_file({**load_file(file), "value_head.weight": torch.zeros(1, 24)}, file)
+    with pytest.raises(ValueError, match=f"{refused} shared, or of another base"):
         trainer.value_model.load(file.parent)
     file.unlink()
     with pytest.raises(FileNotFoundError, match="there is no value function to go on with"):
         trainer.value_model.load(file.parent)
-
-
-def test_a_checkpoint_of_another_base_is_refused(policy_path, tmp_path):
-    """Of the same sizes: with another vocabulary, and below an adapter with other weights.
-
-    The base's weights are told apart by numbers of all its matrices, in bfloat16: loaded in another type, they are the
-    same.
-    """
-    spec = of_kind("adapter", policy_path, SAVING)
-    train({**spec, "args": {**spec["args"], "max_steps": 2}}, str(tmp_path))
-    checkpoint = tmp_path / "checkpoint-2"
-    trainer = build(spec, str(tmp_path / "again"))
-    trainer.value_model.load(checkpoint)
-    weights = dict(trainer.model.named_parameters())
-    (name,) = [name for name in weights if name.endswith("layers.1.mlp.down_proj.weight")]
-    with torch.no_grad():
-        kept = weights[name].clone()
-        weights[name].copy_(kept.to(torch.bfloat16))
-        assert not weights[name].equal(kept)
-        trainer.value_model.load(checkpoint)
-        weights[name].copy_(2 * kept)
-    with pytest.raises(ValueError, match="its base_weights is .*, and that of this run is .* only on the base"):
-        trainer.value_model.load(checkpoint)
-    with torch.no_grad():
-        weights[name].copy_(kept)
-    file = checkpoint / "value_head.safetensors"
-    with safe_open(file, "pt") as opened:
-        told = opened.metadata()
-    save_file(load_file(file), file, {**told, "vocab_size": "99"})
-    with pytest.raises(ValueError, match=f"its vocab_size is 99, and that of this run is {VOCABULARY}"):
-        trainer.value_model.load(checkpoint)
-    # As versions before wrote it.
-    save_file(load_file(file), file, {name: told[name] for name in ("value_model", "hidden_size")})
-    trainer.value_model.load(checkpoint)
 
 
 # ---- A model of its own ----
@@ -182,20 +138,8 @@ def test_a_model_that_reads_other_tokens_is_refused(policy_path, tmp_path):
     path.write_text(json.dumps(tokenizer))
     spec = of_kind("separate", policy_path)
     spec["args"]["value_model_name_or_path"] = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="reads other tokens than the policy .* use value_model shared"):
+    with pytest.raises(ValueError, match="reads other tokens than the policy: .* use value_model shared"):
         build(spec, str(tmp_path))
-
-
-def test_a_base_that_embeds_fewer_tokens_is_refused(policy_path, tmp_path):
-    """With the policy's tokenizer beside it: the last of 259 tokens would be read from outside the embedding."""
-    model = AutoModelForCausalLM.from_pretrained(policy_path)
-    model.resize_token_embeddings(100)
-    model.save_pretrained(tmp_path / "other")
-    AutoTokenizer.from_pretrained(policy_path).save_pretrained(tmp_path / "other")
-    spec = of_kind("separate", policy_path)
-    spec["args"]["value_model_name_or_path"] = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="other embeds 100 tokens and the policy's tokenizer has"):
-        build(spec, str(tmp_path / "run"))
 
 
 def test_an_adapter_needs_a_base_that_stays(policy_path, tmp_path):

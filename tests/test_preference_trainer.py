@@ -227,9 +227,6 @@ def test_another_configuration_is_refused(tiny_model_path, tmp_path):
     with pytest.raises(TypeError, match=r"DPOTrainer takes a DPOConfig, got DPOConfig of trl\.trainer.*: from"):
         stock = trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         trl_ext.trainers.DPOTrainer(tiny_model_path, args=stock)
-    own = trl_ext.trainers.AOTConfig(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(TypeError, match="second argument is the reference model: pass the AOTConfig by name"):
-        trl_ext.trainers.AOTTrainer(tiny_model_path, own)
 
 
 NAMED = [

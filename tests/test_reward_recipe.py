@@ -215,7 +215,7 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
     [
         (["--max_length=64"], "max_length is not used by RewardConfig"),
         (["--label_smoothing=0.5"], "label_smoothing must lie in [0, 0.5), got 0.5"),
-        (["--select_best=acc"], "unknown select_best 'acc'"),
+        (["--select_best=acc"], "select_best must be one of accuracy"),
         (["--margin_column=strength"], "margin_column 'strength' is not in the train dataset"),
         (["--train_split=train_gen"], "the split 'train_gen' holds prompts and no pairs"),
         (["--train_split=nothing"], "toy has no split 'nothing' to train on"),

@@ -242,7 +242,7 @@ def test_scores_are_those_of_each_sequence_alone(tiny_model_path, tmp_path):
         ({"label_smoothing": -0.1}, r"label_smoothing must lie in \[0, 0\.5\), got -0\.1"),
         ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor is not used by RewardConfig: use label_smoothing"),
         ({"margin_scale": float("nan")}, r"margin_scale must be a number, got nan"),
-        ({"select_best": "acuracy"}, r"unknown select_best 'acuracy'; did you mean 'accuracy'\? .*best_of_n, or none"),
+        ({"select_best": "acuracy"}, r"select_best must be one of .*, got 'acuracy'; did you mean 'accuracy'"),
         ({"load_best_model_at_end": True}, r"select_best and load_best_model_at_end both choose a checkpoint"),
         ({"max_prompt_tokens": 0}, r"max_prompt_tokens must be at least 1, got 0"),
         ({"max_response_tokens": -2}, r"max_response_tokens must be at least 1, got -2"),

@@ -124,7 +124,7 @@ def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
 
 
 def test_refusals(tiny_model_path, tmp_path):
-    with pytest.raises(TypeError, match="SFTTrainer takes an SFTConfig, got SFTConfig of trl"):
+    with pytest.raises(TypeError, match="SFTTrainer takes a SFTConfig, got SFTConfig of trl"):
         SFTTrainer(tiny_model_path, args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True))
     bad = [{**ROWS[0], "row_id": "x"}, {"row_id": "y", "prompt": "a", "completion": None}]
     with pytest.raises(ValueError, match="row_id y cannot be encoded"):

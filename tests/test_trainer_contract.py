@@ -39,7 +39,6 @@ SIGNATURES = {
     "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
     "_run_epoch": ([*EPOCH, "steps_trained_in_current_epoch"], RESUMABLE),
     "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
-    "_evaluate": (["self", "trial", "ignore_keys_for_eval", "skip_scheduler"], RESUMABLE),
     "_load_best_model": (["self"], f"{SELECTION}.CheckpointSelection.load_best"),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
@@ -201,11 +200,7 @@ def test_the_device_is_what_the_arguments_hold(run):
     )
 
 
-def test_a_first_evaluation_is_told_from_others():
-    source = inspect.getsource(Trainer._inner_training_loop)
-    assert "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)" in source, (
-        f"Trainer no longer marks the evaluation of eval_on_start by skip_scheduler: {RESUMABLE}._evaluate tells it so"
-    )
+def test_names_of_save_strategies():
     assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, (
         f"save strategies are no longer equal to their names: {SELECTION}._is_due compares them"
     )

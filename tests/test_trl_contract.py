@@ -236,7 +236,7 @@ def test_precomputing_is_what_keeps_no_reference_model(tiny_model_path, tmp_path
     spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": {"precompute_ref_log_probs": True}}
     assert build(spec, str(tmp_path)).ref_model is None, (
         "DPOTrainer keeps a reference model under precompute_ref_log_probs: "
-        "PreferenceTrainer._settings_for_setup sets it so that reference-free losses have none"
+        "PreferenceTrainer sets it so that reference-free losses have none"
     )
 
 

@@ -153,10 +153,8 @@ class Registry(Generic[EntryType]):
         """
         known = self._entries.get(entry.name)
         if known is not None and not _same(known.function, entry.function):
-            raise ValueError(
-                f"the {self.kind} {entry.name!r} is already defined by {'.'.join(_origin(known.function))}; "
-                "give yours another name"
-            )
+            place = f"{known.function.__module__}.{known.function.__qualname__}"
+            raise ValueError(f"the {self.kind} {entry.name!r} is already defined by {place}; give yours another name")
         self._entries[entry.name] = entry
 
     def __getitem__(self, name: str) -> EntryType:
@@ -194,11 +192,6 @@ class Registry(Generic[EntryType]):
             f"{source} defines {function_name!r}, but not as a {self.kind}: "
             f"decorate it with @trl_ext.{self.kind.replace(' ', '_')}({function_name!r})"
         )
-
-
-def _origin(function: Callable) -> tuple[str, str]:
-    # A function made by `exec` may have no module.
-    return str(function.__module__), function.__qualname__
 
 
 def _same(one: Callable, other: Callable) -> bool:

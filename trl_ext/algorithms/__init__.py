@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from trl_ext.advantages import options_of
-from trl_ext.algorithms.estimator import AdvantageEstimator
+from trl_ext.advantages import clip_advantages, function_of, options_of
 from trl_ext.losses.policy import SURROGATES
 from trl_ext.losses.policy_objective import PolicyLoss, check_setting, settings_of
 from trl_ext.registry import Algorithm, nearest, policy_algorithms
-from trl_ext.settings import LOSS_SETTINGS, SETTINGS
+from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, SETTINGS
 
 # Name to `Algorithm`, in the order of the table.
 algorithms = policy_algorithms
@@ -120,11 +120,12 @@ class PolicyObjective(PolicyLoss):
         overrides: settings of `trl_ext.settings.SETTINGS` to replace; None keeps the algorithm's own.
 
     Attributes in addition to those of `PolicyLoss`: `algorithm` (the row), `advantage` (its name), `std_ddof`,
-    `advantage_eps`, `advantage_clip`.
+    `advantage_eps`, `advantage_clip`, and `group_relative` (whether a group of one response has no signal).
 
     Raises:
-        ValueError: an unknown name, a value out of range, or settings that contradict the algorithm's name or one
-            another or that nothing would read; the message names the flags and what to use instead.
+        ValueError: an unknown name, a value out of range, settings that contradict the algorithm's name or one
+            another or that nothing would read, or an advantage function that does not return one advantage per
+            reward; the message names the flags and what to use instead.
     """
 
     def __init__(self, algorithm: str | Algorithm, *, options: dict[str, Any] | None = None, **overrides: Any):
@@ -134,21 +135,15 @@ class PolicyObjective(PolicyLoss):
         self.algorithm = algorithm if isinstance(algorithm, Algorithm) else policy_algorithms.find(algorithm)
         given = {name: value for name, value in overrides.items() if value is not None}
         self._check_given(given)
-        self._estimator = self._resolve_advantage(given)
-        self.advantage, self.advantage_clip = self._estimator.name, self._estimator.clip
-        self.std_ddof, self.advantage_eps = self._estimator.std_ddof, self._estimator.eps
+        self._resolve_advantage(given)
+        self.group_relative = self._compares_responses()
         own = self.algorithm.function if self.algorithm.surrogate == "own" else None
         super().__init__(**self._loss_settings(given), options=dict(options or {}), function=own)
 
     @property
     def needs_greedy(self) -> bool:
         """Whether advantages need the reward of a greedy response to each prompt."""
-        return self._estimator.needs_greedy
-
-    @property
-    def group_relative(self) -> bool:
-        """Whether responses to one prompt are compared, so that a group of one has no signal."""
-        return self._estimator.group_relative
+        return "greedy_rewards" in self._parameters
 
     def advantages(
         self,
@@ -158,8 +153,22 @@ class PolicyObjective(PolicyLoss):
         greedy_rewards: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Advantages of N responses in consecutive groups: see `AdvantageEstimator`. [N]."""
-        return self._estimator(rewards, group_size, greedy_rewards=greedy_rewards, lengths=lengths)
+        """Advantages, [N], of rewards, [N].
+
+        Args:
+            rewards: a reward that is not finite marks a response that could not be scored.
+            group_size: responses per prompt.
+            greedy_rewards: [N / group_size], required if `needs_greedy` (otherwise a ValueError).
+            lengths: tokens of each response, [N], for an advantage that weights by length.
+        """
+        known = {}
+        for name, value in (("greedy_rewards", greedy_rewards), ("lengths", lengths)):
+            if name in self._parameters:
+                if value is None:
+                    raise ValueError(f"the advantage {self.advantage!r} needs {name}, and there are none")
+                known[name] = value
+        advantages = self._advantage(rewards, group_size, **known, **self._advantage_options)
+        return advantages if self.advantage_clip is None else clip_advantages(advantages, self.advantage_clip)
 
     @property
     def _function_name(self) -> str:
@@ -216,20 +225,51 @@ class PolicyObjective(PolicyLoss):
                 f"{high}, below that; give --epsilon_high as well"
             )
 
-    def _resolve_advantage(self, given: dict[str, Any]) -> AdvantageEstimator:
+    def _resolve_advantage(self, given: dict[str, Any]) -> None:
         row = self.algorithm
         advantage = given.get("advantage", row.advantage)
-        # The row's own settings apply only where they are read; an override that is not read is rejected.
-        read = options_of(advantage)
-        std_ddof = given.get("std_ddof", row.std_ddof if "std_ddof" in read else None)
-        eps = given.get("advantage_eps", row.advantage_eps if "eps" in read else None)
-        return AdvantageEstimator(
-            advantage,
-            std_ddof=std_ddof,
-            eps=eps,
-            options=row.advantage_options if advantage == row.advantage else {},
-            clip=given.get("advantage_clip", row.advantage_clip),
-        )
+        self._advantage, self._parameters = function_of(advantage), options_of(advantage)
+        self._advantage_options = dict(row.advantage_options if advantage == row.advantage else {})
+        self.advantage = getattr(self._advantage, "__name__", str(advantage))
+        self.advantage_clip = given.get("advantage_clip", row.advantage_clip)
+        if self.advantage_clip is not None:
+            ADVANTAGE_SETTINGS["advantage_clip"].check("advantage_clip", self.advantage_clip)
+        for flag in ("std_ddof", "advantage_eps"):
+            setting, value = ADVANTAGE_SETTINGS[flag], None
+            parameter = self._parameters.get(setting.option)
+            if parameter is not None:
+                value = given.get(flag, getattr(row, flag))
+                value = parameter.default if value is None else value
+                setting.check(flag, value)
+                self._advantage_options[setting.option] = value
+            elif flag in given:
+                raise ValueError(
+                    f"--{flag} {given[flag]} and --advantage {self.advantage} contradict each other: this estimator "
+                    f"does not read {flag}; leave it out, or use --advantage group_normalized"
+                )
+            setattr(self, flag, value)
+
+    def _compares_responses(self) -> bool:
+        """Whether a group of one has no signal, found by calling the function, so user functions work too."""
+        rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
+        lengths = torch.tensor([3, 5, 2, 4])
+        try:
+            advantages = self.advantages(rewards, 2, greedy_rewards=torch.zeros(2), lengths=lengths)
+        except Exception as error:
+            raise ValueError(
+                f"the advantage {self.advantage!r} fails on groups of two made-up rewards: {error}"
+            ) from error
+        if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+            got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
+            raise ValueError(
+                f"the advantage {self.advantage!r} returned {got} for 4 rewards; it must return one advantage for each"
+            )
+        try:
+            advantages = self.advantages(rewards, 1, greedy_rewards=torch.zeros(4), lengths=lengths)
+            return not bool(advantages[advantages.isfinite()].any())
+        except Exception:
+            # For example, it divides by the number of other responses.
+            return True
 
     def _loss_settings(self, given: dict[str, Any]) -> dict[str, Any]:
         settings = {name: given.get(name, getattr(self.algorithm, name)) for name in LOSS_SETTINGS}

@@ -24,6 +24,12 @@ class PreferenceObjective:
         weighting_options: keyword options, each passed to the weightings that have it.
         columns: dataset columns to pass to the loss, in addition to those that it declares.
 
+    Attributes:
+        needs_reference, batch_coupled: see `trl_ext.registry.PreferenceLoss`.
+        needs_policy_weights: whether a weighting reads the policy weights of the responses.
+        normalizes: whether a weighting is divided by its mean over the optimizer batch.
+        columns: dataset columns passed to the loss and the weightings.
+
     Raises:
         ValueError: an unknown name or option, a beta that is not positive, or a loss that does not return one value
             per pair; the message says which and what to do.
@@ -46,35 +52,16 @@ class PreferenceObjective:
         self.loss.check_options(self.loss_options)
         self.beta = self._resolve_beta(beta)
         self.weightings = self._resolve_weightings(weightings, dict(weighting_options or {}))
-        self._extra_columns = tuple(columns)
-        self._dry_run()
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.loss.needs_reference
-
-    @property
-    def batch_coupled(self) -> bool:
-        return self.loss.batch_coupled
-
-    @property
-    def needs_policy_weights(self) -> bool:
-        return any(weighting.needs_policy_weights for weighting, _ in self.weightings)
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Dataset columns passed to the loss and the weightings."""
-        weighting_columns = (
-            options.get(weighting.column_option, weighting.options[weighting.column_option])
-            for weighting, options in self.weightings
+        self.needs_reference, self.batch_coupled = self.loss.needs_reference, self.loss.batch_coupled
+        self.needs_policy_weights = any(weighting.needs_policy_weights for weighting, _ in self.weightings)
+        self.normalizes = any(weighting.normalize for weighting, _ in self.weightings)
+        of_weightings = [
+            own.get(weighting.column_option, weighting.options[weighting.column_option])
+            for weighting, own in self.weightings
             if weighting.column_option
-        )
-        return tuple(dict.fromkeys([*self.loss.columns, *weighting_columns, *self._extra_columns]))
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether any weighting is divided by its mean over the optimizer batch."""
-        return any(weighting.normalize for weighting, _ in self.weightings)
+        ]
+        self.columns = tuple(dict.fromkeys([*self.loss.columns, *of_weightings, *columns]))
+        self._dry_run()
 
     def raw_weights(self, scores: PreferenceScores) -> Tensor:
         """Product of the weights to be divided by their mean over the optimizer batch. [B]."""
@@ -150,7 +137,7 @@ class PreferenceObjective:
             rejected=values.flip(0).clone().requires_grad_(),
             chosen_length=torch.tensor([4, 7, 2, 9, 5, 3, 8, 6]),
             rejected_length=torch.tensor([5, 3, 8, 6, 4, 7, 2, 9]),
-            columns=self._made_up_columns(),
+            columns={column: torch.linspace(0.1, 1.0, size) for column in self.columns},
             chosen_policy_weight=torch.full((size,), 0.5),
             rejected_policy_weight=torch.full((size,), 0.5),
             **reference,
@@ -173,25 +160,11 @@ class PreferenceObjective:
         # A loss may not support every made-up pair, but it must support some.
         if not bool(losses.isfinite().any()):
             raise ValueError(f"the preference loss {self.loss.name!r} returns {losses.tolist()} for made-up pairs")
-        self._check_normalised_weights()
         if not losses.requires_grad:
             raise ValueError(
                 f"the preference loss {self.loss.name!r} has no gradient: it must be computed from "
                 "scores.chosen or scores.rejected with torch operations"
             )
-
-    def _made_up_columns(self) -> dict[str, Tensor]:
-        values = torch.tensor([0.1, 0.25, 0.4, 0.6, 0.75, 0.9, 1.0, 0.3])
-        return {column: values.clone() for column in self.columns}
-
-    def _check_normalised_weights(self) -> None:
-        """Require weights that are divided by their mean to depend only on columns, which are known in advance."""
-        high, low, columns = torch.linspace(-2.0, -1.0, 8), torch.linspace(-9.0, -5.0, 8), self._made_up_columns()
-        # These two batches differ only in their scores.
-        one = self.raw_weights(PreferenceScores(high, low, low, high, -low, -high, columns))
-        other = self.raw_weights(PreferenceScores(low, high, high, low, -high, -low, columns))
-        if not torch.equal(one, other):
-            raise ValueError("a weighting that is normalised may read scores.columns only, and this one reads scores")
 
     def describe(self) -> str:
         """One line that names the loss, its beta and its options, for logs and reports."""

@@ -41,16 +41,9 @@ def checkpoints_in(output_dir: str | Path) -> list[Path]:
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """The latest checkpoint that a run can resume from, or None; each unusable one gives a warning with the reason.
-
-    Among checkpoints of expert iteration, only those of a round count.
-    """
-    there = checkpoints_in(output_dir)
-    of_rounds = any((checkpoint / ROUND_FILE).is_file() for checkpoint in there)
-    for checkpoint in reversed(there):
+    """The latest checkpoint that a run can resume from, or None; each unusable one gives a warning with the reason."""
+    for checkpoint in reversed(checkpoints_in(output_dir)):
         fault = fault_of(checkpoint)
-        if fault is None and of_rounds and not (checkpoint / ROUND_FILE).is_file():
-            fault = f"it has no {ROUND_FILE}, so it is not that of a round"
         if fault is None:
             return checkpoint
         logger.warning(f"the checkpoint {checkpoint} is passed over: {fault}")
@@ -102,11 +95,7 @@ def fault_of(checkpoint: Path) -> str | None:
 def written_whole(partial: Path, final: Path, accelerator, *, saves: bool) -> Iterator[None]:
     """Rename `partial` to `final` once every process has written its part in the block. Every process calls this.
 
-    Args:
-        partial: a folder inside `PARTIAL_FOLDER`, to which the block writes.
-        final: the checkpoint.
-        accelerator: the trainer's accelerator.
-        saves: whether this process saves the model.
+    `partial` is a folder inside `PARTIAL_FOLDER`; `saves` says whether this process saves the model.
     """
     if saves:
         shutil.rmtree(partial.parent, ignore_errors=True)

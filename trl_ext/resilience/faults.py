@@ -81,12 +81,14 @@ def is_lost_process(error: BaseException) -> bool:
 
 def disk_message(error: BaseException, output_dir: str | None) -> str:
     """The message for a full disk: what could not be written, and how many MiB were free there."""
-    what, where = getattr(error, "filename", None), Path(output_dir or ".")
-    if what is None:
-        # safetensors removes the file that it has begun; other writers leave theirs, which is then the newest file.
-        files = [path for path in (where / PARTIAL_FOLDER).rglob("*") if path.is_file()]
-        what = "model.safetensors or a part of it" if type(error).__name__ == "SafetensorError" or not files else None
-        what = what or max(files, key=lambda path: path.stat().st_mtime_ns)
+    where = Path(output_dir or ".")
+    # safetensors names no file, and removes the one that it has begun; other writers leave theirs, the newest.
+    files = [path for path in (where / PARTIAL_FOLDER).rglob("*") if path.is_file()]
+    if type(error).__name__ == "SafetensorError" or not files:
+        newest = "model.safetensors"
+    else:
+        newest = max(files, key=lambda path: path.stat().st_mtime_ns)
+    what = getattr(error, "filename", None) or newest
     existing = next(folder for folder in (where, *where.absolute().parents) if folder.exists())
     return (
         f"the disk is full: {what} could not be written, and {shutil.disk_usage(existing).free / 2**20:.1f} MiB were "
@@ -96,34 +98,13 @@ def disk_message(error: BaseException, output_dir: str | None) -> str:
 
 
 def memory_message(error: BaseException, args, step: int) -> str:
-    """The message for exhausted memory: the flags that reduce what a step needs.
-
-    Args:
-        error: the error.
-        args: the trainer's configuration.
-        step: the optimizer step in which it was raised, counted from 1.
-    """
-    flags = []
+    """The message for exhausted memory in a step: the flags that reduce what it needs."""
     rows, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if rows % 2 == 0:
-        # Otherwise a policy's rollout size would change with its micro-batch size.
-        rollout = f" --generation_batch_size {args.generation_batch_size}" if hasattr(args, "num_generations") else ""
-        flags.append(
-            f"--per_device_train_batch_size {rows // 2} --gradient_accumulation_steps {2 * accumulation}{rollout} "
-            "(the same optimizer batch)"
-        )
-    if not args.gradient_checkpointing:
-        flags.append("--gradient_checkpointing true")
-    if getattr(args, "packing", None) == "off":
-        flags.append("--packing auto")
-    limits = ("max_prompt_tokens", "max_response_tokens", "max_completion_length", "max_length")
-    limits = [f"--{name}" for name in limits if getattr(args, name, None)]
-    if limits:
-        flags.append(f"lower {' or '.join(limits)}")
-    resume = "; --resume_from_checkpoint goes on from a checkpoint" if step > 1 else ""
+    rollout = f" --generation_batch_size {args.generation_batch_size}" if hasattr(args, "num_generations") else ""
     return (
-        f"out of memory in step {step} with per_device_train_batch_size {rows}: try {', '.join(flags)}{resume} "
-        f"({_first_line(error)})"
+        f"out of memory in step {step}: try --per_device_train_batch_size {max(rows // 2, 1)} "
+        f"--gradient_accumulation_steps {2 * accumulation}{rollout} (the same optimizer batch), "
+        f"--gradient_checkpointing true, or shorter prompts and responses ({_first_line(error)})"
     )
 
 
@@ -140,6 +121,6 @@ def _way_on(output_dir: str | None) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message, without the trace of C++ calls that may follow."""
+    """The first line of an error's message; a trace of C++ calls may follow."""
     line = next((line for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {line.strip()[:200]}"

@@ -79,22 +79,14 @@ class UpdateGuard(TrainerCallback):
         logger.warning(f"step {state.global_step + 1}: the {fault} was not finite, the update is skipped")
         if self.in_a_row >= self.limit:
             counts = ", ".join(f"{count} x {name}" for name, count in self.skipped.items() if count)
+            source = "reward function" if hasattr(self.trainer, "reward_guard") else "data"
             self.failure = (
                 f"stopped at step {state.global_step + 1}: {self.in_a_row} updates in a row were not finite "
-                f"(in all: {counts}); {self._left} is in {args.output_dir}. Lower the "
-                f"learning rate, look at the {self._source}, or raise max_skipped_updates"
+                f"(in all: {counts}); the last checkpoint in {args.output_dir} has finite parameters. Lower the "
+                f"learning rate, look at the {source}, or raise max_skipped_updates"
             )
             # The checkpoint that follows is meant to be resumed with other settings.
             self.in_a_row = 0
-
-    @property
-    def _left(self) -> str:
-        saves = self.trainer.saves_within_training
-        return "a checkpoint of the last finite parameters" if saves else "the checkpoint of the round before"
-
-    @property
-    def _source(self) -> str:
-        return "reward function" if hasattr(self.trainer, "reward_guard") else "data"
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.failure is not None:
@@ -124,11 +116,6 @@ def leave_epoch(state, control, *, saves: bool) -> None:
 
     transformers treats an interrupted epoch as complete. After a complete epoch, metrics are logged and evaluated
     after the step's own checkpoint was saved, and a resumed run would not repeat them.
-
-    Args:
-        state: the trainer's state.
-        control: the pending actions.
-        saves: whether the run writes a checkpoint as it stops.
     """
     if state.global_step >= state.max_steps:
         return

@@ -42,8 +42,8 @@ class RewardGuard:
     Args:
         on_error: what to do when a function raises: "raise" a `RewardError` that names the rows, or "skip" the rows
             on which it fails, which then have no reward.
-        limit: seconds that a call may take (see `time_limit` for what can be interrupted); None or 0 for no limit. An
-            asynchronous function is cancelled at an await.
+        limit: seconds that a call may take (see `time_limit`); None or 0 for no limit. An asynchronous function is
+            cancelled at an await.
     """
 
     def __init__(self, on_error: str, limit: float | None = None):
@@ -87,7 +87,7 @@ class RewardGuard:
             if self.on_error == "raise":
                 raise RewardError(
                     f"the reward function {name!r} failed on {len(rows)} responses together, though on none of them "
-                    f"alone (the first is {_describe(rows[0])}): {type(error).__name__}: {error}"
+                    f"alone: {type(error).__name__}: {error}"
                 ) from error
         values = _numbers(name, rewards, len(rows))
         for index, value in enumerate(values):
@@ -99,26 +99,23 @@ class RewardGuard:
 
     async def _call(self, function: Callable, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
         try:
-            with time_limit(self.limit, f"the reward function {function_name(function)!r}"):
+            with time_limit(self.limit):
                 return function(**arguments), None
         except (Exception, Stalled) as error:
             return None, error
 
     async def _await(self, function: Callable, arguments: dict[str, Any]) -> tuple[Any, BaseException | None]:
-        clock = None
+        clock = asyncio.timeout(self.limit)
         try:
-            # A function that never awaits blocks the event loop, which the time limit can only report.
-            with time_limit(self.limit, f"the asynchronous reward function {function_name(function)!r}"):
-                async with asyncio.timeout(self.limit) as clock:
-                    return await function(**arguments), None
-        except (Exception, Stalled) as error:
-            return None, Stalled() if clock is not None and clock.expired() else error
+            async with clock:
+                return await function(**arguments), None
+        except Exception as error:
+            return None, Stalled() if clock.expired() else error
 
     def _report(self, name: str, rows: dict[int, dict[str, Any]], error: BaseException) -> None:
         """Raise a `RewardError` for rows, by their indices, or log it and record that they failed."""
         named = list(dict.fromkeys(map(_describe, rows.values())))
-        more = f" and {len(named) - _MOST_NAMED} more" if len(named) > _MOST_NAMED else ""
-        told = ", ".join(named[:_MOST_NAMED]) + more
+        told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
         if isinstance(error, Stalled):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
@@ -188,46 +185,30 @@ class Stalled(BaseException):
 
 
 @contextmanager
-def time_limit(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise `Stalled` in the block once its time is up.
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise `Stalled` in the block once its time is up; None or 0 for no limit.
 
     It interrupts Python code and its blocking calls: sleep, locks, sockets, files, other processes. It cannot
-    interrupt native code that does not return to Python, threads other than the main one, or anything on Windows. In
-    those cases it only logs that the call has not returned.
-
-    Args:
-        seconds: wall-clock limit; None or 0 for no limit.
-        what: the name of the call, for the log.
+    interrupt native code that does not return to Python, threads other than the main one, or anything on Windows.
     """
-    if not seconds:
+    main = threading.main_thread()
+    if not seconds or _SIGNAL is None or threading.current_thread() is not main:
         yield
         return
-    main = threading.main_thread()
-    can_interrupt = threading.current_thread() is main and _SIGNAL is not None and hasattr(signal, "pthread_kill")
-    finished = threading.Event()
-
-    def watch() -> None:
-        # If nothing can be interrupted from here, the caller may still cancel the call.
-        if not finished.wait(seconds if can_interrupt else seconds + 5):
-            logger.warning(f"{what} has not come back after {seconds:g} seconds")
-            if can_interrupt:
-                signal.pthread_kill(main.ident, _SIGNAL)
+    finished = False
 
     def expire(*_: object) -> None:
-        if not finished.is_set():
+        if not finished:
             raise Stalled
 
-    earlier = signal.signal(_SIGNAL, expire) if can_interrupt else None
-    watcher = threading.Thread(target=watch, name="time limit", daemon=True)
-    watcher.start()
+    earlier = signal.signal(_SIGNAL, expire)
+    timer = threading.Timer(seconds, signal.pthread_kill, (main.ident, _SIGNAL))
+    timer.daemon = True
+    timer.start()
     try:
-        try:
-            yield
-        finally:
-            finished.set()
+        yield
     finally:
-        # Runs even if the time is up exactly between the two.
-        finished.set()
-        watcher.join()
-        if can_interrupt:
-            signal.signal(_SIGNAL, earlier)
+        finished = True
+        timer.cancel()
+        timer.join()
+        signal.signal(_SIGNAL, earlier)

@@ -8,8 +8,8 @@ The mixin wraps these private methods of `Trainer`. `_save_checkpoint` writes a 
 into a partial folder, and `_push_from_checkpoint` waits until it has its final name. `_run_epoch` restores
 progress after transformers has reset its counters. `_finalize_training` does so if no epoch is left, and keeps
 transformers from deleting checkpoints of a run that ends early. `_get_train_sampler` keeps the shuffling sampler.
-`_load_rng_state`, `_load_optimizer_and_scheduler` and `_evaluate` correct how transformers resumes, and
-`_get_grad_norm` allows skipping updates.
+`_load_rng_state` and `_load_optimizer_and_scheduler` correct how transformers resumes, and `_get_grad_norm` allows
+skipping updates.
 """
 
 from __future__ import annotations
@@ -304,12 +304,6 @@ class ResilientTraining:
             return super()._finalize_training(*args, **kwargs)
         finally:
             vars(self.args).update(given)
-
-    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False):
-        if skip_scheduler and self.state.global_step:
-            # `eval_on_start` applies only at the start, which a resumed run has passed.
-            return {}
-        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
 
     # ---- A reference model that follows the policy ----
 

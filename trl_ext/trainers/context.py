@@ -1,4 +1,4 @@
-"""Checks whether rows and responses fit into a model's context. They are measured only if their limits exceed it."""
+"""Cuts rows to their limits, and checks whether they and responses fit into a model's context."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from trl_ext.data import truncate_pair
+from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.generation import prompt_tokens
 
 
@@ -30,25 +32,8 @@ def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str
     _check(model, limits, longest)
 
 
-def check_policy(trainer) -> None:
-    """Reject training prompts of a `PolicyTrainer` that are too long for the context.
-
-    Raises:
-        ValueError: names the settings to lower.
-    """
-    limits = {"max_completion_length": trainer.max_completion_length}
-    limits["max_prompt_tokens"] = trainer.args.max_prompt_tokens
-    prompts = trainer.train_dataset["prompt"] if isinstance(trainer.train_dataset, Dataset) else []
-    check_generations(trainer.model, trainer.processing_class, prompts, limits)
-
-
 def check_rows(model, dataset: Any, limits: dict[str, int | None]) -> None:
-    """Reject a tokenized dataset with a row that is longer than the context.
-
-    Args:
-        model: a model with a `config`.
-        dataset: as a trainer on given responses prepares it. Anything but a `Dataset` is accepted without a check.
-        limits: as for `check_generations`.
+    """Reject a tokenized dataset with a row that is longer than the context; `limits` as for `check_generations`.
 
     Raises:
         ValueError: names the settings to lower.
@@ -77,3 +62,27 @@ def _check(model, limits: dict[str, int | None], longest: Callable[[], int]) -> 
             f"a prompt and its response take up to {length} tokens, and the model's context holds {context}: lower "
             f"{flags}"
         )
+
+
+def truncate_pairs(dataset: Any, dataset_name: str, args: Any) -> Any:
+    """Cut the prompts and responses of pairs, as token ids, to the limits of a configuration; one line counts them."""
+    limits = {name: getattr(args, name) for name in ("max_prompt_tokens", "max_response_tokens")}
+    if not any(limits.values()):
+        return dataset
+    described = {}
+    if isinstance(dataset, Dataset):
+        described = {"desc": f"Truncating {dataset_name} dataset"}
+        sides = {"prompts": ["prompt_ids"], "responses": ["chosen_ids", "rejected_ids"]}
+        for (what, columns), (name, limit) in zip(sides.items(), limits.items(), strict=True):
+            cut = sum(len(ids) > limit for column in columns for ids in dataset[column]) if limit else 0
+            if cut:
+                total = len(columns) * len(dataset)
+                warn_once_per_run(
+                    f"{dataset_name}: {cut} of {total} {what} are longer than {name} {limit} and are cut"
+                )
+    return dataset.map(_truncate, fn_kwargs={"limits": limits}, **described)
+
+
+def _truncate(row: dict[str, Any], limits: dict[str, int | None]) -> dict[str, list[int]]:
+    names = ("prompt_ids", "chosen_ids", "rejected_ids")
+    return dict(zip(names, truncate_pair(*(row[name] for name in names), **limits), strict=True))

@@ -1,10 +1,12 @@
-"""Shared configuration code: device-dependent defaults, where TRL's assume a GPU, and checks of values."""
+"""Shared code of configurations: device-dependent defaults, where TRL's assume a GPU, and checks of values."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,12 +110,21 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         warn_once_per_run(f"bf16 was asked for, but this {device} has no bfloat16 instructions: training in float32")
 
 
-def check_configuration(trainer: str, args: object, config_class: type) -> None:
-    """Reject a configuration of another class, including TRL's class of the same name.
+@contextmanager
+def temporarily(owner: object, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values within a block."""
+    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(saved)
 
-    Raises:
-        TypeError: names both classes with their modules, and the import that is needed.
-    """
+
+def check_configuration(trainer: str, args: object, config_class: type) -> None:
+    """Raise a TypeError for a configuration of another class, such as TRL's class of the same name."""
     if not isinstance(args, config_class):
         name, given = config_class.__name__, type(args)
         raise TypeError(
@@ -121,66 +132,42 @@ def check_configuration(trainer: str, args: object, config_class: type) -> None:
         )
 
 
-def check_reference_place(trainer: str, ref_model: object) -> None:
-    """Reject a configuration passed as the reference model.
-
-    Raises:
-        TypeError: names the argument that takes it.
-    """
-    if isinstance(ref_model, TrainingArguments):
-        raise TypeError(
-            f"{trainer}'s second argument is the reference model: pass the {type(ref_model).__name__} by name, "
-            "as args="
-        )
-
-
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Reject a value that is not one of the choices.
-
-    Raises:
-        ValueError: names the field and the choices.
-    """
+    """Raise a ValueError that names the field and its choices if a value is not one of them."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}{nearest(str(value), choices)}")
 
 
 def check_at_least(args: TrainingArguments, least: dict[str, float]) -> None:
-    """Reject a field that is below its least value or is not a finite number; None means "not given".
-
-    Raises:
-        ValueError: names the field and its least value.
-    """
+    """Raise a ValueError for a field that is below its least value or not a finite number; None means "not given"."""
     for name, minimum in least.items():
         value = getattr(args, name)
         if value is not None and not minimum <= value < math.inf:
             bound = f"at least {minimum}" if minimum else "a number from 0 up"
-            hint = "; leave it None for no limit" if name in ("max_prompt_tokens", "max_response_tokens") else ""
-            raise ValueError(f"{name} must be {bound}, got {value}{hint}")
+            raise ValueError(f"{name} must be {bound}, got {value}")
 
 
 def check_training(args: TrainingArguments, **least: float) -> None:
-    """Reject values out of range in the fields that configurations share.
+    """Raise a ValueError for a value out of range in the fields that configurations share.
 
     Args:
         args: a configuration.
         least: least values of the configuration's own fields, and other bounds for shared ones.
-
-    Raises:
-        ValueError: names the field and its permitted values.
     """
     check_at_least(args, {name: value for name, value in _LEAST.items() if hasattr(args, name)} | least)
     if isinstance(args, PackedFields):
         check_choice("packing", args.packing, PACKING_CHOICES)
+    if isinstance(args, TruncatedFields) and args.max_length is not None:
+        raise ValueError(
+            f"max_length is not used by {type(args).__name__}: use max_prompt_tokens and max_response_tokens, which "
+            "truncate the two separately"
+        )
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:
-    """An option that is a JSON object, from a dictionary or from text.
-
-    Raises:
-        ValueError: the text is not a JSON object; the message names the option.
-    """
+    """An option that is a JSON object, from a dictionary or from text; a ValueError names one that is not."""
     if not isinstance(value, str):
         return value
     try:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
-import hashlib
 import json
 import random
 import shutil
@@ -23,11 +21,11 @@ from transformers import Trainer, TrainerState
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.checkpoints import ROUND_FILE
-from trl_ext.rewards.verified import Grader, count_categories, name_of
+from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.rollouts.graded import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
-from trl_ext.trainers.defaults import check_at_least
+from trl_ext.trainers.defaults import check_at_least, check_configuration
 from trl_ext.trainers.policies import trained_policy
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer
 
@@ -84,8 +82,7 @@ class ExpertIterationTrainer(SFTTrainer):
     policy. It keeps the correct ones that ended before the limit, each text once, and fine-tunes the policy on them
     for `sft_epochs` with a new optimizer and a complete learning-rate schedule. Round k writes its responses and its
     dataset to `{output_dir}/samples/expert_{k}_rollouts.jsonl` and `expert_{k}_dataset.jsonl`, and `checkpoint-{k}`.
-    A run resumed from a checkpoint continues as the original would have, even from the middle of sampling. Responses
-    to other problems or prompts, or under other settings or another reward, are not reused.
+    A run resumed from a checkpoint continues as the original would have, from the beginning of the next round.
 
     Logged before a round's fine-tuning: `expert_step`, and for its responses `rollouts/reward`, `rollouts/format`,
     `rollouts/entropy` (nats per token), `rollouts/mean_length`, `rollouts/kept`, `rollouts/questions` (with a kept
@@ -128,8 +125,7 @@ class ExpertIterationTrainer(SFTTrainer):
         validate: Callable[[], None] | None = None,
         **kwargs: Any,
     ):
-        if not isinstance(args, ExpertIterationConfig):
-            raise TypeError(f"ExpertIterationTrainer takes an ExpertIterationConfig, got {type(args).__name__}")
+        check_configuration("ExpertIterationTrainer", args, ExpertIterationConfig)
         if len(rows) < args.questions_per_step:
             raise ValueError(
                 f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems to train on: "
@@ -183,26 +179,21 @@ class ExpertIterationTrainer(SFTTrainer):
 
     def _begin(self, checkpoint: str | None) -> int:
         """Load a checkpoint, or save the one before the first round; return the number of rounds it has finished."""
-        main = self.accelerator.is_main_process
-        done, same_sampling = 0, False
+        done = 0
         if checkpoint is not None:
             checkpoints.check_checkpoint(checkpoint)
             self._resumed_from = Path(checkpoint)
-            if not (Path(checkpoint) / ROUND_FILE).is_file():
-                raise ValueError(f"the checkpoint {checkpoint} is not that of a round: it has no {ROUND_FILE}")
             saved = json.loads((Path(checkpoint) / ROUND_FILE).read_text(encoding="utf-8"))
-            done, same_sampling = saved["expert_step"], saved["sampling"] == self._sampling()
+            done = saved["expert_step"]
             self.state = TrainerState.load_from_json(str(Path(checkpoint) / "trainer_state.json"))
             if done:
                 self._load_from_checkpoint(checkpoint)
                 self._set_counts(saved.get("carried_over", {}))
         self.state.is_world_process_zero = self.is_world_process_zero()
-        if main:
+        if self.accelerator.is_main_process:
             self.metrics_file.keep_rounds(done, self.state.global_step)
-            # Files of later rounds were sampled from policies that this run may not reach.
             for path in (Path(self.args.output_dir) / "samples").glob("expert_*.jsonl"):
-                step = int(path.name.split("_")[1])
-                if step > done + same_sampling:
+                if int(path.name.split("_")[1]) > done:
                     path.unlink()
         self.accelerator.wait_for_everyone()
         if checkpoint is None:
@@ -216,25 +207,11 @@ class ExpertIterationTrainer(SFTTrainer):
             if step:
                 self.save_model(str(partial))
             if self.args.should_save:
-                told = {"expert_step": step, "sampling": self._sampling(), "carried_over": self._counts()}
-                write_json(partial / ROUND_FILE, told)
+                write_json(partial / ROUND_FILE, {"expert_step": step, "carried_over": self._counts()})
                 self.state.save_to_json(str(partial / checkpoints.STATE_FILE))
         if self.args.should_save:
             in_use = self._resumed_from if step < self.args.n_steps else None
             checkpoints.delete_old(final, self.args.save_total_limit, in_use=in_use)
-
-    def _sampling(self) -> dict[str, Any]:
-        """The settings that determine which responses a policy gives and how they are graded, ready for JSON."""
-        args = self.args
-        own = [args.seed, args.questions_per_step, args.rollouts_per_question, args.use_vllm, len(self.rows)]
-        problems = json.dumps([self.rows, self.prompts], sort_keys=True, default=str).encode()
-        return {
-            **dataclasses.asdict(self.settings),
-            "stop": list(self.settings.stop),
-            "own": own,
-            "reward": name_of(self.grade),
-            "problems": hashlib.sha256(problems).hexdigest(),
-        }
 
     # ---- One round ----
 
@@ -258,13 +235,11 @@ class ExpertIterationTrainer(SFTTrainer):
         Trainer.log(self, {name: value for name, value in figures.items() if value is not None})
         if not kept:
             counts = count_categories(graded)
-            ended = f" and ended ({cut} were correct and cut at {self.settings.max_new_tokens} tokens)" if cut else ""
             raise NoCorrectResponseError(
-                f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} "
-                f"questions was correct{ended} ({counts['wrong_answer']} in the form asked for with a wrong answer, "
-                f"{counts['wrong_format']} in another form), so there is nothing to fine-tune on: raise "
-                "questions_per_step or rollouts_per_question, begin from a better model, or check the prompt and the "
-                "reward"
+                f"round {step} of expert iteration: none of {len(graded)} responses to {len(prompts)} questions was "
+                f"correct and ended ({cut} correct and cut, {counts['wrong_answer']} with a wrong answer, "
+                f"{counts['wrong_format']} in another form): raise questions_per_step or rollouts_per_question, begin "
+                "from a better model, or check the prompt and the reward"
             )
         demonstrations = [_demonstration(row, prompts[row["row_id"]], row["response_text"]) for row in kept]
         if self.accelerator.is_main_process:

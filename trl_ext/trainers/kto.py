@@ -20,7 +20,6 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_configuration,
-    check_reference_place,
     check_training,
     resolve_device_defaults,
 )
@@ -39,16 +38,6 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
     _method: ClassVar[str] = "kto"
 
     def __post_init__(self):
-        if self.max_length is not None:
-            raise ValueError(
-                f"max_length is not used by {type(self).__name__}: use max_prompt_tokens and max_response_tokens, "
-                "which truncate the two separately"
-            )
-        if self.per_device_train_batch_size == 1:
-            raise ValueError(
-                "per_device_train_batch_size must be at least 2, got 1: KTO estimates a divergence from each prompt "
-                "with the response to another of its batch"
-            )
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
@@ -79,7 +68,6 @@ class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     _config_class: ClassVar[type[KTOConfig]] = KTOConfig
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
-        check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
         check_configuration(type(self).__name__, args, self._config_class)

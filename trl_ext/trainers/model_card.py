@@ -84,8 +84,8 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     is_adapter = isinstance(trainer.model, PeftModel)
     head = ModelCardData(
         model_name=name,
-        base_model=base if _is_hub_name(base, folder) else None,
-        datasets=data if data and _is_hub_name(data, folder) else None,
+        base_model=base if _is_hub_name(base) else None,
+        datasets=data if data and _is_hub_name(data) else None,
         library_name="peft" if is_adapter else "transformers",
         tags=sorted({"generated_from_trainer", *trainer._tag_names, *tags}),
     )
@@ -93,38 +93,30 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {markdown_line(name)}",
-        f"{kind} {_shown(base, 'models', folder)}.",
+        f"{kind} {_shown(base, 'models')}.",
         _method(trainer, run),
         _data(trainer, run, data),
         trainer.card_results,
         _how_to_repeat(folder, run),
-        _versions(run),
+        _versions(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    """The contents of `results.json`; empty if there is none."""
-    try:
-        found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    run = found.get("run") if isinstance(found, dict) else None
-    return run if isinstance(run, dict) else {}
+    """The entry `run` of `results.json`; empty if there is none yet."""
+    path = folder / "results.json"
+    return json.loads(path.read_text(encoding="utf-8"))["run"] if path.is_file() else {}
 
 
-def _is_hub_name(name: str, folder: Path) -> bool:
-    """Whether a name is on the hub rather than a path, which may no longer exist, from a run in `folder`."""
-    if name == "toy" or not HUB_NAME.fullmatch(name) or Path(name).exists():
-        return False
-    first, slash, _ = name.partition("/")
-    run = folder.absolute()
-    return not slash or (first != "runs" and Path(first).absolute() not in (run, *run.parents))
+def _is_hub_name(name: str) -> bool:
+    """Whether a name is on the hub rather than a path."""
+    return name != "toy" and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
-def _shown(name: str, kind: str, folder: Path) -> str:
+def _shown(name: str, kind: str) -> str:
     """The name of a model or dataset, linked if it is on the hub; for a path, its last part."""
-    if _is_hub_name(name, folder):
+    if _is_hub_name(name):
         return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'datasets' else ''}{name})"
     if name == "toy":
         return "`toy`, which is embedded in trl_ext"
@@ -150,7 +142,7 @@ def _data(trainer, run: dict[str, Any], data: str | None) -> str:
     counts = [f"{run[key]} {unit}" for key, unit in COUNTS.items() if run.get(key) is not None]
     if not counts and hasattr(trainer.train_dataset, "__len__"):
         counts = [f"{len(trainer.train_dataset)} rows"]
-    what = [_shown(data, "datasets", Path(trainer.args.output_dir))] if data else []
+    what = [_shown(data, "datasets")] if data else []
     return "## Data\n\n" + ", ".join(what + counts) + f"; {trainer.state.global_step} updates."
 
 
@@ -166,7 +158,6 @@ def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
     )
 
 
-def _versions(run: dict[str, Any]) -> str:
+def _versions() -> str:
     names = ("trl_ext", "trl", "transformers", "torch", "peft")
-    found = run.get("versions") or {name: version(name) for name in names}
-    return "Trained with " + ", ".join(f"{name} {release}" for name, release in found.items()) + "."
+    return "Trained with " + ", ".join(f"{name} {version(name)}" for name in names) + "."

@@ -12,11 +12,7 @@ from trl_ext.processes import warn_once_per_run
 
 
 def pack_trainer(trainer) -> Packing | None:
-    """Pack the passes of a trainer's model and reference model as configured, and log the reason if not.
-
-    Returns:
-        The packing of its model; None if there is none.
-    """
+    """Pack the passes of a trainer's model and reference model as configured; None, and one line why, if not."""
     models = [trainer.model, getattr(trainer, "ref_model", None)]
     reason = None
     if trainer.args.packing == "off":
@@ -56,13 +52,9 @@ def can_regroup(batches: list[dict[str, Any]]) -> bool:
 
 
 def regroup(batches: list[dict[str, Any]], groups: str) -> list[dict[str, Any]]:
-    """Redistribute the rows of micro-batches so that the rows of a group are consecutive.
+    """Redistribute the rows of micro-batches of equal size so that rows with the same entry `groups` are consecutive.
 
     Groups, and the rows within each, keep the order in which they first appear, and so stay as random as the input.
-
-    Args:
-        batches: micro-batches of equal size; tensors and lists hold rows, other entries are left unchanged.
-        groups: the entry that holds each row's group.
     """
     labels = [int(group) for batch in batches for group in batch[groups]]
     first: dict[int, int] = {}

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses.objective import PreferenceObjective
-from trl_ext.registry import preference_losses
 from trl_ext.rollouts.pairing import PAIR_CHOICES
 from trl_ext.rollouts.replay import WEIGHT_CHOICES
-from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS
-from trl_ext.trainers.defaults import check_choice, parse_json_option
+from trl_ext.settings import SETTINGS
+from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
-_ABOUT_ADVANTAGES = "a preference loss has no advantages"
-_ABOUT_RATIOS = "a preference loss has no importance ratio of tokens"
-_ABOUT_KL = "the preference loss holds the policy to the reference with beta"
-_ABOUT_ENTROPY = "train an algorithm of PolicyConfig for it"
 # Policy-gradient settings that a preference loss does not read: setting -> why.
 _NOT_READ = {
-    **dict.fromkeys((*ADVANTAGE_SETTINGS, "scale_rewards"), _ABOUT_ADVANTAGES),
-    **dict.fromkeys((*LOSS_SETTINGS, "importance_sampling_level", "delta"), _ABOUT_RATIOS),
-    **{name: _ABOUT_KL for name in (*LOSS_SETTINGS, "use_bias_correction_kl") if "kl" in name},
+    **dict.fromkeys(
+        (*SETTINGS, "scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl"),
+        "a preference loss does not read it",
+    ),
     **dict.fromkeys(("surrogate", "loss_type"), "name the loss with `loss`"),
-    **dict.fromkeys(("aggregation", "loss_constant"), "a preference loss is a mean over pairs"),
     "algorithm_kwargs": "options of the loss go into loss_kwargs",
     "off_policy_mask_threshold": "limit staleness with replay_max_age",
-    "entropy_coef": _ABOUT_ENTROPY,
-    "use_adaptive_entropy": _ABOUT_ENTROPY,
-    "top_entropy_quantile": _ABOUT_ENTROPY,
+    **dict.fromkeys(
+        ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
+    ),
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
 # Here beta belongs to the preference loss.
@@ -118,14 +113,13 @@ class OnlinePreferenceConfig(PolicyConfig):
     replay_weight_cap: float = field(default=2.0, metadata={"help": "The largest importance weight."})
 
     def __post_init__(self):
-        self._refuse_policy_gradients()
+        refuse_given(self, _NOT_READ)
         self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
-        self._check_pairs()
+        self._check_values()
         # The loss would not use token ratios between vLLM and the trainer.
         self.vllm_importance_sampling_correction = False
         super().__post_init__()
-        self._check_windows()
-        self._check_replay()
+        self._check_batches()
 
     def build_objective(self) -> OnlinePreferenceObjective:
         """The loss with its options, in the form that `PolicyTrainer` expects.
@@ -145,48 +139,28 @@ class OnlinePreferenceConfig(PolicyConfig):
             settings |= {name: getattr(self, name) for name in names}
         return OnlinePreferenceObjective(preference, settings)
 
-    def _refuse_policy_gradients(self) -> None:
-        refuse_given(self, _NOT_READ)
-        preference_losses.find(self.loss)
-
-    def _check_pairs(self) -> None:
+    def _check_values(self) -> None:
         check_choice("pairs", self.pairs, PAIR_CHOICES)
         for name in ("num_generations", "num_generations_eval"):
             size = getattr(self, name)
             if size is not None and size < 2:
                 raise ValueError(f"{name} must be at least 2, got {size}: a pair takes two responses to a prompt")
-        if not 0 <= self.tie_tolerance < float("inf"):
-            raise ValueError(f"tie_tolerance must be a number from 0 up, got {self.tie_tolerance}")
+        check_at_least(self, {"tie_tolerance": 0, "replay_capacity": 0, "replay_weight_cap": 1})
+        check_choice("replay_weights", self.replay_weights, WEIGHT_CHOICES)
 
-    def _check_windows(self) -> None:
+    def _check_batches(self) -> None:
         if self.steps_per_generation % self.gradient_accumulation_steps:
             raise ValueError(
                 f"an optimizer step takes its pairs from one rollout, and gradient_accumulation_steps "
                 f"{self.gradient_accumulation_steps} does not divide the {self.steps_per_generation} micro-batches of "
                 "a rollout (steps_per_generation): change one of the two"
             )
-
-    def _check_replay(self) -> None:
-        if self.replay_capacity < 0:
-            raise ValueError(f"replay_capacity must be at least 0, got {self.replay_capacity}; 0 is no replay")
-        check_choice("replay_weights", self.replay_weights, WEIGHT_CHOICES)
         if not self.replay_capacity:
-            self._refuse_settings_of_a_replay()
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(
                 f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}; for no replay, set "
                 "replay_capacity 0"
-            )
-        if not 1 <= self.replay_weight_cap < float("inf"):
-            raise ValueError(
-                f"replay_weight_cap must be a number from 1, the weight of a new pair, up, got "
-                f"{self.replay_weight_cap}"
-            )
-        if self.replay_weights == "none" and self.replay_weight_cap != type(self).replay_weight_cap:
-            raise ValueError(
-                f"replay_weight_cap {self.replay_weight_cap} caps nothing with replay_weights none: choose weights, "
-                "or leave it out"
             )
         if self.replay_max_age < self.updates_per_rollout:
             raise ValueError(
@@ -198,9 +172,3 @@ class OnlinePreferenceConfig(PolicyConfig):
                 "replay does not go with sync_ref_model: pairs are kept with log-probabilities of a reference that "
                 "stays as it is"
             )
-
-    def _refuse_settings_of_a_replay(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.startswith("replay_") and value != f.default:
-                raise ValueError(f"{f.name} {value} needs a replay: set replay_capacity, or leave it out")

@@ -8,12 +8,10 @@ the loss.
 
 from __future__ import annotations
 
-import os
 from array import array
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-import psutil
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -25,23 +23,22 @@ from trl_ext.rollouts.replay import (
     ReplayBuffer,
     SampledPair,
     ages,
-    check_memory,
     effective_sample_size,
     importance_weights,
     replayed_count,
+    weighted_mean,
 )
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
-from trl_ext.trainers.online_preference.reward_version import reward_version
 from trl_ext.trainers.policy.judge_rewards import JudgeRewards
-from trl_ext.trainers.policy.scoring_temperature import ScoringTemperature
+from trl_ext.trainers.policy.reward_functions import as_reward_functions
+from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer
-from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, join_scores, map_scores
+from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
 from trl_ext.trainers.preference.pair_batches import (
     SampledPairMetrics,
     deal_pairs,
     encode_pairs,
     forward_rows,
-    weighted_shares,
 )
 
 REPLAY_FILE = "replay.safetensors"
@@ -74,7 +71,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     Raises:
         TypeError: `args` is not an `OnlinePreferenceConfig`.
         ValueError: there is nothing to rank responses by, responses have several turns, a judge would see only parts
-            of groups, or the replay is larger than memory allows.
+            of groups.
     """
 
     _tag_names = ["trl", "trl_ext", "online-preference-optimization"]
@@ -91,8 +88,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     ):
         if args is None:
             args = self._config_class()
-        functions = [] if reward_funcs is None else reward_funcs
-        functions = list(functions) if isinstance(functions, (list, tuple)) else [functions]
+        functions = as_reward_functions(reward_funcs, args.packing)
         self._has_judge = judge is not None
         if judge is not None:
             functions.append(JudgeRewards(judge, self._group_size, args))
@@ -101,9 +97,11 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
         self._pair_window: Window | None = None
         super().__init__(model, functions, args, **kwargs)
-        # Only a replay needs the version, which requires reading the files of reward models.
-        self._reward_version = reward_version(self) if args.replay_capacity else ""
-        self.replay = self._make_replay() if args.replay_capacity else None
+        rewards = zip(self.reward_weights.tolist(), self.reward_func_names, strict=True)
+        self._reward_version = ", ".join(f"{weight:g} {name}" for weight, name in rewards)
+        self.replay = None
+        if args.replay_capacity:
+            self.replay = ReplayBuffer(args.replay_capacity, args.replay_max_age, args.seed)
 
     @property
     def beta(self) -> float:
@@ -122,19 +120,6 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         return self.num_generations if self.model.training else self.num_generations_eval
 
     # ---- Replay ----
-
-    def _make_replay(self) -> ReplayBuffer:
-        args = self.args
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", 0)
-        check_memory(
-            args.replay_capacity,
-            args.max_prompt_tokens or context,
-            args.max_completion_length,
-            # Processes on this machine, as torchrun and accelerate report; memory is not shared across machines.
-            int(os.environ.get("LOCAL_WORLD_SIZE", self.accelerator.num_processes)),
-            psutil.virtual_memory().available,
-        )
-        return ReplayBuffer(args.replay_capacity, args.replay_max_age, args.seed)
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
@@ -370,8 +355,14 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
             cap=self.args.replay_weight_cap,
         )
         counted = torch.cat([batch["counted"] for batch in batches])
-        shares, weights = weighted_shares(
-            self.objective.preference, parts, weights, counted, window.rank, self.accelerator.gather
+        gather = self.accelerator.gather
+        weights = gather(weights)[gather(counted).bool()]
+        shares = coupled_shares(
+            lambda scores: weighted_mean(self.objective.preference(scores), weights),
+            parts,
+            window.rank,
+            gather,
+            counted,
         )
         if self.args.replay_weights != "none" and len(weights):
             metrics = self._metrics["train"]

@@ -190,19 +190,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
-        if self.top_k == 1 or self.top_k < 0:
-            raise ValueError(
-                f"top_k must be 0, for all tokens, or at least 2, got {self.top_k}: sampled from one token, responses "
-                "are all alike"
-            )
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}; 1 is none")
-        if self.reward_errors not in ("raise", "skip"):
-            raise ValueError(f"reward_errors must be 'raise' or 'skip', got {self.reward_errors!r}")
+        check_choice("reward_errors", self.reward_errors, ("raise", "skip"))
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
 
@@ -230,25 +218,17 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _post_init_of_any_group_size(self) -> None:
         """Run TRL's checks, which reject groups of 1, and suggest a batch size where none would divide."""
-        group, processes = self.num_generations, world_size()
-        global_batch = self.per_device_train_batch_size * processes
+        group = self.num_generations
+        global_batch = self.per_device_train_batch_size * world_size()
         batch = self.generation_batch_size or global_batch * (
             self.steps_per_generation or self.gradient_accumulation_steps
         )
-        if self.generation_batch_size is not None and batch % global_batch:
+        if batch % group or batch % global_batch:
             raise ValueError(
-                f"generation_batch_size {batch} does not divide into the {global_batch} responses of one forward pass "
-                f"(per_device_train_batch_size {self.per_device_train_batch_size} x {processes} processes): the "
-                f"nearest that does is {_nearest_multiple(batch, math.lcm(global_batch, group))}"
-            )
-        if batch % group:
-            nearest = _nearest_multiple(batch, math.lcm(global_batch, group))
-            flag = f"generation_batch_size {nearest}"
-            if self.steps_per_generation is not None:
-                flag = f"steps_per_generation {nearest // global_batch}, which makes {nearest}"
-            raise ValueError(
-                f"a rollout of {batch} responses does not divide into groups of num_generations {group}: set {flag}, "
-                "the nearest that does, or change per_device_train_batch_size"
+                f"a rollout of {batch} responses does not divide into groups of num_generations {group} and forward "
+                f"passes of {global_batch} responses (per_device_train_batch_size x processes): set "
+                f"generation_batch_size {_nearest_multiple(batch, math.lcm(global_batch, group))}, the nearest that "
+                "does, or change per_device_train_batch_size"
             )
         if group == 1:
             if batch == 1:
@@ -260,23 +240,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self.num_generations = group
 
     def _check_batch(self, objective: PolicyObjective) -> None:
-        if not objective.needs_greedy:
-            return
-        group = self.num_generations_eval or self.num_generations
-        if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
-            raise ValueError(
-                f"a greedy baseline needs whole groups on every process: per_device_eval_batch_size "
-                f"{self.per_device_eval_batch_size} does not divide into groups of {group}; the nearest that does is "
-                f"{_nearest_multiple(self.per_device_eval_batch_size, group)}"
-            )
-        local = self.per_device_train_batch_size * self.steps_per_generation
-        if local % self.num_generations:
-            raise ValueError(
-                f"a greedy baseline needs whole groups on every process, and {local} responses per process do not "
-                f"divide into groups of num_generations {self.num_generations}: the nearest that does is "
-                f"{_nearest_multiple(local, self.num_generations)}; change per_device_train_batch_size or "
-                "generation_batch_size"
-            )
+        if objective.needs_greedy:
+            check_whole_groups(self, "a greedy baseline needs whole groups on every process")
 
     def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:
         if objective.ratio == "none" and self.updates_per_rollout > 1:
@@ -302,18 +267,31 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"a multiple of {period} steps"
             )
         later = int(math.ceil(self.save_steps / period) * period)
-        if self.load_best_model_at_end and self.eval_strategy == "steps" and later % self.eval_steps:
-            raise ValueError(
-                f"save_steps {int(self.save_steps)} would become {later}, where a rollout is used up, and "
-                f"load_best_model_at_end needs a multiple of eval_steps {self.eval_steps}: give both as multiples of "
-                f"{period}"
-            )
         if self.max_steps < 0 or self.save_steps <= self.max_steps:
             warn_once_per_run(
                 f"a rollout serves {period} updates and is not part of a checkpoint: saving every {later} steps "
                 f"instead of every {int(self.save_steps)}, so that a resumed run goes on exactly as it would have"
             )
         self.save_steps = later
+
+
+def check_whole_groups(args: PolicyConfig, why: str) -> None:
+    """Reject batch sizes that divide the responses to a prompt among processes, in training or in evaluation.
+
+    Raises:
+        ValueError: begins with `why` and names the nearest batch that does not.
+    """
+    local = args.per_device_train_batch_size * args.steps_per_generation
+    sizes = [(local, args.num_generations, "per_device_train_batch_size or generation_batch_size")]
+    if args.eval_strategy != "no":
+        group = args.num_generations_eval or args.num_generations
+        sizes.append((args.per_device_eval_batch_size, group, "per_device_eval_batch_size"))
+    for count, group, change in sizes:
+        if count % group:
+            raise ValueError(
+                f"{why}, and {count} responses per process do not divide into groups of {group}: change {change}; "
+                f"the nearest that does is {_nearest_multiple(count, group)}"
+            )
 
 
 def _nearest_multiple(number: int, of: int) -> int:

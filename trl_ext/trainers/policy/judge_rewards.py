@@ -8,6 +8,7 @@ from typing import Any
 
 from trl_ext.evaluation.judging.pairs import judge_pairs
 from trl_ext.evaluation.judging.protocol import PairwiseJudge
+from trl_ext.trainers.policy.config import check_whole_groups
 
 
 class JudgeRewards:
@@ -29,16 +30,7 @@ class JudgeRewards:
     scores_groups = True
 
     def __init__(self, judge: PairwiseJudge | Callable, group_size: Callable[[], int], args):
-        local = args.per_device_train_batch_size * args.steps_per_generation
-        change = "per_device_train_batch_size or generation_batch_size"
-        _check_whole_groups(local, args.num_generations, "num_generations", change)
-        if args.eval_strategy != "no":
-            _check_whole_groups(
-                args.per_device_eval_batch_size,
-                args.num_generations_eval or args.num_generations,
-                "num_generations_eval",
-                "per_device_eval_batch_size",
-            )
+        check_whole_groups(args, "a judge compares the responses to a prompt on one process")
         self.judge = judge
         self.group_size = group_size
         self.max_error_fraction = 1.0 if args.reward_errors == "skip" else 0.0
@@ -48,8 +40,6 @@ class JudgeRewards:
         self, prompts: list, completions: list, finished: list[bool] | None = None, **_: Any
     ) -> list[float | None]:
         size = self.group_size()
-        # A direct call to `evaluate` skips the check above.
-        _check_whole_groups(len(completions), size, "num_generations_eval", "per_device_eval_batch_size")
         texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
         ended = [True] * len(texts) if finished is None else finished
         pairs = [
@@ -75,11 +65,3 @@ class JudgeRewards:
                 points[one].append(share)
                 points[other].append(1 - share)
         return [sum(won) / len(won) if won else None for won in points]
-
-
-def _check_whole_groups(count: int, size: int, name: str, change: str) -> None:
-    if count % size:
-        raise ValueError(
-            f"a judge compares the responses to a prompt on one process, and {count} responses per process do not "
-            f"divide into groups of {name} {size}: change {change}"
-        )

@@ -73,7 +73,11 @@ def reward_columns(
     """
     prompts = [row["prompt"] for row in rows]
     messages = isinstance(prompts[0], list)
-    report = _Report()
+    of_members: dict[str, list[float | None]] = {}
+
+    def report(column: str, values: list[float | None]) -> None:
+        of_members[column.removeprefix("reward/")] = values
+
     arguments = {
         "prompts": prompts,
         "completions": [[{"role": "assistant", "content": t}] for t in responses] if messages else responses,
@@ -102,15 +106,5 @@ def reward_columns(
         columns[name] = rewards
         members = function.names if isinstance(function, RewardEnsemble) else []
         for member in members:
-            columns[member] = report.columns.get(member, [None] * len(rows))
+            columns[member] = of_members.get(member, [None] * len(rows))
     return columns
-
-
-class _Report:
-    """Collects the columns that an ensemble reports for its members."""
-
-    def __init__(self):
-        self.columns: dict[str, list[float | None]] = {}
-
-    def __call__(self, column: str, values: list[float | None]) -> None:
-        self.columns[column.removeprefix("reward/")] = values

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,6 +9,7 @@ import torch
 from accelerate.utils import gather
 
 from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+from trl_ext.trainers.defaults import temporarily
 
 
 class StopStrings:
@@ -30,7 +29,9 @@ class StopStrings:
     def _generate_single_turn(self, *args, **kwargs):
         if not self.args.stop:
             return super()._generate_single_turn(*args, **kwargs)
-        with _given_to_generate(self.accelerator.unwrap_model(self.model_wrapped), tokenizer=self._tokenizer):
+        # TRL's call of `generate` passes no tokenizer, which finding stop strings takes.
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        with temporarily(model, generate=partial(model.generate, tokenizer=self._tokenizer)):
             completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
         # transformers pads a response that has met a stop string while others continue.
         cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]
@@ -75,13 +76,3 @@ def _text_cut_at_stop(completion: str | list[dict[str, Any]], stop: list[str]) -
         else message
         for message in completion
     ]
-
-
-@contextmanager
-def _given_to_generate(model, **arguments) -> Iterator[None]:
-    """Temporarily pass further arguments to `model.generate`, which TRL's call does not pass."""
-    model.generate = partial(model.generate, **arguments)
-    try:
-        yield
-    finally:
-        del model.generate

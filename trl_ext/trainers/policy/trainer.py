@@ -7,8 +7,8 @@ replaces the loss.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import operator
 from typing import Any, ClassVar
 
 import torch
@@ -21,24 +21,23 @@ from trl_ext.losses import PolicyScores
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.rewards import share_or_load
-from trl_ext.trainers.context import check_policy
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.rewards import ShapedReward, share_or_load
+from trl_ext.trainers.context import check_generations
+from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.greedy import greedy_rewards
-from trl_ext.trainers.policy.positions import count_from_the_first_token
 from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
-from trl_ext.trainers.policy.rollout_state import RolloutState
+from trl_ext.trainers.policy.scoring import count_from_the_first_token
 from trl_ext.trainers.policy.stop_strings import StopStrings
-from trl_ext.trainers.policy.vllm_server import wait_for_server, watch_server
+from trl_ext.trainers.policy.vllm_server import watch_server
 
 
-class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
+class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with
@@ -87,13 +86,14 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
         self._seen_signal = False
         self.rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        wait_for_server(args, model)
         super().__init__(model, guarded, args, **kwargs)
         # TRL has appended the rewards of environments.
         own = self.reward_funcs[len(functions) :]
         self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
         watch_server(self)
-        check_policy(self)
+        limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
+        prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
+        check_generations(self.model, self.processing_class, prompts, limits)
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]
@@ -160,20 +160,12 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._watch_modules(rewards, len(prompts))
         # A response on which one function failed has no reward; a sum would count the missing part as 0.
         faulty = self.reward_guard.failed | self.reward_guard.not_finite
         flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
         rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
         self._rollout = rewards, finished
         return rewards
-
-    def _watch_modules(self, rewards: Tensor, count: int) -> None:
-        """Record rows for which a module, which TRL scores itself, returned a number that is not finite."""
-        modules = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
-        first = self.accelerator.process_index * count
-        own = rewards[first : first + count, torch.tensor(modules, device=rewards.device)]
-        self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
 
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
         """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
@@ -308,7 +300,8 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
     def _compute_loss(self, model, inputs):
         training = self.model.training
         entropy_coefficient = self._entropy_coefficient()
-        with self._plain_kl():
+        # TRL's `kl` metric without the importance ratio that its loss applies.
+        with temporarily(self.args, use_bias_correction_kl=False):
             super()._compute_loss(model, inputs)
         log_probs, entropies, auxiliary_loss = self._forward
         self._forward = None
@@ -354,16 +347,6 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
             return 0.0
         return self.entropy_coef
 
-    @contextmanager
-    def _plain_kl(self) -> Iterator[None]:
-        """Compute TRL's `kl` metric without the importance ratio that its loss applies."""
-        saved = self.args.use_bias_correction_kl
-        self.args.use_bias_correction_kl = False
-        try:
-            yield
-        finally:
-            self.args.use_bias_correction_kl = saved
-
     def _weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
         """TRL's factors of the surrogate: masks of tokens and sequences, and vLLM's importance ratio."""
         factors = [] if entropy_mask is None else [entropy_mask]
@@ -379,10 +362,36 @@ class PolicyTrainer(StopStrings, RolloutState, ResilientTraining, WritesModelCar
             )
         if self.use_vllm and self.vllm_importance_sampling_correction:
             factors.append(inputs["importance_sampling_ratio"])
-        weights = None
-        for factor in factors:
-            weights = factor if weights is None else weights * factor
-        return weights
+        return functools.reduce(operator.mul, factors) if factors else None
+
+    # ---- Checkpoints ----
+
+    @property
+    def shaping_state(self) -> list[dict[str, Any]]:
+        """The states of the shaped reward functions, in order; equal on all processes."""
+        return [function.state_dict() for function in self._shaped_rewards()]
+
+    @shaping_state.setter
+    def shaping_state(self, states: list[dict[str, Any]]) -> None:
+        for function, state in zip(self._shaped_rewards(), states, strict=True):
+            function.load_state_dict(state)
+
+    def _shaped_rewards(self) -> list[ShapedReward]:
+        return [f for f in self.plain_reward_functions.values() if isinstance(f, ShapedReward)]
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        # TRL samples at a fixed interval of micro-batches. The checkpoint does not store their count, since a resumed
+        # run may use micro-batches of another size: the count follows from the data that the epoch has used.
+        if kwargs["epoch"] == kwargs["epochs_trained"]:
+            per_rollout = self.args.steps_per_generation * self.num_iterations
+            self._step = kwargs["steps_trained_in_current_epoch"] % per_rollout
+            self._buffered_inputs = None
+            if self._step:
+                warn_once_per_run(
+                    f"step {self.state.global_step} lies within a rollout, which is not part of a checkpoint: what is "
+                    "left of it is sampled anew"
+                )
+        super()._run_epoch(*args, **kwargs)
 
     def train(self, *args: Any, **kwargs: Any):
         result = super().train(*args, **kwargs)

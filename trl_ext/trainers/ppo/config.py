@@ -13,7 +13,7 @@ from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.ppo.rollout import LARGEST_ERROR
+from trl_ext.trainers.trl_settings import refuse_given
 
 VALUE_MODELS = ("shared", "adapter", "separate")
 
@@ -42,6 +42,18 @@ PPO = Algorithm(
         "surrogate": (("clip",), "PPO clips its ratio"),
     },
 )
+
+
+# Settings of `PolicyConfig` that PPO does not use: setting -> why.
+_NOT_USED = {
+    **dict.fromkeys(
+        ("advantage", "std_ddof", "advantage_eps", "scale_rewards"),
+        "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
+    ),
+    "use_vllm": "the value head would be sent to vLLM with the policy's weights",
+    "torch_compile": "the value head reads the hidden states inside the forward pass",
+    "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
+}
 
 
 @dataclass
@@ -113,17 +125,6 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
-        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
-            )
-        if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
-            raise ValueError(
-                f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
-                f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
-                f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least, and to many times that for a "
-                "smooth course"
-            )
 
     def build_objective(self) -> PolicyObjective:
         """PPO's policy loss with its settings resolved.
@@ -147,20 +148,7 @@ class PPOConfig(PolicyConfig):
             )
 
     def _refuse_what_has_no_place(self) -> None:
-        for name in ("advantage", "std_ddof", "advantage_eps", "scale_rewards"):
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name} is not used by {type(self).__name__}: PPO's advantages are those of its value function; "
-                    "use whiten_advantages, gamma and lam, or PolicyConfig for another estimator"
-                )
-        refused = {
-            "use_vllm": "the value head would be sent to vLLM with the policy's weights",
-            "torch_compile": "the value head reads the hidden states inside the forward pass",
-            "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
-        }
-        for name, reason in refused.items():
-            if getattr(self, name):
-                raise ValueError(f"{name} does not go with {type(self).__name__}: {reason}")
+        refuse_given(self, _NOT_USED)
         if self.ddp_find_unused_parameters:
             raise ValueError(
                 "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "

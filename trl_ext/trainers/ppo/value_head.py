@@ -9,21 +9,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from hashlib import sha256
 from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
-from peft import LoraConfig
-from safetensors import safe_open
-from safetensors.torch import save_file
+from peft import LoraConfig, PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import disable_dropout_in_model
 
 from trl_ext.files import replacing
+from trl_ext.models import resolve_model_path
 from trl_ext.models.packing import packing_of
 from trl_ext.models.packing.attention import PLAN_KEYWORD
 from trl_ext.models.shared_backbone import preserved_random_state, save_without
+from trl_ext.rewards import RewardModel
+from trl_ext.trainers.policies import is_zero3
 
 VALUE_FILE = "value_head.safetensors"
 HEAD, ADAPTER = "value_head", "value"
@@ -52,13 +55,9 @@ class ValueModel:
         yield
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
-        """Estimates before each of the last `count` tokens, with gradient if enabled, [B, count].
+        """Estimates before each of the last `count` tokens of prompts and responses, with gradient if enabled.
 
-        Args:
-            input_ids: prompts and responses, [B, L].
-            attention_mask: 1 on their tokens, [B, L].
-            count: width of the responses.
-            batch_size: rows per forward pass; None for all at once.
+        Passes take `batch_size` rows, or all if it is None. [B, count].
         """
         size = batch_size or len(input_ids)
         parts = [
@@ -77,28 +76,12 @@ class ValueModel:
 
     # ---- Files ----
 
-    @property
-    def _identity(self) -> dict[str, str]:
-        config = self.policy.config.get_text_config()
-        return {
-            "value_model": self.kind,
-            "hidden_size": str(_head_of(self.policy).in_features),
-            "vocab_size": str(config.vocab_size),
-            "base": f"{config.model_type} of {config.num_hidden_layers} layers",
-            **_frozen_weights(self.policy),
-        }
-
     def save(self, folder: str | Path, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Write `value_head.safetensors`.
-
-        Args:
-            folder: the folder to write to.
-            state_dict: the state of the policy with the value function, if an engine has gathered it.
-        """
+        """Write `value_head.safetensors`, from the state of the policy if an engine has gathered it."""
         source = self.parameters() if state_dict is None else state_dict
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in source.items() if _is_own(name)}
         with replacing(Path(folder) / VALUE_FILE) as path:
-            save_file(tensors, path, metadata=self._identity)
+            save_file(tensors, path)
 
     @torch.no_grad()
     def load(self, folder: str | Path) -> None:
@@ -106,24 +89,17 @@ class ValueModel:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file holds a value function of another kind or on another base.
+            ValueError: the file holds a value function of another kind or size.
         """
         path = Path(folder) / VALUE_FILE
         if not path.is_file():
             raise FileNotFoundError(f"{path}: there is no value function to go on with; is it a checkpoint of PPO?")
-        own = self.parameters()
-        with safe_open(path, "pt") as file:
-            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            for name, value in self._identity.items():
-                # Entries that an earlier version did not write are not compared.
-                found = (file.metadata() or {}).get(name, value)
-                if found != value:
-                    raise ValueError(
-                        f"{path}: its {name} is {found}, and that of this run is {value}: a value function goes on "
-                        "only on the base and in the form that it was trained in"
-                    )
+        own, saved = self.parameters(), load_file(path)
         if saved.keys() != own.keys() or any(saved[name].shape != own[name].shape for name in own):
-            raise ValueError(f"{path}: its tensors are not those of this run's value function: the base is another")
+            raise ValueError(
+                f"{path}: its value function is not of this run's value_model {self.kind}, or of another base: resume "
+                "with the settings that it was trained with"
+            )
         for name, weight in own.items():
             weight.copy_(saved[name])
             weight.requires_grad_(True)
@@ -200,7 +176,9 @@ class AdapterValueModel(ValueModel):
             config.lora_dropout = 0.0
         trained = _trained(self.policy)
         with preserved_random_state():
-            self.policy.add_adapter(ADAPTER, config, autocast_adapter_dtype=_has_float32(trained))
+            # Under ZeRO-3 all adapters must have the base's dtype.
+            has_float32 = any(weight.dtype == torch.float32 for weight in trained)
+            self.policy.add_adapter(ADAPTER, config, autocast_adapter_dtype=has_float32)
         _add_head(self.policy, _new_head(self.policy))
         save_without(self.policy, {ADAPTER: self.policy.value_head.weight})
         for weight in (*trained, *self.parameters().values()):
@@ -245,9 +223,7 @@ class SeparateValueModel(ValueModel):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        from trl_ext.trainers.ppo.value_model import load_value_model
-
-        trunk, head = load_value_model(trainer)
+        trunk, head = _load_value_model(trainer)
         _add_head(self.policy, nn.ModuleDict({"trunk": trunk, "head": head}))
 
     def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -257,6 +233,41 @@ class SeparateValueModel(ValueModel):
 
 
 VALUE_MODELS = {own.kind: own for own in (SharedValueModel, AdapterValueModel, SeparateValueModel)}
+
+
+def _load_value_model(trainer) -> tuple[nn.Module, nn.Linear]:
+    """The trunk and the head of `value_model_name_or_path`, in float32, ready for training."""
+    args, device = trainer.args, trainer.accelerator.device
+    name = resolve_model_path(args.value_model_name_or_path)
+    if is_zero3(trainer.accelerator):
+        raise ValueError("value_model separate does not go with ZeRO-3: it is loaded whole; use value_model adapter")
+    if AutoTokenizer.from_pretrained(name).get_vocab() != trainer.processing_class.get_vocab():
+        raise ValueError(
+            f"the value model {name} reads other tokens than the policy: give one with the policy's tokenizer, or use "
+            "value_model shared"
+        )
+    if _is_reward_model(name):
+        model = RewardModel(name, packing="off").load(device).model
+        if isinstance(model, PeftModel):
+            model = model.merge_and_unload()
+        head = getattr(model, "score", None) or model.classifier
+        trunk, head = model.base_model, head.float()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, use_safetensors=True).to(device)
+        trunk, head = model.base_model, _new_head(model)
+    for module in (trunk, head):
+        module.requires_grad_(True).train()
+    if args.disable_dropout:
+        disable_dropout_in_model(trunk)
+    if args.gradient_checkpointing:
+        trunk.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    return trunk, head
+
+
+def _is_reward_model(name: str) -> bool:
+    if (Path(name) / "adapter_config.json").is_file():
+        return True
+    return any("SequenceClassification" in kind for kind in AutoConfig.from_pretrained(name).architectures or ())
 
 
 def _is_own(name: str) -> bool:
@@ -292,32 +303,6 @@ def _trunk_of(policy) -> nn.Module:
 
 def _trained(policy) -> list[nn.Parameter]:
     return [weight for weight in policy.parameters() if weight.requires_grad]
-
-
-def _frozen_weights(policy) -> dict[str, str]:
-    """A digest of the frozen base below an adapter; empty if the base is trained or sharded.
-
-    It samples numbers of every matrix in bfloat16, so that it does not depend on the dtype of the loaded weights.
-    """
-    if not is_peft_model(policy):
-        return {}
-    frozen = [
-        weight.detach()
-        for name, weight in policy.named_parameters()
-        # Other frozen adapters may exist: the reference's, and those of reward models.
-        if not (weight.requires_grad or weight.ndim < 2 or "lora_" in name or "modules_to_save" in name)
-        and weight.is_floating_point()
-    ]
-    if not frozen or not all(weight.numel() for weight in frozen):
-        return {}
-    sampled = [weight.flatten()[:: max(weight.numel() // 64, 1)].to("cpu", torch.bfloat16) for weight in frozen]
-    numbers = torch.cat(sampled).view(torch.int16).numpy()
-    return {"base_weights": sha256(numbers.tobytes()).hexdigest()[:16]}
-
-
-def _has_float32(weights: list[nn.Parameter]) -> bool:
-    """Whether adapters have float32 weights: under ZeRO-3 all of them must have the base's dtype."""
-    return any(weight.dtype == torch.float32 for weight in weights)
 
 
 def _hidden_states(trunk: nn.Module, input_ids: Tensor, attention_mask: Tensor) -> Tensor:

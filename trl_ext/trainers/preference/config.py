@@ -9,7 +9,13 @@ from trl import DPOConfig as TRLDPOConfig
 
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.registry import preference_losses
-from trl_ext.trainers.defaults import TruncatedFields, check_training, parse_json_option, resolve_device_defaults
+from trl_ext.trainers.defaults import (
+    TruncatedFields,
+    check_choice,
+    check_training,
+    parse_json_option,
+    resolve_device_defaults,
+)
 from trl_ext.trainers.trl_settings import PREFERENCE_SETTINGS, merge, refuse_given, translate
 
 # DPOConfig options that act inside TRL's own loss, which `loss` replaces: option -> what to use.
@@ -23,7 +29,6 @@ _NOT_CARRIED = {
     "label_smoothing_factor": "use `label_smoothing` with cdpo or robust_dpo",
     "truncation_mode": "prompts keep their end and responses their start",
     "padding_free": "TRL has it switched off at present",
-    "max_length": "use `max_prompt_tokens` and `max_response_tokens`, which truncate the two separately",
 }
 
 
@@ -148,6 +153,5 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
                 f"{type(self).__name__} is the loss {self._method!r} and cannot be {self.loss!r}: "
                 "use PreferenceConfig, or recipes/preference.py --loss, to choose a loss by name"
             )
-        if self.aot_scope not in ("global", "device"):
-            raise ValueError(f"aot_scope must be 'global' or 'device', got {self.aot_scope!r}")
+        check_choice("aot_scope", self.aot_scope, ("global", "device"))
         check_training(self)

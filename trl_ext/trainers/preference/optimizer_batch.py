@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from trl_ext.losses import PreferenceObjective, PreferenceScores
+from trl_ext.losses import PreferenceScores
 
 
 @dataclass
@@ -69,33 +69,41 @@ class Window:
 
 
 def coupled_shares(
-    objective: PreferenceObjective,
+    loss: Callable[[PreferenceScores], Tensor],
     parts: list[PreferenceScores],
     rank: int,
     gather: Callable[[Tensor], Tensor],
+    counted: Tensor | None = None,
 ) -> list[CoupledShare]:
-    """Differentiate a batch-coupled objective over the whole window.
+    """Differentiate a batch-coupled loss over the whole window.
 
     Args:
-        objective: the loss.
+        loss: the mean loss of the window's pairs, of which there is at least one.
         parts: this rank's scores, one entry per micro-batch; gradients are not needed and not used.
         rank: this process's index.
         gather: concatenates a tensor of equal length from every rank, in the order of ranks.
+        counted: 1 where a pair of this rank counts, in the order of `parts`; None if all do.
 
     Returns:
-        One share per part, in order.
+        One share per part, in order; all are 0 if no pair counts.
     """
     own = join_scores([map_scores(Tensor.detach, part) for part in parts])
     size = own.chosen.numel()
-    window = map_scores(gather, own)
-    window.chosen.requires_grad_()
-    window.rejected.requires_grad_()
-    with torch.enable_grad():
-        loss = objective(window).mean()
-    slopes = torch.autograd.grad(loss, (window.chosen, window.rejected), allow_unused=True, materialize_grads=True)
+    keep = gather(torch.ones_like(own.chosen) if counted is None else counted).bool()
+    window = map_scores(lambda values: gather(values)[keep], own)
+    slopes = own.chosen.new_zeros(2, len(keep))
+    value = own.chosen.new_zeros(())
+    if len(window.chosen):
+        window.chosen.requires_grad_()
+        window.rejected.requires_grad_()
+        with torch.enable_grad():
+            value = loss(window)
+        inputs = (window.chosen, window.rejected)
+        gradients = torch.autograd.grad(value, inputs, allow_unused=True, materialize_grads=True)
+        slopes[:, keep] = torch.stack(gradients).to(slopes.dtype)
     lengths = [part.chosen.numel() for part in parts]
-    chosen, rejected = (slope[rank * size : (rank + 1) * size].split(lengths) for slope in slopes)
-    return [CoupledShare(loss.detach(), c, r) for c, r in zip(chosen, rejected, strict=True)]
+    own_slopes = slopes[:, rank * size : (rank + 1) * size].split(lengths, dim=1)
+    return [CoupledShare(value.detach(), *slope) for slope in own_slopes]
 
 
 def map_scores(function: Callable[[Tensor], Tensor], scores: PreferenceScores) -> PreferenceScores:

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from trl_ext.losses import PreferenceObjective, PreferenceScores
-from trl_ext.rollouts.replay import SampledPair, weighted_mean
-from trl_ext.trainers.preference.optimizer_batch import CoupledShare, join_scores, map_scores
+from trl_ext.losses import PreferenceScores
+from trl_ext.rollouts.replay import SampledPair
+from trl_ext.trainers.preference.optimizer_batch import join_scores, map_scores
 
 
 def deal_pairs(
     pairs: Sequence[SampledPair], filler: SampledPair, parts: int, rank: int, ranks: int
 ) -> tuple[list[SampledPair], list[bool]]:
-    """One process's pairs, the same number on every process and a multiple of `parts`, and which of them count.
+    """One process's part of the pairs of all processes, and which of them count.
 
-    Args:
-        pairs: the pairs of all processes, the same list on each; pairs of a prompt stay together.
-        filler: a pair that fills empty places and does not count.
-        parts: number of micro-batches to divide the pairs into.
-        rank, ranks: this process's index, and the number of processes.
+    It is of the same size on every process, a multiple of `parts` (the micro-batches), and filled with `filler`.
     """
     slots = parts * max(-(-len(pairs) // (parts * ranks)), 1)
     own = list(pairs[rank * slots : (rank + 1) * slots])
@@ -110,48 +106,6 @@ def forward_rows(batch: dict[str, Tensor]) -> ForwardRows:
     rows, index = torch.cat([ids, attended], dim=1).unique(dim=0, return_inverse=True)
     ids, attended = rows.chunk(2, dim=1)
     return ForwardRows(ids, attended, attended[:, int(prompts.sum()) :], index.unflatten(0, (-1, 2)))
-
-
-def weighted_shares(
-    objective: PreferenceObjective,
-    parts: list[PreferenceScores],
-    weights: Tensor,
-    counted: Tensor,
-    rank: int,
-    gather: Callable[[Tensor], Tensor],
-) -> tuple[list[CoupledShare], Tensor]:
-    """Differentiate `sum(w l) / sum(w)` over all pairs of an update with respect to this process's scores.
-
-    Args:
-        objective: the loss, which may couple pairs.
-        parts: this process's scores, one entry per micro-batch; gradients are not needed and not used.
-        weights: of this process's pairs, [n].
-        counted: 1 where a pair counts, [n].
-        rank: this process's index.
-        gather: concatenates a tensor of equal length from every process, in order.
-
-    Returns:
-        One share per part, in order, and the weights of all pairs that count.
-    """
-    own = join_scores([map_scores(Tensor.detach, part) for part in parts])
-    keep = gather(counted).bool()
-    weights = gather(weights)[keep]
-    window = map_scores(lambda values: gather(values)[keep], own)
-    slopes = torch.zeros(2, len(keep), dtype=own.chosen.dtype, device=own.chosen.device)
-    loss = slopes.new_zeros(())
-    if len(weights):
-        window.chosen.requires_grad_()
-        window.rejected.requires_grad_()
-        with torch.enable_grad():
-            loss = weighted_mean(objective(window), weights)
-        inputs = (window.chosen, window.rejected)
-        slopes[:, keep] = torch.stack(torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)).to(
-            slopes.dtype
-        )
-    size = len(own.chosen)
-    lengths = [len(part.chosen) for part in parts]
-    own_slopes = slopes[:, rank * size : (rank + 1) * size].split(lengths, dim=1)
-    return [CoupledShare(loss.detach(), *slope) for slope in own_slopes], weights
 
 
 class SampledPairMetrics:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,14 +16,11 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import replacing
 from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.policies import is_zero3
-
-logger = logging.getLogger(__name__)
 
 # Configuration entries that do not affect log-probabilities.
 _INCIDENTAL = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "use_cache")
@@ -43,17 +39,19 @@ def with_reference_log_probs(
         is_main_process: whether this process reads and writes the cache; every process must call this.
         compute: adds the columns ref_chosen_logps and ref_rejected_logps to a dataset.
     """
-    cached = None
-    path = None
+    path = cached = None
     if is_main_process:
         path = cache_folder() / f"{_key(dataset, reference)}.safetensors"
-        cached = _read(path, len(dataset))
+        cached = load_file(path) if path.is_file() else None
     (cached,) = broadcast_object_list([cached])
     if cached is None:
         dataset = compute(dataset)
         if is_main_process:
-            _write(path, dataset)
+            tensors = {name: torch.tensor(dataset[name], dtype=torch.float32) for name in COLUMNS}
+            with replacing(path) as temporary:
+                save_file(tensors, temporary)
         return dataset
+    warn_once_per_run(f"the reference log-probabilities of {len(dataset)} pairs come from an earlier run")
     columns = {name: cached[name].tolist() for name in COLUMNS}
     return datasets.concatenate_datasets([dataset, Dataset.from_dict(columns)], axis=1)
 
@@ -61,10 +59,7 @@ def with_reference_log_probs(
 def precomputes_reference(objective, args, model, ref_model, given: dict[str, Any]) -> bool:
     """Whether to compute reference log-probabilities before training: if requested, or if that saves passes.
 
-    Args:
-        objective: the loss.
-        args: the configuration, with `precompute_ref_log_probs` None if it is not set.
-        model, ref_model, given: the trainer's arguments.
+    `model`, `ref_model` and `given` are the trainer's arguments.
     """
     if args.precompute_ref_log_probs is not None:
         return args.precompute_ref_log_probs
@@ -152,28 +147,3 @@ def _key(dataset: Dataset, reference: str) -> str:
             digest.update(np.asarray(lengths, np.int64).tobytes())
             digest.update(np.asarray([token for ids in batch[name] for token in ids], np.int64).tobytes())
     return digest.hexdigest()
-
-
-def _read(path: Path, rows: int) -> dict[str, torch.Tensor] | None:
-    try:
-        tensors = load_file(path)
-    except FileNotFoundError:
-        return None
-    except Exception as error:
-        logger.warning("%s cannot be read (%s): the reference log-probabilities are computed again", path, error)
-        return None
-    if sorted(tensors) != sorted(COLUMNS) or any(len(tensor) != rows for tensor in tensors.values()):
-        return None
-    warn_once_per_run(f"reference log-probabilities of {rows} pairs come from an earlier run, in {path}")
-    return tensors
-
-
-def _write(path: Path, dataset: Dataset) -> None:
-    tensors = {name: torch.tensor(dataset[name], dtype=torch.float32) for name in COLUMNS}
-    if not all(tensor.isfinite().all() for tensor in tensors.values()):
-        return
-    try:
-        with replacing(path) as temporary:
-            save_file(tensors, temporary)
-    except (OSError, SafetensorError) as error:
-        logger.warning("the reference log-probabilities cannot be kept in %s: %s", path, error)

@@ -7,9 +7,7 @@ whole accumulation window before training on it, which exact normalisation and b
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,11 +17,10 @@ from datasets import Dataset, load_from_disk
 from torch import Tensor
 from trl import DPOTrainer as TRLDPOTrainer
 
-from trl_ext.data import truncate_pair
 from trl_ext.losses import PreferenceScores
-from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.defaults import check_configuration, check_reference_place
+from trl_ext.trainers.context import truncate_pairs
+from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -71,7 +68,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
     _config_class: ClassVar[type[PreferenceConfig]] = PreferenceConfig
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
-        check_reference_place(type(self).__name__, ref_model)
         if args is None:
             args = self._config_class()
         check_configuration(type(self).__name__, args, self._config_class)
@@ -83,7 +79,15 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         precomputes = precomputes_reference(self.objective, args, model, ref_model, kwargs)
-        with self._settings_for_setup(args, precomputes):
+        setup = {
+            # Only with this setting does TRL keep no reference model; `_precompute_ref_logps` then has nothing to do.
+            "precompute_ref_log_probs": precomputes or not self.objective.needs_reference,
+            # Makes the fused LM head return `log_sum_sq_probs`, from which WPO's weights are computed.
+            "use_weighting": self.objective.needs_policy_weights,
+            # Any type that its constructor accepts: the list is empty whenever TRL's loss is computed.
+            "loss_type": ["sigmoid"],
+        }
+        with temporarily(args, **setup):
             super().__init__(model, ref_model, args, **kwargs)
         self._pack()
         self.use_weighting = False
@@ -98,33 +102,11 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             self._is_packed = True
             self.packing = pack_trainer(self)
 
-    @contextmanager
-    def _settings_for_setup(self, args: PreferenceConfig, precomputes: bool):
-        """Settings that make TRL's constructor build exactly what this loss needs."""
-        saved = args.precompute_ref_log_probs, args.use_weighting, args.loss_type
-        # Only with this setting does TRL keep no reference model; `_precompute_ref_logps` then has nothing to do.
-        args.precompute_ref_log_probs = precomputes or not self.objective.needs_reference
-        # Makes the fused LM head return `log_sum_sq_probs`, from which WPO's weights are computed.
-        args.use_weighting = self.objective.needs_policy_weights
-        # Any type that its constructor accepts: the list is empty whenever TRL's loss is computed.
-        args.loss_type = ["sigmoid"]
-        try:
-            yield
-        finally:
-            args.precompute_ref_log_probs, args.use_weighting, args.loss_type = saved
-
     def _check_reference(self, ref_model, args: PreferenceConfig) -> None:
         if self.objective.needs_reference:
             return
-        given = [
-            name
-            for name, value in (
-                ("ref_model", ref_model),
-                ("precompute_ref_log_probs", args.precompute_ref_log_probs),
-                ("sync_ref_model", args.sync_ref_model),
-            )
-            if value
-        ]
+        names = ("precompute_ref_log_probs", "sync_ref_model")
+        given = ["ref_model"] * (ref_model is not None) + [name for name in names if getattr(args, name)]
         if given:
             raise ValueError(f"the loss {args.loss!r} uses no reference model: leave out {', '.join(given)}")
 
@@ -141,9 +123,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
                     f"the loss or its weighting reads the column {missing[0]!r}, which {name} does not have; "
                     f"it has {', '.join(have)}"
                 )
-            for column in self.columns:
-                for row in itertools.islice(dataset, 1):
-                    _number(row, column)
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
@@ -151,34 +130,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
-        limits = {"max_prompt_tokens": args.max_prompt_tokens, "max_response_tokens": args.max_response_tokens}
-        if all(limit is None for limit in limits.values()):
-            return dataset
-
-        def truncate(row):
-            segments = truncate_pair(row["prompt_ids"], row["chosen_ids"], row["rejected_ids"], **limits)
-            return dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), segments, strict=True))
-
-        if isinstance(dataset, Dataset):
-            self._say_what_is_cut(dataset, dataset_name, args)
-        described = {"desc": f"Truncating {dataset_name} dataset"} if isinstance(dataset, Dataset) else {}
-        return dataset.map(truncate, **described)
-
-    @staticmethod
-    def _say_what_is_cut(dataset: Dataset, dataset_name: str, args: PreferenceConfig) -> None:
-        """Log one line that counts what the limits cut, since a cut response loses its end token."""
-        for columns, limit in (
-            (("prompt_ids",), "max_prompt_tokens"),
-            (("chosen_ids", "rejected_ids"), "max_response_tokens"),
-        ):
-            most = getattr(args, limit)
-            cut = sum(len(ids) > most for column in columns for ids in dataset[column]) if most else 0
-            if cut:
-                total = len(columns) * len(dataset)
-                what = columns[0].removesuffix("_ids") + "s" if len(columns) == 1 else "responses"
-                warn_once_per_run(
-                    f"{dataset_name}: {cut} of {total} {what} are longer than {limit} {most} and are cut"
-                )
+        return truncate_pairs(dataset, dataset_name, args)
 
     def _precompute_ref_logps(self, dataset, name, batch_size):
         if not self.objective.needs_reference:
@@ -250,6 +202,9 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
     def _couples_batch(self) -> bool:
         return self.objective.batch_coupled and self.args.aot_scope == "global"
 
+    def _mean_loss(self, scores: PreferenceScores) -> Tensor:
+        return self.objective(scores).mean()
+
     def _raw_weights(self, batch: dict) -> Tensor:
         """Weights to be normalised, which depend only on dataset columns. [n]."""
         blank = torch.zeros(len(batch["input_ids"]) // 2, device=batch["input_ids"].device)
@@ -268,17 +223,18 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             inputs.update(zip(_REFERENCE_KEYS, self._reference(inputs), strict=True))
 
         tap = _Tap(model)
-        with self._without_trl_losses():
+        # TRL's loss step with an empty list of losses, and reference log-probabilities from the batch.
+        with temporarily(self, precompute_ref_logps=True, loss_types=[], loss_weights=[]):
             base = super()._compute_loss(tap, inputs, return_outputs)
         auxiliary_loss, outputs = base if return_outputs else (base, None)
         scores = self._scores(tap.output, inputs, columns)
 
         if window is None:
             self._keep_held_out(scores)
-            loss = self.objective(scores).mean()
+            loss = self._mean_loss(scores)
         elif self._couples_batch:
             if window.coupled is None:
-                window.coupled = coupled_shares(self.objective, [scores], window.rank, self.accelerator.gather)
+                window.coupled = coupled_shares(self._mean_loss, [scores], window.rank, self.accelerator.gather)
             loss = window.share(index, scores)
         else:
             loss = self.objective(scores, mean_raw_weight=window.mean_raw_weight).sum() * window.scale
@@ -303,7 +259,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
                 model_inputs = {k: v for k, v in inputs.items() if k not in ("completion_mask", *_REFERENCE_KEYS)}
                 output = model(**model_inputs, labels=labels, use_cache=False, fused_lm_head=True)
                 parts.append(self._scores(output, inputs, batch.get("columns", {})))
-        window.coupled = coupled_shares(self.objective, parts, window.rank, self.accelerator.gather)
+        window.coupled = coupled_shares(self._mean_loss, parts, window.rank, self.accelerator.gather)
 
     def _reference(self, inputs: dict) -> tuple[Tensor, Tensor]:
         """Reference log-probabilities of chosen and rejected [n]: precomputed, computed now, or zeros if unused."""
@@ -315,16 +271,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             return self.compute_ref_log_probs(model, inputs)
         zeros = torch.zeros(len(inputs["input_ids"]) // 2, device=inputs["input_ids"].device)
         return zeros, zeros
-
-    @contextmanager
-    def _without_trl_losses(self):
-        """Run TRL's loss step with an empty list of losses and reference log-probabilities from the batch."""
-        saved = self.precompute_ref_logps, self.loss_types, self.loss_weights
-        self.precompute_ref_logps, self.loss_types, self.loss_weights = True, [], []
-        try:
-            yield
-        finally:
-            self.precompute_ref_logps, self.loss_types, self.loss_weights = saved
 
     def _scores(self, output, inputs: dict, columns: dict[str, Tensor]) -> PreferenceScores:
         """Sum token log-probabilities into the loss's inputs; a batch holds chosen rows, then rejected rows."""

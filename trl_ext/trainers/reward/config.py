@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from trl import RewardConfig as TRLRewardConfig
 
-from trl_ext.registry import nearest
-from trl_ext.trainers.defaults import TruncatedFields, check_training, resolve_device_defaults
+from trl_ext.trainers.defaults import TruncatedFields, check_choice, check_training, resolve_device_defaults
 
 SELECTION_CRITERIA = ("accuracy", "margin", "calibration", "best_of_n")
 
@@ -49,11 +48,6 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
         super().__post_init__()
 
     def _check(self) -> None:
-        if self.max_length is not None:
-            raise ValueError(
-                "max_length is not used by RewardConfig, which drops no long pair: use max_prompt_tokens and "
-                "max_response_tokens, which truncate the two separately"
-            )
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"label_smoothing must lie in [0, 0.5), got {self.label_smoothing}: at one half labels say nothing"
@@ -62,11 +56,8 @@ class RewardConfig(TruncatedFields, TRLRewardConfig):
             raise ValueError("label_smoothing_factor is not used by RewardConfig: use label_smoothing")
         if not math.isfinite(self.margin_scale):
             raise ValueError(f"margin_scale must be a number, got {self.margin_scale}")
-        if self.select_best is not None and self.select_best not in SELECTION_CRITERIA:
-            raise ValueError(
-                f"unknown select_best {self.select_best!r}{nearest(self.select_best, SELECTION_CRITERIA)} "
-                f"It is one of {', '.join(SELECTION_CRITERIA)}, or none to keep the last checkpoint"
-            )
+        if self.select_best is not None:
+            check_choice("select_best", self.select_best, SELECTION_CRITERIA)
         if self.select_best is not None and self.load_best_model_at_end:
             raise ValueError(
                 "select_best and load_best_model_at_end both choose a checkpoint: leave one out (select_best none)"

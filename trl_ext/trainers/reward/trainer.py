@@ -22,7 +22,7 @@ from transformers import AutoConfig
 from trl import RewardTrainer as TRLRewardTrainer
 from trl import maybe_extract_prompt
 
-from trl_ext.data import encode_turn, truncate_pair
+from trl_ext.data import encode_turn
 from trl_ext.files import write_json
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
@@ -30,6 +30,7 @@ from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rollouts import map_over_ranks
+from trl_ext.trainers.context import truncate_pairs
 from trl_ext.trainers.defaults import check_configuration
 from trl_ext.trainers.metrics import RewardMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -42,7 +43,6 @@ from trl_ext.trainers.reward.config import RewardConfig
 _OWN_KEYS = ("margin", "window")
 # Columns of pairs that are already token ids; the second row has TRL's earlier names, which it also accepts.
 _TOKENIZED = (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids"))
-_CUT_COLUMNS = {"cut_prompts": "max_prompt_tokens", "cut_responses": "max_response_tokens"}
 
 
 class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLRewardTrainer):
@@ -103,13 +103,10 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
         options = {"num_proc": args.dataset_num_proc} if has_length else {}
         margin_column = args.margin_column or ("margin" if "margin" in columns else None)
         if not _is_tokenized(columns):
-            limits = {name: getattr(args, name) for name in _CUT_COLUMNS.values()}
             described = {"desc": f"Tokenizing {dataset_name} dataset"} if has_length else {}
-            arguments = {"tokenizer": processing_class, "limits": limits}
-            dataset = dataset.map(_encode_pair, fn_kwargs=arguments, **described, **options)
-            if has_length:
-                _say_what_is_cut(dataset, dataset_name, limits)
-            dataset = dataset.remove_columns(list(_CUT_COLUMNS))
+            dataset = dataset.map(_encode_pair, fn_kwargs={"tokenizer": processing_class}, **described, **options)
+            dataset = truncate_pairs(dataset, dataset_name, args)
+            dataset = dataset.map(_join_prompt, remove_columns=["prompt_ids"], **options)
         if margin_column is not None:
             described = {"desc": f"Reading margins of {dataset_name} dataset"} if has_length else {}
             dataset = dataset.map(_read_margin, fn_kwargs={"column": margin_column}, **described, **options)
@@ -167,7 +164,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        limits = {name: getattr(self.args, name) for name in _CUT_COLUMNS.values()}
+        limits = {name: getattr(self.args, name) for name in ("max_prompt_tokens", "max_response_tokens")}
         write_json(Path(output_dir or self.args.output_dir) / LIMITS_FILE, limits)
 
     # ---- Scores ----
@@ -204,24 +201,20 @@ def _is_tokenized(columns: Sequence[str]) -> bool:
     return any(set(names) <= set(columns) for names in _TOKENIZED)
 
 
-def _encode_pair(row: dict, tokenizer, limits: dict[str, int | None]) -> dict:
-    """`chosen_ids` and `rejected_ids` of a row, and the number of its segments that were cut."""
+def _encode_pair(row: dict, tokenizer) -> dict:
+    """Token ids of a row's prompt and of its two responses."""
     try:
-        prompt_ids, chosen_ids, rejected_ids = _token_ids(row, tokenizer)
+        prompt, chosen, rejected = _token_ids(row, tokenizer)
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{_name(row)} cannot be encoded: {error}") from error
-    prompt, chosen, rejected = truncate_pair(prompt_ids, chosen_ids, rejected_ids, **limits)
-    cut_responses = (len(chosen) < len(chosen_ids)) + (len(rejected) < len(rejected_ids))
-    return {
-        "chosen_ids": prompt + chosen,
-        "rejected_ids": prompt + rejected,
-        "cut_prompts": int(len(prompt) < len(prompt_ids)),
-        "cut_responses": cut_responses,
-    }
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _join_prompt(row: dict) -> dict:
+    return {side: row["prompt_ids"] + row[side] for side in ("chosen_ids", "rejected_ids")}
 
 
 def _token_ids(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of a row's prompt and of its two responses."""
     if "prompt" not in row and isinstance(row["chosen"], str):
         # Tokenize each whole text, as TRL does: the common prefix of the texts may end inside a token.
         texts = (row[side].removesuffix(tokenizer.eos_token) + tokenizer.eos_token for side in ("chosen", "rejected"))
@@ -235,17 +228,6 @@ def _token_ids(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:
     prompt, chosen = encode_turn(tokenizer, row["prompt"], row["chosen"], template_kwargs=template)
     _, rejected = encode_turn(tokenizer, row["prompt"], row["rejected"], template_kwargs=template)
     return prompt, chosen, rejected
-
-
-def _say_what_is_cut(dataset: Dataset, dataset_name: str, limits: dict[str, int | None]) -> None:
-    for column, limit in _CUT_COLUMNS.items():
-        cut = sum(dataset[column])
-        if cut:
-            what = column.removeprefix("cut_")
-            total = len(dataset) * (2 if what == "responses" else 1)
-            warn_once_per_run(
-                f"{dataset_name}: {cut} of {total} {what} are longer than {limit} {limits[limit]} and are cut"
-            )
 
 
 def _read_margin(row: dict, column: str) -> dict:

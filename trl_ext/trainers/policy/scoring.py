@@ -1,8 +1,9 @@
-"""Log-probabilities at temperature 1 from models whose fused LM head TRL has set to the sampling temperature."""
+"""How a policy and its reference score responses: at which temperature, and at which positions."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ from accelerate import Accelerator
 from accelerate.utils import convert_to_fp32, is_peft_model
 from torch import nn
 from trl.trainer.utils import add_fused_lm_head
+
+from trl_ext.models.packing import packing_of
 
 
 class ScoringTemperature:
@@ -68,3 +71,26 @@ class ScoringTemperature:
             return own(self_, *args, fused_lm_head=fused_lm_head, **kwargs)
 
         model.forward = types.MethodType(forward, model)
+
+
+def count_from_the_first_token(*models: nn.Module) -> None:
+    """Make passes for log-probabilities count positions from each row's first token, as generation does.
+
+    TRL pads prompts on the left and passes no positions, so a model with learnt absolute positions would score its
+    samples at different positions than in generation. Models with rotary positions are left as they are, since only
+    position differences matter there. Packed passes set their own positions.
+    """
+    for model in models:
+        if getattr(model.config.get_text_config(), "rope_parameters", None):
+            continue
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        if "position_ids" in inspect.signature(base.forward).parameters:
+            model.register_forward_pre_hook(_name_positions, with_kwargs=True)
+
+
+def _name_positions(model, args, kwargs):
+    packing, mask = packing_of(model), kwargs.get("attention_mask")
+    is_packed = packing is not None and packing.active
+    if is_packed or not kwargs.get("fused_lm_head") or mask is None or kwargs.get("position_ids") is not None:
+        return None
+    return args, {**kwargs, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}
