@@ -159,13 +159,6 @@ def test_device_scope_depends_on_the_split(name, run, coupled, exact, tiny_model
     assert relative_difference(trained.gradient(tiny_model_path), exact[name][1]) > 0.01
 
 
-@pytest.mark.slow
-@COUPLED
-def test_device_scope_depends_on_the_split_over_processes(name, run_on_two, exact, tiny_model_path):
-    trained = run_on_two[f"{name} 2x2x2 device"]
-    assert relative_difference(trained.gradient(tiny_model_path), exact[name][1]) > 0.01
-
-
 @pytest.mark.parametrize("weighting", [CONFIDENCE, {"weighting": ["wpo"]}], ids=["confidence", "wpo"])
 def test_weighted_aot_does_not_depend_on_the_split(weighting, run, tiny_model_path):
     whole = run(AOT, **WHOLE, **weighting).gradient(tiny_model_path)
@@ -176,12 +169,6 @@ def test_weighted_aot_does_not_depend_on_the_split(weighting, run, tiny_model_pa
 def test_precomputed_reference_leaves_the_gradient(run, exact, tiny_model_path):
     trained = run(AOT, **ACCUMULATED, precompute_ref_log_probs=True)
     assert relative_difference(trained.gradient(tiny_model_path), exact["aot"][1]) < 1e-9
-
-
-def test_evaluation_sorts_within_an_evaluation_batch(tiny_model_path, tmp_path, exact):
-    spec = {"model": tiny_model_path, **with_args(AOT, per_device_eval_batch_size=8)}
-    trainer = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(pairs(8, seed=STRONG["data_seed"])))
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(exact["aot"][0], rel=1e-8)
 
 
 # ---- Pairs count equally, however they fall into micro-batches ----
@@ -208,11 +195,6 @@ def test_confidence_weights_are_normalised_over_the_window(run, tiny_model_path)
     assert relative_difference(trained.gradient(tiny_model_path), expected) < 1e-6
     loss = sum(share * one.losses[0] for share, one in zip(shares, alone, strict=True))
     assert trained.losses == pytest.approx([loss], rel=1e-6)
-
-
-def test_confidence_does_not_depend_on_the_split(run, tiny_model_path):
-    whole = run(DPO, **WHOLE, **CONFIDENCE).gradient(tiny_model_path)
-    assert relative_difference(run(DPO, **ACCUMULATED, **CONFIDENCE).gradient(tiny_model_path), whole) < 1e-9
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
-from trl_ext.trainers.context import check_generations, check_policy, check_rows
+from trl_ext.trainers.context import check_policy, check_rows
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 
@@ -55,11 +55,6 @@ class TestContext:
             "--max_completion_length (now 12) or --max_prompt_tokens (now 512)"
         )
 
-    def test_nothing_is_measured_where_the_limits_fit(self):
-        limits = {"max_new_tokens": 10, "max_prompt_tokens": 6}
-        check_generations(model_of(16), None, [None], limits)
-        check_generations(model_of(None), None, [None], limits)
-
     @pytest.mark.parametrize(
         ("columns", "length"),
         [
@@ -74,10 +69,6 @@ class TestContext:
         check_rows(model_of(length), rows, limits)
         with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower --max_resp"):
             check_rows(model_of(length - 1), rows, limits)
-
-    def test_what_holds_no_rows_of_tokens_passes(self):
-        for rows in (None, Dataset.from_dict({"prompt": ["long"]})):
-            check_rows(model_of(1), rows, {"max_response_tokens": None})
 
 
 class TestEmptyResponses:

@@ -88,14 +88,6 @@ def test_the_policy_of_the_enumeration():
     assert (reference * (reference.log() - log_probs)).sum().item() == pytest.approx(0.300617, abs=1e-6)
 
 
-def test_gradients_of_the_divergences():
-    """Component i of the reverse one is p_i (log(p_i / q_i) - KL): 0.506480 (0.929168 - 0.293963) = 0.321719. Of the
-    forward one, p_i - q_i: 0.506480 - 0.2."""
-    p, q = torch.tensor(POLICY), torch.tensor([0.2, 0.3, 0.5])
-    assert (p * ((p / q).log() - 0.293963)).tolist() == pytest.approx(REVERSE, abs=3e-6)
-    assert (p - q).tolist() == pytest.approx(FORWARD, abs=1e-6)
-
-
 @pytest.mark.parametrize(
     "settings, expected",
     [

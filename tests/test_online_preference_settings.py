@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.reward_adapters import save_adapter
 from tests.rollout_once import build, train
 from tests.test_online_preference import REPLAY, specification
 from tests.train_once import largest_difference, parameters, result
@@ -45,23 +44,6 @@ def test_pairs_that_other_rewards_labelled_are_left_out(policy_path, tmp_path, c
     resumed = train({**other, "args": {**spec["args"], "max_steps": 3}}, str(tmp_path))
     assert "8 of 8 replayed pairs were labelled by other rewards" in caplog.text
     assert {pair.reward_version for pair in resumed.replay.pairs} == {"1 evens, missing end 0"}
-
-
-def test_reward_models_are_told_apart_by_their_weights(policy_path, tmp_path):
-    """Of the same name in two folders, or trained again in one; the same weights elsewhere are the same."""
-
-    def version(folder: str) -> str:
-        spec = {**specification(policy_path, replay_capacity=8), "rewards": [folder]}
-        return build(spec, str(tmp_path / "run"))._reward_version
-
-    one, other = (save_adapter(policy_path, tmp_path / name / "rm", seed=seed) for name, seed in (("a", 0), ("b", 1)))
-    first, second = version(one), version(other)
-    assert first.startswith("1 rm (") and second.startswith("1 rm (") and first != second
-    save_adapter(policy_path, tmp_path / "b" / "rm", seed=0)
-    assert version(other) == first
-    # Without a replay nothing reads it, nor the files for it.
-    spec = {**specification(policy_path), "rewards": [one]}
-    assert build(spec, str(tmp_path / "run"))._reward_version == ""
 
 
 # ---- What is refused ----

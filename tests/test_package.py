@@ -37,24 +37,6 @@ def test_trainers_are_all_public():
     assert trained_with[0] == trained_with[1]
 
 
-def test_named_pairs_are_ordinary_classes():
-    """Made from the rows: importable where they say, and found again by pickle."""
-    import pickle
-
-    from trl_ext.trainers import POLICY_METHODS, PREFERENCE_METHODS, PolicyTrainer, PreferenceTrainer
-
-    for prefixes, base in ((PREFERENCE_METHODS, PreferenceTrainer), (POLICY_METHODS, PolicyTrainer)):
-        for prefix in prefixes:
-            config, trainer = getattr(trl_ext, f"{prefix}Config"), getattr(trl_ext, f"{prefix}Trainer")
-            assert issubclass(trainer, base) and issubclass(config, base._config_class)
-            assert trainer._config_class is config and trainer._name and isinstance(trainer._paper, dict)
-            for pair in (config, trainer):
-                assert pickle.loads(pickle.dumps(pair)) is pair and pair.__doc__ and pair.__qualname__ == pair.__name__
-    assert trl_ext.AOTTrainer._paper["id"] == "2406.05882" and trl_ext.AOTPairedTrainer._name == "AOT (paired)"
-    assert trl_ext.SimPOConfig.__dataclass_fields__["gamma"].default is None
-    assert "rloo" in trl_ext.RLOOTrainer._tag_names and "grpo" in trl_ext.GSPOTrainer._tag_names
-
-
 def test_one_trainer_does_not_load_the_others():
     code = "import sys; from trl_ext import GRPOTrainer; print(*[m for m in sys.modules if m.startswith('trl_ext')])"
     loaded = set(subprocess.check_output([sys.executable, "-c", code], text=True).split())

@@ -208,17 +208,6 @@ def test_a_batch_that_does_not_divide_names_the_nearest_that_does(
         assert abs(nearest[processes - 1] - batch) == distance
 
 
-@pytest.mark.parametrize("given", [{}, {"steps_per_generation": 3}])
-def test_the_advice_for_a_derived_batch_can_be_followed(given, configure):
-    """6 responses, from 3 micro-batches of 2: whichever way they were asked for, the named flag must work with it."""
-    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, **given}
-    with pytest.raises(ValueError, match="a rollout of 6 responses does not divide into groups") as caught:
-        configure(**settings)
-    flag, value = re.search(r"set (\w+) (\d+)", str(caught.value)).groups()
-    settings.pop(flag, None)
-    assert _accepted(configure, **settings, **{flag: int(value)}), caught.value
-
-
 def test_a_greedy_baseline_needs_whole_groups_on_every_process(configure, monkeypatch):
     """Two processes of two rows hold one group of four together, but neither holds it whole."""
     as_if_in_processes(2, monkeypatch)
@@ -227,16 +216,6 @@ def test_a_greedy_baseline_needs_whole_groups_on_every_process(configure, monkey
     with pytest.raises(ValueError, match="2 responses per process do not divide.*num_generations 4.*nearest.* is 4"):
         configure(algorithm="remax", **settings)
     assert configure(algorithm="remax", **settings, generation_batch_size=8).steps_per_generation == 2
-
-
-def test_a_greedy_baseline_needs_whole_groups_in_evaluation(configure, monkeypatch):
-    """The same for the batches of an evaluation, whose groups may be of another size."""
-    as_if_in_processes(2, monkeypatch)
-    settings = {"algorithm": "remax", "num_generations": 4, "eval_strategy": "steps", "eval_steps": 1}
-    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
-        configure(**settings, per_device_eval_batch_size=2)
-    assert configure(**settings, per_device_eval_batch_size=2, num_generations_eval=2).num_generations_eval == 2
-    assert configure(**settings, per_device_eval_batch_size=4).per_device_eval_batch_size == 4
 
 
 def test_a_rollout_of_one_response_is_refused(configure):
@@ -250,21 +229,6 @@ def test_fewer_prompts_than_a_rollout_holds_are_refused(policy_path, tmp_path):
     train({**spec, "prompts": 4}, str(tmp_path))
     with pytest.raises(ValueError, match="prompts"):
         train({**spec, "prompts": 3}, str(tmp_path))
-
-
-def test_a_greedy_baseline_is_of_single_turns(policy_path, tmp_path):
-    def look_up(word: str) -> str:
-        """Look up a word.
-
-        Args:
-            word: the word.
-        """
-        return word
-
-    spec = {"model": policy_path, "trainer": "ReMaxTrainer"}
-    with pytest.raises(ValueError, match="a greedy baseline does not go with tools: its greedy responses are single"):
-        build(spec, str(tmp_path), tools=[look_up])
-    build(spec, str(tmp_path), tools=None)
 
 
 # ---- What is not exact, and where checkpoints fall ----
@@ -314,15 +278,6 @@ def test_what_is_not_exact_is_said(settings, said, configure, caplog):
 
 # Each rollout serves four updates.
 FOUR_UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 40}
-
-
-def test_checkpoints_at_shares_of_the_run(configure):
-    """Whether they fall between rollouts is not known from a share; where every update has its own, they always do."""
-    saving = {"save_strategy": "steps", "save_steps": 0.3}
-    with pytest.raises(ValueError, match=r"save_steps 0\.3 is a share of the run.*give a multiple of 4 steps"):
-        configure(**FOUR_UPDATES, **saving)
-    assert configure(**saving).save_steps == 0.3
-    assert configure(**{**FOUR_UPDATES, **saving, "save_strategy": "no"}).save_steps == 0.3
 
 
 def test_the_best_checkpoint_must_be_evaluated_where_it_is_saved(configure):

@@ -218,11 +218,6 @@ def test_checkpoints_fall_between_rollouts(asked, saved, said, tmp_path, caplog)
         assert f"saving every {saved} steps instead of every {asked}" in lines[0]
 
 
-def test_the_checkpoint_is_written_where_it_was_moved_to(policy_path, tmp_path):
-    train({"model": policy_path, "args": {**RESUMED, "save_steps": 3}}, str(tmp_path))
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
-
-
 # ---- Where reward models sit ----
 
 
@@ -267,11 +262,6 @@ def test_only_the_policy_is_trained_and_saved(placed):
         assert torch.equal(tensor, weights[key])
     optimized = sum(p.numel() for group in trainer.optimizer.param_groups for p in group["params"])
     assert optimized == sum(tensor.numel() for tensor in saved.values())
-
-
-def test_a_model_card_is_written(placed):
-    card = (Path(placed["auto"].args.output_dir) / "README.md").read_text()
-    assert "trl_ext" in card and "Policy optimization" in card
 
 
 def test_the_reward_model_of_a_full_policy_keeps_a_base_of_its_own(policy_path, reward_path, tmp_path, caplog):

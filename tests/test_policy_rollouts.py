@@ -33,14 +33,6 @@ def test_every_algorithm_of_the_table_trains(name, policy_path, tmp_path):
 # ---- What reaches generation ----
 
 
-def test_min_new_tokens(policy_path, tmp_path):
-    lengths = [
-        train({"model": policy_path, "args": args}, str(tmp_path)).state.log_history[0]["completions/min_length"]
-        for args in ({}, {"min_new_tokens": 7})
-    ]
-    assert lengths[0] < 7 <= lengths[1]
-
-
 def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
     """The last 12 tokens, with the template's start of the answer at their end; reward functions see the whole."""
     seen = []

@@ -6,7 +6,6 @@ import pytest
 
 from tests import recipes
 from trl_ext import PPOConfig
-from trl_ext.trainers.ppo.rollout import adapted_coefficient
 
 BASE = {"output_dir": "unused", "use_cpu": True, "report_to": "none"}
 
@@ -30,29 +29,6 @@ def test_defaults():
     assert (config.num_generations, config.num_iterations, config.gamma, config.lam) == (1, 4, 1.0, 0.95)
     assert (config.value_clip, config.value_coefficient, config.value_model) == (0.2, 0.1, "shared")
     assert config.ddp_find_unused_parameters is False
-
-
-def test_the_shortest_horizon():
-    """The largest step down, 1 - 0.2 x 40 / 9, leaves a ninth of the coefficient."""
-    config = PPOConfig(**BASE, kl_target=6.0, kl_horizon=9, generation_batch_size=40)
-    after = adapted_coefficient(0.05, 0.0, target=6.0, horizon=config.kl_horizon, count=40)
-    assert after == pytest.approx(0.05 / 9)
-
-
-def test_a_kl_target_is_given_responses_enough_to_act(monkeypatch):
-    """At the largest error the coefficient of the GPT-2 recipe changes by a factor of 2 or more over its run."""
-    path = recipes.RECIPES / "configs" / "gpt2_hh" / "ppo.yaml"
-    _, _, training = recipes.parse(monkeypatch, "ppo", "--config", str(path), "--reward_model", "unused")
-    coefficient, count = training.beta, training.generation_batch_size
-    for _ in range(training.max_steps // training.updates_per_rollout):
-        coefficient = adapted_coefficient(
-            coefficient, 60.0, target=training.kl_target, horizon=training.kl_horizon, count=count
-        )
-    assert coefficient > 2 * training.beta
-
-
-def test_groups_are_allowed():
-    assert PPOConfig(**BASE, num_generations=4).num_generations == 4
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 import trl_ext.trainers
-from trl_ext.trainers import AOTConfig, CDPOConfig, IPOConfig, PreferenceConfig, RobustDPOConfig, SimPOConfig, defaults
+from trl_ext.trainers import AOTConfig, CDPOConfig, IPOConfig, PreferenceConfig, SimPOConfig, defaults
 
 NAMED = [
     getattr(trl_ext.trainers, name)
@@ -122,25 +122,6 @@ def test_an_option_given_twice(configure):
         configure(CDPOConfig, label_smoothing=0.1, loss_kwargs={"label_smoothing": 0.2})
 
 
-def test_a_default_does_not_count_as_given(configure):
-    """`length_normalized` is off by default, and only `loss_kwargs` sets it here."""
-    config = configure(IPOConfig, loss_kwargs={"length_normalized": True})
-    assert config.build_objective().loss_options == {"length_normalized": True}
-
-
-def test_fields_of_the_trainer_are_not_options_of_a_loss(configure, tmp_path):
-    """A user's loss may call an option what TRL calls a setting of training."""
-    path = tmp_path / "own.py"
-    path.write_text(
-        "from trl_ext import preference_loss\n\n\n"
-        '@preference_loss("decayed")\n'
-        "def decayed(scores, *, beta: float = 0.1, weight_decay: float = 0.5):\n"
-        "    return beta * scores.margin * weight_decay\n"
-    )
-    config = configure(loss=f"{path}:decayed")
-    assert config.build_objective().loss_options.get("weight_decay", 0.5) == 0.5
-
-
 def test_a_configuration_can_be_built_where_gradients_are_off(configure):
     with torch.no_grad():
         assert configure().beta == 0.1
@@ -172,13 +153,6 @@ def test_json_and_objects_are_alike(configure):
     assert objective.columns == ("avg_confidence",)
 
 
-@pytest.mark.parametrize("config_class", [CDPOConfig, RobustDPOConfig])
-def test_label_smoothing_reaches_the_loss(config_class, configure):
-    objective = configure(config_class, label_smoothing=0.25).build_objective()
-    assert objective.loss_options == {"label_smoothing": 0.25}
-    assert configure(config_class).build_objective().loss_options == {}
-
-
 @pytest.mark.parametrize(
     ("name", "beta"),
     # The papers' defaults, and 0.1 where they give none.
@@ -188,15 +162,6 @@ def test_beta_defaults_to_the_losses_own(name, beta, configure):
     config = configure(getattr(trl_ext.trainers, f"{name}Config"))
     assert config.beta == beta == config.build_objective().beta
     assert configure(type(config), beta=0.7).beta == 0.7
-
-
-def test_a_configuration_survives_its_dictionary(configure):
-    config = configure(SimPOConfig, gamma_beta_ratio=0.4, weighting=["confidence"], weighting_kwargs='{"floor": 0.1}')
-    # `to_dict` masks fields named after tokens.
-    settings = {name: value for name, value in config.to_dict().items() if not name.endswith("_token")}
-    again = SimPOConfig(**settings)
-    assert again.build_objective().describe() == config.build_objective().describe()
-    assert again.build_objective().weightings[0][1] == {"floor": 0.1}
 
 
 # ---- Device ----
@@ -224,14 +189,6 @@ def test_bfloat16_that_the_cpu_lacks_becomes_float32_with_one_line(configure, de
     assert record.getMessage() == (
         "bf16 was asked for, but this CPU has no bfloat16 instructions: training in float32"
     )
-
-
-def test_only_the_first_process_warns(configure, device, caplog, monkeypatch):
-    device(accelerator=False, bfloat16=False)
-    monkeypatch.setenv("RANK", "1")
-    with caplog.at_level(logging.WARNING):
-        assert configure(bf16=True).bf16 is False
-    assert not [record for record in caplog.records if record.name.startswith("trl_ext")]
 
 
 @pytest.mark.parametrize(
@@ -262,15 +219,6 @@ def test_resolution_with_an_accelerator(asked, bfloat16, resolved, device):
 def test_the_launcher_can_ask_for_the_cpu(value, use_cpu, device):
     device(accelerator=True, bfloat16=True, launcher_asks_for_cpu=value)
     assert defaults.runs_on_cpu(use_cpu=False) is use_cpu
-
-
-@pytest.mark.parametrize(
-    ("capabilities", "expected"),
-    [({"avx512_bf16": True}, True), ({"amx_bf16": True}, True), ({"avx2": True, "avx512_bf16": False}, False)],
-)
-def test_bfloat16_instructions_of_a_cpu(capabilities, expected, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    assert defaults.has_native_bfloat16(use_cpu=True) is expected
 
 
 # ---- Command line ----

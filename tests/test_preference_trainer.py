@@ -188,16 +188,6 @@ def test_a_reference_is_refused_where_it_is_not_used(spec, name, tiny_model_path
 # ---- The trainer's life ----
 
 
-def test_resuming_equals_the_straight_run(tiny_model_path, tmp_path):
-    arguments = {**STEPS, "max_steps": 4, "learning_rate": 0.01, "optim": "adamw_torch"}
-    arguments |= {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
-    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "pairs": 16, **REFERENCE, "args": arguments}
-    straight = result(train(spec, str(tmp_path)))
-    resumed = result(train({**spec, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}, str(tmp_path)))
-    assert largest_difference(resumed.parameters, straight.parameters) == 0.0
-    assert resumed.losses == straight.losses
-
-
 def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     rows = pairs(6, seed=3)
     spec = {"model": tiny_model_path, **REFERENCE, "args": {"beta": 0.3, "per_device_eval_batch_size": 6}}
@@ -207,16 +197,6 @@ def test_evaluation_metrics(models, tiny_model_path, tmp_path):
     assert metrics["eval_rewards/accuracies"] == pytest.approx((margin > 0).double().mean().item())
     assert 0 < metrics["eval_rewards/accuracies"] < 1
     assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
-
-
-def test_outputs_come_with_the_loss_when_asked_for(tiny_model_path, tmp_path):
-    trainer = build({"model": tiny_model_path, **REFERENCE}, str(tmp_path))
-    trainer.model.eval()
-    batch = next(iter(trainer.get_train_dataloader()))
-    with torch.no_grad(), pytest.warns(FutureWarning, match="return_outputs"):
-        loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
-        assert loss.item() == trainer.compute_loss(trainer.model, batch).item()
-    assert outputs.logits.shape == (*batch["input_ids"].shape, trainer.model.config.vocab_size)
 
 
 def test_another_configuration_is_refused(tiny_model_path, tmp_path):
@@ -273,25 +253,6 @@ def test_saved_model_is_the_trained_one(lora, tiny_model_path, tmp_path):
         logits, trained, before = (model.eval()(ids).logits for model in (loaded, trainer.model, initial))
     torch.testing.assert_close(logits, trained, atol=0.0, rtol=0.0)
     assert (logits - before).abs().max() > 1e-3
-
-
-@pytest.mark.parametrize(
-    ("trainer", "arguments", "paper"),
-    [
-        ("DPOTrainer", {}, "2305.18290"),
-        ("CPOTrainer", {}, "2401.08417"),
-        ("CDPOTrainer", {}, None),
-        ("PreferenceTrainer", {"loss": "hinge"}, None),
-    ],
-)
-def test_model_card_cites_its_own_method(trainer, arguments, paper, tiny_model_path, tmp_path):
-    arguments = {**arguments, "save_strategy": "steps", "save_steps": 1}
-    train({"model": tiny_model_path, "trainer": trainer, "args": arguments}, str(tmp_path))
-    card = (tmp_path / "README.md").read_text()
-    assert (paper or "") in card
-    if paper != "2305.18290":
-        assert "2305.18290" not in card
-        assert "Your Language Model is Secretly a Reward Model" not in card
 
 
 def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):

@@ -126,16 +126,6 @@ def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, ti
     assert expected.std() > 0.1 * expected.abs().max(), "scores that are all alike would prove nothing"
 
 
-def test_other_heads_keep_their_type(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
-    """A full model is trained in the type it was loaded in, and so is an adapter without mixed precision."""
-    half = {"model_init_kwargs": {"dtype": "bfloat16"}}
-    full = build(tiny_model_path, tmp_path, bf16=True, **half)
-    assert {parameter.dtype for parameter in full.model.parameters()} == {torch.bfloat16}
-    plain = build(tiny_model_path, tmp_path, peft_config=lora(), **half)
-    (head,) = [p for name, p in plain.model.named_parameters() if "score.modules_to_save" in name]
-    assert head.dtype == torch.bfloat16
-
-
 # ---- Saved and loaded again ----
 
 LOAD_AND_SCORE = """

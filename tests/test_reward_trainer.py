@@ -224,13 +224,6 @@ def test_held_out_accuracy_counts_pairs_and_not_batches(tiny_model_path, tmp_pat
     assert metrics.keys() == stock.keys()
 
 
-def test_scores_are_those_of_each_sequence_alone(tiny_model_path, tmp_path):
-    trainer = build(tiny_model_path, tmp_path, per_device_eval_batch_size=3)
-    chosen, rejected = trainer.score_pairs(trainer.train_dataset)
-    expected = torch.tensor(scores_one_by_one(trainer.model, trainer.processing_class, pairs(8)))
-    torch.testing.assert_close(torch.stack([chosen, rejected], dim=1), expected, atol=1e-5, rtol=1e-5)
-
-
 # ---- Refusals ----
 
 
@@ -256,11 +249,6 @@ def test_refused_settings(arguments, message, tmp_path):
     with pytest.raises(ValueError, match=message) as raised:
         RewardConfig(output_dir=str(tmp_path), **arguments)
     assert "\n" not in str(raised.value)
-
-
-def test_selection_can_be_switched_off(tmp_path):
-    assert RewardConfig(output_dir=str(tmp_path), select_best="none", load_best_model_at_end=False).select_best is None
-    assert RewardConfig(output_dir=str(tmp_path)).select_best == "accuracy"
 
 
 def test_models_that_are_no_reward_models(tiny_model_path, tmp_path):

@@ -93,18 +93,6 @@ def test_the_measure_sees_a_dependence(name, alone):
     assert update_difference(split, whole) > 0.05
 
 
-def test_what_trl_logs_depends_on_the_split(alone):
-    whole, split = alone("trl: dpo", "1 x 8"), alone("trl: dpo", "1 x 2 x 4")
-    assert update_difference(split, whole) < 1e-9
-    different = metric_differences(split, whole)
-    assert {name for name, value in different.items() if value > 1e-4 and not name.startswith("eval_")} == {
-        "entropy",
-        "logits/chosen",
-        "logits/rejected",
-        "mean_token_accuracy",
-    }
-
-
 def test_of_one_micro_batch_what_is_logged_is_trls(alone):
     """Names and values, but for the count of skipped updates."""
     own, stock = alone("dpo", "1 x 8"), alone("trl: dpo", "1 x 8")
