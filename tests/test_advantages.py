@@ -277,9 +277,6 @@ def test_expected_updates(estimator, expected):
     assert expected_coefficient(estimator) == pytest.approx(expected, abs=1e-6)
 
 
-# ---------------------------------------------------------------------------------- generalized advantage estimation
-
-
 # --------------------------------------------------------------------------------------------- clipping and refusals
 
 
@@ -293,14 +290,11 @@ def test_clip_advantages():
     "run, message",
     [
         (lambda: group_centered(torch.zeros(6), 4), "6 rewards do not divide into groups of 4"),
-        (lambda: group_centered(torch.zeros(6), 0), "6 rewards do not divide into groups of 0"),
-        (lambda: group_centered(torch.zeros(2, 3), 3), r"must be one-dimensional, got shape \[2, 3\]"),
         (lambda: group_normalized(torch.zeros(4), 4, std_ddof=2), "std_ddof must be 0 .* or 1 .*got 2"),
         (lambda: greedy_baseline(torch.zeros(4), 2, torch.zeros(4)), r"one reward per group, \[2\], got shape \[4\]"),
         (lambda: length_weighted(torch.zeros(4), 2, torch.zeros(2)), r"the rewards' shape \[4\], got \[2\]"),
         (lambda: mean_normalized(torch.tensor([1.0, -0.5]), 2), "rewards from 0 up, got -0.5"),
         (lambda: batch_normalized(torch.zeros(4), 2, baseline="grup"), "'group' or 'batch', got 'grup'"),
-        (lambda: batch_normalized(torch.zeros(4), 2, std_of="x"), "'rewards' or 'advantages', got 'x'"),
         (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 3), 1, 1), r"one shape \[B, T\]"),
         (lambda: gae(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), 1.1, 1), r"lie in \[0, 1\], got 1.1"),
         (lambda: AdvantageEstimator("leave_two_out"), "unknown --advantage 'leave_two_out'; did you mean 'leave_one"),

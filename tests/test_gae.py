@@ -1,4 +1,4 @@
-"""PPO's numbers by hand and by plain sums: advantages, value loss, whitening, token rewards; and a Markov chain."""
+"""PPO's numbers by hand and by plain sums: advantages, value loss, whitening, token rewards."""
 
 from __future__ import annotations
 
@@ -17,17 +17,24 @@ from trl_ext.trainers.ppo.rollout import adapted_coefficient, token_rewards
 # ---- Advantages ----
 
 
-def test_gae_by_hand():
-    """r [0, 0, 1], V [.5, .6, .7], gamma 1, lambda .95.
-
-    delta = [0 + .6 - .5, 0 + .7 - .6, 1 - .7] = [.1, .1, .3]; A_3 = .3, A_2 = .1 + .95 x .3 = .385,
-    A_1 = .1 + .95 x .385 = .46575. Returns are A + V.
-    """
-    advantages, returns = gae(
-        torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.6, 0.7]]), torch.ones(1, 3), 1.0, 0.95
-    )
-    assert advantages[0].tolist() == pytest.approx([0.46575, 0.385, 0.3])
-    assert returns[0].tolist() == pytest.approx([0.96575, 0.985, 1.0])
+@pytest.mark.parametrize(
+    ("rewards", "values", "gamma", "lam", "expected", "expected_returns"),
+    [
+        # delta = [0 + .6 - .5, 0 + .7 - .6, 1 - .7] = [.1, .1, .3]; A_3 = .3, A_2 = .1 + .95 x .3 = .385,
+        # A_1 = .1 + .95 x .385 = .46575. Returns are A + V.
+        ([0.0, 0.0, 1.0], [0.5, 0.6, 0.7], 1.0, 0.95, [0.46575, 0.385, 0.3], [0.96575, 0.985, 1.0]),
+        # One-step differences: 1 + 0.75 - 0.5, -2 - 0.5 - 1.5, 4 + 1.
+        ([1.0, -2.0, 4.0], [0.5, 1.5, -1.0], 0.5, 0.0, [1.25, -4.0, 5.0], [1.75, -2.5, 4.0]),
+        # The rest of the rewards less the value.
+        ([1.0, -2.0, 4.0], [0.5, 1.5, -1.0], 1.0, 1.0, [2.5, 0.5, 5.0], [3.0, 2.0, 4.0]),
+        # Both discount: 4, then 0 + 0.25 * 4 = 1, then 1 + 0.25 * 1 = 1.25.
+        ([1.0, 0.0, 4.0], [0.0, 0.0, 0.0], 0.5, 0.5, [1.25, 1.0, 4.0], [1.25, 1.0, 4.0]),
+    ],
+)
+def test_gae_by_hand(rewards, values, gamma, lam, expected, expected_returns):
+    advantages, returns = gae(torch.tensor([rewards]), torch.tensor([values]), torch.ones(1, 3), gamma, lam)
+    assert advantages[0].tolist() == pytest.approx(expected)
+    assert returns[0].tolist() == pytest.approx(expected_returns)
 
 
 def ragged_batch(rows: int = 7, width: int = 9):
@@ -37,7 +44,7 @@ def ragged_batch(rows: int = 7, width: int = 9):
     return (*torch.randn(2, rows, width, generator=generator, dtype=torch.float64), mask)
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (1.0, 0.0), (0.0, 0.5)])
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.8), (0.99, 1.0), (1.0, 1.0), (1.0, 0.0), (0.0, 0.5)])
 def test_gae_is_the_double_sum(gamma, lam):
     """A_t = sum_k (gamma lambda)^k (r_{t+k} + gamma V_{t+k+1} - V_{t+k}), each row by itself, without padding."""
     rewards, values, mask = ragged_batch()
@@ -52,15 +59,19 @@ def test_gae_is_the_double_sum(gamma, lam):
 
 
 def test_gae_whatever_the_padding_and_the_order_of_rows():
+    """What does not count stands before, behind and between the tokens, with values that are no numbers."""
     rewards, values, mask = ragged_batch()
     expected, _ = gae(rewards, values, mask, 0.9, 0.8)
-    order = torch.tensor([3, 0, 6, 1, 5, 2, 4])
+    order, places = torch.tensor([3, 0, 6, 1, 5, 2, 4]), torch.tensor([2, 3, 5, 6, 7, 10, 11, 12, 13])
 
     def padded(tensor, value):
-        return torch.nn.functional.pad(tensor[order], (2, 3), value=value)
+        wide = torch.full((len(order), 16), value, dtype=tensor.dtype)
+        wide[:, places] = tensor[order]
+        return wide
 
     moved, _ = gae(padded(rewards, 7.0), padded(values, math.nan), padded(mask, 0), 0.9, 0.8)
-    assert moved[:, 2:-3].equal(expected[order])
+    torch.testing.assert_close(moved[:, places], expected[order], rtol=0, atol=1e-12)
+    assert not moved[padded(mask, 0) == 0].any()
 
 
 # ---- Rewards of tokens ----
@@ -200,6 +211,3 @@ def test_value_loss_and_gradient_against_plain_arithmetic():
 def test_refusals(run, message):
     with pytest.raises(ValueError, match=message):
         run()
-
-
-# ---- A Markov chain whose values are known ----

@@ -53,7 +53,9 @@ def test_the_exponent_is_bounded():
 LOGITS = (0.5, 0.0, -0.5)
 POLICY = (0.506480, 0.307196, 0.186324)
 REFERENCE_PROBABILITIES = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+# Component i is p_i (log(p_i / q_i) - KL): 0.506480 (0.929168 - 0.293963) = 0.321719.
 REVERSE = [0.321719, -0.083023, -0.238697]
+# Component i is p_i - q_i: 0.506480 - 0.2.
 FORWARD = [0.306480, 0.007196, -0.313676]
 
 
