@@ -32,13 +32,16 @@ ROWS = {
     "dr_grpo": {"advantage": "group_centered", "std_ddof": None, "aggregation": "constant", "beta": 0.0},
     "gspo": {"ratio": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4, "aggregation": "sequence_mean"},
     "rloo": {"advantage": "leave_one_out", "ratio": "none", "aggregation": "sum", "beta": 0.03, "kl_in": "reward"},
-    "remax": {"advantage": "greedy_baseline", "ratio": "none", "kl_estimator": "k1", "epsilon": None},
+    "remax": {"advantage": "greedy_baseline", "ratio": "none", "kl_estimator": "k1", "aggregation": "sum"},
     "reinforce": {"advantage": "no_baseline", "surrogate": "reinforce", "aggregation": "sequence_mean", "beta": 0.0},
-    "reinforce_with_baseline": {"std_ddof": 1, "advantage_eps": 1e-6, "surrogate": "reinforce"},
-    "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "std_ddof": 1},
+    "reinforce_with_baseline": {"std_ddof": 1, "surrogate": "reinforce", "aggregation": "sequence_mean"},
+    "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "std_ddof": 1, "aggregation": "sequence_mean"},
     "dapo": {"epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean", "beta": 0.0},
     "cispo": {"surrogate": "cispo", "ratio_cap": 5.0, "aggregation": "token_mean", "epsilon": None},
-    "gopo": {"advantage": "group_rank", "aggregation": "token_mean"},
+    "gopo": {"advantage": "group_rank", "surrogate": "clip", "ratio": "token", "aggregation": "token_mean"},
+    "max_rl": {"advantage": "mean_normalized", "surrogate": "clip", "ratio": "token", "aggregation": "token_mean"},
+    "opo": {"advantage": "length_weighted", "surrogate": "reinforce", "ratio": "none", "aggregation": "token_mean"},
+    "reinforce_plus_plus_baseline": {"advantage": "batch_normalized", "ratio": "token", "aggregation": "token_mean"},
     "berkeley_grpo": {"epsilon": 0.2, "beta": 0.01, "kl_aggregation": "token_mean", "advantage_clip": 5.0},
     "berkeley_dr_grpo": {"advantage": "group_centered", "aggregation": "constant", "kl_aggregation": "token_mean"},
     "berkeley_gspo": {"ratio": "sequence", "epsilon": 0.2, "epsilon_high": 0.2, "aggregation": "sequence_mean"},
@@ -209,26 +212,12 @@ def test_token_count_serves_both_terms():
     assert sum(parts).item() == pytest.approx(whole.item(), abs=1e-7)
 
 
-# Rows as a naive function of settings; the KL term is a loop of its own below.
-NAIVE = {
-    "grpo": {"surrogate": "clip", "ratio": "token", "kind": "sequence_mean"},
-    "dr_grpo": {"surrogate": "clip", "ratio": "token", "kind": "constant", "constant": 9.0},
-    "gspo": {"surrogate": "clip", "ratio": "sequence", "kind": "sequence_mean", "epsilon": 3e-4, "epsilon_high": 4e-4},
-    "rloo": {"surrogate": "reinforce", "ratio": "none", "kind": "sum"},
-    "remax": {"surrogate": "reinforce", "ratio": "none", "kind": "sum"},
-    "reinforce": {"surrogate": "reinforce", "ratio": "none", "kind": "sequence_mean"},
-    "reinforce_with_baseline": {"surrogate": "reinforce", "ratio": "none", "kind": "sequence_mean"},
-    "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "kind": "sequence_mean"},
-    "dapo": {"surrogate": "clip", "ratio": "token", "kind": "token_mean", "epsilon_high": 0.28},
-    "cispo": {"surrogate": "cispo", "ratio": "token", "kind": "token_mean", "ratio_cap": 5.0},
-    "gopo": {"surrogate": "clip", "ratio": "token", "kind": "token_mean"},
-    "max_rl": {"surrogate": "clip", "ratio": "token", "kind": "token_mean"},
-    "opo": {"surrogate": "reinforce", "ratio": "none", "kind": "token_mean"},
-    "reinforce_plus_plus_baseline": {"surrogate": "clip", "ratio": "token", "kind": "token_mean"},
-    "berkeley_grpo": {"surrogate": "clip", "ratio": "token", "kind": "sequence_mean"},
-    "berkeley_dr_grpo": {"surrogate": "clip", "ratio": "token", "kind": "constant", "constant": 9.0},
-    "berkeley_gspo": {"surrogate": "clip", "ratio": "sequence", "kind": "sequence_mean"},
-}
+def naive_settings(name: str) -> dict:
+    """A row as the arguments of the loops; `test_a_row_is_its_paper` states the rows again."""
+    settings = PolicyObjective(name).to_dict()
+    known = {key: settings[key] for key in ("surrogate", "ratio", "epsilon", "epsilon_high", "ratio_cap")}
+    given = {key: value for key, value in known.items() if value is not None}
+    return {**given, "kind": settings["aggregation"], "constant": 9.0}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -238,7 +227,7 @@ def test_value_and_gradient_of_a_row_against_loops(name):
     fixed = [old.tolist(), mask.tolist(), advantages.tolist()]
 
     def naive(values):
-        return naive_loss(values, *fixed, frozen=new.tolist(), **NAIVE[name])
+        return naive_loss(values, *fixed, frozen=new.tolist(), **naive_settings(name))
 
     expected, slope = naive(new.tolist()), differences(naive, new.tolist())
     padding = mask == 0

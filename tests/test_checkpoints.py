@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
 from transformers import TrainerCallback
 
 from tests.train_once import build
@@ -26,7 +25,6 @@ from trl_ext.resilience.checkpoints import (
     last_checkpoint,
 )
 from trl_ext.resilience.preemption import REQUEUE, SIGNALS, Preemption
-from trl_ext.resilience.training import ResilientTraining
 
 ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 
@@ -220,17 +218,6 @@ def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signal
     assert (trainer.args.save_total_limit, trainer.args.load_best_model_at_end) == (1, True)
 
 
-@pytest.mark.parametrize(("step", "evaluated"), [(4, [3]), (5, [3, 6])])
-def test_an_epoch_that_is_broken_off_is_not_evaluated(step, evaluated, spec, tmp_path, signals):
-    """Stopped after 5 steps, in the middle of the second epoch, or after 6, at its end, which the checkpoint has."""
-    epoch = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
-    trainer = stopped(spec, tmp_path, Tell("on_step_begin", step), **epoch, save_steps=100)
-    history = json.loads((tmp_path / f"checkpoint-{step + 1}" / "trainer_state.json").read_text())["log_history"]
-    for entries in (history, trainer.state.log_history):
-        assert [entry["step"] for entry in entries if "eval_loss" in entry] == evaluated
-    assert [entry["step"] for entry in history if "loss" in entry] == evaluated
-
-
 def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
     """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
     arguments = {"save_only_model": True, "save_steps": 2}
@@ -244,34 +231,6 @@ def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
 
 
 # ---- What is taken up ----
-
-
-def test_a_process_that_was_not_there_takes_up_what_the_first_had(spec, run, monkeypatch, caplog):
-    """The second of two, where one process wrote the checkpoint; and its random numbers are its own."""
-
-    trainer = build(spec, str(run))
-    expected = trainer._read_progress(run / "checkpoint-2")
-    assert expected["processes"] == 1 and expected["logged_at"] == 2
-    monkeypatch.setattr(ResilientTraining, "_progress_file", "progress_1.json")
-    assert trainer._read_progress(run / "checkpoint-2") == expected
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with caplog.at_level(logging.WARNING):
-        trainer._read_progress(run / "checkpoint-2")
-    assert "checkpoint-2 was written by 1 processes, and 2 go on from it" in caplog.text
-    # Of two processes, each looks for a file with its number, and finds none.
-    drawn = []
-    for index in (0, 1):
-        for state in (AcceleratorState, PartialState):
-            monkeypatch.setitem(state._shared_state, "process_index", index)
-        trainer._load_rng_state(str(run / "checkpoint-2"))
-        drawn.append(torch.rand(()).item())
-    assert drawn[0] != drawn[1]
-
-
-def test_among_rounds_only_a_round_is_gone_on_from(run):
-    (run / "checkpoint-1" / checkpoints.ROUND_FILE).write_text("{}")
-    (run / "checkpoint-1" / FILES_FILE).unlink()
-    assert last_checkpoint(run) == run / "checkpoint-1"
 
 
 def test_a_run_without_a_checkpoint(spec, tmp_path):

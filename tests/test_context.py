@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
-from trl_ext.trainers.context import check_policy, check_rows
+from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 
@@ -36,25 +36,6 @@ def model_of(context: int | None) -> SimpleNamespace:
 
 
 class TestContext:
-    def test_short_prompts_fit_whatever_their_limit(self, tokenizer):
-        """The prompt has 5 tokens, and 5 + 11 are 16."""
-        assert len(tokenizer("Name an animal.")["input_ids"]) == 5
-        trainer = SimpleNamespace(
-            model=model_of(16),
-            processing_class=tokenizer,
-            max_completion_length=11,
-            args=SimpleNamespace(max_prompt_tokens=512),
-            train_dataset=Dataset.from_dict({"prompt": ["Name an animal."]}),
-        )
-        check_policy(trainer)
-        trainer.max_completion_length = 12
-        with pytest.raises(ValueError) as raised:
-            check_policy(trainer)
-        assert str(raised.value) == (
-            "a prompt and its response take up to 17 tokens, and the model's context holds 16: lower "
-            "--max_completion_length (now 12) or --max_prompt_tokens (now 512)"
-        )
-
     @pytest.mark.parametrize(
         ("columns", "length"),
         [

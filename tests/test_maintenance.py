@@ -60,17 +60,10 @@ def test_the_matrix_is_generated_from_the_project():
     assert PROJECT["tool"]["ruff"]["target-version"] == f"py{min(named).replace('.', '')}"
 
 
-@pytest.mark.parametrize(
-    ("bounds", "ends"),
-    [
-        ("trl>=1.16,<1.17", ["newest"]),
-        ("trl>=1.16,<1.18", ["oldest", "newest"]),
-        ("trl>=1.9,<2.0", ["oldest", "newest"]),
-    ],
-)
+@pytest.mark.parametrize(("bounds", "ends"), [("1.16,<1.17", ["newest"]), ("1.16,<1.18", ["oldest", "newest"])])
 def test_a_new_release_of_trl_is_one_bound(bounds, ends, versions):
     path = versions.ROOT / "pyproject.toml"
-    path.write_text(re.sub(r"trl>=[\d.]+,<[\d.]+", bounds, path.read_text()))
+    path.write_text(re.sub(r"trl>=[\d.]+,<[\d.]+", f"trl>={bounds}", path.read_text()))
     assert [job["trl"] for job in versions.matrix()["include"] if job["trl"] != "pinned"] == ends
 
 
@@ -90,9 +83,6 @@ def test_the_contract_tests_permit_what_the_project_permits(versions):
         assert f'Version("{oldest}") <= ' in text and f' < Version("{below}")' in text, name
 
 
-# ---- Pythons ----
-
-
 # ---- Texts ----
 
 
@@ -104,23 +94,6 @@ def test_changelog_has_this_version_first():
     assert day == "Unreleased" or date.fromisoformat(day)
     kinds = set(re.findall(r"^### (.+)$", text, flags=re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
-
-
-def test_contributing_names_every_private_method_that_is_overridden():
-    from trl_ext import trainers
-
-    overridden = set()
-    for name in trainers.__all__:
-        if name.endswith("Trainer"):
-            classes = getattr(trainers, name).__mro__
-            others = {attribute for c in classes if not c.__module__.startswith("trl_ext") for attribute in vars(c)}
-            own = {
-                key for c in classes if c.__module__.startswith("trl_ext") for key, v in vars(c).items() if callable(v)
-            }
-            overridden |= {key for key in own & others if key.startswith("_") and not key.startswith("__")}
-    assert {"_compute_loss", "_calculate_rewards", "_save_checkpoint"} <= overridden
-    missing = {key for key in overridden if f"`{key}`" not in CONTRIBUTING}
-    assert not missing, f"CONTRIBUTING.md does not say what stands on {sorted(missing)}"
 
 
 def test_contributing_names_what_exists():

@@ -58,33 +58,21 @@ def configure(tmp_path):
             ["contradict", "whole sequence", "importance_sampling_level 'token' selects --ratio token: --"],
         ),
         ({"algorithm": "rloo", "loss_type": "grpo"}, ["--ratio none and --surrogate clip contradict", "loss_type"]),
-        ({"algorithm": "rloo", "use_bias_correction_kl": True}, ["contradict", "use_bias_correction_kl True selects"]),
-        (
-            {"algorithm": "reinforce_plus_plus_baseline", "scale_rewards": "batch"},
-            ["deviation of the rewards, reinforce_plus_plus_baseline by that of the advantages"],
-        ),
         ({"delta": 1.1}, ["delta must be at least 1 + epsilon_high, 1.2", "1.1"]),
-        ({"algorithm": "cispo", "delta": 4.0}, ["--dual_clip 4.0 and --surrogate cispo", "4.0 selects --dual_clip"]),
         ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "trl.GRPOTrainer"]),
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["multi_objective_aggregation", "RewardEnsemble"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
         ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
         ({"top_k": 1}, ["top_k must be 0", "at least 2", "alike"]),
         ({"min_p": -0.1}, ["min_p must lie in [0, 1]", "-0.1"]),
-        ({"min_p": 1.5}, ["min_p must lie in [0, 1]", "1.5"]),
-        ({"repetition_penalty": 0.0}, ["repetition_penalty must be positive", "0.0"]),
         ({"min_new_tokens": 9}, ["min_new_tokens", "max_completion_length (8)", "9"]),
         ({"reward_errors": "ignore"}, ["reward_errors", "'raise' or 'skip'", "'ignore'"]),
-        ({"share_backbone": "yes"}, ["share_backbone", "auto, always, never", "'yes'"]),
         ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty", "from 0 up", "-1.0"]),
         ({"max_completion_length": None}, ["max_completion_length must be at least 1", "None"]),
-        ({"max_skipped_updates": 0}, ["max_skipped_updates must be at least 1", "0"]),
-        ({"num_iterations": 0}, ["num_iterations must be at least 1", "0"]),
         ({"num_generations": 0}, ["num_generations must be at least 1", "0"]),
         ({"max_steps": 0}, ["max_steps must be at least 1", "0", "num_train_epochs"]),
         ({"learning_rate": -1.0}, ["learning_rate", "from 0 up", "-1.0"]),
         ({"algorithm_kwargs": "gamma"}, ["algorithm_kwargs must be a JSON object", "'gamma'"]),
-        ({"algorithm_kwargs": "[1]"}, ["algorithm_kwargs must be a JSON object", "'[1]'"]),
     ],
     ids=lambda value: next(iter(value.items())) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -185,8 +173,6 @@ def _accepted(configure, **settings) -> bool:
         (8, 4, 20, (24, 16)),
         (8, 4, 12, (16, 16)),
         (6, 4, 22, (24, 24)),
-        (4, 4, 6, (8, 8)),
-        (3, 4, 6, (12, 12)),
         (8, 3, 8, (24, 48)),
         (8, 6, 64, (72, 48)),
     ],
@@ -216,11 +202,6 @@ def test_a_greedy_baseline_needs_whole_groups_on_every_process(configure, monkey
     with pytest.raises(ValueError, match="2 responses per process do not divide.*num_generations 4.*nearest.* is 4"):
         configure(algorithm="remax", **settings)
     assert configure(algorithm="remax", **settings, generation_batch_size=8).steps_per_generation == 2
-
-
-def test_a_rollout_of_one_response_is_refused(configure):
-    with pytest.raises(ValueError, match="a rollout of one response: set generation_batch_size to at least 2"):
-        configure(algorithm="remax", num_generations=1, per_device_train_batch_size=1)
 
 
 def test_fewer_prompts_than_a_rollout_holds_are_refused(policy_path, tmp_path):

@@ -5,18 +5,13 @@ When one of these fails after an upgrade, its message says what moved and what i
 
 from __future__ import annotations
 
-import ast
-from collections import defaultdict
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-import torch
 import trl
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
-from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+from trl.trainer.utils import split_tensor_dict
 
 from tests.rollout_once import build, prompts, thirds
 
@@ -97,18 +92,6 @@ def test_keys_of_a_rollout(rollout):
     )
 
 
-def test_further_tensors_stay_with_their_rows(rollout):
-    """`bad_reward` and the advantages must come out beside the responses that they are of."""
-    sums = rollout["completion_ids"].sum(1)
-    marked = {**rollout, "advantages": sums.float(), "bad_reward": sums % 2 == 0}
-    for batch in split_tensor_dict(shuffle_sequence_dict(marked), 2):
-        own = batch["completion_ids"].sum(1)
-        assert torch.equal(batch["advantages"], own.float()) and torch.equal(batch["bad_reward"], own % 2 == 0), (
-            f"shuffle_sequence_dict or split_tensor_dict separates rows from what belongs to them: {ADVANTAGES} adds "
-            "bad_reward to a rollout"
-        )
-
-
 def test_tokenize_prompts(stock):
     found = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
     assert len(found) == 3 and [type(ids[0]) for ids in found[0]] == [int, int] and found[1] is None, (
@@ -134,83 +117,6 @@ def test_a_response_that_ended_ends_with_an_end_token(stock):
     end = stock.eos_token_ids[0]
     assert any(end in response for response in responses)
     assert all(end not in response[:-1] for response in responses), f"what follows the end is kept: {REWARDS}"
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p"])
-def test_the_settings_of_vllm(name):
-    """By reading: vLLM itself is not needed for it."""
-    source = Path(find_spec("trl").origin).with_name("generation") / "vllm_generation.py"
-    (engine,) = [
-        node
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "VLLMGeneration"
-    ]
-    methods = {node.name: node for node in engine.body if isinstance(node, ast.FunctionDef)}
-
-    def uses(method: str, context) -> bool:
-        return any(
-            isinstance(node, ast.Attribute)
-            and node.attr == name
-            and getattr(node.value, "id", None) == "self"
-            and isinstance(node.ctx, context)
-            for node in ast.walk(methods[method])
-        )
-
-    assert uses("__init__", ast.Store) and uses("generate", ast.Load), (
-        f"VLLMGeneration no longer keeps {name} in __init__ and reads it in generate: {GREEDY}._GREEDY_VLLM sets it "
-        "for greedy responses"
-    )
-
-
-def test_stop_strings_reach_the_call_of_generate(stock):
-    """`StopStrings` gives the tokenizer to the model's `generate` for the while of TRL's one call of it."""
-    assert stock._tokenizer is stock.processing_class, (
-        f"GRPOTrainer._tokenizer is {type(getattr(stock, '_tokenizer', None)).__name__} and not the tokenizer of its "
-        f"processing class: {STOP} decodes with it"
-    )
-    model = stock.accelerator.unwrap_model(stock.model_wrapped)
-    calls, generate = [], model.generate
-
-    def recorded(*arguments, **keywords):
-        calls.append(keywords)
-        return generate(*arguments, **keywords)
-
-    ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
-    model.generate = recorded
-    try:
-        stock._generate_single_turn(ids, images, fields, 1)
-    finally:
-        del model.generate
-    assert len(calls) == 1, (
-        f"GRPOTrainer._generate_single_turn calls `generate` of accelerator.unwrap_model(self.model_wrapped) "
-        f"{len(calls)} times and not once: {STOP}._generate_single_turn hands the tokenizer over there, without which "
-        "transformers refuses stop_strings"
-    )
-    assert "tokenizer" not in calls[0], (
-        f"GRPOTrainer._generate_single_turn gives generate a tokenizer itself: {STOP}._generate_single_turn need not"
-    )
-
-
-def test_what_generate_returns_and_logs(stock, monkeypatch):
-    """Three responses of 3, 1 and 2 tokens, the first two of which end: a third is cut, and those that ended have
-    (3 + 1) / 2 = 2 tokens."""
-    end = stock.eos_token_ids[0]
-    responses = [[5, 6, end], [end], [7, 8]]
-    monkeypatch.setattr(stock, "_generate_single_turn", lambda *arguments: (responses, None))
-    # The fixture's figures stay as they were.
-    monkeypatch.setattr(stock, "_metrics", {"train": defaultdict(list), "eval": defaultdict(list)})
-    stock.model.train()
-    output = stock._generate([row["prompt"] for row in prompts(3)])
-    assert output[1] == responses, (
-        f"the second of what GRPOTrainer._generate returns is {output[1]} and not the responses: {STOP}._generate"
-    )
-    expected = {"clipped_ratio": 1 / 3}
-    expected |= {f"{name}_terminated_length": value for name, value in (("mean", 2), ("min", 1), ("max", 3))}
-    found = {name: stock._metrics["train"].get(f"completions/{name}") for name in expected}
-    assert found == {name: [pytest.approx(value)] for name, value in expected.items()}, (
-        f"GRPOTrainer._generate logs {found} and not each figure at the end of its list in `_metrics`: "
-        f"{STOP}._log_what_ended replaces those ends, as a stop string ends a response too"
-    )
 
 
 # ---- Seam two: the loss ----

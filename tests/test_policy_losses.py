@@ -293,15 +293,6 @@ def test_token_mean_of_a_batch_in_parts():
     assert not torch.allclose(own_means, whole, atol=1e-3)
 
 
-def test_shapes_of_advantages():
-    column, grid = ADVANTAGES[:, None], ADVANTAGES[:, None].expand(2, 3)
-    for advantages in (column, grid):
-        assert torch.equal(clipped_surrogate(LOG_RATIO, advantages), CLIPPED)
-        assert torch.equal(reinforce(NEW, advantages), reinforce(NEW, ADVANTAGES))
-        assert torch.equal(PolicyScores(NEW, OLD, MASK, advantages).advantages, advantages)
-    assert torch.equal(PolicyScores(NEW, OLD, MASK, ADVANTAGES).advantages, column)
-
-
 def test_ratios_that_overflow_are_bounded():
     log_ratio = torch.tensor([[500.0, -500.0]], requires_grad=True)
     losses = unclipped_surrogate(log_ratio, torch.ones(1))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.rollout_once import build, train
 from tests.test_ppo_trainer import move_value_head, of_kind, specification
-from tests.tiny import save_tiny_model
 from tests.train_once import largest_difference, parameters, result
 
 # 3 special tokens and 256 bytes.
@@ -99,40 +97,6 @@ def test_a_checkpoint_of_another_value_function_is_refused(policy_path, tmp_path
         trainer.value_model.load(file.parent)
 
 
-def test_a_checkpoint_of_another_base_is_refused(policy_path, tmp_path):
-    """Of the same sizes: with another vocabulary, and below an adapter with other weights.
-
-    The base's weights are told apart by numbers of all its matrices, in bfloat16: loaded in another type, they are the
-    same.
-    """
-    spec = of_kind("adapter", policy_path, SAVING)
-    train({**spec, "args": {**spec["args"], "max_steps": 2}}, str(tmp_path))
-    checkpoint = tmp_path / "checkpoint-2"
-    trainer = build(spec, str(tmp_path / "again"))
-    trainer.value_model.load(checkpoint)
-    weights = dict(trainer.model.named_parameters())
-    (name,) = [name for name in weights if name.endswith("layers.1.mlp.down_proj.weight")]
-    with torch.no_grad():
-        kept = weights[name].clone()
-        weights[name].copy_(kept.to(torch.bfloat16))
-        assert not weights[name].equal(kept)
-        trainer.value_model.load(checkpoint)
-        weights[name].copy_(2 * kept)
-    with pytest.raises(ValueError, match="its base_weights is .*, and that of this run is .* only on the base"):
-        trainer.value_model.load(checkpoint)
-    with torch.no_grad():
-        weights[name].copy_(kept)
-    file = checkpoint / "value_head.safetensors"
-    with safe_open(file, "pt") as opened:
-        told = opened.metadata()
-    save_file(load_file(file), file, {**told, "vocab_size": "99"})
-    with pytest.raises(ValueError, match=f"its vocab_size is 99, and that of this run is {VOCABULARY}"):
-        trainer.value_model.load(checkpoint)
-    # As versions before wrote it.
-    save_file(load_file(file), file, {name: told[name] for name in ("value_model", "hidden_size")})
-    trainer.value_model.load(checkpoint)
-
-
 # ---- A model of its own ----
 
 
@@ -171,19 +135,6 @@ def test_values_begin_as_the_rewards(adapter, policy_path, reward_model_path, tm
             text = row[attended.bool()][None, :-1]
             score = model.eval()(input_ids=text, attention_mask=torch.ones_like(text)).logits
             assert value[-1].item() == pytest.approx(score.item(), abs=1e-5)
-
-
-def test_a_model_that_reads_other_tokens_is_refused(policy_path, tmp_path):
-    save_tiny_model(tmp_path / "other")
-    path = tmp_path / "other" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    path.write_text(json.dumps(tokenizer))
-    spec = of_kind("separate", policy_path)
-    spec["args"]["value_model_name_or_path"] = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="reads other tokens than the policy .* use value_model shared"):
-        build(spec, str(tmp_path))
 
 
 def test_an_adapter_needs_a_base_that_stays(policy_path, tmp_path):

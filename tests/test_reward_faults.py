@@ -82,53 +82,7 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
     assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 0 if fault == "raises" else 1}
 
 
-# ---- Greedy baselines ----
-
-
-@pytest.mark.parametrize("fault", [None, NAN])
-def test_a_greedy_reward_that_is_not_finite_skips_its_updates(fault, policy_path, tmp_path):
-    """Two updates of four of the eight responses: one or both of them hold one of the four of row1."""
-
-    def reward(completion_ids, **_):
-        rewards = thirds(completion_ids)
-        return [rewards[0], fault or rewards[1]] if len(rewards) == 2 else rewards
-
-    args = {"algorithm": "remax", "beta": 0.0, "per_device_train_batch_size": 4, "steps_per_generation": 2}
-    spec = {"model": policy_path, "args": {**args, "max_steps": 2}}
-    trainer = train(spec, str(tmp_path), reward_funcs=[reward])
-    bad = sum(bool(batch["bad_reward"].any()) for batch in trainer._buffered_inputs)
-    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": bad}
-    assert (bad > 0) == (fault is not None)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_failures_on_greedy_responses_are_counted(sampled, policy_path, tmp_path):
-    """One of the two greedy responses, and, where `sampled`, the four of row1 as well: 1 or 5."""
-
-    calls = []
-
-    def judge(completion_ids, row_id, **_):
-        # Single rows are of the call before, of which they are to show the row at fault.
-        if len(row_id) > 1:
-            calls.append(len(row_id))
-        if "row1" in row_id and (calls[-1] == 2 or sampled):
-            raise KeyError("no answer")
-        return thirds(completion_ids)
-
-    args = {"algorithm": "remax", "beta": 0.0, "reward_errors": "skip"}
-    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
-    assert calls == [8, 2]
-    (entry,) = entries(trainer)
-    assert entry["reward_errors"] == (5.0 if sampled else 1.0)
-    assert entry["unscorable"] == (0.5 if sampled else 0.0)
-    # Without a baseline there is no advantage, and no fault either.
-    assert list(trainer._logs["advantages"])[4:] == [0.0] * 4
-    assert trainer.update_guard.skipped == NO_FAULT
-
-
 # ---- Evaluation ----
-
-IDS = [[7, 2], [8, 9, 2], [10, 2]]
 
 
 def fails_on_the_second(prompts, completions, row_id, **_):
@@ -140,24 +94,6 @@ def fails_on_the_second(prompts, completions, row_id, **_):
 def not_finite(completions, row_id, **_):
     bad = {"row0": NAN, "row2": -INFINITY}
     return [bad.get(row, float(len(c[0]["content"]))) for row, c in zip(row_id, completions, strict=True)]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_evaluation_goes_on_where_errors_are_skipped(is_async, policy_path, tmp_path):
-    """And leaves the trainer's own guard alone, whose latest rollout is still to be trained on."""
-    function = as_async(fails_on_the_second) if is_async else fails_on_the_second
-    arguments = prompts(3), ["ab", "c", "defg"], [True] * 3, IDS
-    for mode, place in (("skip", tmp_path / "skip"), ("raise", tmp_path / "raise")):
-        args = {"reward_errors": mode}
-        trainer = build({"model": policy_path, "args": args}, str(place), reward_funcs=[function, not_finite])
-        trainer.reward_guard.failed, trainer.reward_guard.not_finite = {5}, {6}
-        if mode == "raise":
-            with pytest.raises(RewardError, match="'fails_on_the_second' failed on row_id 'row1': KeyError"):
-                reward_columns(trainer, *arguments)
-        else:
-            columns = reward_columns(trainer, *arguments)
-            assert columns == {"fails_on_the_second": [2.0, None, 4.0], "not_finite": [None, 1.0, None]}
-        assert (trainer.reward_guard.failed, trainer.reward_guard.not_finite) == ({5}, {6})
 
 
 @pytest.mark.parametrize("mode", ["skip", "raise"])

@@ -5,9 +5,7 @@ When one of these fails after an upgrade, its message says what moved and what i
 
 from __future__ import annotations
 
-import argparse
 import ast
-import asyncio
 import inspect
 import re
 from importlib.util import find_spec
@@ -21,9 +19,8 @@ from accelerate.data_loader import prepare_data_loader
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 from trl.trainer import kto_trainer
-from trl.trainer.utils import RepeatSampler, add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head
 
-from tests import rollout_once
 from tests.train_once import build
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
@@ -222,40 +219,6 @@ def test_what_an_epoch_begins_with_is_logged(run):
     )
 
 
-def test_samplers_shuffle_by_their_generator(run):
-    """None stands for torch's own; accelerate gives one to each of several processes, and TRL's has one of its own."""
-    assert hasattr(run.seen["sampler"], "generator"), (
-        f"{type(run.seen['sampler']).__name__} has no `generator`: {RESUMABLE} saves its state unless it is torch's "
-        "own, and batches would come in another order after resuming"
-    )
-    sampler = RepeatSampler(range(20), mini_repeat_count=1, seed=3)
-    state = sampler.generator.get_state()
-    first, second = list(sampler), list(sampler)
-    sampler.generator.set_state(state)
-    assert list(sampler) == first != second, (
-        f"TRL's RepeatSampler no longer shuffles by its `generator` alone: {RESUMABLE} saves and restores its state"
-    )
-
-
-def test_weights_of_a_checkpoint_are_loaded_into_the_model(run):
-    (name, parameter), *_ = run.model.named_parameters()
-    expected = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.add_(1.0)
-    run._load_from_checkpoint(str(run.elsewhere / "checkpoint-1"))
-    assert torch.equal(run.model.get_parameter(name), expected), (
-        "Trainer._load_from_checkpoint(folder) does not load into self.model: ExpertIterationTrainer._begin calls it"
-    )
-    with torch.no_grad():
-        run.model.get_parameter(name).add_(1.0)
-    run.state.best_model_checkpoint = str(run.elsewhere / "checkpoint-1")
-    run._load_best_model()
-    run.state.best_model_checkpoint = None
-    assert torch.equal(run.model.get_parameter(name), expected), (
-        f"Trainer._load_best_model does not load state.best_model_checkpoint: {SELECTION} calls it"
-    )
-
-
 def test_the_device_is_what_the_arguments_hold(run):
     before = run.args.__dict__["_setup_devices"]
     run.args.__dict__["_setup_devices"] = torch.device("meta")
@@ -279,19 +242,6 @@ def test_precomputed_references(run):
     """The attributes are there, and a prepared dataset has a fingerprint."""
     assert run._precompute_engine is None and hasattr(run, "_precompute_model_hash"), REFERENCE
     assert isinstance(run.train_dataset._fingerprint, str), "PreferenceTrainer._on_shared_disk names a folder by it"
-
-
-def test_asynchronous_rewards_have_a_loop(tiny_model_path, tmp_path, monkeypatch):
-    async def later(completion_ids, **_):
-        return [0.0] * len(completion_ids)
-
-    monkeypatch.setitem(rollout_once.REWARDS, "later", later)
-    spec = {"model": tiny_model_path, "trainer": "trl.GRPOTrainer", "rewards": ["later"]}
-    loop = getattr(rollout_once.build(spec, str(tmp_path)), "async_loop", None)
-    assert isinstance(loop, asyncio.AbstractEventLoop) and loop.is_running(), (
-        f"GRPOTrainer.async_loop is {loop} and no running loop: trl_ext.trainers.policy.reward_functions "
-        "runs asynchronous rewards on it"
-    )
 
 
 def test_calls_of_the_vllm_client():
@@ -339,18 +289,4 @@ def test_the_trace_of_zero_3(file, kind, name):
     )
     assert "self.parameter_offload =" in (folder / "stage3.py").read_text(), (
         f"DeepSpeed's ZeRO-3 optimizer has no parameter_offload any more: {REFERENCE}.reference_passes reads it"
-    )
-
-
-def test_names_of_argparse():
-    parser = trl.TrlParser((trl.DPOConfig,))
-    assert parser._option_string_actions["--beta"].dest == "beta", (
-        "argparse no longer lists its flags in _option_string_actions, by which trl_ext/runs names unknown flags"
-    )
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rate", type=float)
-    assert parser._negative_number_matcher.match("-1"), "argparse has no _negative_number_matcher"
-    parser._negative_number_matcher = re.compile(r"^-1e-3$")
-    assert parser.parse_args(["--rate", "-1e-3"]).rate == -0.001, (
-        "argparse no longer tells negative numbers by _negative_number_matcher, which trl_ext/runs lets take -1e-3"
     )

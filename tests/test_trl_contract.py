@@ -157,25 +157,6 @@ def test_prepared_columns(stock):
     )
 
 
-def test_signature_columns(stock):
-    stock._signature_columns = None
-    stock._set_signature_columns_if_needed()
-    expected = {"prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps"}
-    assert set(stock._signature_columns) == expected, (
-        f"DPOTrainer keeps the columns {stock._signature_columns}: "
-        "PreferenceTrainer._set_signature_columns_if_needed adds the loss's columns to that list"
-    )
-
-
-def test_precomputing_is_what_keeps_no_reference_model(tiny_model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(trl.DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name, batch_size: dataset)
-    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": {"precompute_ref_log_probs": True}}
-    assert build(spec, str(tmp_path)).ref_model is None, (
-        "DPOTrainer keeps a reference model under precompute_ref_log_probs: "
-        "PreferenceTrainer._settings_for_setup sets it so that reference-free losses have none"
-    )
-
-
 # ---- Seam one: the accumulation window ----
 
 
@@ -187,16 +168,3 @@ def test_get_batch_samples(stock):
     )
     batches, _ = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
     assert len(batches) == 1, f"the last window is no longer the shorter one: {SEAM_ONE} normalises by its pairs"
-
-
-def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatch):
-    monkeypatch.setattr(
-        stock, "compute_loss", lambda model, *_, **__: sum(p.sum() for p in model.parameters()) * 0 + 6
-    )
-    monkeypatch.setattr(stock, "current_gradient_accumulation_steps", 3, raising=False)
-    reported = stock.training_step(stock.model, batch).item()
-    assert reported == 2.0, (
-        f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.preference.optimizer_batch.Window.scale undoes a division by the number of micro-batches"
-    )
-    stock.model.zero_grad()

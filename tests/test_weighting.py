@@ -92,13 +92,6 @@ class TestWPO:
         assert scores.chosen_policy_weight.grad is None
         assert scores.rejected_policy_weight.grad is None
 
-    def test_options_reach_it_through_the_objective(self):
-        greedy = self.pair(chosen_tokens=(0, 0), rejected_tokens=(0,))
-        objective = PreferenceObjective("dpo", beta=0.1, weightings=["wpo"], weighting_options={"max_weight": None})
-        assert objective(greedy).item() == pytest.approx(1.736388 * 0.644397, abs=1e-6)
-        assert objective.needs_policy_weights
-        assert not PreferenceObjective("dpo").needs_policy_weights
-
     @pytest.mark.parametrize("missing", ["chosen_policy_weight", "rejected_policy_weight"])
     def test_missing_weights(self, missing):
         with pytest.raises(ValueError, match="wpo reads chosen_policy_weight and rejected_policy_weight"):

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests import recipes
 from tests.tiny import pairs, save_tiny_model
-from tests.train_once import largest_difference, relative_difference
-from tests.zero_once import Run, launch, train_under
+from tests.train_once import largest_difference, launch, relative_difference
+from tests.zero_once import Run, train_under
 from trl_ext import toy
 from trl_ext.rewards import RewardModel
 
