@@ -131,15 +131,6 @@ def test_columns_of_the_loss_and_of_the_weightings(scores):
     assert objective(scores).tolist() == pytest.approx([-3.0, 9.0])
 
 
-def test_a_loss_may_standardise_a_column():
-    @preference_loss("standardised", columns=("strength",))
-    def standardised(scores, *, beta):
-        strength = scores.columns["strength"]
-        return -beta * scores.margin * (strength - strength.mean()) / strength.std()
-
-    assert PreferenceObjective("standardised").columns == ("strength",)
-
-
 def test_each_weighting_gets_its_own_options():
     options = {"max_weight": 2.0, "floor": 0.1}
     objective = PreferenceObjective("dpo", weightings=["wpo", "confidence"], weighting_options=options)

@@ -212,7 +212,7 @@ def test_fewer_prompts_than_a_rollout_holds_are_refused(policy_path, tmp_path):
         train({**spec, "prompts": 3}, str(tmp_path))
 
 
-# ---- What is not exact, and where checkpoints fall ----
+# ---- What is not exact ----
 
 OFF_POLICY = "has no importance ratio, and a rollout serves {} updates: all but the first are off-policy"
 SEVERAL_ROLLOUTS = "an update spans several rollouts"
@@ -255,24 +255,6 @@ def test_what_is_not_exact_is_said(settings, said, configure, caplog):
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("trl_ext")]
     assert len(lines) == len(said)
     assert all(text in line and "\n" not in line for text, line in zip(said, lines, strict=True))
-
-
-# Each rollout serves four updates.
-FOUR_UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 40}
-
-
-def test_the_best_checkpoint_must_be_evaluated_where_it_is_saved(configure):
-    """Saving every 3 steps becomes every 4, which evaluations every 3 steps miss; the named way out is taken."""
-    best = {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": True}
-    with pytest.raises(
-        ValueError, match="save_steps 3 would become 4, .*multiple of eval_steps 3: give both as multiples of 4$"
-    ):
-        configure(**FOUR_UPDATES, **best, save_steps=3, eval_steps=3)
-    for asked, evaluated, saved in ((4, 4, 4), (8, 4, 8), (6, 2, 8)):
-        config = configure(**FOUR_UPDATES, **best, save_steps=asked, eval_steps=evaluated)
-        assert (config.save_steps, config.eval_steps) == (saved, evaluated)
-    # Without a choice among them, checkpoints need no evaluation.
-    assert configure(**FOUR_UPDATES, **{**best, "load_best_model_at_end": False}, save_steps=3, eval_steps=3)
 
 
 # ---- Command line ----

@@ -115,20 +115,6 @@ def test_what_a_function_must_return(returned):
         RewardGuard("skip").wrap(judge)(prompts=["a"] * 8)
 
 
-def test_functions_of_one_name_are_told_apart(policy_path, tmp_path):
-    def named(value):
-        def judge(completion_ids, **_):
-            return [value] * len(completion_ids)
-
-        return judge
-
-    trainer = train({"model": policy_path}, str(tmp_path), reward_funcs=[named(1.0), named(2.0), named(4.0)])
-    (entry,) = entries(trainer)
-    assert [entry[f"rewards/{name}/mean"] for name in ("judge", "judge_2", "judge_3")] == [1.0, 2.0, 4.0]
-    assert entry["reward"] == 7.0
-    assert list(trainer.plain_reward_functions) == ["judge", "judge_2", "judge_3"]
-
-
 def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
     """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
     args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}

@@ -326,15 +326,6 @@ def test_tokens_beyond_the_bound(name, settings, expected):
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_log_ratio_of_scores():
-    assert torch.equal(PolicyScores(NEW, OLD, MASK, ADVANTAGES).log_ratio, NEW - OLD)
-    sequence = PolicyScores(NEW, OLD, MASK, ADVANTAGES, "sequence").log_ratio
-    assert torch.equal(sequence, sequence_log_ratio(NEW, OLD, MASK))
-    for scores in (PolicyScores(NEW, OLD, MASK, ADVANTAGES, "none"), PolicyScores(NEW, None, MASK, ADVANTAGES)):
-        with pytest.raises(ValueError, match="this algorithm has no importance ratio"):
-            scores.log_ratio  # noqa: B018
-
-
 def test_an_empty_response_has_sequence_ratio_one():
     assert sequence_log_ratio(NEW, OLD, torch.zeros(2, 3)).tolist() == [[0.0], [0.0]]
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import recipes
-from tests.resume_once import KINDS, differences, in_a_fork, metrics, run_jobs, save_models
+from tests.resume_once import KINDS, differences, metrics, run_jobs, save_models
 from tests.train_once import launch
 from trl_ext.resilience.preemption import REQUEUE
 
@@ -193,27 +193,3 @@ def test_a_recipe_that_is_told_to_end(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
-
-
-def test_a_second_notice_ends_the_run_at_once(tmp_path):
-    """In the middle of a step, a second and more after the first."""
-    assert in_a_fork(_noticed_twice, log=tmp_path / "log.txt") == REQUEUE
-    assert "received SIGTERM again, and ended without a checkpoint" in (tmp_path / "log.txt").read_text()
-
-
-def _noticed_twice() -> None:
-    import os
-    import signal
-    import time
-    from types import SimpleNamespace
-
-    from trl_ext.resilience.preemption import Preemption
-
-    preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
-    preemption.on_train_begin(None, None, None)
-    for pause in (0.0, 0.1, 1.1):
-        # The one in between is the same notice, passed on by a launcher.
-        time.sleep(pause)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("goes on", flush=True)
-    raise AssertionError("it did not end")

@@ -170,16 +170,6 @@ def test_the_best_checkpoint_by_scores_taken_singly(criterion, tiny_model_path, 
     assert largest_difference(parameters(trainer), checkpoint) == 0.0
 
 
-def test_a_limit_on_checkpoints_deletes_no_best_one(tiny_model_path, tmp_path):
-    _, free = select(tiny_model_path, tmp_path / "free", "margin", None, seed=5)
-    _, limited = select(tiny_model_path, tmp_path / "limited", "margin", 1, seed=5)
-    assert limited == free
-    assert (tmp_path / "limited" / f"checkpoint-{free['step']}").is_dir()
-    assert len(list((tmp_path / "limited").glob("checkpoint-*"))) <= 2
-    one, other = (load_file(tmp_path / name / "best" / "model.safetensors") for name in ("free", "limited"))
-    assert largest_difference(one, other) == 0.0
-
-
 def test_selection_that_cannot_be(tiny_model_path, tmp_path):
     from trl_ext.held_out.reward_selection import CheckpointSelection
 
