@@ -78,7 +78,14 @@ def test_one_line_changes_the_model(path):
     first, *others = code(read(path))
     assert first.count(MODEL_LINE) == 1
     for source in others:
-        assert '"toy"' not in source and not re.search(r"\b(MODEL|DATA)\b[^=\n]*(?<![=!<>])=(?!=)\s*[\"']", source)
+        nodes = list(ast.walk(ast.parse(source)))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
+        given = [one for call in calls for one in (*call.args, *(keyword.value for keyword in call.keywords))]
+        assert "toy" not in [one.value for one in given if isinstance(one, ast.Constant)]
+        assert not {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)} & {
+            "MODEL",
+            "DATA",
+        }
 
 
 @each_notebook
