@@ -1,4 +1,4 @@
-"""The private names of transformers, TRL, DeepSpeed and argparse that checkpoints, resuming and the recipes stand on.
+"""The private names of transformers, TRL and PEFT that the trainers, their checkpoints and their resuming stand on.
 
 When one of these fails after an upgrade, its message says what moved and what in `trl_ext` stands on it.
 """
@@ -256,37 +256,4 @@ def test_calls_of_the_vllm_client():
     assert found == expected, (
         f"VLLMGeneration calls {sorted(found ^ expected)} of its client anew or no more: "
         "trl_ext.trainers.policy.vllm_server._WatchedClient watches each call that is made while training"
-    )
-
-
-# ---- DeepSpeed and argparse ----
-
-
-@pytest.mark.parametrize(
-    ("file", "kind", "name"),
-    [
-        ("partitioned_param_coordinator.py", "PartitionedParameterCoordinator", "is_invalid_trace"),
-        ("partitioned_param_coordinator.py", "PartitionedParameterCoordinator", "_invalidate_trace"),
-        ("parameter_offload.py", "DeepSpeedZeRoOffload", "get_param_coordinator"),
-    ],
-)
-def test_the_trace_of_zero_3(file, kind, name):
-    """By reading: importing DeepSpeed takes seconds."""
-    deepspeed = find_spec("deepspeed")
-    if deepspeed is None:
-        pytest.skip("DeepSpeed is not here")
-    folder = Path(deepspeed.origin).parent / "runtime" / "zero"
-    methods = {
-        node.name: [argument.arg for argument in node.args.args]
-        for owner in ast.parse((folder / file).read_text()).body
-        if isinstance(owner, ast.ClassDef) and owner.name == kind
-        for node in owner.body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert methods.get(name) == ["self"], (
-        f"DeepSpeed's {kind} has no method {name}() any more: {REFERENCE}.reference_passes forgets by it in which "
-        "order the passes of the reference ran"
-    )
-    assert "self.parameter_offload =" in (folder / "stage3.py").read_text(), (
-        f"DeepSpeed's ZeRO-3 optimizer has no parameter_offload any more: {REFERENCE}.reference_passes reads it"
     )
