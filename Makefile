@@ -27,8 +27,8 @@ test-slow: $(STAMP)
 PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,OMP_NUM_THREADS=2
 NUMERICAL := advantages aot_scope comparison course course_steps gae generation kl kto log_probs masking objective \
 	online_preference online_preference_judges online_preference_settings packing_attention packing_models \
-	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants policy_loop_contract \
-	policy_losses policy_positions policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses \
+	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants \
+	policy_losses policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses \
 	preference_scores preference_trainer replay reward_checkpoints reward_ensemble reward_losses reward_pairs \
 	reward_sharing reward_trainer rewards shaping shared_backbone splits toy trainer_contract trl_contract unpaired \
 	weighting

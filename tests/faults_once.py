@@ -17,43 +17,30 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.train_once import DEFAULTS, parameters
+from tests.train_once import REPOSITORY, build_plain, classes, entries, parameters
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 NAMES = {"PreferenceTrainer", "RewardTrainer", "PolicyTrainer", "SFTTrainer"}
 
 
 def build(spec: dict, output_dir: str, **own):
     """The trainer of a specification, not yet trained.
 
-    Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `rows`, `args`, `reward` (a function's
+    Keys: `trainer` (a name in trl_ext, or "trl.DPOTrainer"), `model` (path), `args`, `reward` (a function's
     name here), `fault` (a class here, with its own keys), and `kill_at` (the step before which the last process dies).
     """
     import torch
-    import trl
-    from datasets import Dataset
     from transformers import TrainerCallback
 
-    import trl_ext
-    from tests.rollout_once import DEFAULTS as POLICY_DEFAULTS
-    from tests.rollout_once import prompts
-    from tests.tiny import pairs
-
     torch.set_num_threads(1)
-    library, _, name = spec["trainer"].rpartition(".")
-    library = trl if library == "trl" else trl_ext
-    trainer_class = getattr(library, name)
-    config_class = getattr(library, name.replace("Trainer", "Config"))
-    rows, rewards, defaults = pairs(spec.get("rows", 12)), [], {**DEFAULTS, "learning_rate": 0.01}
-    if name == "SFTTrainer":
-        rows = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
-    if name in ("PolicyTrainer", "GRPOTrainer"):
-        rows, rewards = prompts(8), [own.pop("reward", None) or globals()[spec.get("reward", "lengths")]]
-        defaults = {**POLICY_DEFAULTS, "learning_rate": 0.01}
+    trainer_class, _ = classes(spec["trainer"])
+    own.setdefault("trainer_class", trainer_class)
     if "fault" in spec:
-        trainer_class = type(trainer_class.__name__, (globals()[spec["fault"]], trainer_class), {"spec": spec})
-    options = {"packing": "off"} if library is trl_ext and name != "SFTTrainer" else {}
-    args = config_class(**{**defaults, "max_steps": 4, **options, **spec.get("args", {}), "output_dir": output_dir})
+        own["trainer_class"] = type(trainer_class.__name__, (globals()[spec["fault"]], trainer_class), {"spec": spec})
+    if spec["trainer"] in ("PolicyTrainer", "trl.GRPOTrainer"):
+        own.setdefault("reward", globals()[spec.get("reward", "lengths")])
+    args = {"learning_rate": 0.01, "max_steps": 4, **spec.get("args", {})}
+    if spec["trainer"] in ("PreferenceTrainer", "RewardTrainer", "PolicyTrainer"):
+        args = {"packing": "off", **args}
 
     class KillAt(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
@@ -61,9 +48,7 @@ def build(spec: dict, output_dir: str, **own):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     callbacks = [KillAt()] if "kill_at" in spec else []
-    return trainer_class(
-        spec["model"], *rewards, args=args, train_dataset=Dataset.from_list(rows), callbacks=callbacks, **own
-    )
+    return build_plain({**spec, "args": args}, output_dir, callbacks=callbacks, **own)
 
 
 def _is_last_rank() -> bool:
@@ -172,8 +157,8 @@ def told(trainer, error: BaseException | None) -> dict:
         "step": trainer.state.global_step,
         "finite": bool(values.isfinite().all()),
         "parameters": [values.double().nan_to_num().sum().item(), values.double().nan_to_num().norm().item()],
-        "logged": [entry.get("skipped_updates") for entry in trainer.state.log_history if "loss" in entry],
-        "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+        "logged": [entry.get("skipped_updates") for entry in entries(trainer)],
+        "losses": [entry["loss"] for entry in entries(trainer)],
     }
 
 

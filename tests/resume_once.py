@@ -19,7 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+from tests.tiny import pairs
+from tests.train_once import REPOSITORY, demonstrations
+
 COMMON = {
     "optim": "adamw_torch",
     "learning_rate": 1e-3,
@@ -96,7 +98,11 @@ def build(kind: str, models: Path, folder: Path):
         held_out = _held_out() if "eval_strategy" in spec["args"] else None
         trainer = train_once.build(spec, output, eval_dataset=held_out)
     else:
-        trainer = _single_model(spec, output)
+        spec["rows"] = pairs(spec.get("pairs", 10))
+        held_out = _held_out(demonstrations if spec["trainer"] == "SFTTrainer" else list)
+        trainer = train_once.build_plain(
+            spec, output, eval_dataset=held_out if "eval_strategy" in spec["args"] else None
+        )
     # As the recipes do: first the file of metrics, then what logs.
     trainer.add_callback(MetricsFileCallback(folder / "run" / "metrics.jsonl"))
     if spec["trainer"] == "RewardTrainer":
@@ -107,30 +113,10 @@ def build(kind: str, models: Path, folder: Path):
     return trainer
 
 
-def _held_out():
+def _held_out(of=list):
     from datasets import Dataset
 
-    from tests.tiny import pairs
-
-    return Dataset.from_list(pairs(4, seed=7))
-
-
-def _single_model(spec: dict, output: str):
-    from datasets import Dataset
-
-    import trl_ext
-    from tests.tiny import pairs
-    from tests.train_once import DEFAULTS
-
-    name = spec["trainer"]
-    rows, held_out = Dataset.from_list(pairs(spec.get("pairs", 10))), _held_out()
-    if name == "SFTTrainer":
-        columns = ["prompt", "chosen"]
-        rows, held_out = (d.select_columns(columns).rename_column("chosen", "completion") for d in (rows, held_out))
-    config = getattr(trl_ext, name.replace("Trainer", "Config"))
-    args = config(**{**DEFAULTS, **spec["args"], "output_dir": output})
-    held_out = held_out if "eval_strategy" in spec["args"] else None
-    return getattr(trl_ext, name)(spec["model"], args, train_dataset=rows, eval_dataset=held_out)
+    return Dataset.from_list(of(pairs(4, seed=7)))
 
 
 def _expert(arguments: dict, output: str):

@@ -129,33 +129,19 @@ def _build_on_rows(spec: dict, output_dir: str):
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-    import trl_ext
     from tests.tiny import pairs
 
     dtype, tokenizer = getattr(torch, spec["dtype"]), AutoTokenizer.from_pretrained(spec["model"])
-    rows = pairs(STEPS * BATCH, seed=REFERENCE["data_seed"])
-    arguments = {**train_once.DEFAULTS, **spec["args"], "output_dir": output_dir}
     if spec["kind"] == "reward":
         torch.manual_seed(0)  # The head of the scores is new.
-        return trl_ext.RewardTrainer(
-            AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=1, dtype=dtype),
-            trl_ext.RewardConfig(**arguments),
-            train_dataset=_dataset(rows),
-            eval_dataset=_held_out(),
-            processing_class=tokenizer,
-        )
-    held_out = pairs(BATCH, seed=99)
-    return trl_ext.SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype),
-        trl_ext.SFTConfig(**arguments),
-        train_dataset=_dataset([_demonstration(row) for row in rows]),
-        eval_dataset=_dataset([_demonstration(row) for row in held_out]),
-        processing_class=tokenizer,
-    )
-
-
-def _demonstration(row: dict) -> dict:
-    return {"row_id": row["row_id"], "prompt": row["prompt"], "completion": row["chosen"]}
+        model = AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=1, dtype=dtype)
+        trainer, held_out = "RewardTrainer", _held_out()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype)
+        trainer, held_out = "SFTTrainer", _dataset(train_once.demonstrations(pairs(BATCH, seed=99)))
+    rows = pairs(STEPS * BATCH, seed=REFERENCE["data_seed"])
+    spec = {**spec, "trainer": trainer, "model": model, "rows": rows}
+    return train_once.build_plain(spec, output_dir, eval_dataset=held_out, processing_class=tokenizer)
 
 
 def _dataset(rows: list[dict]):
@@ -238,7 +224,7 @@ def run_all(
         part = {index: job for index, job in spread.items() if start <= index < start + PER_LAUNCH}
         (folder / "jobs.json").write_text(json.dumps({"models": str(models), "jobs": part, "dtype": dtype}))
         command = ("-m", "tests.splits_once", str(folder / "jobs.json"), str(folder))
-        train_once.in_processes(2, *command, cwd=Path(__file__).resolve().parent.parent)
+        train_once.in_processes(2, *command)
     for index, job in spread.items():
         with safe_open(folder / f"{index}.safetensors", "pt") as file:
             rest = json.loads(file.metadata()["rest"])

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, PartialState
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.train_once import build
 from trl_ext.resilience import checkpoints
@@ -26,7 +25,6 @@ from trl_ext.resilience.checkpoints import (
     last_checkpoint,
 )
 from trl_ext.resilience.preemption import REQUEUE, SIGNALS, Preemption
-from trl_ext.resilience.training import ResilientTraining
 
 ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 
@@ -101,12 +99,6 @@ def test_no_checkpoint_is_left(run):
     assert last_checkpoint(run / "nowhere") is None
 
 
-def test_names_that_are_no_checkpoints(tmp_path):
-    for name in ("checkpoint-2", "checkpoint-10", "checkpoint-last", PARTIAL_FOLDER, "checkpoint-3.old"):
-        (tmp_path / name).mkdir()
-    assert [path.name for path in checkpoints.checkpoints_in(tmp_path)] == ["checkpoint-2", "checkpoint-10"]
-
-
 # ---- What is deleted ----
 
 
@@ -149,24 +141,6 @@ def test_every_file_is_listed_and_the_partial_folder_is_gone(saved):
         }
         assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.json"} < set(listed)
     assert not (saved / PARTIAL_FOLDER).exists()
-
-
-def test_all_that_transformers_and_trl_write_goes_to_the_partial_folder(spec, tmp_path, monkeypatch):
-    """The contract with `Trainer._save_checkpoint`: it asks `_get_output_dir`, and writes nowhere else."""
-    seen = {}
-    move = checkpoints.move_into_place
-
-    def look(partial, final):
-        seen["before"] = sorted(path.name for path in tmp_path.iterdir())
-        seen["files"] = sorted(path.name for path in partial.iterdir())
-        move(partial, final)
-
-    monkeypatch.setattr(checkpoints, "move_into_place", look)
-    trainer = build({**spec, "args": {**spec["args"], "max_steps": 1}}, str(tmp_path))
-    trainer.train()
-    # A model card is TRL's, of the run and not of the checkpoint.
-    assert set(seen["before"]) - {"README.md"} == {PARTIAL_FOLDER}
-    assert seen["files"] == sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir())
 
 
 def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
@@ -244,35 +218,6 @@ def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signal
     assert (trainer.args.save_total_limit, trainer.args.load_best_model_at_end) == (1, True)
 
 
-def test_a_run_that_stops_early_by_itself_ends_with_its_best(spec, tmp_path, signals, monkeypatch):
-    from transformers import EarlyStoppingCallback
-
-    loaded = []
-    monkeypatch.setattr(Trainer, "_load_best_model", lambda self: loaded.append(self.state.best_model_checkpoint))
-    stopped(spec, tmp_path, EarlyStoppingCallback(2), code=None, **BEST)
-    assert steps_in(tmp_path) == [1, 3] and loaded == [str(tmp_path / "checkpoint-1")]
-
-
-@pytest.mark.parametrize(("step", "evaluated"), [(4, [3]), (5, [3, 6])])
-def test_an_epoch_that_is_broken_off_is_not_evaluated(step, evaluated, spec, tmp_path, signals):
-    """Stopped after 5 steps, in the middle of the second epoch, or after 6, at its end, which the checkpoint has."""
-    epoch = {"eval_strategy": "epoch", "logging_strategy": "epoch"}
-    trainer = stopped(spec, tmp_path, Tell("on_step_begin", step), **epoch, save_steps=100)
-    history = json.loads((tmp_path / f"checkpoint-{step + 1}" / "trainer_state.json").read_text())["log_history"]
-    for entries in (history, trainer.state.log_history):
-        assert [entry["step"] for entry in entries if "eval_loss" in entry] == evaluated
-    assert [entry["step"] for entry in history if "loss" in entry] == evaluated
-
-
-def test_a_notice_in_the_last_evaluation(spec, tmp_path, signals):
-    """After the ninth step, of a run that saves nothing by itself; and one that comes later lets the run end."""
-    arguments = {"save_strategy": "no", "eval_strategy": "epoch"}
-    stopped(spec, tmp_path / "told", Tell("on_prediction_step", 9), **arguments)
-    assert steps_in(tmp_path / "told") == [9]
-    stopped(spec, tmp_path / "late", Tell("on_train_end", 9), code=None, **arguments)
-    assert steps_in(tmp_path / "late") == []
-
-
 def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
     """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
     arguments = {"save_only_model": True, "save_steps": 2}
@@ -286,38 +231,6 @@ def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
 
 
 # ---- What is taken up ----
-
-
-def test_a_process_that_was_not_there_takes_up_what_the_first_had(spec, run, monkeypatch, caplog):
-    """The second of two, where one process wrote the checkpoint; and its random numbers are its own."""
-
-    trainer = build(spec, str(run))
-    expected = trainer._read_progress(run / "checkpoint-2")
-    assert expected["processes"] == 1 and expected["logged_at"] == 2
-    monkeypatch.setattr(ResilientTraining, "_progress_file", "progress_1.json")
-    assert trainer._read_progress(run / "checkpoint-2") == expected
-    monkeypatch.setattr(type(trainer.args), "world_size", 2)
-    with caplog.at_level(logging.WARNING):
-        trainer._read_progress(run / "checkpoint-2")
-    assert "checkpoint-2 was written by 1 processes, and 2 go on from it" in caplog.text
-    # Of two processes, each looks for a file with its number, and finds none.
-    drawn = []
-    for index in (0, 1):
-        for state in (AcceleratorState, PartialState):
-            monkeypatch.setitem(state._shared_state, "process_index", index)
-        trainer._load_rng_state(str(run / "checkpoint-2"))
-        drawn.append(torch.rand(()).item())
-    assert drawn[0] != drawn[1]
-
-
-def test_a_failed_resumption_leaves_nothing_to_take_up(spec, run, monkeypatch):
-    trainer = build(spec, str(run))
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "train", lambda *_, **__: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.train(resume_from_checkpoint=True)
-    trainer.train()
-    assert trainer.state.log_history[0]["step"] == 1
 
 
 def test_a_run_without_a_checkpoint(spec, tmp_path):

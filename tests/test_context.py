@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
-from trl_ext.trainers.context import check_generations, check_rows
+from trl_ext.trainers.context import check_rows
 
 
 @pytest.fixture
@@ -34,24 +34,6 @@ def model_of(context: int | None) -> SimpleNamespace:
 
 
 class TestContext:
-    def test_short_prompts_fit_whatever_their_limit(self, tokenizer):
-        """The prompt has 5 tokens, and 5 + 11 are 16."""
-        assert len(tokenizer("Name an animal.")["input_ids"]) == 5
-        prompts = ["Name an animal."]
-        limits = {"max_completion_length": 11, "max_prompt_tokens": 512}
-        check_generations(model_of(16), tokenizer, prompts, limits)
-        with pytest.raises(ValueError) as raised:
-            check_generations(model_of(16), tokenizer, prompts, {**limits, "max_completion_length": 12})
-        assert str(raised.value) == (
-            "a prompt and its response take up to 17 tokens, and the model's context holds 16: lower "
-            "--max_completion_length (now 12) or --max_prompt_tokens (now 512)"
-        )
-
-    def test_nothing_is_measured_where_the_limits_fit(self):
-        limits = {"max_new_tokens": 10, "max_prompt_tokens": 6}
-        check_generations(model_of(16), None, [None], limits)
-        check_generations(model_of(None), None, [None], limits)
-
     @pytest.mark.parametrize(
         ("columns", "length"),
         [
@@ -66,10 +48,6 @@ class TestContext:
         check_rows(model_of(length), rows, limits)
         with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower --max_resp"):
             check_rows(model_of(length - 1), rows, limits)
-
-    def test_what_holds_no_rows_of_tokens_passes(self):
-        for rows in (None, Dataset.from_dict({"prompt": ["long"]})):
-            check_rows(model_of(1), rows, {"max_response_tokens": None})
 
 
 class TestRecipes:

@@ -76,14 +76,6 @@ def test_a_loss_is_explained(name):
     assert entry.title in text and all(f"{option} " in text for option in entry.options)
 
 
-def test_formulas():
-    assert "`(r - mean) / (std + eps)`" in explain("group_normalized") and "--std_ddof 0" in explain(
-        "group_normalized"
-    )
-    assert "`k3 = exp(-d) - 1 + d`" in explain("grpo")
-    assert "`l(u) = -log sigmoid(u)`" in explain("aot") and "arXiv 2406.05882" in explain("aot")
-
-
 @pytest.mark.parametrize(
     ("function", "parts"),
     [

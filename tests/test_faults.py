@@ -17,8 +17,7 @@ from transformers import TrainerCallback
 
 from tests.faults_once import NAMES, build, end_of_processes
 from tests.recipes import RECIPES, environment
-from tests.train_once import largest_difference, parameters
-from tests.zero_once import launch
+from tests.train_once import largest_difference, launch, parameters
 from trl_ext.resilience.checkpoints import last_checkpoint
 from trl_ext.resilience.faults import TrainingFault, is_disk_full, is_lost_process, is_out_of_memory
 from trl_ext.resilience.reward_guard import Stalled, time_limit
@@ -144,15 +143,6 @@ def test_a_time_limit_interrupts_what_python_waits_for():
         assert 0.2 <= time.monotonic() - begun < 5
 
 
-def test_a_time_limit_leaves_a_call_in_time_alone():
-    with time_limit(0.3):
-        value = 1
-    time.sleep(0.5)
-    assert value == 1
-    with time_limit(None), time_limit(0):
-        pass
-
-
 HANGS = {"reward_timeout": 0.5, "beta": 0.0}
 
 
@@ -270,23 +260,6 @@ def test_a_reward_function_that_hangs_on_one_process_ends_both(spec, tmp_path):
 
 # ---- Recipes ----
 
-DEADLY = """
-import os, signal, time, torch
-from pathlib import Path
-from trl_ext import preference_loss
-
-calls = []
-
-
-@preference_loss("deadly", needs_reference=False)
-def deadly(scores, *, beta=0.1):
-    \"""A logistic loss that kills the second process when it is called for the ninth time.\"""
-    calls.append(1)
-    if len(calls) == 9 and os.environ.get("RANK") == "1":
-        Path("killed").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return -torch.nn.functional.logsigmoid(beta * (scores.chosen - scores.rejected))
-"""
 QUICK = ["--use_cpu", "true", "--generation_eval_every", "0", "--num_eval_prompts", "4", "--packing", "off"]
 QUICK += ["--save_strategy", "steps", "--save_steps", "1", "--max_steps", "12", "--eval_strategy", "no"]
 
@@ -295,19 +268,6 @@ def run_recipe(folder, launcher: list[str], *arguments: str, **others) -> subpro
     command = [sys.executable, *launcher, str(RECIPES / "preference.py"), *QUICK, "--output_dir", "run", *arguments]
     environment_ = {**environment(), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=folder, env=environment_, capture_output=True, text=True, timeout=300, **others)
-
-
-@pytest.mark.slow
-def test_a_launcher_ends_within_a_minute_of_a_killed_process(tmp_path):
-    """The survivor says how to go on, and the agent names the signal."""
-    (tmp_path / "deadly.py").write_text(DEADLY)
-    launcher = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
-    ended = run_recipe(tmp_path, [*launcher, "--main_process_port", "0"], "--loss", "deadly.py:deadly")
-    assert time.time() - float((tmp_path / "killed").read_text()) < 60
-    assert ended.returncode != 0
-    (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith("error: another process of this run has ended") and "goes on from run/checkpoint-" in line
-    assert "Signal 9 (SIGKILL)" in ended.stderr
 
 
 @pytest.mark.slow

@@ -129,12 +129,6 @@ def test_a_last_row_that_is_alone_is_left_out(tiny_model_path, tmp_path, caplog)
         trainer.evaluate(held_out.select(range(1)))
 
 
-def test_rows_without_a_divergence_need_no_neighbour(tiny_model_path, tmp_path):
-    rows = labelled(*[True, False] * 2, True)
-    given = {"per_device_train_batch_size": 4, "loss_type": "apo_zero_unpaired"}
-    assert len(build(tiny_model_path, tmp_path, rows, **given).train_dataset) == 5
-
-
 WRONG_ROWS = {
     "train_dataset has no undesirable response among its 2: KTO weighs": labelled(True, True),
     "train_dataset has no desirable response among its 3": labelled(False, False, False),
@@ -173,11 +167,6 @@ def test_wrong_configuration_class(tiny_model_path, tmp_path):
 
     with pytest.raises(TypeError, match=r"takes a KTOConfig, got DPOConfig of trl\.trainer.*import KTOConfig"):
         KTOTrainer(tiny_model_path, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))
-
-
-def test_defaults_fit_the_device(tmp_path):
-    args = KTOConfig(str(tmp_path), use_cpu=True)
-    assert (args.bf16, args.gradient_checkpointing, args.max_length) == (False, False, None)
 
 
 def test_resumes_as_it_would_have_gone_on(tiny_model_path, tmp_path):

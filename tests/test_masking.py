@@ -29,10 +29,6 @@ def test_masked_sum(dim, expected):
         assert masked_sum(VALUES, mask, dim).tolist() == expected
 
 
-def test_a_sum_is_not_divided():
-    assert masked_sum(torch.tensor([2, 2]), torch.tensor([1, 1])).item() == 4
-
-
 def test_masked_mean():
     """All: 9 / 3. Rows: 4 / 2, 5 / 1. Columns: 1, 5, 3, over one each."""
     assert masked_mean(VALUES, MASK).item() == 3.0

@@ -70,13 +70,6 @@ def test_paper_is_the_methods(trainer, given, paper):
     assert found["id"] == paper
 
 
-def test_a_course_is_a_source_without_a_number():
-    found = method_of(
-        SimpleNamespace(_name="Policy optimization", _paper={}, args=SimpleNamespace(algorithm="reinforce"))
-    )
-    assert (found["id"], found["title"]) == ("", "Williams 1992; CS336")
-
-
 def test_a_notebooks_card_before_there_are_results(tmp_path):
     trainer = stand_in(tmp_path / "my-run")
     trainer.create_model_card(dataset_name="org/pairs", tags="course")
@@ -144,38 +137,24 @@ def test_of_a_path_the_last_part_is_told(tmp_path):
     assert {"base_model", "datasets"} & set(head_of(card)) == set()
 
 
-def test_another_process_writes_none(tmp_path):
-    trainer = stand_in(tmp_path)
-    trainer.is_world_process_zero = lambda: False
-    trainer.create_model_card()
-    assert not (tmp_path / "README.md").exists()
-
-
-def test_the_words_of_a_model_are_no_markup(tmp_path):
-    trainer = stand_in(tmp_path)
-    trainer.create_model_card(model_name="<img src=x>")
-    card = (tmp_path / "README.md").read_text()
-    assert "\n# \\&lt;img" in card or "\n# &lt;img" in card
-
-
-def test_what_of_trl_and_peft_the_card_stands_on():
-    import inspect
-
-    import peft
-    import trl
-
-    assert list(inspect.signature(trl.DPOTrainer.create_model_card).parameters) == [
-        "self",
-        "model_name",
-        "dataset_name",
-        "tags",
-    ], "TRL's create_model_card takes other arguments: trl_ext.trainers.model_card overrides it"
-    for stock in (trl.DPOTrainer, trl.GRPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.SFTTrainer):
-        assert isinstance(stock._name, str) and isinstance(stock._paper, dict), f"{stock.__name__} names no method"
-        source = inspect.getsource(stock._save_checkpoint)
-        assert "create_model_card(" in source, f"{stock.__name__} writes its card elsewhere than with a checkpoint"
-    source = inspect.getsource(peft.PeftModel.save_pretrained)
-    assert "create_or_update_model_card(" in source, "PEFT writes its card elsewhere than with the adapter"
+def test_a_folder_that_is_gone_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    """What lies beside the run, below `runs` or begins with a dot is a path; where the run lies says nothing else."""
+    monkeypatch.chdir(tmp_path)
+    for output, base in [
+        ("elsewhere", "runs/deleted"),
+        ("out/dpo", "out/deleted"),
+        (str(tmp_path / "out" / "dpo"), "out/deleted"),
+        ("elsewhere", "./deleted"),
+        ("elsewhere", ".cache/deleted"),
+    ]:
+        stand_in(Path(output), base=base).create_model_card(dataset_name=base)
+        card = (tmp_path / output / "README.md").read_text()
+        assert "huggingface.co" not in card and "`deleted`" in card, (output, base)
+        assert {"base_model", "datasets"} & set(head_of(card)) == set()
+    for output, base in [("runs/dpo", "gpt2"), ("out/dpo", "Qwen/Qwen2.5-0.5B"), ("out/dpo", "runsmith/runs")]:
+        stand_in(Path(output), base=base).create_model_card()
+        card = (tmp_path / output / "README.md").read_text()
+        assert f"[{base}](https://huggingface.co/{base})" in card and head_of(card)["base_model"] == base
 
 
 @pytest.mark.slow

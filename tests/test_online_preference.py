@@ -370,13 +370,3 @@ def test_nothing_is_learned_from_ties(policy_path, tmp_path, caplog):
     assert "nothing was learned from rewards: no pair was made" in caplog.text
     start = {name: p.detach() for name, p in initial_model(policy_path).named_parameters()}
     assert largest_difference(run.parameters, start) == 0
-
-
-def test_several_updates_to_a_rollout(policy_path, tmp_path):
-    """16 responses in two updates, twice over: the pairs of an update are its own, and the last is off-policy."""
-    settings = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 4}
-    trainer = train(specification(policy_path, learning_rate=0.1, pairs="all", **settings), str(tmp_path))
-    run = result(trainer)
-    assert trainer.rollouts == 1
-    assert run.losses[2] < run.losses[0]
-    assert run.losses[3] < run.losses[1], "the same pairs again"

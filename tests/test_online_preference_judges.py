@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.rollout_once import build, prompts, train
+from tests.rollout_once import train
 from tests.test_online_preference import specification
 from tests.train_once import largest_difference, result
 from trl_ext import OnlinePreferenceConfig
 from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.trainers.policy.judge_rewards import JudgeRewards
-from trl_ext.trainers.policy.reward_functions import reward_columns
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -113,13 +111,3 @@ def test_groups_that_would_be_divided_are_refused():
     args.per_device_train_batch_size = 2
     with pytest.raises(ValueError, match="2 responses per process do not divide into groups of 4"):
         JudgeRewards(Shorter(), lambda: 4, args)
-
-
-def test_what_a_judge_could_not_compare_has_no_reward_beside_a_function(policy_path, tmp_path):
-    """Another function's None stays TRL's, which leaves that function out of the sum."""
-    trainer = build(specification(policy_path), str(tmp_path), judge=Shorter())
-    missing = float("nan")
-    totals = trainer._weighted_sum(torch.tensor([[1.0, missing], [missing, 0.5], [2.0, 1.0], [missing, missing]]))
-    assert totals.tolist() == pytest.approx([missing, 0.5, 3.0, missing], nan_ok=True)
-    # Responses to different prompts are not compared.
-    assert list(reward_columns(trainer, prompts(2), ["a", "bc"], [True] * 2, [[5], [6, 7]])) == ["thirds"]

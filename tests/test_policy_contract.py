@@ -5,19 +5,13 @@ When one of these fails after an upgrade, its message says what moved and what i
 
 from __future__ import annotations
 
-import ast
-import inspect
-import re
-from collections import defaultdict
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-import torch
 import trl
 from packaging.version import Version
-from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from trl.trainer.utils import split_tensor_dict
 
 from tests.rollout_once import build, prompts, thirds
 
@@ -28,6 +22,7 @@ REWARDS = f"{TRAINER}._calculate_rewards"
 ADVANTAGES = f"{TRAINER}._generate_and_score_completions"
 LOSS = f"{TRAINER}._compute_loss"
 GREEDY = "trl_ext.trainers.policy.greedy"
+OPTIMIZER = "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer"
 STOP = "trl_ext.trainers.policy.stop_strings.StopStrings"
 
 
@@ -53,10 +48,6 @@ def rows() -> list[dict]:
     return [dict(row) for row in prompts(2) for _ in range(4)]
 
 
-def parameter_names(method) -> list[str]:
-    return list(inspect.signature(method).parameters)
-
-
 def test_trl_version():
     found = version("trl")
     assert Version("1.16") <= Version(found) < Version("1.17"), (
@@ -68,18 +59,11 @@ def test_trl_version():
 
 
 def test_calculate_rewards(stock):
-    names = parameter_names(trl.GRPOTrainer._calculate_rewards)
-    assert names == ["self", "inputs", "prompts", "completions", "completion_ids_list"], (
-        f"GRPOTrainer._calculate_rewards takes {names}: {REWARDS} and {GREEDY} call it with these"
-    )
     ids = [[5, 6, 9]] * 8
     texts = [[{"role": "assistant", "content": "x"}]] * 8
     found = stock._calculate_rewards(rows(), [row["prompt"] for row in rows()], texts, ids)
     assert found.shape == (8, 2) and found[:, 0].tolist() == pytest.approx(thirds(ids)), (
         f"GRPOTrainer._calculate_rewards returns {found} and not rewards per response and function: {REWARDS}"
-    )
-    assert "gather(rewards_per_func)" in inspect.getsource(trl.GRPOTrainer._calculate_rewards), (
-        f"GRPOTrainer._calculate_rewards no longer gathers over the processes: {ADVANTAGES} slices its own part"
     )
 
 
@@ -108,40 +92,7 @@ def test_keys_of_a_rollout(rollout):
     )
 
 
-def test_further_tensors_stay_with_their_rows(rollout):
-    """`bad_reward` and the advantages must come out beside the responses that they are of."""
-    sums = rollout["completion_ids"].sum(1)
-    marked = {**rollout, "advantages": sums.float(), "bad_reward": sums % 2 == 0}
-    for batch in split_tensor_dict(shuffle_sequence_dict(marked), 2):
-        own = batch["completion_ids"].sum(1)
-        assert torch.equal(batch["advantages"], own.float()) and torch.equal(batch["bad_reward"], own % 2 == 0), (
-            f"shuffle_sequence_dict or split_tensor_dict separates rows from what belongs to them: {ADVANTAGES} adds "
-            "bad_reward to a rollout"
-        )
-
-
-def test_the_log_of_advantages(stock, rollout):
-    logged = stock._logs["advantages"]
-    assert list(logged)[-8:] == rollout["advantages"].tolist(), (
-        f"GRPOTrainer no longer ends its `_logs['advantages']` with the rollout's: {TRAINER}._log_advantages pops them"
-    )
-    assert logged.maxlen == stock.args.generation_batch_size, f"_logs['advantages'] has another length: {TRAINER}"
-
-
-def test_pending_reports(stock):
-    """Filled by reward functions, and flushed into the logs with the rollout's rows."""
-    stock._log_completion_extra("column", list(range(8)))
-    stock._log_metric("figure", 3.0)
-    assert dict(stock._pending_extra_logs) == {"column": list(range(8))}, f"{GREEDY}._reports_discarded swaps it"
-    assert dict(stock._pending_metrics) == {"figure": [3.0]}, f"{GREEDY}._reports_discarded swaps it"
-    stock._generate_and_score_completions(rows())
-    assert not stock._pending_extra_logs and not stock._pending_metrics, f"not flushed any more: {GREEDY}"
-    assert list(stock._logs["extra"].pop("column")) == list(range(8))
-    assert stock._metrics["train"].pop("figure") == [3.0]
-
-
 def test_tokenize_prompts(stock):
-    assert parameter_names(trl.GRPOTrainer._tokenize_prompts) == ["self", "prompts"]
     found = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
     assert len(found) == 3 and [type(ids[0]) for ids in found[0]] == [int, int] and found[1] is None, (
         f"GRPOTrainer._tokenize_prompts returns {found} and not ids, images and further fields: "
@@ -150,21 +101,10 @@ def test_tokenize_prompts(stock):
 
 
 def test_generate_single_turn(stock):
-    names = parameter_names(trl.GRPOTrainer._generate_single_turn)
-    assert names == ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"], (
-        f"GRPOTrainer._generate_single_turn takes {names}: {GREEDY}.greedy_rewards calls it"
-    )
     ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
     found = stock._generate_single_turn(ids, images, fields, 1)
     assert len(found) == 2 and len(found[0]) == 2 and isinstance(found[0][0], list), (
         f"GRPOTrainer._generate_single_turn returns {found} and not lists of ids and their log-probabilities: {GREEDY}"
-    )
-    source = inspect.getsource(trl.GRPOTrainer._generate_single_turn)
-    assert (
-        "generation_kwargs=self.generation_kwargs" in source and "generation_config=self.generation_config" in source
-    ), (
-        f"GRPOTrainer._generate_single_turn no longer reads generation_config and generation_kwargs, which "
-        f"{GREEDY}._greedy_generation replaces: greedy responses would be sampled"
     )
 
 
@@ -177,86 +117,6 @@ def test_a_response_that_ended_ends_with_an_end_token(stock):
     end = stock.eos_token_ids[0]
     assert any(end in response for response in responses)
     assert all(end not in response[:-1] for response in responses), f"what follows the end is kept: {REWARDS}"
-
-
-@pytest.mark.parametrize("name", ["temperature", "top_p", "top_k", "min_p"])
-def test_the_settings_of_vllm(name):
-    """By reading: vLLM itself is not needed for it."""
-    source = Path(find_spec("trl").origin).with_name("generation") / "vllm_generation.py"
-    (engine,) = [
-        node
-        for node in ast.parse(source.read_text()).body
-        if isinstance(node, ast.ClassDef) and node.name == "VLLMGeneration"
-    ]
-    methods = {node.name: node for node in engine.body if isinstance(node, ast.FunctionDef)}
-
-    def uses(method: str, context) -> bool:
-        return any(
-            isinstance(node, ast.Attribute)
-            and node.attr == name
-            and getattr(node.value, "id", None) == "self"
-            and isinstance(node.ctx, context)
-            for node in ast.walk(methods[method])
-        )
-
-    assert uses("__init__", ast.Store) and uses("generate", ast.Load), (
-        f"VLLMGeneration no longer keeps {name} in __init__ and reads it in generate: {GREEDY}._GREEDY_VLLM sets it "
-        "for greedy responses"
-    )
-
-
-def test_stop_strings_reach_the_call_of_generate(stock):
-    """`StopStrings` gives the tokenizer to the model's `generate` for the while of TRL's one call of it."""
-    assert stock._tokenizer is stock.processing_class, (
-        f"GRPOTrainer._tokenizer is {type(getattr(stock, '_tokenizer', None)).__name__} and not the tokenizer of its "
-        f"processing class: {STOP} decodes with it"
-    )
-    model = stock.accelerator.unwrap_model(stock.model_wrapped)
-    calls, generate = [], model.generate
-
-    def recorded(*arguments, **keywords):
-        calls.append(keywords)
-        return generate(*arguments, **keywords)
-
-    ids, images, fields = stock._tokenize_prompts([row["prompt"] for row in prompts(2)])
-    model.generate = recorded
-    try:
-        stock._generate_single_turn(ids, images, fields, 1)
-    finally:
-        del model.generate
-    assert len(calls) == 1, (
-        f"GRPOTrainer._generate_single_turn calls `generate` of accelerator.unwrap_model(self.model_wrapped) "
-        f"{len(calls)} times and not once: {STOP}._generate_single_turn hands the tokenizer over there, without which "
-        "transformers refuses stop_strings"
-    )
-    assert "tokenizer" not in calls[0], (
-        f"GRPOTrainer._generate_single_turn gives generate a tokenizer itself: {STOP}._generate_single_turn need not"
-    )
-
-
-def test_what_generate_returns_and_logs(stock, monkeypatch):
-    """Three responses of 3, 1 and 2 tokens, the first two of which end: a third is cut, and those that ended have
-    (3 + 1) / 2 = 2 tokens."""
-    assert parameter_names(trl.GRPOTrainer._generate) == ["self", "prompts"], (
-        f"GRPOTrainer._generate takes {parameter_names(trl.GRPOTrainer._generate)}: {STOP}._generate overrides it"
-    )
-    end = stock.eos_token_ids[0]
-    responses = [[5, 6, end], [end], [7, 8]]
-    monkeypatch.setattr(stock, "_generate_single_turn", lambda *arguments: (responses, None))
-    # The fixture's figures stay as they were.
-    monkeypatch.setattr(stock, "_metrics", {"train": defaultdict(list), "eval": defaultdict(list)})
-    stock.model.train()
-    output = stock._generate([row["prompt"] for row in prompts(3)])
-    assert output[1] == responses, (
-        f"the second of what GRPOTrainer._generate returns is {output[1]} and not the responses: {STOP}._generate"
-    )
-    expected = {"clipped_ratio": 1 / 3}
-    expected |= {f"{name}_terminated_length": value for name, value in (("mean", 2), ("min", 1), ("max", 3))}
-    found = {name: stock._metrics["train"].get(f"completions/{name}") for name in expected}
-    assert found == {name: [pytest.approx(value)] for name, value in expected.items()}, (
-        f"GRPOTrainer._generate logs {found} and not each figure at the end of its list in `_metrics`: "
-        f"{STOP}._log_what_ended replaces those ends, as a stop string ends a response too"
-    )
 
 
 # ---- Seam two: the loss ----
@@ -285,17 +145,6 @@ def test_the_forward_pass(stock, rollout):
     assert log_probs.requires_grad and loss.requires_grad, f"the forward pass has no gradient any more: {LOSS}"
 
 
-@pytest.mark.parametrize("expand", [False, True])
-def test_advantages_per_response_or_per_token(expand, stock, rollout):
-    (batch, _) = split_tensor_dict(rollout, 2)
-    expected = stock._compute_loss(stock.model, batch).item()
-    if expand:
-        batch = {**batch, "advantages": batch["advantages"][:, None].expand_as(batch["completion_ids"])}
-    assert stock._compute_loss(stock.model, batch).item() == pytest.approx(expected, rel=1e-6), (
-        f"GRPOTrainer._compute_loss no longer takes advantages of shape [B] and [B, T]: {LOSS}"
-    )
-
-
 def test_the_loss_is_divided_by_the_trainer_itself(stock, rollout):
     assert trl.GRPOTrainer.loss_is_scaled_for_ga is True, (
         f"GRPOTrainer.loss_is_scaled_for_ga moved: {LOSS} divides by current_gradient_accumulation_steps itself"
@@ -310,37 +159,49 @@ def test_the_loss_is_divided_by_the_trainer_itself(stock, rollout):
     assert found[1] == pytest.approx(found[0] / 4, rel=1e-5), f"TRL divides its losses otherwise: {LOSS} follows it"
 
 
-def test_attributes_that_describe_the_algorithm(stock):
-    """Read when the loss is computed, so that setting them after the trainer is made is enough."""
-    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
-    for name in ("loss_type", "importance_sampling_level", "epsilon_low", "epsilon_high", "top_entropy_quantile"):
-        assert hasattr(stock, name) and f"self.{name}" in source, (
-            f"GRPOTrainer._compute_loss does not read self.{name}: {TRAINER}._fit_trl_to_objective sets it for metrics"
-        )
-    for name in (
-        "args.use_bias_correction_kl",
-        "_entropy_bonus_enabled",
-        "use_adaptive_entropy",
-        "_last_world_entropy",
-        "entropy_coef",
-        "aux_loss_enabled",
-        "router_aux_loss_coef",
-        "off_policy_mask_threshold",
-        "vllm_importance_sampling_correction",
-    ):
-        assert re.search(rf"self\.{name}\b", source), (
-            f"GRPOTrainer._compute_loss does not read self.{name}: {LOSS} does"
-        )
-    assert stock.num_generations_eval == stock.num_generations == 4, (
-        f"GRPOTrainer.num_generations_eval is no group size any more: {ADVANTAGES} groups rewards by it"
+# ---- What PPO stands on beside the seams ----
+
+
+def test_the_optimizer_is_made_once_and_its_groups_can_be_divided(policy_path, tmp_path):
+    trainer = build({"model": policy_path, "trainer": "trl.GRPOTrainer"}, str(tmp_path))
+    assert trainer.optimizer is None, (
+        f"Trainer has an optimizer before create_optimizer: {OPTIMIZER} would not divide it"
     )
-    names = parameter_names(trl.GRPOTrainer.get_high_entropy_mask)
-    assert names == ["self", "entropies", "mask", "threshold"], f"get_high_entropy_mask takes {names}: {LOSS}"
-    names = parameter_names(trl.GRPOTrainer.get_off_policy_mask)
-    assert names == [
-        "advantages",
-        "per_token_logps",
-        "sampling_per_token_logps",
-        "mask",
-        "off_policy_threshold",
-    ], f"get_off_policy_mask takes {names}: {TRAINER}._weights calls it"
+    optimizer = trainer.create_optimizer()
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    assert optimizer is trainer.optimizer and held == {id(weight) for weight in trainer.model.parameters()}, (
+        f"Trainer.create_optimizer no longer returns the optimizer of all weights of self.model: {OPTIMIZER} moves "
+        "those of the value function to a group of their own"
+    )
+    assert trainer.create_optimizer() is optimizer, f"Trainer.create_optimizer makes another: {OPTIMIZER} divides one"
+
+
+@pytest.mark.parametrize("has_reference", [False, True])
+def test_a_reference_is_the_policy_with_its_adapter_off_or_another_in_its_place(has_reference, policy_path, tmp_path):
+    """TRL scores with the reference of a policy with an adapter through the policy itself."""
+    states = []
+
+    class Recording(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+            layer = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
+            states.append((model is self.model, layer.disable_adapters, list(model.active_adapters)))
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
+
+    spec = {
+        "model": policy_path,
+        "trainer": "trl.GRPOTrainer",
+        "lora": True,
+        "args": {"beta": 0.1, "num_iterations": 2},
+    }
+    trainer = build(spec, str(tmp_path), trainer_class=Recording)
+    if has_reference:
+        trainer.model.add_adapter("ref", trainer.model.peft_config["default"])
+    elif "ref" in trainer.model.peft_config:
+        trainer.model.delete_adapter("ref")
+    trainer.model.train()
+    trainer._generate_and_score_completions(rows())
+    expected = (True, False, ["ref"]) if has_reference else (True, True, ["default"])
+    assert states == [(True, False, ["default"]), expected], (
+        f"GRPOTrainer scores with policy and reference in the states {states}, of (the policy, disable_adapters of "
+        "PEFT's layers, active_adapters of its model): trl_ext.PPOTrainer._is_reference_pass tells them apart by these"
+    )

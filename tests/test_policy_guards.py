@@ -6,12 +6,10 @@ import asyncio
 import math
 import statistics
 
-import pandas
 import pytest
 import torch
 from transformers import (
     AutoModelForSequenceClassification,
-    AutoTokenizer,
 )
 
 from tests.reward_adapters import load_adapter, plain_scores, save_adapter, save_full_model, turns
@@ -106,19 +104,6 @@ def test_a_function_that_raises_is_named_with_its_row(is_async, policy_path, tmp
     assert str(caught.value).startswith(expected) and "--reward_errors skip" in str(caught.value)
 
 
-def test_a_failure_of_the_whole_call_says_so(policy_path, tmp_path):
-    def judge(completion_ids, **_):
-        if len(completion_ids) > 1:
-            raise OSError("too many at once")
-        return thirds(completion_ids)
-
-    with pytest.raises(RewardError, match=r"'judge' failed on 8 responses together.*too many at once"):
-        train({"model": policy_path}, str(tmp_path), reward_funcs=judge)
-    args = {"reward_errors": "skip"}
-    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=judge)
-    assert entries(trainer)[0]["unscorable"] == 0
-
-
 @pytest.mark.parametrize("returned", [None, ["good"] * 8, [[1.0]] * 8, [1.0] * 7, [float("nan")] * 9], ids=repr)
 def test_what_a_function_must_return(returned):
     """One number or None for each response; whatever else is refused with the function's name."""
@@ -128,80 +113,6 @@ def test_what_a_function_must_return(returned):
 
     with pytest.raises(RewardError, match="'judge' must return one number or None for each of 8 responses"):
         RewardGuard("skip").wrap(judge)(prompts=["a"] * 8)
-
-
-def test_functions_of_one_name_are_told_apart(policy_path, tmp_path):
-    def named(value):
-        def judge(completion_ids, **_):
-            return [value] * len(completion_ids)
-
-        return judge
-
-    trainer = train({"model": policy_path}, str(tmp_path), reward_funcs=[named(1.0), named(2.0), named(4.0)])
-    (entry,) = entries(trainer)
-    assert [entry[f"rewards/{name}/mean"] for name in ("judge", "judge_2", "judge_3")] == [1.0, 2.0, 4.0]
-    assert entry["reward"] == 7.0
-    assert list(trainer.plain_reward_functions) == ["judge", "judge_2", "judge_3"]
-
-
-def test_reports_are_of_the_sampled_responses(policy_path, tmp_path):
-    """A greedy baseline is scored as well, and must add nothing to the table and the metrics of the next rollout."""
-    called = []
-
-    def judge(completion_ids, log_extra, log_metric, **_):
-        lengths = [len(ids) for ids in completion_ids]
-        called.append(lengths)
-        log_extra("tokens", lengths)
-        log_metric("mean_tokens", statistics.fmean(lengths))
-        return thirds(completion_ids)
-
-    args = {"algorithm": "remax", "log_completions": True, "beta": 0.0, "max_steps": 2}
-    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
-    assert [len(lengths) for lengths in called] == [8, 2, 8, 2]
-    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    assert table["tokens"].tolist() == called[2]
-    assert table["judge"].tolist() == pytest.approx(trainer._logs["rewards"]["judge"])
-    batch = trainer._buffered_inputs[0]
-    assert sorted(table["advantage"]) == pytest.approx(sorted(batch["advantages"].tolist()))
-    means = [statistics.fmean(lengths) for lengths in called]
-    assert [entry["mean_tokens"] for entry in entries(trainer)] == pytest.approx([means[0], means[2]])
-    assert means[1] != means[2], "the comparison shows little"
-    baseline = statistics.fmean(table["judge"]) - statistics.fmean(table["advantage"])
-    assert entries(trainer)[1]["greedy/reward"] == pytest.approx(baseline, abs=1e-6)
-
-
-def test_no_reward_function_is_refused(policy_path, tmp_path):
-    with pytest.raises(ValueError, match="no reward function: name a reward model or give a function"):
-        build({"model": policy_path}, str(tmp_path), reward_funcs=[])
-
-
-class Countdown:
-    """An environment that scores its responses from a common count, until one of them is `broken`."""
-
-    count, broken = 0, False
-
-    def reset(self, **row) -> None:
-        pass
-
-    def get_reward(self) -> float:
-        Countdown.count += 1
-        if self.broken:
-            raise ZeroDivisionError("no score")
-        return float(Countdown.count % 4)
-
-
-def test_an_environment_can_be_the_only_reward(policy_path, tmp_path, monkeypatch):
-    """As in TRL: `reward_funcs` may be left out. In groups of four, the rewards 1, 2, 3 and 0 have the mean 1.5."""
-    tokenizer = AutoTokenizer.from_pretrained(policy_path)
-    calls = "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}"
-    tokenizer.chat_template = tokenizer.chat_template.replace("<|im_end|>", f"{calls}<|im_end|>")
-    given = {"reward_funcs": None, "environment_factory": Countdown, "processing_class": tokenizer}
-    trainer = train({"model": policy_path}, str(tmp_path), **given)
-    assert entries(trainer)[0]["rewards/Countdown/mean"] == entries(trainer)[0]["reward"] == 1.5
-    assert entries(trainer)[0]["advantages/std"] > 0.5
-    monkeypatch.setattr(Countdown, "broken", True)
-    with pytest.raises(RewardError, match="'get_reward' failed on row_id 'row0': ZeroDivisionError: no score"):
-        train({"model": policy_path}, str(tmp_path), **given)
 
 
 def test_the_penalty_for_a_missing_end(policy_path, tmp_path):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
-
 import pytest
 import torch
-from datasets import Dataset
 
 import trl_ext
 from tests.rollout_once import DEFAULTS, build, prompts, train
@@ -31,14 +28,6 @@ def test_every_algorithm_of_the_table_trains(name, policy_path, tmp_path):
 
 
 # ---- What reaches generation ----
-
-
-def test_min_new_tokens(policy_path, tmp_path):
-    lengths = [
-        train({"model": policy_path, "args": args}, str(tmp_path)).state.log_history[0]["completions/min_length"]
-        for args in ({}, {"min_new_tokens": 7})
-    ]
-    assert lengths[0] < 7 <= lengths[1]
 
 
 def test_long_prompts_lose_their_beginning(policy_path, tmp_path):
@@ -104,20 +93,3 @@ def test_the_mapping_of_the_course(policy_path, tmp_path):
     assert [len(set(call)) for call in calls] == [16, 16]
     assert not set(calls[0]) & set(calls[1])
     assert sizes == [(step, 8) for step in range(16) for _ in range(2)]
-
-
-def test_evaluation_samples_as_often_as_asked(policy_path, tmp_path):
-    """Groups of 2 in evaluation, and of 4 in training; a greedy baseline is of the evaluation's own prompts."""
-    args = {"algorithm": "remax", "num_generations_eval": 2, "per_device_eval_batch_size": 4}
-    trainer = build(
-        {"model": policy_path, "args": args}, str(tmp_path), eval_dataset=Dataset.from_list(prompts(4)[2:])
-    )
-    metrics = trainer.evaluate()
-    assert {"eval_loss", "eval_reward", "eval_greedy/reward", "eval_advantages/mean"} <= metrics.keys()
-    assert metrics["eval_greedy/num_rollouts"] == 2
-    assert "eval_skipped_updates" not in metrics
-    # Fewer responses than a rollout of training has, so that nothing falls out of the table by itself.
-    assert len(trainer._logs["advantages"]) == len(trainer._logs["prompt"])
-    assert metrics["eval_advantages/mean"] == pytest.approx(statistics.fmean(trainer._logs["advantages"]), abs=1e-6)
-    trainer.train()
-    assert trainer.state.log_history[-2]["greedy/num_rollouts"] == 2

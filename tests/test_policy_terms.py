@@ -112,17 +112,6 @@ def test_what_a_tool_returned_is_no_part_of_the_loss(name, ready, policy_path):
     )
 
 
-def test_log_ratios_beyond_the_bound_are_counted(ready):
-    """Two tokens at 1e-11 of their probability under the policy when they were sampled, of all that count."""
-    trainer, output = ready(**CLIP)
-    inputs, _ = off_policy(trainer, output)
-    inputs["old_per_token_logps"][0, :2] -= 25
-    trainer._compute_loss(trainer.model, inputs)
-    assert trainer._metrics["train"]["log_ratio/clamped"] == pytest.approx(
-        [2 / inputs["completion_mask"].sum().item()]
-    )
-
-
 def test_what_a_tool_returned_is_counted_nowhere(ready):
     """Neither among the tokens of an update, nor in the divergence that is taken off a reward."""
     trainer, output = ready(algorithm="rloo", beta=0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests.rollout_once import build, train
 from tests.test_ppo_trainer import move_value_head, of_kind, specification
-from tests.tiny import save_tiny_model
 from tests.train_once import largest_difference, parameters, result
 
 # 3 special tokens and 256 bytes.
@@ -127,19 +125,6 @@ def test_values_begin_as_the_rewards(adapter, policy_path, reward_model_path, tm
             text = row[attended.bool()][None, :-1]
             score = model.eval()(input_ids=text, attention_mask=torch.ones_like(text)).logits
             assert value[-1].item() == pytest.approx(score.item(), abs=1e-5)
-
-
-def test_a_model_that_reads_other_tokens_is_refused(policy_path, tmp_path):
-    save_tiny_model(tmp_path / "other")
-    path = tmp_path / "other" / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    path.write_text(json.dumps(tokenizer))
-    spec = of_kind("separate", policy_path)
-    spec["args"]["value_model_name_or_path"] = str(tmp_path / "other")
-    with pytest.raises(ValueError, match="reads other tokens than the policy: .* use value_model shared"):
-        build(spec, str(tmp_path))
 
 
 def test_an_adapter_needs_a_base_that_stays(policy_path, tmp_path):

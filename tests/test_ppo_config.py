@@ -6,7 +6,6 @@ import pytest
 
 from tests import recipes
 from trl_ext import PPOConfig
-from trl_ext.trainers.ppo.trainer import adapted_coefficient
 
 BASE = {"output_dir": "unused", "use_cpu": True, "report_to": "none"}
 
@@ -14,45 +13,13 @@ BASE = {"output_dir": "unused", "use_cpu": True, "report_to": "none"}
 def test_defaults():
     config = PPOConfig(**BASE)
     settings = config.build_objective().to_dict()
-    expected = {
-        "algorithm": "ppo",
-        "advantage": "gae",
-        "ratio": "token",
-        "surrogate": "clip",
-        "epsilon": 0.2,
-        "epsilon_high": 0.2,
-        "aggregation": "token_mean",
-        "beta": 0.05,
-        "kl_estimator": "k1",
-        "kl_in": "reward",
-    }
+    expected = {"algorithm": "ppo", "advantage": "gae", "ratio": "token", "surrogate": "clip", "epsilon": 0.2}
+    expected |= {"epsilon_high": 0.2, "aggregation": "token_mean", "beta": 0.05, "kl_estimator": "k1"}
+    expected["kl_in"] = "reward"
     assert {name: settings[name] for name in expected} == expected
     assert (config.num_generations, config.num_iterations, config.gamma, config.lam) == (1, 4, 1.0, 0.95)
     assert (config.value_clip, config.value_coefficient, config.value_model) == (0.2, 0.1, "shared")
     assert config.ddp_find_unused_parameters is False
-
-
-def test_the_shortest_horizon():
-    """The largest step down, 1 - 0.2 x 40 / 9, leaves a ninth of the coefficient."""
-    config = PPOConfig(**BASE, kl_target=6.0, kl_horizon=9, generation_batch_size=40)
-    after = adapted_coefficient(0.05, 0.0, target=6.0, horizon=config.kl_horizon, count=40)
-    assert after == pytest.approx(0.05 / 9)
-
-
-def test_a_kl_target_is_given_responses_enough_to_act(monkeypatch):
-    """At the largest error the coefficient of the GPT-2 recipe changes by a factor of 2 or more over its run."""
-    path = recipes.RECIPES / "configs" / "gpt2_hh" / "ppo.yaml"
-    _, _, training = recipes.parse(monkeypatch, "ppo", "--config", str(path), "--reward_model", "unused")
-    coefficient, count = training.beta, training.generation_batch_size
-    for _ in range(training.max_steps // training.updates_per_rollout):
-        coefficient = adapted_coefficient(
-            coefficient, 60.0, target=training.kl_target, horizon=training.kl_horizon, count=count
-        )
-    assert coefficient > 2 * training.beta
-
-
-def test_groups_are_allowed():
-    assert PPOConfig(**BASE, num_generations=4).num_generations == 4
 
 
 @pytest.mark.parametrize(
@@ -67,16 +34,17 @@ def test_groups_are_allowed():
         ({"value_model": "separate"}, "needs value_model_name_or_path"),
         ({"value_model_name_or_path": "gpt2"}, "a value head on the policy's own base cannot have another base"),
         ({"lam": 1.1}, r"lam must lie in \[0, 1\], got 1.1"),
-        ({"gamma": -0.1}, r"gamma must lie in \[0, 1\], got -0.1"),
         ({"value_clip": 0.0}, "value_clip must be positive, got 0.0; leave it None for none"),
         ({"value_coefficient": -1.0}, "value_coefficient must be a number from 0 up, got -1.0"),
-        ({"value_learning_rate": float("nan")}, "value_learning_rate must be a number from 0 up, got nan"),
         ({"kl_target": 6.0, "beta": 0.0}, "kl_target 6.0 has no coefficient to adapt"),
-        ({"kl_horizon": 0}, "kl_horizon must be at least 1, got 0"),
-        ({"use_vllm": True}, "use_vllm is not used by PPOConfig: the value head would be sent to vLLM"),
-        ({"torch_compile": True}, "torch_compile is not used by PPOConfig"),
-        ({"off_policy_mask_threshold": 0.1}, "off_policy_mask_threshold is not used by PPOConfig"),
-        ({"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters does not go with PPO"),
+        # 0.2 x 32 = 6.4: the coefficient would change sign.
+        (
+            {"kl_target": 6.0, "kl_horizon": 1, "generation_batch_size": 32},
+            "kl_horizon 1 is too short for a rollout of generation_batch_size 32 .* set it to 7 at least",
+        ),
+        ({"kl_horizon": 20}, "kl_horizon 20 is of kl_target, which is not set"),
+        ({"use_vllm": True}, "use_vllm does not go with PPOConfig: the value head would be sent to vLLM"),
+        ({"torch_compile": True}, "torch_compile does not go with PPOConfig"),
         ({"kl_estimator": "k3"}, "a detached k3 in the reward"),
     ],
 )

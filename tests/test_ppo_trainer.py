@@ -393,7 +393,7 @@ def test_learnt_positions_count_from_the_first_token(kind, tmp_path):
             width = len(response)
             for key, model in (("old_per_token_logps", policy), ("ref_per_token_logps", reference)):
                 log_probs, _ = plain_pass(model, {}, prompt, response)
-                assert batch[key][index, :width].tolist() == pytest.approx(log_probs.tolist(), abs=1e-4)
+                assert batch[key][index, :width].tolist() == pytest.approx(log_probs.tolist(), abs=1e-9)
             _, hidden = plain_pass(trunk, {}, prompt, response)
             values = (hidden @ head[0] + bias[0]).tolist()
-            assert batch["old_values"][index, :width].tolist() == pytest.approx(values, abs=1e-4)
+            assert batch["old_values"][index, :width].tolist() == pytest.approx(values, abs=1e-9)

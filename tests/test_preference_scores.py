@@ -96,13 +96,6 @@ def test_a_missing_column_is_named(tiny_model_path, tmp_path):
         build(spec, str(tmp_path), eval_dataset={"held_out": bare})
 
 
-def test_a_missing_column_is_named_when_evaluating(tiny_model_path, tmp_path):
-    spec = {"model": tiny_model_path, "args": {"weighting": ["confidence"]}}
-    bare = Dataset.from_list(pairs(4)).remove_columns("avg_confidence")
-    with pytest.raises(ValueError, match="column 'avg_confidence'"):
-        build(spec, str(tmp_path)).evaluate(bare)
-
-
 @pytest.mark.parametrize("value", [None, "high"])
 def test_a_column_that_is_not_a_number_is_named(value, tiny_model_path, tmp_path):
     rows = [{**row, "avg_confidence": value} for row in pairs(4)]

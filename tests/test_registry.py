@@ -7,11 +7,8 @@ import sys
 import pytest
 import torch
 
-import trl_ext
 from trl_ext.losses import PreferenceObjective, PreferenceScores, dpo
 from trl_ext.registry import (
-    Registry,
-    nearest,
     preference_loss,
     preference_losses,
     preference_weighting,
@@ -46,247 +43,167 @@ def write(folder, text, name="my_losses.py"):
     return path
 
 
-class TestNames:
-    def test_a_name_is_given_once(self):
-        with pytest.raises(
-            ValueError,
-            match=r"the preference loss 'dpo' is already defined by trl_ext\.losses\.preference\.dpo; "
-            "give yours another name",
-        ):
-            preference_loss("dpo")(lambda scores, *, beta: -scores.margin)
-        assert preference_losses["dpo"].function is dpo
+# Margins 3 and -2, of which the squared hinge at beta 0.1 is (1 - 0.3)^2 = 0.49 and (1 + 0.2)^2 = 1.44.
+SCORES = PreferenceScores(
+    chosen=torch.tensor([-20.0, -15.0]),
+    rejected=torch.tensor([-30.0, -12.0]),
+    ref_chosen=torch.tensor([-22.0, -14.0]),
+    ref_rejected=torch.tensor([-29.0, -13.0]),
+)
 
-    def test_a_notebook_cell_may_run_twice(self):
-        def run_cell(factor):
-            @preference_loss("linear")
-            def linear(scores, *, beta):
-                return -factor * beta * scores.margin
 
-            return linear
+# ---- Names ----
 
-        run_cell(1.0)
-        second = run_cell(2.0)
-        assert preference_losses["linear"].function is second
 
-    def test_decorating_returns_the_function(self):
+def test_a_name_is_given_once():
+    with pytest.raises(
+        ValueError,
+        match=r"the preference loss 'dpo' is already defined by trl_ext\.losses\.preference\.dpo; "
+        "give yours another name",
+    ):
+        preference_loss("dpo")(lambda scores, *, beta: -scores.margin)
+    assert preference_losses["dpo"].function is dpo
+
+
+def test_a_notebook_cell_may_run_twice():
+    def run_cell(factor):
+        @preference_loss("linear")
         def linear(scores, *, beta):
-            return -beta * scores.margin
+            return -factor * beta * scores.margin
 
-        assert preference_loss("linear")(linear) is linear
+        return linear
 
-    def test_flags_are_kept(self):
-        @preference_loss("one", needs_reference=False, batch_coupled=True, columns=["strength"])
-        def one(scores, *, beta, tau=3.0):
-            return scores.chosen
-
-        entry = preference_losses["one"]
-        assert (entry.needs_reference, entry.batch_coupled, entry.columns) == (False, True, ("strength",))
-        assert (entry.options, entry.takes_beta, entry.default_beta) == ({"tau": 3.0}, True, None)
-
-        @preference_weighting("two", normalize=True, column_option="column")
-        def two(scores, *, column="x"):
-            return scores.columns[column]
-
-        entry = preference_weightings["two"]
-        assert (entry.normalize, entry.needs_policy_weights, entry.column_option) == (True, False, "column")
-
-    def test_policy_weights_cannot_be_normalised(self):
-        """Their mean over the optimizer batch is known only once the batch has been trained on."""
-        with pytest.raises(ValueError, match="cannot both read policy weights and be normalised"):
-            preference_weighting("both", normalize=True, needs_policy_weights=True)
-
-    def test_unknown_name_lists_the_known_and_hints(self):
-        with pytest.raises(ValueError) as error:
-            preference_losses["robust_dop"]
-        message = str(error.value)
-        assert message.startswith("unknown preference loss 'robust_dop'; did you mean 'robust_dpo'?")
-        assert "aot, aot_paired, apo_down, apo_zero, cdpo" in message
-        assert "file.py:function" in message
-        assert "robust_dop" not in preference_losses
-        assert "robust_dpo" in preference_losses
-
-    def test_unknown_name_that_is_near_nothing(self):
-        with pytest.raises(ValueError, match=r"unknown preference loss 'zzzz'[.;:] ") as error:
-            preference_losses["zzzz"]
-        assert "did you mean" not in str(error.value)
-        assert "Known: " in str(error.value)
-
-    def test_a_weighting_is_not_a_loss(self):
-        with pytest.raises(ValueError, match="unknown preference loss 'wpo'"):
-            PreferenceObjective("wpo")
-        with pytest.raises(ValueError, match="unknown preference weighting 'dpo'"):
-            PreferenceObjective("dpo", weightings=["dpo"])
-
-    def test_tables_are_separate(self):
-        table = Registry("thing")
-        assert list(table) == []
-        with pytest.raises(ValueError, match="unknown thing 'dpo'"):
-            table["dpo"]
-
-    def test_nearest(self):
-        assert nearest("ipo_", ["dpo", "ipo"]) == "; did you mean 'ipo'?"
-        assert nearest("zzzz", ["dpo", "ipo"]) == "."
+    run_cell(1.0)
+    second = run_cell(2.0)
+    assert preference_losses["linear"].function is second
 
 
-class TestSquaredHinge:
-    """A loss of one's own. Margins 3 and -2 at beta 0.1: (1 - 0.3)^2 = 0.49 and (1 + 0.2)^2 = 1.44."""
+def test_policy_weights_cannot_be_normalised():
+    """Their mean over the optimizer batch is known only once the batch has been trained on."""
+    with pytest.raises(ValueError, match="cannot both read policy weights and be normalised"):
+        preference_weighting("both", normalize=True, needs_policy_weights=True)
 
-    SCORES = PreferenceScores(
-        chosen=torch.tensor([-20.0, -15.0]),
-        rejected=torch.tensor([-30.0, -12.0]),
-        ref_chosen=torch.tensor([-22.0, -14.0]),
-        ref_rejected=torch.tensor([-29.0, -13.0]),
+
+def test_unknown_name_lists_the_known_and_hints():
+    with pytest.raises(ValueError) as error:
+        preference_losses["robust_dop"]
+    message = str(error.value)
+    assert message.startswith("unknown preference loss 'robust_dop'; did you mean 'robust_dpo'?")
+    assert ", ".join(sorted(preference_losses)) in message and "file.py:function" in message
+    with pytest.raises(ValueError, match="unknown preference weighting 'dpo'"):
+        PreferenceObjective("dpo", weightings=["dpo"])
+
+
+# ---- Files ----
+
+
+@pytest.mark.parametrize("place", ["my_file:", "my_file.py:", "my_package.losses:", "{folder}/my_file.py:"])
+def test_a_loss_of_ones_own(place, tmp_path, monkeypatch):
+    """From a file beside the command, from a module on the path, and from an absolute path."""
+    (tmp_path / "my_package").mkdir()
+    write(tmp_path / "my_package", LOSS_FILE, "losses.py")
+    write(tmp_path, LOSS_FILE, "my_file.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    objective = PreferenceObjective(place.format(folder=tmp_path) + "squared_hinge")
+    assert (objective.beta, objective.needs_reference, objective.batch_coupled) == (0.1, True, False)
+    assert objective(SCORES).tolist() == pytest.approx([0.49, 1.44], abs=1e-6)
+
+
+def test_a_weighting_from_a_file(tmp_path):
+    """l(0.3) * 2 and l(-0.2) * 2."""
+    path = write(
+        tmp_path,
+        "from trl_ext import preference_weighting\n\n"
+        "@preference_weighting('double')\ndef double(scores):\n    return 2 * (scores.chosen < 0)\n",
     )
-
-    def test_in_a_notebook(self):
-        @trl_ext.preference_loss("squared_hinge", needs_reference=True)
-        def squared_hinge(scores, *, beta):
-            return torch.relu(1 - beta * scores.margin).square()
-
-        objective = PreferenceObjective("squared_hinge")
-        assert (objective.beta, objective.needs_reference, objective.batch_coupled) == (0.1, True, False)
-        assert objective(self.SCORES).tolist() == pytest.approx([0.49, 1.44], abs=1e-6)
-        assert PreferenceObjective("squared_hinge", beta=0.2)(self.SCORES).tolist() == pytest.approx(
-            [0.16, 1.96], abs=1e-6
-        )
-
-    @pytest.mark.parametrize("ending", ["", ".py"])
-    def test_from_a_file_beside_the_command(self, ending, tmp_path, monkeypatch):
-        write(tmp_path, LOSS_FILE, "my_file.py")
-        monkeypatch.chdir(tmp_path)
-        objective = PreferenceObjective(f"my_file{ending}:squared_hinge")
-        assert objective(self.SCORES).tolist() == pytest.approx([0.49, 1.44], abs=1e-6)
-
-    def test_from_a_module_on_the_path(self, tmp_path, monkeypatch):
-        (tmp_path / "my_package").mkdir()
-        write(tmp_path / "my_package", LOSS_FILE, "losses.py")
-        monkeypatch.syspath_prepend(tmp_path)
-        objective = PreferenceObjective("my_package.losses:squared_hinge")
-        assert objective(self.SCORES).tolist() == pytest.approx([0.49, 1.44], abs=1e-6)
+    losses = PreferenceObjective("dpo", beta=0.1, weightings=[f"{path}:double"])(SCORES)
+    assert losses.tolist() == pytest.approx([1.108709, 1.596278], abs=1e-5)
 
 
-class TestFiles:
-    def test_by_absolute_path_twice(self, tmp_path):
-        path = write(tmp_path, LOSS_FILE)
-        assert preference_losses.find(f"{path}:squared_hinge") is preference_losses.find(f"{path}:squared_hinge")
-
-    def test_by_function_name_and_by_registered_name(self, tmp_path):
-        path = write(tmp_path, LOSS_FILE.replace('"squared_hinge"', '"sq"'))
-        by_function = preference_losses.find(f"{path}:squared_hinge")
-        assert by_function.name == "sq"
-        assert preference_losses.find(f"{path}:sq") is by_function
-        assert preference_losses.find("sq") is by_function
-
-    def test_two_files_of_one_name(self, tmp_path):
-        for folder, name in (("a", "first"), ("b", "second")):
-            (tmp_path / folder).mkdir()
-            write(tmp_path / folder, LOSS_FILE.replace('"squared_hinge"', f'"{name}"'))
-        entries = [preference_losses.find(f"{tmp_path}/{folder}/my_losses.py:squared_hinge") for folder in "ab"]
-        assert [entry.name for entry in entries] == ["first", "second"]
-        assert entries[0].function is not entries[1].function
-
-    def test_a_file_that_the_script_imported_as_well(self, tmp_path, monkeypatch):
-        """One function, two module names: still the same function, not a duplicate."""
-        path = write(tmp_path, LOSS_FILE, "my_imported_losses.py")
-        monkeypatch.syspath_prepend(tmp_path)
-        __import__("my_imported_losses")
-        assert preference_losses.find(f"{path}:squared_hinge").name == "squared_hinge"
-
-    def test_undecorated_function(self, tmp_path):
-        path = write(tmp_path, "def plain(scores, *, beta):\n    return -beta * scores.margin\n")
-        with pytest.raises(ValueError, match=r"decorate it with @trl_ext\.preference_loss\('plain'\)") as error:
-            preference_losses.find(f"{path}:plain")
-        assert str(path) in str(error.value)
-        with pytest.raises(ValueError, match=r"decorate it with @trl_ext\.preference_weighting\('plain'\)"):
-            preference_weightings.find(f"{path}:plain")
-
-    def test_missing_function_says_what_the_file_defines(self, tmp_path):
-        path = write(tmp_path, LOSS_FILE)
-        with pytest.raises(ValueError) as error:
-            preference_losses.find(f"{path}:squared_hing")
-        assert str(error.value) == (
-            f"{path} has no preference loss 'squared_hing': it defines squared_hinge; did you mean 'squared_hinge'?"
-        )
-
-    def test_file_without_losses(self, tmp_path):
-        path = write(tmp_path, "x = 1\n")
-        with pytest.raises(ValueError, match=r"has no preference loss 'f': it defines no \w+"):
-            preference_losses.find(f"{path}:f")
-        with pytest.raises(ValueError, match="has no preference loss 'x'"):
-            preference_losses.find(f"{path}:x")
-
-    def test_missing_file(self, tmp_path):
-        with pytest.raises(ValueError, match=r"no file '.*/absent\.py' to take a function from"):
-            preference_losses.find(f"{tmp_path}/absent.py:f")
-        with pytest.raises(ValueError, match=r"no file 'absent_module\.py' and no module 'absent_module'"):
-            preference_losses.find("absent_module:f")
-
-    def test_syntax_error_names_the_file_and_is_gone_once_mended(self, tmp_path):
-        path = write(tmp_path, "def broken(:\n    pass\n")
-        with pytest.raises(SyntaxError) as error:
-            preference_losses.find(f"{path}:squared_hinge")
-        assert (error.value.filename, error.value.lineno) == (str(path), 1)
-        write(tmp_path, LOSS_FILE)
-        assert preference_losses.find(f"{path}:squared_hinge").name == "squared_hinge"
-
-    def test_error_in_the_file_surfaces(self, tmp_path):
-        path = write(tmp_path, "import a_module_that_is_not_installed\n" + LOSS_FILE)
-        with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_installed"):
-            preference_losses.find(f"{path}:squared_hinge")
-
-    def test_missing_import_of_a_module_is_not_taken_for_the_module(self, tmp_path, monkeypatch):
-        write(tmp_path, "import a_module_that_is_not_installed\n" + LOSS_FILE, "present_module.py")
-        monkeypatch.syspath_prepend(tmp_path)
-        with pytest.raises((ValueError, ImportError)) as error:
-            preference_losses.find("present_module:squared_hinge")
-        assert "a_module_that_is_not_installed" in str(error.value)
-
-    def test_a_name_of_the_library_is_not_taken_over(self, tmp_path):
-        path = write(tmp_path, LOSS_FILE.replace('"squared_hinge"', '"dpo"'))
-        with pytest.raises(ValueError, match="the preference loss 'dpo' is already defined"):
-            preference_losses.find(f"{path}:squared_hinge")
-        assert preference_losses["dpo"].function is dpo
-
-    def test_a_weighting_from_a_file(self, tmp_path):
-        """l(0.3) * 2 and l(-0.2) * 2."""
-        path = write(
-            tmp_path,
-            "from trl_ext import preference_weighting\n\n"
-            "@preference_weighting('double')\ndef double(scores):\n    return 2 * (scores.chosen < 0)\n",
-        )
-        losses = PreferenceObjective("dpo", beta=0.1, weightings=[f"{path}:double"])(TestSquaredHinge.SCORES)
-        assert losses.tolist() == pytest.approx([1.108709, 1.596278], abs=1e-5)
+def test_by_function_name_and_by_registered_name(tmp_path):
+    path = write(tmp_path, LOSS_FILE.replace('"squared_hinge"', '"sq"'))
+    by_function = preference_losses.find(f"{path}:squared_hinge")
+    assert by_function.name == "sq"
+    assert preference_losses.find(f"{path}:sq") is by_function
+    assert preference_losses.find("sq") is by_function
 
 
-class TestOptions:
-    def test_unknown_option_with_the_nearest(self):
-        with pytest.raises(ValueError) as error:
-            preference_losses["cdpo"].check_options({"label_smooting": 0.1})
-        assert str(error.value) == (
-            "'cdpo' has no option 'label_smooting': it takes label_smoothing; did you mean 'label_smoothing'?"
-        )
+def test_two_files_of_one_name(tmp_path):
+    for folder, name in (("a", "first"), ("b", "second")):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder, LOSS_FILE.replace('"squared_hinge"', f'"{name}"'))
+    entries = [preference_losses.find(f"{tmp_path}/{folder}/my_losses.py:squared_hinge") for folder in "ab"]
+    assert [entry.name for entry in entries] == ["first", "second"]
 
-    def test_several_options_are_listed(self):
-        with pytest.raises(ValueError, match="'simpo' has no option 'margin': it takes gamma, gamma_beta_ratio\\.$"):
-            preference_losses["simpo"].check_options({"margin": 0.1})
 
-    def test_loss_without_options(self):
-        with pytest.raises(ValueError, match="'dpo' has no option 'label_smoothing': it takes none\\.$"):
-            preference_losses["dpo"].check_options({"label_smoothing": 0.1})
+def test_a_file_that_the_script_imported_as_well(tmp_path, monkeypatch):
+    """One function, two module names: still the same function, not a duplicate."""
+    path = write(tmp_path, LOSS_FILE, "my_imported_losses.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("my_imported_losses")
+    assert preference_losses.find(f"{path}:squared_hinge").name == "squared_hinge"
 
-    def test_beta_is_not_an_option(self):
-        with pytest.raises(ValueError, match="'cdpo' has no option 'beta'"):
-            preference_losses["cdpo"].check_options({"beta": 0.1})
 
-    def test_missing_required_option(self):
-        @preference_loss("shifted")
-        def shifted(scores, *, beta, shift, scale=1.0):
-            return scale * (scores.margin - shift)
+PLAIN = "def plain(scores, *, beta):\n    return -beta * scores.margin\n"
 
-        with pytest.raises(ValueError, match="'shifted' needs the option 'shift', which has no default"):
-            preference_losses["shifted"].check_options({"scale": 2.0})
-        preference_losses["shifted"].check_options({"shift": 2.0})
 
-    def test_known_options_pass(self):
-        preference_losses["cdpo"].check_options({"label_smoothing": 0.1})
-        preference_losses["cdpo"].check_options({})
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        (PLAIN, "my_losses.py:plain", r"my_losses\.py.*decorate it with @trl_ext\.preference_loss\('plain'\)"),
+        (
+            LOSS_FILE,
+            "my_losses.py:squared_hing",
+            "has no preference loss 'squared_hing': it defines squared_hinge; did you mean 'squared_hinge'",
+        ),
+        ("x = 1\n", "my_losses.py:f", r"has no preference loss 'f': it defines no \w+"),
+        ("", "absent.py:f", r"no file 'absent\.py' to take a function from"),
+        ("", "absent_module:f", r"no file 'absent_module\.py' and no module 'absent_module'"),
+        (LOSS_FILE.replace('"squared_hinge"', '"dpo"'), "my_losses.py:squared_hinge", "'dpo' is already defined"),
+    ],
+)
+def test_what_a_file_does_not_give(text, name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, text)
+    with pytest.raises(ValueError, match=message):
+        preference_losses.find(name)
+    assert preference_losses["dpo"].function is dpo
+
+
+def test_a_syntax_error_names_the_file_and_is_gone_once_mended(tmp_path):
+    path = write(tmp_path, "def broken(:\n    pass\n")
+    with pytest.raises(SyntaxError) as error:
+        preference_losses.find(f"{path}:squared_hinge")
+    assert (error.value.filename, error.value.lineno) == (str(path), 1)
+    write(tmp_path, LOSS_FILE)
+    assert preference_losses.find(f"{path}:squared_hinge").name == "squared_hinge"
+
+
+def test_an_error_in_the_file_surfaces(tmp_path):
+    path = write(tmp_path, "import a_module_that_is_not_installed\n" + LOSS_FILE)
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_installed"):
+        preference_losses.find(f"{path}:squared_hinge")
+
+
+# ---- Options ----
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        (
+            "cdpo",
+            {"label_smooting": 0.1},
+            "'cdpo' has no option 'label_smooting': it takes label_smoothing; did you mean 'label_smoothing'?",
+        ),
+        ("simpo", {"margin": 0.1}, "'simpo' has no option 'margin': it takes gamma, gamma_beta_ratio."),
+        ("dpo", {"label_smoothing": 0.1}, "'dpo' has no option 'label_smoothing': it takes none."),
+        ("shifted", {"scale": 2.0}, "'shifted' needs the option 'shift', which has no default"),
+    ],
+)
+def test_wrong_options(loss, options, message):
+    preference_loss("shifted")(lambda scores, *, beta, shift, scale=1.0: scale * (scores.margin - shift))
+    with pytest.raises(ValueError) as error:
+        preference_losses[loss].check_options(options)
+    assert str(error.value).startswith(message)

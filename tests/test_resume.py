@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 from safetensors.torch import load_file
 
 from tests import recipes
-from tests.resume_once import KINDS, REPOSITORY, differences, environment, in_a_fork, metrics, run_jobs, save_models
+from tests.resume_once import KINDS, differences, metrics, run_jobs, save_models
+from tests.train_once import launch
 from trl_ext.resilience.preemption import REQUEUE
 
 pytestmark = pytest.mark.slow
@@ -133,21 +133,8 @@ def test_a_rollout_is_used_up_before_the_run_ends(runs):
 def together(kind: str, models: Path, folder: Path, kill: list | None = None, engine: str | None = None):
     """One life in two processes on the CPU, under plain data parallelism or DeepSpeed."""
     folder.mkdir(parents=True, exist_ok=True)
-    arguments = ["-m", "tests.resume_once", kind, str(models), str(folder), *([json.dumps(kill)] if kill else [])]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    if engine is not None:
-        configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
-        configuration |= {"use_cpu": True, "mixed_precision": "no", "num_processes": 2, "main_process_port": 0}
-        (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    return subprocess.run(
-        [sys.executable, *launcher, *arguments],
-        cwd=REPOSITORY,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    arguments = [kind, str(models), str(folder), *([json.dumps(kill)] if kill else [])]
+    return launch(engine, ["-m", "tests.resume_once", *arguments], folder)
 
 
 @pytest.fixture(scope="module")
@@ -206,27 +193,3 @@ def test_a_recipe_that_is_told_to_end(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
-
-
-def test_a_second_notice_ends_the_run_at_once(tmp_path):
-    """In the middle of a step, a second and more after the first."""
-    assert in_a_fork(_noticed_twice, log=tmp_path / "log.txt") == REQUEUE
-    assert "received SIGTERM again, and ended without a checkpoint" in (tmp_path / "log.txt").read_text()
-
-
-def _noticed_twice() -> None:
-    import os
-    import signal
-    import time
-    from types import SimpleNamespace
-
-    from trl_ext.resilience.preemption import Preemption
-
-    preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
-    preemption.on_train_begin(None, None, None)
-    for pause in (0.0, 0.1, 1.1):
-        # The one in between is the same notice, passed on by a launcher.
-        time.sleep(pause)
-        os.kill(os.getpid(), signal.SIGTERM)
-        print("goes on", flush=True)
-    raise AssertionError("it did not end")

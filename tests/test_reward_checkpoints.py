@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
 from tests.test_reward_trainer import THREE_STEPS, build, logs, lora, scores_one_by_one, train
 from tests.tiny import pairs, token_ids
@@ -67,24 +64,6 @@ def test_the_limits_of_training_are_saved_and_read_again(adapter, tiny_model_pat
     assert (whole - expected).abs().max() > 1e-3, "the limit must matter, or this would prove nothing"
 
 
-def test_that_ends_do_not_show_in_scores_is_said(tiny_model_path, tmp_path, caplog):
-    """Where padding is the end-of-turn token; a tokenizer with padding of its own has nothing said of it."""
-
-    def lines() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "padding token is the end-of-turn token" in r.getMessage()]
-
-    build(tiny_model_path, tmp_path)
-    assert not lines()
-    padded = tmp_path / "padded"
-    AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1).save_pretrained(padded)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
-    tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.save_pretrained(padded)
-    build(str(padded), tmp_path)
-    (line,) = lines()
-    assert "give the tokenizer a padding token of its own" in line and "\n" not in line
-
-
 # ---- A bfloat16 base ----
 
 
@@ -126,63 +105,7 @@ def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, ti
     assert expected.std() > 0.1 * expected.abs().max(), "scores that are all alike would prove nothing"
 
 
-def test_other_heads_keep_their_type(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
-    """A full model is trained in the type it was loaded in, and so is an adapter without mixed precision."""
-    half = {"model_init_kwargs": {"dtype": "bfloat16"}}
-    full = build(tiny_model_path, tmp_path, bf16=True, **half)
-    assert {parameter.dtype for parameter in full.model.parameters()} == {torch.bfloat16}
-    plain = build(tiny_model_path, tmp_path, peft_config=lora(), **half)
-    (head,) = [p for name, p in plain.model.named_parameters() if "score.modules_to_save" in name]
-    assert head.dtype == torch.bfloat16
-
-
 # ---- Saved and loaded again ----
-
-LOAD_AND_SCORE = """
-import json, sys
-import torch
-from peft import PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-folder, base, sequences = sys.argv[1], sys.argv[2], json.loads(open(sys.argv[3]).read())
-model = AutoModelForSequenceClassification.from_pretrained(base or folder, num_labels=1, dtype=torch.float32)
-if base:
-    model = PeftModel.from_pretrained(model, folder)
-model.eval()
-with torch.no_grad():
-    print(json.dumps([model(torch.tensor([ids])).logits.item() for ids in sequences]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
-def test_a_fresh_process_loads_what_was_trained(adapter, tiny_model_path, tmp_path):
-    """Loaded by transformers and PEFT alone, and by this library's `RewardModel`: the same scores to 1e-6."""
-    from trl_ext.rewards import RewardModel
-
-    run = tmp_path / "run"
-    trainer = train(tiny_model_path, run, peft_config=lora() if adapter else None, **THREE_STEPS)
-    trainer.save_model()
-    sequences = list(trainer.train_dataset["chosen_ids"])
-    expected = trainer.score(sequences)
-    assert expected.std() > 1e-2
-    base = ""
-    if adapter:
-        base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
-        assert base == str(Path(tiny_model_path).resolve())
-    else:
-        assert json.loads((run / "config.json").read_text())["architectures"] == ["Qwen2ForSequenceClassification"]
-    (tmp_path / "load.py").write_text(LOAD_AND_SCORE)
-    (tmp_path / "sequences.json").write_text(json.dumps(sequences))
-    command = [sys.executable, str(tmp_path / "load.py"), str(run), base, str(tmp_path / "sequences.json")]
-    # Elsewhere: a base by a relative path would not be found.
-    printed = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-    loaded = torch.tensor(json.loads(printed.strip().splitlines()[-1]))
-    torch.testing.assert_close(loaded, expected, atol=1e-6, rtol=1e-6)
-
-    rows = pairs(8)
-    again = RewardModel(str(run)).score([row["prompt"] for row in rows], [row["chosen"] for row in rows])
-    torch.testing.assert_close(torch.as_tensor(again), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_resuming_equals_the_straight_run(tiny_model_path, tmp_path):
@@ -245,16 +168,6 @@ def test_the_best_checkpoint_by_scores_taken_singly(criterion, tiny_model_path, 
     )
     assert largest_difference(best, checkpoint) == 0.0
     assert largest_difference(parameters(trainer), checkpoint) == 0.0
-
-
-def test_a_limit_on_checkpoints_deletes_no_best_one(tiny_model_path, tmp_path):
-    _, free = select(tiny_model_path, tmp_path / "free", "margin", None, seed=5)
-    _, limited = select(tiny_model_path, tmp_path / "limited", "margin", 1, seed=5)
-    assert limited == free
-    assert (tmp_path / "limited" / f"checkpoint-{free['step']}").is_dir()
-    assert len(list((tmp_path / "limited").glob("checkpoint-*"))) <= 2
-    one, other = (load_file(tmp_path / name / "best" / "model.safetensors") for name in ("free", "limited"))
-    assert largest_difference(one, other) == 0.0
 
 
 def test_selection_that_cannot_be(tiny_model_path, tmp_path):

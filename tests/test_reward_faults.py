@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import statistics
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.reward_adapters import save_adapter
 from tests.rollout_once import build, evens, prompts, thirds, train
 from tests.train_once import entries
-from trl_ext import PolicyTrainer
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
-from trl_ext.resilience.reward_guard import RewardError, RewardGuard
-from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.resilience.reward_guard import RewardError
 from trl_ext.trainers.policy.reward_functions import reward_columns
 
 NO_FAULT = {"reward": 0, "loss": 0, "gradient": 0}
 NAN, INFINITY = float("nan"), float("inf")
-
-
-def a_rollout(trainer) -> dict:
-    """Eight scored responses to two prompts, as training makes them."""
-    trainer.model.train()
-    return trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
 
 
 def as_async(function):
@@ -86,90 +74,7 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
     assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 0 if fault == "raises" else 1}
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_scoring_the_rows_one_by_one_reports_nothing_again(is_async):
-    """The call for all three rows has reported; the calls that find the row at fault must not."""
-    reported = []
-
-    def judge(prompts, completions, log_extra, log_metric):
-        log_extra("lengths", [len(text) for text in completions])
-        log_metric("mean", statistics.fmean(len(text) for text in completions))
-        if "bad" in completions:
-            raise KeyError("no answer")
-        return [float(len(text)) for text in completions]
-
-    guard = RewardGuard("skip")
-    found = guard.wrap(as_async(judge) if is_async else judge)(
-        prompts=["a", "b", "c"],
-        completions=["xy", "bad", "wxyz"],
-        log_extra=lambda name, values: reported.append((name, values)),
-        log_metric=lambda name, value: reported.append((name, value)),
-    )
-    assert (asyncio.run(found) if is_async else found) == [2.0, None, 4.0]
-    assert reported == [("lengths", [2, 3, 4]), ("mean", 3.0)]
-    assert (guard.failed, guard.not_finite) == ({1}, set())
-
-
-# ---- Greedy baselines ----
-
-
-def test_a_greedy_reward_that_is_not_finite_is_a_fault_of_its_whole_group(policy_path, tmp_path):
-    """Two greedy responses after eight sampled ones, the second NaN; of the sampled ones, the third."""
-
-    def reward(completion_ids, **_):
-        rewards = thirds(completion_ids)
-        rewards[1 if len(rewards) == 2 else 2] = NAN
-        return rewards
-
-    args = {"algorithm": "remax", "beta": 0.0}
-    trainer = build({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward])
-    assert a_rollout(trainer)["bad_reward"].tolist() == [False, False, True, False, True, True, True, True]
-
-
-@pytest.mark.parametrize("fault", [None, NAN])
-def test_a_greedy_reward_that_is_not_finite_skips_its_updates(fault, policy_path, tmp_path):
-    """Two updates of four of the eight responses: one or both of them hold one of the four of row1."""
-
-    def reward(completion_ids, **_):
-        rewards = thirds(completion_ids)
-        return [rewards[0], fault or rewards[1]] if len(rewards) == 2 else rewards
-
-    args = {"algorithm": "remax", "beta": 0.0, "per_device_train_batch_size": 4, "steps_per_generation": 2}
-    spec = {"model": policy_path, "args": {**args, "max_steps": 2}}
-    trainer = train(spec, str(tmp_path), reward_funcs=[reward])
-    bad = sum(bool(batch["bad_reward"].any()) for batch in trainer._buffered_inputs)
-    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": bad}
-    assert (bad > 0) == (fault is not None)
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_failures_on_greedy_responses_are_counted(sampled, policy_path, tmp_path):
-    """One of the two greedy responses, and, where `sampled`, the four of row1 as well: 1 or 5."""
-
-    calls = []
-
-    def judge(completion_ids, row_id, **_):
-        # Single rows are of the call before, of which they are to show the row at fault.
-        if len(row_id) > 1:
-            calls.append(len(row_id))
-        if "row1" in row_id and (calls[-1] == 2 or sampled):
-            raise KeyError("no answer")
-        return thirds(completion_ids)
-
-    args = {"algorithm": "remax", "beta": 0.0, "reward_errors": "skip"}
-    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
-    assert calls == [8, 2]
-    (entry,) = entries(trainer)
-    assert entry["reward_errors"] == (5.0 if sampled else 1.0)
-    assert entry["unscorable"] == (0.5 if sampled else 0.0)
-    # Without a baseline there is no advantage, and no fault either.
-    assert list(trainer._logs["advantages"])[4:] == [0.0] * 4
-    assert trainer.update_guard.skipped == NO_FAULT
-
-
 # ---- Evaluation ----
-
-IDS = [[7, 2], [8, 9, 2], [10, 2]]
 
 
 def fails_on_the_second(prompts, completions, row_id, **_):
@@ -181,35 +86,6 @@ def fails_on_the_second(prompts, completions, row_id, **_):
 def not_finite(completions, row_id, **_):
     bad = {"row0": NAN, "row2": -INFINITY}
     return [bad.get(row, float(len(c[0]["content"]))) for row, c in zip(row_id, completions, strict=True)]
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_evaluation_goes_on_where_errors_are_skipped(is_async, policy_path, tmp_path):
-    """And leaves the trainer's own guard alone, whose latest rollout is still to be trained on."""
-    function = as_async(fails_on_the_second) if is_async else fails_on_the_second
-    arguments = prompts(3), ["ab", "c", "defg"], [True] * 3, IDS
-    for mode, place in (("skip", tmp_path / "skip"), ("raise", tmp_path / "raise")):
-        args = {"reward_errors": mode}
-        trainer = build({"model": policy_path, "args": args}, str(place), reward_funcs=[function, not_finite])
-        trainer.reward_guard.failed, trainer.reward_guard.not_finite = {5}, {6}
-        if mode == "raise":
-            with pytest.raises(RewardError, match="'fails_on_the_second' failed on row_id 'row1': KeyError"):
-                reward_columns(trainer, *arguments)
-        else:
-            columns = reward_columns(trainer, *arguments)
-            assert columns == {"fails_on_the_second": [2.0, None, 4.0], "not_finite": [None, 1.0, None]}
-        assert (trainer.reward_guard.failed, trainer.reward_guard.not_finite) == ({5}, {6})
-
-
-def test_a_member_that_fails_in_evaluation_leaves_the_columns_whole(policy_path, tmp_path):
-    """An ensemble scored row by row reports none of its members: their columns hold None, one for each row."""
-    ensemble = RewardEnsemble([fails_on_the_second, lambda completions, **_: [1.0] * len(completions)])
-    args = {"reward_errors": "skip"}
-    trainer = build({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=ensemble)
-    columns = reward_columns(trainer, prompts(3), ["ab", "c", "defg"], [True] * 3, IDS)
-    assert columns.pop("ensemble") == [1.5, None, 2.5]
-    assert list(columns) == ensemble.names
-    assert all(values == [None] * 3 for values in columns.values())
 
 
 @pytest.mark.parametrize("mode", ["skip", "raise"])
@@ -242,44 +118,7 @@ def test_a_comparison_with_the_base_goes_on_or_says_where_it_failed(mode, policy
     ]
 
 
-# ---- Modules and folders ----
-
-
-@pytest.mark.parametrize("in_a_list", [False, True])
-def test_a_folder_may_be_given_as_a_path(in_a_list, policy_path, tmp_path):
-    folder = Path(save_adapter(policy_path, tmp_path / "judge"))
-    trainer = build({"model": policy_path}, str(tmp_path), reward_funcs=[folder, thirds] if in_a_list else folder)
-    (reward,) = trainer._reward_models
-    assert isinstance(reward, RewardModel) and reward.folder == folder
-    assert list(trainer.plain_reward_functions) == (["judge", "thirds"] if in_a_list else ["judge"])
-
-
 # ---- After a stop ----
-
-
-def test_a_fault_of_an_interrupted_update_is_not_of_the_next_run(policy_path, tmp_path, caplog):
-    """The first micro-batch of two has a NaN loss, the second never comes; then the same trainer trains again."""
-    caplog.set_level(logging.WARNING)
-
-    class Interrupted(PolicyTrainer):
-        calls = 0
-
-        def _compute_loss(self, model, inputs):
-            self.calls += 1
-            if self.calls == 1:
-                inputs = {**inputs, "advantages": inputs["advantages"] * NAN}
-            if self.calls == 2:
-                raise RuntimeError("interrupted")
-            return super()._compute_loss(model, inputs)
-
-    spec = {"model": policy_path, "args": {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.1}}
-    trainer = build(spec, str(tmp_path), trainer_class=Interrupted)
-    with pytest.raises(RuntimeError, match="interrupted"):
-        trainer.train()
-    trainer.model.zero_grad(set_to_none=True)
-    trainer.train()
-    assert trainer.update_guard.skipped == NO_FAULT
-    assert "skipped" not in caplog.text
 
 
 def test_under_deepspeed_a_bad_reward_stops_the_run_at_once(policy_path, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import io
+import json
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import trl
 
 from tests import recipes
 from tests.tiny import save_tiny_model
@@ -37,11 +37,6 @@ def saved(args) -> bytes:
     stream = io.BytesIO()
     torch.save(args, stream)
     return stream.getvalue()
-
-
-def test_trl_writes_the_token_out():
-    """What the library keeps from happening."""
-    assert HUB_TOKEN.encode() in saved(trl.DPOConfig(**SETTINGS, bf16=False))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -112,31 +107,16 @@ def files_with(folder: Path, texts: list[str]) -> dict[str, list[str]]:
 def test_no_run_leaves_or_prints_a_credential(tmp_path):
     """Three runs, two that are refused, a plan, and the report; with both trackers that write files."""
     reward = ["--output_dir=reward", "--report_to=tensorboard", "--eval_split=none", "--selection_split=test_prefs"]
+    aot = ["--max_new_tokens=4", "--eval_split=none", "--output_dir=aot", "--report_to=wandb"]
+    grpo = ["--reward_model=reward", "--max_completion_length=8", "--num_generations=4", "--output_dir=grpo"]
+    common = [*SHORT, *SECRETS]
     calls = [
-        ["reward_model", *SHORT, *SECRETS, *reward],
-        [
-            "aot",
-            *SHORT,
-            *SECRETS,
-            *EVALUATED,
-            "--max_new_tokens=4",
-            "--eval_split=none",
-            "--output_dir=aot",
-            "--report_to=wandb",
-        ],
-        [
-            "grpo",
-            *SHORT,
-            *SECRETS,
-            *EVALUATED,
-            "--reward_model=reward",
-            "--max_completion_length=8",
-            "--num_generations=4",
-            "--output_dir=grpo",
-        ],
-        ["aot", *SHORT, *SECRETS, "--output_dir=aot"],
-        ["dpo", *SHORT, *SECRETS, "--model_name_or_path=nobody/no-model", "--output_dir=failed"],
-        ["dpo", *SHORT, *SECRETS, "--print_plan=json", "--output_dir=planned"],
+        ["reward_model", *common, *reward],
+        ["aot", *common, *EVALUATED, *aot],
+        ["grpo", *common, *EVALUATED, *grpo],
+        ["aot", *common, "--output_dir=aot"],
+        ["dpo", *common, "--model_name_or_path=nobody/no-model", "--output_dir=failed"],
+        ["dpo", *common, "--print_plan=json", "--output_dir=planned"],
     ]
     (tmp_path / "program.py").write_text(RECIPES.format(recipes=str(recipes.RECIPES), calls=calls))
     homes = {name: str(tmp_path / "caches") for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")}
@@ -193,39 +173,16 @@ def test_nothing_reads_what_is_pickled():
     assert {str(path): unsafe_uses(path.read_text()) for path in sources if unsafe_uses(path.read_text())} == {}
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from dill import loads",
-        "torch.load(path, weights_only=True)",
-        "AutoModel.from_pretrained(name, trust_remote_code=True)",
-        "load(path, weights_only=False)",
-    ],
-)
-def test_unsafe_lines_are_found(line):
-    assert unsafe_uses(line)
-
-
-@pytest.mark.parametrize("config", CONFIGS)
-def test_foreign_code_is_off(config):
-    assert config(**SETTINGS).trust_remote_code is False
-
-
 @pytest.fixture
 def foreign_model(tmp_path) -> Path:
     """A model of a type of its own, whose code leaves a file where it is run."""
     folder = tmp_path / "foreign"
     save_tiny_model(folder)
     config = (folder / "config.json").read_text().replace('"qwen2"', '"foreign"').replace("Qwen2For", "ForeignFor")
-    classes = {
-        "AutoConfig": "code.ForeignConfig",
-        "AutoModelForCausalLM": "code.Foreign",
-        "AutoModelForSequenceClassification": "code.Foreign",
-    }
-    assert '"foreign"' in config
-    import json
-
-    (folder / "config.json").write_text(json.dumps({**json.loads(config), "auto_map": classes}))
+    automatic = dict.fromkeys(("AutoModelForCausalLM", "AutoModelForSequenceClassification"), "code.Foreign")
+    config = {**json.loads(config), "auto_map": {"AutoConfig": "code.ForeignConfig", **automatic}}
+    assert config["model_type"] == "foreign"
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "code.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\n")
     return folder
 
@@ -234,9 +191,9 @@ def foreign_model(tmp_path) -> Path:
     ("script", "arguments"),
     [
         ("aot", ["--model_name_or_path={}"]),
-        ("aot", ["--model_name_or_path={}", "--print_plan"]),
         ("reward_model", ["--model_name_or_path={}"]),
         ("grpo", ["--model_name_or_path={}", "--reward_function=builtins:len"]),
+        ("evaluate_math", ["--model_name_or_path={}"]),
     ],
 )
 def test_a_models_own_code_is_refused_in_one_line(script, arguments, foreign_model, tmp_path, monkeypatch, capsys):

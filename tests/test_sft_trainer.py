@@ -105,13 +105,6 @@ def test_packed_passes_train_alike(tiny_model_path, tmp_path):
     assert any((trained[True][name] - initial[name]).abs().max() > 1e-3 for name in initial), "it trains"
 
 
-def test_trls_own_packing_is_left_to_trl(tiny_model_path, tmp_path):
-    args = {"packing": True, "packing_strategy": "wrapped", "max_length": 32}
-    trainer = trainer_of(tiny_model_path, tmp_path, ROWS, **args)
-    assert trainer.packing is None and packing_of(trainer.model) is None
-    assert max(len(row["input_ids"]) for row in trainer.train_dataset) == 32
-
-
 def test_long_rows_are_counted(tiny_model_path, tmp_path, caplog):
     """One token for each byte, and one to end: rows of 12, 47, 4 and 22 tokens; the prompt of the second has 22."""
     with caplog.at_level(logging.WARNING):

@@ -93,18 +93,6 @@ def test_the_measure_sees_a_dependence(name, alone):
     assert update_difference(split, whole) > 0.05
 
 
-def test_what_trl_logs_depends_on_the_split(alone):
-    whole, split = alone("trl: dpo", "1 x 8"), alone("trl: dpo", "1 x 2 x 4")
-    assert update_difference(split, whole) < 1e-9
-    different = metric_differences(split, whole)
-    assert {name for name, value in different.items() if value > 1e-4 and not name.startswith("eval_")} == {
-        "entropy",
-        "logits/chosen",
-        "logits/rejected",
-        "mean_token_accuracy",
-    }
-
-
 def test_of_one_micro_batch_what_is_logged_is_trls(alone):
     """Names and values, but for the count of skipped updates."""
     own, stock = alone("dpo", "1 x 8"), alone("trl: dpo", "1 x 8")
@@ -189,23 +177,6 @@ def test_a_step_counts_once_however_many_micro_batches_it_has():
     step(trainer, (5, 0.1), (5, 0.3))
     trainer.log({"loss": 1.0})
     assert trainer.logged[1] == pytest.approx({"loss": 1.0, "entropy": 0.2, "lowest": 0.1, "other": 0.2})
-
-
-def test_an_evaluation_is_one_batch_and_leaves_training_alone():
-    """Held-out losses 3 of 2 tokens and 1 of 6: 12 / 8 = 1.5; the training step open meanwhile is merged as before."""
-    trainer = Counted()
-    trainer.accelerator.sync_gradients = False
-    trainer.compute_loss(None, {"tokens": 1, "logged": {"entropy": 1.0, "lowest": 1.0}})
-    trainer.model.eval()
-    trainer.accelerator.sync_gradients = True
-    for tokens, value, loss in ((2, 0.5, 3.0), (6, 0.1, 1.0)):
-        trainer.compute_loss(None, {"tokens": tokens, "logged": {"entropy": value, "lowest": value}, "loss": loss})
-    trainer.log({"eval_loss": 2.0})
-    assert trainer.logged[0] == pytest.approx({"eval_loss": 1.5, "entropy": 0.2, "lowest": 0.1})
-    trainer.model.train()
-    trainer.compute_loss(None, {"tokens": 3, "logged": {"entropy": 0.0, "lowest": 0.0}})
-    trainer.log({})
-    assert trainer.logged[1] == pytest.approx({"entropy": 0.25, "lowest": 0.0})
 
 
 # ---- Held-out losses of objectives that see a whole batch ----

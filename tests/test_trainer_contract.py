@@ -1,64 +1,138 @@
-"""The private names of transformers, TRL, DeepSpeed and argparse that checkpoints, resuming and the recipes stand on.
+"""The private names of transformers, TRL and PEFT that the trainers, their checkpoints and their resuming stand on.
 
 When one of these fails after an upgrade, its message says what moved and what in `trl_ext` stands on it.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
-import asyncio
 import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import trl
 from accelerate.data_loader import prepare_data_loader
 from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
-from trl.trainer.utils import RepeatSampler
+from trl.trainer import kto_trainer
+from trl.trainer.utils import add_fused_lm_head
 
-from tests import rollout_once
 from tests.train_once import build
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
 SELECTION = "trl_ext.held_out.reward_selection"
 REFERENCE = "trl_ext.trainers.preference.reference_cache"
+PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
+POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
+GREEDY = "trl_ext.trainers.policy.greedy"
+STOP = "trl_ext.trainers.policy.stop_strings.StopStrings"
+GUARD = "trl_ext.resilience.guards.UpdateGuard"
+CARD = "trl_ext.trainers.model_card"
 TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
 
 EPOCH = ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"]
 EPOCH += ["ignore_keys_for_eval", "start_time", "resume_from_checkpoint", "epochs_trained"]
-SIGNATURES = {
+EPOCH += ["steps_trained_in_current_epoch"]
+SINGLE_TURN = ["self", "prompt_ids", "images", "multimodal_fields", "num_generations", "has_tool_images"]
+OFF_POLICY_MASK = ["advantages", "per_token_logps", "sampling_per_token_logps", "mask", "off_policy_threshold"]
+REWARDS = ["self", "inputs", "prompts", "completions", "completion_ids_list"]
+FUSED_HEAD = ["model", "temperature", "cast_lm_head_to_fp32", "outputs"]
+# Of every trainer: what a method takes, and what of ours overrides or calls it.
+METHODS = {
     "_get_output_dir": (["self", "trial"], RESUMABLE),
     "_save_checkpoint": (["self", "model", "trial"], RESUMABLE),
     "_push_from_checkpoint": (["self", "checkpoint_folder"], RESUMABLE),
     "_load_rng_state": (["self", "checkpoint"], RESUMABLE),
     "_load_optimizer_and_scheduler": (["self", "checkpoint"], RESUMABLE),
-    "_run_epoch": ([*EPOCH, "steps_trained_in_current_epoch"], RESUMABLE),
+    "_run_epoch": (EPOCH, RESUMABLE),
     "_finalize_training": (["self", "trial", "num_train_samples", "start_time"], RESUMABLE),
     "_load_best_model": (["self"], f"{SELECTION}.CheckpointSelection.load_best"),
     "_load_from_checkpoint": (["self", "resume_from_checkpoint", "model"], "trl_ext.ExpertIterationTrainer._begin"),
     "_save": (["self", "output_dir", "state_dict"], "trl_ext.trainers.reward.trainer.RewardTrainer._save"),
+    "get_batch_samples": (["self", "epoch_iterator", "num_batches", "device"], f"{PREFERENCE}.get_batch_samples"),
+    "_get_grad_norm": (["self", "model", "grad_norm"], GUARD),
+    "_save_optimizer_and_scheduler": (["self", "output_dir"], "trl_ext.OnlinePreferenceTrainer"),
 }
+# Of single classes and functions.
+FUNCTIONS = [
+    (trl.DPOTrainer._compute_loss, ["self", "model", "inputs", "return_outputs"], PREFERENCE),
+    (trl.DPOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], PREFERENCE),
+    (trl.DPOTrainer._prepare_dataset, ["self", "dataset", "processing_class", "args", "dataset_name"], PREFERENCE),
+    (trl.DPOTrainer._precompute_ref_logps, ["self", "dataset", "name", "batch_size"], PREFERENCE),
+    (trl.DPOTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"], CARD),
+    (trl.GRPOTrainer._calculate_rewards, REWARDS, f"{POLICY}._calculate_rewards"),
+    (trl.GRPOTrainer._tokenize_prompts, ["self", "prompts"], f"{POLICY}._tokenize_prompts"),
+    (trl.GRPOTrainer._generate, ["self", "prompts"], f"{STOP}._generate"),
+    (trl.GRPOTrainer._generate_single_turn, SINGLE_TURN, f"{GREEDY}.greedy_rewards"),
+    (trl.GRPOTrainer.get_high_entropy_mask, ["self", "entropies", "mask", "threshold"], f"{POLICY}._compute_loss"),
+    (trl.GRPOTrainer.get_off_policy_mask, OFF_POLICY_MASK, f"{POLICY}._weights"),
+    (add_fused_lm_head, FUSED_HEAD, "trl_ext.trainers.policy.scoring_temperature"),
+]
+# What must stand in the source of a function or module, and what of ours stands on it.
+SOURCES = [
+    (Trainer._save_checkpoint, "self._push_from_checkpoint(output_dir)", RESUMABLE),
+    (Trainer._save_checkpoint, "self._save_optimizer_and_scheduler(output_dir)", "trl_ext.OnlinePreferenceTrainer"),
+    (Trainer._inner_training_loop, "self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)", RESUMABLE),
+    (Trainer._load_optimizer_and_scheduler, "self.args.device", RESUMABLE),
+    (prepare_data_loader, "sampler.generator", RESUMABLE),
+    (trl.DPOTrainer.compute_loss, "self._compute_loss(model, inputs, return_outputs)", PREFERENCE),
+    (trl.DPOTrainer._precompute_ref_logps, "self._precompute_engine = prepare_deepspeed(", REFERENCE),
+    (trl.DPOTrainer._precompute_ref_logps, "self._precompute_model_hash", f"{PREFERENCE}._precompute_ref_logps"),
+    (trl.DPOTrainer._precompute_ref_logps, "dataset._fingerprint", f"{PREFERENCE}._on_shared_disk"),
+    (trl.GRPOTrainer._calculate_rewards, "gather(rewards_per_func)", f"{POLICY}._generate_and_score_completions"),
+    (trl.GRPOTrainer._generate_single_turn, "generation_kwargs=self.generation_kwargs", GREEDY),
+    (trl.GRPOTrainer._generate_single_turn, "generation_config=self.generation_config", GREEDY),
+    (kto_trainer, '"KL_completion_ids"', "trl_ext.KTOTrainer._prepare_dataset"),
+    *((kind._save_checkpoint, "create_model_card(", CARD) for kind in TRAINERS),
+    (peft.PeftModel.save_pretrained, "create_or_update_model_card(", CARD),
+]
+# Attributes that `GRPOTrainer._compute_loss` reads when it is called: ours sets some of them, and reads the others.
+POLICY_ATTRIBUTES = (
+    "loss_type importance_sampling_level epsilon_low epsilon_high top_entropy_quantile args.use_bias_correction_kl "
+    "_entropy_bonus_enabled use_adaptive_entropy _last_world_entropy entropy_coef aux_loss_enabled "
+    "router_aux_loss_coef off_policy_mask_threshold vllm_importance_sampling_correction"
+)
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signatures(name):
-    expected, user = SIGNATURES[name]
+def parameters_of(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_every_trainer(name):
+    expected, user = METHODS[name]
     for kind in (Trainer, *TRAINERS):
         method = getattr(kind, name, None)
         assert method is not None, f"{kind.__name__} has no {name} any more: {user} overrides or calls it"
-        found = list(inspect.signature(method).parameters)
+        found = parameters_of(method)
         assert found == expected, f"{kind.__name__}.{name} takes {found} and not {expected}: {user} stands on it"
 
 
 def test_the_sampler_is_of_a_dataset():
     for kind in (Trainer, *TRAINERS):
-        found = list(inspect.signature(kind._get_train_sampler).parameters)
+        found = parameters_of(kind._get_train_sampler)
         assert len(found) == 2, f"{kind.__name__}._get_train_sampler takes {found} and not a dataset: {RESUMABLE}"
+
+
+@pytest.mark.parametrize(("function", "expected", "user"), FUNCTIONS, ids=[f.__qualname__ for f, *_ in FUNCTIONS])
+def test_functions(function, expected, user):
+    found = parameters_of(function)
+    assert found == expected, f"{function.__qualname__} takes {found} and not {expected}: {user} stands on it"
+
+
+@pytest.mark.parametrize(("owner", "text", "user"), SOURCES, ids=[text for _, text, _ in SOURCES])
+def test_sources(owner, text, user):
+    assert text in inspect.getsource(owner), f"{owner} no longer has `{text}`: {user} stands on it"
+
+
+def test_attributes_that_the_policy_loss_reads():
+    source = inspect.getsource(trl.GRPOTrainer._compute_loss)
+    missing = [name for name in POLICY_ATTRIBUTES.split() if not re.search(rf"self\.{name}\b", source)]
+    assert not missing, f"GRPOTrainer._compute_loss does not read {missing} of itself: {POLICY} sets or reads them"
 
 
 # ---- Saving, and the counters of a run ----
@@ -111,10 +185,6 @@ def test_checkpoints_go_where_the_output_folder_is_said_to_be(run):
     assert run.seen["saved"] == str(checkpoint), (
         f"Trainer._save_checkpoint gave _save the folder {run.seen['saved']}: RewardTrainer._save writes beside it"
     )
-    source = inspect.getsource(Trainer._save_checkpoint)
-    assert "self._push_from_checkpoint(output_dir)" in source, (
-        f"Trainer._save_checkpoint no longer calls _push_from_checkpoint: {RESUMABLE} puts off the upload there"
-    )
 
 
 def test_an_epoch_is_begun_by_keywords_with_counters_at_zero(run):
@@ -148,43 +218,6 @@ def test_what_an_epoch_begins_with_is_logged(run):
     )
 
 
-def test_samplers_shuffle_by_their_generator(run):
-    """None stands for torch's own; accelerate gives one to each of several processes, and TRL's has one of its own."""
-    assert hasattr(run.seen["sampler"], "generator"), (
-        f"{type(run.seen['sampler']).__name__} has no `generator`: {RESUMABLE} saves its state unless it is torch's "
-        "own, and batches would come in another order after resuming"
-    )
-    sampler = RepeatSampler(range(20), mini_repeat_count=1, seed=3)
-    state = sampler.generator.get_state()
-    first, second = list(sampler), list(sampler)
-    sampler.generator.set_state(state)
-    assert list(sampler) == first != second, (
-        f"TRL's RepeatSampler no longer shuffles by its `generator` alone: {RESUMABLE} saves and restores its state"
-    )
-    assert "sampler.generator" in inspect.getsource(prepare_data_loader), (
-        f"accelerate no longer gives samplers a `generator` in several processes: {RESUMABLE} saves its state"
-    )
-
-
-def test_weights_of_a_checkpoint_are_loaded_into_the_model(run):
-    (name, parameter), *_ = run.model.named_parameters()
-    expected = parameter.detach().clone()
-    with torch.no_grad():
-        parameter.add_(1.0)
-    run._load_from_checkpoint(str(run.elsewhere / "checkpoint-1"))
-    assert torch.equal(run.model.get_parameter(name), expected), (
-        "Trainer._load_from_checkpoint(folder) does not load into self.model: ExpertIterationTrainer._begin calls it"
-    )
-    with torch.no_grad():
-        run.model.get_parameter(name).add_(1.0)
-    run.state.best_model_checkpoint = str(run.elsewhere / "checkpoint-1")
-    run._load_best_model()
-    run.state.best_model_checkpoint = None
-    assert torch.equal(run.model.get_parameter(name), expected), (
-        f"Trainer._load_best_model does not load state.best_model_checkpoint: {SELECTION} calls it"
-    )
-
-
 def test_the_device_is_what_the_arguments_hold(run):
     before = run.args.__dict__["_setup_devices"]
     run.args.__dict__["_setup_devices"] = torch.device("meta")
@@ -195,45 +228,19 @@ def test_the_device_is_what_the_arguments_hold(run):
         )
     finally:
         run.args.__dict__["_setup_devices"] = before
-    assert "self.args.device" in inspect.getsource(Trainer._load_optimizer_and_scheduler), (
-        f"Trainer._load_optimizer_and_scheduler does not read args.device: {RESUMABLE} sets that for it"
-    )
 
 
-def test_names_of_save_strategies():
-    assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, (
-        f"save strategies are no longer equal to their names: {SELECTION}._is_due compares them"
-    )
+def test_save_strategies_are_equal_to_their_names():
+    assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, f"{SELECTION}._is_due compares them"
 
 
 # ---- TRL's own ----
 
 
 def test_precomputed_references(run):
-    source = inspect.getsource(trl.DPOTrainer._precompute_ref_logps)
-    assert run._precompute_engine is None and "self._precompute_engine = prepare_deepspeed(" in source, (
-        f"DPOTrainer no longer keeps DeepSpeed's engine in _precompute_engine: {REFERENCE} looks there"
-    )
-    assert hasattr(run, "_precompute_model_hash") and "self._precompute_model_hash" in source, (
-        "DPOTrainer._precompute_ref_logps no longer names its cache by _precompute_model_hash: "
-        "PreferenceTrainer._precompute_ref_logps sets it, and log-probabilities of another model would be taken"
-    )
-    assert "dataset._fingerprint" in source and isinstance(run.train_dataset._fingerprint, str), (
-        "datasets no longer have a `_fingerprint`: PreferenceTrainer._on_shared_disk names a folder by it"
-    )
-
-
-def test_asynchronous_rewards_have_a_loop(tiny_model_path, tmp_path, monkeypatch):
-    async def later(completion_ids, **_):
-        return [0.0] * len(completion_ids)
-
-    monkeypatch.setitem(rollout_once.REWARDS, "later", later)
-    spec = {"model": tiny_model_path, "trainer": "trl.GRPOTrainer", "rewards": ["later"]}
-    loop = getattr(rollout_once.build(spec, str(tmp_path)), "async_loop", None)
-    assert isinstance(loop, asyncio.AbstractEventLoop) and loop.is_running(), (
-        f"GRPOTrainer.async_loop is {loop} and no running loop: trl_ext.trainers.policy.reward_functions "
-        "runs asynchronous rewards on it"
-    )
+    """The attributes are there, and a prepared dataset has a fingerprint."""
+    assert run._precompute_engine is None and hasattr(run, "_precompute_model_hash"), REFERENCE
+    assert isinstance(run.train_dataset._fingerprint, str), "PreferenceTrainer._on_shared_disk names a folder by it"
 
 
 def test_calls_of_the_vllm_client():
@@ -248,51 +255,4 @@ def test_calls_of_the_vllm_client():
     assert found == expected, (
         f"VLLMGeneration calls {sorted(found ^ expected)} of its client anew or no more: "
         "trl_ext.trainers.policy.vllm_server._WatchedClient watches each call that is made while training"
-    )
-
-
-# ---- DeepSpeed and argparse ----
-
-
-@pytest.mark.parametrize(
-    ("file", "kind", "name"),
-    [
-        ("partitioned_param_coordinator.py", "PartitionedParameterCoordinator", "is_invalid_trace"),
-        ("partitioned_param_coordinator.py", "PartitionedParameterCoordinator", "_invalidate_trace"),
-        ("parameter_offload.py", "DeepSpeedZeRoOffload", "get_param_coordinator"),
-    ],
-)
-def test_the_trace_of_zero_3(file, kind, name):
-    """By reading: importing DeepSpeed takes seconds."""
-    deepspeed = find_spec("deepspeed")
-    if deepspeed is None:
-        pytest.skip("DeepSpeed is not here")
-    folder = Path(deepspeed.origin).parent / "runtime" / "zero"
-    methods = {
-        node.name: [argument.arg for argument in node.args.args]
-        for owner in ast.parse((folder / file).read_text()).body
-        if isinstance(owner, ast.ClassDef) and owner.name == kind
-        for node in owner.body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert methods.get(name) == ["self"], (
-        f"DeepSpeed's {kind} has no method {name}() any more: {REFERENCE}.reference_passes forgets by it in which "
-        "order the passes of the reference ran"
-    )
-    assert "self.parameter_offload =" in (folder / "stage3.py").read_text(), (
-        f"DeepSpeed's ZeRO-3 optimizer has no parameter_offload any more: {REFERENCE}.reference_passes reads it"
-    )
-
-
-def test_names_of_argparse():
-    parser = trl.TrlParser((trl.DPOConfig,))
-    assert parser._option_string_actions["--beta"].dest == "beta", (
-        "argparse no longer lists its flags in _option_string_actions, by which trl_ext/runs names unknown flags"
-    )
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rate", type=float)
-    assert parser._negative_number_matcher.match("-1"), "argparse has no _negative_number_matcher"
-    parser._negative_number_matcher = re.compile(r"^-1e-3$")
-    assert parser.parse_args(["--rate", "-1e-3"]).rate == -0.001, (
-        "argparse no longer tells negative numbers by _negative_number_matcher, which trl_ext/runs lets take -1e-3"
     )

@@ -5,17 +5,13 @@ When one of these fails after an upgrade, its message says what moved and what i
 
 from __future__ import annotations
 
-import inspect
 from importlib.metadata import version
 
 import pytest
 import torch
 import trl
 from packaging.version import Version
-from transformers import Trainer
-from trl.trainer.utils import selective_log_softmax
 
-from tests.tiny import pairs, token_ids, token_log_probs
 from tests.train_once import build
 
 SEAM_ONE = "trl_ext.trainers.preference.trainer.PreferenceTrainer.get_batch_samples"
@@ -63,10 +59,6 @@ class OnlyCallable:
 
 def with_reference(batch: dict, chosen: list[float], rejected: list[float]) -> dict:
     return {**batch, "ref_chosen_logps": torch.tensor(chosen), "ref_rejected_logps": torch.tensor(rejected)}
-
-
-def parameter_names(function) -> list[str]:
-    return list(inspect.signature(function).parameters)
 
 
 def test_version():
@@ -127,57 +119,12 @@ def test_reference_log_probabilities_are_read_from_the_batch(without_losses, bat
 
 
 def test_compute_ref_log_probs(stock, batch):
-    names = parameter_names(trl.DPOTrainer.compute_ref_log_probs)
-    assert names == ["self", "model", "inputs"], (
-        f"DPOTrainer.compute_ref_log_probs takes {names}: PreferenceTrainer overrides it as (self, model, inputs)"
-    )
     result_of = stock.compute_ref_log_probs(stock.ref_model, batch)
     assert len(result_of) == 2 and all(values.shape == (2,) for values in result_of), (
         "DPOTrainer.compute_ref_log_probs no longer returns one sum for each chosen and each rejected response: "
         "PreferenceTrainer._reference passes them on as ref_chosen and ref_rejected"
     )
     assert not any(values.requires_grad for values in result_of)
-
-
-def test_compute_loss_signature():
-    names = parameter_names(trl.DPOTrainer._compute_loss)
-    assert names == ["self", "model", "inputs", "return_outputs"], (
-        f"DPOTrainer._compute_loss takes {names}: {SEAM_TWO} overrides it as (self, model, inputs, return_outputs)"
-    )
-    source = inspect.getsource(trl.DPOTrainer.compute_loss)
-    assert "self._compute_loss(model, inputs, return_outputs)" in source, (
-        f"DPOTrainer.compute_loss no longer goes through _compute_loss: {SEAM_TWO} would not run"
-    )
-
-
-def test_fused_output(stock, batch, tiny_model_path):
-    labels = batch["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
-    inputs = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
-    output = stock.model(**inputs, labels=labels, use_cache=False, fused_lm_head=True)
-    mask = batch["completion_mask"][:, 1:]
-    assert output.log_probs.shape == mask.shape, (
-        f"log_probs has shape {list(output.log_probs.shape)} and the shifted mask {list(mask.shape)}: "
-        f"{FUSED_OUTPUT} lines up the two from the right"
-    )
-    assert (output.log_probs[mask == 0] == 0).all() and (output.log_probs[mask == 1] < 0).all(), (
-        f"log_probs of the fused LM head is no longer 0 off the mask: {FUSED_OUTPUT} sums over all positions"
-    )
-    assert output.log_sum_sq_probs is not None, (
-        f"the fused LM head no longer returns log_sum_sq_probs under use_weighting: {FUSED_OUTPUT} needs it for WPO"
-    )
-    # Row 0 is the first chosen response, without padding in front.
-    prompt, chosen, _ = token_ids(stock.processing_class, pairs(8)[0])
-    log_probs = token_log_probs(stock.model, prompt, chosen)
-    on_mask = mask[0].bool()
-    torch.testing.assert_close(
-        output.log_sum_sq_probs[0, on_mask].double(), (2 * log_probs).logsumexp(dim=1), atol=1e-5, rtol=1e-5
-    )
-    torch.testing.assert_close(
-        output.log_probs[0, on_mask].double(),
-        log_probs.gather(1, torch.tensor(chosen)[:, None])[:, 0],
-        atol=1e-5,
-        rtol=1e-5,
-    )
 
 
 def test_batch_layout(batch):
@@ -205,53 +152,8 @@ def test_prepared_columns(stock):
     assert not missing, (
         f"DPOTrainer._prepare_dataset no longer yields {missing}: PreferenceTrainer._prepare_dataset truncates them"
     )
-    names = parameter_names(trl.DPOTrainer._prepare_dataset)
-    assert names == ["self", "dataset", "processing_class", "args", "dataset_name"], (
-        f"DPOTrainer._prepare_dataset takes {names}: PreferenceTrainer._prepare_dataset overrides it"
-    )
     assert "avg_confidence" in stock.train_dataset.column_names, (
         "DPOTrainer._prepare_dataset drops the dataset's own columns: PreferenceTrainer passes them to the loss"
-    )
-
-
-def test_signature_columns(stock):
-    stock._signature_columns = None
-    stock._set_signature_columns_if_needed()
-    expected = {"prompt_ids", "chosen_ids", "rejected_ids", "ref_chosen_logps", "ref_rejected_logps"}
-    assert set(stock._signature_columns) == expected, (
-        f"DPOTrainer keeps the columns {stock._signature_columns}: "
-        "PreferenceTrainer._set_signature_columns_if_needed adds the loss's columns to that list"
-    )
-
-
-def test_precompute_ref_logps_signature():
-    names = parameter_names(trl.DPOTrainer._precompute_ref_logps)
-    assert names == ["self", "dataset", "name", "batch_size"], (
-        f"DPOTrainer._precompute_ref_logps takes {names}: PreferenceTrainer skips it for reference-free losses"
-    )
-
-
-def test_precomputing_is_what_keeps_no_reference_model(tiny_model_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(trl.DPOTrainer, "_precompute_ref_logps", lambda self, dataset, name, batch_size: dataset)
-    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "args": {"precompute_ref_log_probs": True}}
-    assert build(spec, str(tmp_path)).ref_model is None, (
-        "DPOTrainer keeps a reference model under precompute_ref_log_probs: "
-        "PreferenceTrainer sets it so that reference-free losses have none"
-    )
-
-
-def test_selective_log_softmax():
-    """Log-softmax of (0, log 3) is (-log 4, log 3/4) = (-1.386294, -0.287682)."""
-    logits = torch.tensor([[[0.0, 1.0986123], [0.0, 1.0986123]]])
-    found = selective_log_softmax(logits, torch.tensor([[0, 1]]))
-    torch.testing.assert_close(
-        found,
-        torch.tensor([[-1.386294, -0.287682]]),
-        atol=1e-5,
-        rtol=0.0,
-        msg=lambda text: (
-            f"trl.trainer.utils.selective_log_softmax moved, which trl_ext.models.log_probs calls: {text}"
-        ),
     )
 
 
@@ -259,10 +161,6 @@ def test_selective_log_softmax():
 
 
 def test_get_batch_samples(stock):
-    names = parameter_names(Trainer.get_batch_samples)
-    assert names == ["self", "epoch_iterator", "num_batches", "device"], (
-        f"Trainer.get_batch_samples takes {names}: {SEAM_ONE} overrides it to see a whole accumulation window"
-    )
     iterator = iter(stock.get_train_dataloader())
     batches, items = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
     assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 4] and items is None, (
@@ -270,33 +168,3 @@ def test_get_batch_samples(stock):
     )
     batches, _ = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
     assert len(batches) == 1, f"the last window is no longer the shorter one: {SEAM_ONE} normalises by its pairs"
-
-
-def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatch):
-    monkeypatch.setattr(
-        stock, "compute_loss", lambda model, *_, **__: sum(p.sum() for p in model.parameters()) * 0 + 6
-    )
-    monkeypatch.setattr(stock, "current_gradient_accumulation_steps", 3, raising=False)
-    reported = stock.training_step(stock.model, batch).item()
-    assert reported == 2.0, (
-        f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
-        "trl_ext.trainers.preference.optimizer_batch.Window.scale undoes a division by the number of micro-batches"
-    )
-    stock.model.zero_grad()
-
-
-def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_path):
-    """3 micro-batches accumulated by 2: windows of 2 and of 1."""
-    sizes = []
-
-    class Recording(trl.DPOTrainer):
-        def compute_loss(self, *args, **kwargs):
-            sizes.append(self.current_gradient_accumulation_steps)
-            return super().compute_loss(*args, **kwargs)
-
-    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "pairs": 6}
-    spec["args"] = {"gradient_accumulation_steps": 2, "max_steps": 2}
-    build(spec, str(tmp_path), trainer_class=Recording).train()
-    assert sizes == [2, 2, 1], (
-        f"Trainer divides by {sizes} and not by the number of micro-batches in each window: Window.scale undoes that"
-    )

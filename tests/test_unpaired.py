@@ -92,12 +92,6 @@ def test_labels_alternate_and_neighbours_answer_other_prompts(count):
     assert all(one["prompt"] != other["prompt"] for one, other in zip(rows, rows[1:], strict=False))
 
 
-def test_order_is_of_the_seed():
-    first = pairs_to_unpaired(pairs(9))["completion"]
-    assert pairs_to_unpaired(pairs(9))["completion"][:] == first[:]
-    assert pairs_to_unpaired(pairs(9), seed=1)["completion"][:] != first[:]
-
-
 def test_wrong_pairs():
     with pytest.raises(ValueError, match="'rejected' is missing"):
         pairs_to_unpaired(pairs(2).remove_columns("rejected"))

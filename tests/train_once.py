@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.float64 import precision
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 ONE_STEP = {
     "max_steps": 1,
@@ -66,6 +70,47 @@ def largest_difference(parameters: dict, expected: dict) -> float:
     return max((parameters[name] - expected[name]).abs().max().item() for name in expected)
 
 
+def classes(name: str) -> tuple[type, type]:
+    """A trainer's class and its configuration's, by its name in trl_ext, or in TRL as "trl.NAME"."""
+    import trl
+
+    import trl_ext
+
+    library = trl if name.startswith("trl.") else trl_ext
+    name = name.removeprefix("trl.")
+    return getattr(library, name), getattr(library, name.replace("Trainer", "Config"))
+
+
+def demonstrations(rows: list[dict]) -> list[dict]:
+    """The prompts of pairs with their chosen responses."""
+    return [{"row_id": row["row_id"], "prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+
+
+def build_plain(spec: dict, output_dir: str, **trainer_arguments: Any):
+    """A trainer of any kind on a model as it is, not yet trained.
+
+    Keys: `trainer` (a name of `classes`), `model` (path or model), `rows` (of `SFTTrainer` and others pairs, of a
+    policy prompts), and `args` for the configuration. A policy is rewarded by `thirds`, or by the `reward` given.
+    """
+    from datasets import Dataset
+
+    from tests import rollout_once
+    from tests.tiny import pairs
+
+    trainer_class, config_class = classes(spec["trainer"])
+    trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
+    defaults, rewards, rows = DEFAULTS, [], spec.get("rows")
+    if spec["trainer"] in ("PolicyTrainer", "trl.GRPOTrainer"):
+        defaults, rewards = rollout_once.DEFAULTS, [trainer_arguments.pop("reward", rollout_once.thirds)]
+        rows = rows or rollout_once.prompts(8)
+    rows = rows or pairs(12)
+    if spec["trainer"] == "SFTTrainer":
+        rows = demonstrations(rows)
+    args = config_class(**{**defaults, **spec.get("args", {}), "output_dir": output_dir})
+    dataset = Dataset.from_list(rows)
+    return trainer_class(spec["model"], *rewards, args=args, train_dataset=dataset, **trainer_arguments)
+
+
 def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     """The trainer of a specification, not yet trained.
 
@@ -75,18 +120,15 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     `lora_dropout`, `dtype` (of the weights, float64 unless given), and `args` for the configuration.
     """
     import torch
-    import trl
     from datasets import Dataset
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    import trl_ext
     from tests.tiny import pairs, perturbed
 
     name = spec.get("trainer", "PreferenceTrainer")
     stock = name.startswith("trl.")
-    trainer_class = trl.DPOTrainer if stock else getattr(trl_ext, name)
-    config_class = trl.DPOConfig if stock else trainer_class._config_class
+    trainer_class, config_class = classes(name)
     trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
     arguments = {**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir}
     if stock:
@@ -137,23 +179,34 @@ def entries(trainer) -> list[dict]:
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
+def without_times(logs: list[dict]) -> list[dict]:
+    return [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in logs]
+
+
 def result(trainer) -> Run:
     """The `Run` of a trainer that has trained; an entry of its logs for each step."""
-    logs = [{k: v for k, v in entry.items() if "_per_second" not in k} for entry in entries(trainer)]
-    return Run(parameters(trainer), logs)
+    return Run(parameters(trainer), without_times(entries(trainer)))
 
 
-def in_processes(processes: int, *command: str, cwd: Path) -> None:
-    """Run a Python command as several processes on the CPU."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    launched = subprocess.run(
-        [*launcher, *command],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+def launch(engine: str | None, command: list[str], folder: Path, *, processes: int = 2, cwd: Path = REPOSITORY):
+    """Run a Python command as several processes on the CPU in float32, and how it ended.
+
+    Under torchrun, or under the configuration of `accelerate_configs` with the name of an engine.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    if engine is not None:
+        configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
+        configuration |= {"use_cpu": True, "mixed_precision": "no", "num_processes": processes, "main_process_port": 0}
+        (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    options = {"cwd": cwd, "env": environment, "capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run([sys.executable, *launcher, *command], **options)
+
+
+def in_processes(processes: int, *command: str, cwd: Path = REPOSITORY) -> None:
+    """Run a Python command as several processes on the CPU, to a good end."""
+    launched = launch(None, list(command), cwd, processes=processes, cwd=cwd)
     assert launched.returncode == 0, launched.stderr[-8000:]
 
 
@@ -162,8 +215,7 @@ def train_in_processes(specs: list[dict], processes: int, folder: Path, module: 
     from safetensors import safe_open
 
     (folder / "specs.json").write_text(json.dumps(specs))
-    repository = Path(__file__).resolve().parent.parent
-    in_processes(processes, "-m", module, str(folder / "specs.json"), str(folder), cwd=repository)
+    in_processes(processes, "-m", module, str(folder / "specs.json"), str(folder))
     runs = []
     for index in range(len(specs)):
         with safe_open(folder / f"{index}.safetensors", "pt") as file:

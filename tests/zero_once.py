@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import zlib
 from contextlib import nullcontext
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from tests import rollout_once, train_once
 from tests.tiny import pairs
+from tests.train_once import REPOSITORY  # noqa: F401  where the configurations of accelerate are
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 DEFAULTS = {
     "max_steps": 3,
     # Adam with so large an epsilon that an update is a smooth function of the gradient: rounding stays rounding.
@@ -70,11 +68,8 @@ def train_under(engine: str, specs: dict[str, dict], folder: Path) -> dict[str, 
     folder.mkdir()
     (folder / "specs.json").write_text(json.dumps(specs))
     command = ["-m", "tests.zero_once", str(folder / "specs.json"), str(folder)]
-    if ENGINES[engine] is None:
-        train_once.in_processes(2, *command, cwd=REPOSITORY)
-    else:
-        launched = launch(engine, command, folder)
-        assert launched.returncode == 0, launched.stderr[-8000:]
+    launched = train_once.launch(engine if ENGINES[engine] else None, command, folder)
+    assert launched.returncode == 0, launched.stderr[-8000:]
     runs = {}
     for name in specs:
         tensors = load_file(folder / f"{name}.safetensors")
@@ -88,22 +83,6 @@ def train_under(engine: str, specs: dict[str, dict], folder: Path) -> dict[str, 
         )
         assert runs[name].facts["processes"] == 2 and runs[name].facts["zero_stage"] == ENGINES[engine]
     return runs
-
-
-def launch(engine: str, command: list[str], folder: Path) -> subprocess.CompletedProcess:
-    """By the configuration that users get, but on two processes of the CPU in float32."""
-    configuration = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{engine}.yaml").read_text())
-    configuration |= {"use_cpu": True, "mixed_precision": "no", "num_processes": 2, "main_process_port": 0}
-    (folder / "accelerate.yaml").write_text(yaml.safe_dump(configuration))
-    launcher = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    return subprocess.run(
-        [sys.executable, *launcher, *command],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
 
 
 def uneven_pairs() -> list[dict]:
@@ -123,26 +102,18 @@ def build(spec: dict, output_dir: str):
     "uneven"), `lora`, `sampled` (the policy generates, where its responses are fixed else), and `args` for the
     configuration.
     """
-    from datasets import Dataset
     from peft import LoraConfig
 
-    import trl_ext
-
-    name = spec["trainer"]
-    trainer_class, config_class = getattr(trl_ext, name), getattr(trl_ext, name.replace("Trainer", "Config"))
-    defaults, rewards = train_once.DEFAULTS, []
     rows = uneven_pairs() if spec.get("pairs") == "uneven" else pairs(spec.get("pairs", 12))
-    if name == "PolicyTrainer":
-        defaults, rewards, rows = rollout_once.DEFAULTS, [rollout_once.thirds], rollout_once.prompts(8)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
+    own = {"peft_config": lora if spec.get("lora") else None}
+    spec = {**spec, "rows": rows, "args": {**DEFAULTS, **spec.get("args", {})}}
+    if spec["trainer"] == "PolicyTrainer":
+        spec["rows"] = rollout_once.prompts(8)
         if not spec.get("sampled"):
-            trainer_class = type(name, (rollout_once.FixedRollouts, trainer_class), {})
-    trainer = trainer_class(
-        spec["model"],
-        *rewards,
-        args=config_class(**{**defaults, **DEFAULTS, **spec.get("args", {}), "output_dir": output_dir}),
-        train_dataset=Dataset.from_list(rows),
-        peft_config=LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"]) if spec.get("lora") else None,
-    )
+            policy_trainer, _ = train_once.classes("PolicyTrainer")
+            own["trainer_class"] = type("PolicyTrainer", (rollout_once.FixedRollouts, policy_trainer), {})
+    trainer = train_once.build_plain(spec, output_dir, **own)
     shift(trainer.model)
     return trainer
 
@@ -195,11 +166,8 @@ def told(trainer) -> dict[str, Any]:
         facts |= {name: getattr(packing, name) for name in ("packed_tokens", "padded_tokens", "left_padded")}
         reference = getattr(trainer, "ref_model", None)
         facts["reference"] = reference is not None and packing_of(reference).packed_tokens > 0
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {
-        "facts": facts,
-        "logs": [{k: v for k, v in entry.items() if "_per_second" not in k and "time" not in k} for entry in logs],
-    }
+    logs = [{k: v for k, v in entry.items() if "time" not in k} for entry in train_once.entries(trainer)]
+    return {"facts": facts, "logs": train_once.without_times(logs)}
 
 
 def run(spec: dict, folder: Path, name: str):
