@@ -313,15 +313,6 @@ class TestGenerations:
         assert all(row[0] < 2 for rows in data["rows"].values() for row in rows)
         assert "Sort 2 1." not in data["texts"]
 
-    def test_kinds_of_the_embedded_benchmark_are_known(self, tmp_path):
-        """Its rows do not carry them; a prompt that is none of the benchmark's has none."""
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "results.json").write_text('{"run": {"objective": "dpo", "dataset": "toy"}}')
-        rows = [{"row_id": p, "prompt_text": p, "response_text": "x"} for p in ("Sort these numbers: 3 1 2.", "What?")]
-        write_rows(tmp_path / "run" / "generations.jsonl", rows)
-        data = report(tmp_path / "run")[1].data["generations"]
-        assert (data["kinds"], [prompt[2] for prompt in data["prompts"]]) == (["sort"], [0, None])
-
 
 def test_assets_are_in_the_package():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())

@@ -30,7 +30,7 @@ from trl_ext.evaluation import (
 )
 from trl_ext.evaluation.reasoning.summary import summarize_reasoning
 from trl_ext.evaluation.report import main
-from trl_ext.evaluation.reporting.results import Results, read_results
+from trl_ext.evaluation.reporting.results import Results
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.rollouts import Generation
 
@@ -60,20 +60,15 @@ class TestWhatTheLibraryWrites:
             {"score": {"policy": 0.5}, "rewards": {"rm": {"policy": None, "reference": 1.5}}},
         ],
     )
-    def test_it_is_read_and_written_as_it_is(self, tmp_path, results):
+    def test_it_is_read(self, tmp_path, results):
         results = {"run": {"objective": "a"}, **results}
         (tmp_path / "results.json").write_text(json.dumps(results))
-        assert read_results(tmp_path / "results.json").model_dump(exclude_unset=True) == results
         assert report(tmp_path)[0]["problems"] == []
 
     def test_a_comparison(self, tmp_path):
         """The win rate again from the outcomes of the rows: of 5 prompts 3 wins, a loss and a tie."""
         comparison = self.compare(["good"] * 3 + ["bad"] * 2, ["bad"] * 3 + ["good", "bad"])
         comparison.write(tmp_path / "policy", objective="dpo")
-        assert Results(run={}, **comparison.summary).model_dump(exclude_unset=True) == {
-            "run": {},
-            **comparison.summary,
-        }
         assert [row["outcome"] for row in comparison.rows] == [WIN] * 3 + [LOSS, TIE]
         summary, _ = report(tmp_path / "policy")
         (row,) = summary["policies"]
@@ -175,12 +170,6 @@ class TestDamage:
         assert [row["problem"] for row in summary["problems"]] == page.column("problems", "problem") == expected
         assert 'href="#problems">3 problems in the files of 1 run</a>' in page.source
         assert "2 of 3 lines cannot be read" in (tmp_path / "report.md").read_text(encoding="utf-8")
-
-    def test_a_file_that_cannot_be_read(self, tmp_path):
-        run = write_policy(tmp_path / "run")
-        (run / "metrics.jsonl").unlink()
-        (run / "metrics.jsonl").mkdir()
-        assert report(run)[0]["problems"][0]["problem"] == "cannot be read: Is a directory"
 
     def test_a_report_without_problems_does_not_speak_of_them(self, tmp_path):
         assert report(write_example(tmp_path / "runs"))[0]["problems"] == []

@@ -8,7 +8,6 @@ from typing import Any
 
 from trl_ext.evaluation.reporting.results import Response
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.toy import kind_of
 
 OUTCOMES = {"candidate": "win", "base": "loss", "tie": "tie"}
 
@@ -42,8 +41,8 @@ def generations(runs: Sequence[Run], *, max_prompts: int) -> dict[str, Any]:
             if prompt >= max_prompts:
                 continue
             if prompt not in kept:
-                kind = _kind(run, row)
-                kept[prompt] = [row.row_id or "", texts[row.prompt_text], None if kind is None else kinds[kind]]
+                kind = None if row.kind is None else kinds[row.kind]
+                kept[prompt] = [row.row_id or "", texts[row.prompt_text], kind]
             base = None
             if row.base_response_text is not None:
                 figures = (row.base_generated_num_tokens, _short(row.base_score), _cut(row.base_finished))
@@ -76,13 +75,3 @@ def _rewards(row: Response, of: str) -> tuple[tuple[str, float], ...]:
 def _short(value: Any) -> float | None:
     """Round to the four digits that are shown; more would double the file's size."""
     return float(f"{value:.4g}") if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _kind(run: Run, row: Response) -> str | None:
-    """The kind given in the row, or by the embedded benchmark."""
-    if row.kind is not None or run.data != "toy":
-        return row.kind
-    try:
-        return kind_of(row.prompt_text)
-    except ValueError:
-        return None
