@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.reporting.plots import new_figure, save_figure
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.files import replacing
 from trl_ext.rollouts.diagnostics import diagnose_generations
 
 # The diagnostics that are shown, and their headings.
@@ -129,6 +128,4 @@ def plot_heat_map(
     axis.set_ylabel(axes[0])
     axis.set_xlabel(axes[1])
     figure.colorbar(image, ax=axis)
-    axis.set_title(title)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    save_figure(figure, path, title)
