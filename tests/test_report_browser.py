@@ -119,7 +119,7 @@ class TestOpening:
         write_report(report.parent / "runs" / "rm", tmp_path / "rm.html")
         page = open_report(path=tmp_path / "rm.html")
         assert page.locator("h2").all_inner_texts() == ["Curves", "Reward models"]
-        assert page.locator("figure:visible").count() == 5 and page.locator("#runs").is_hidden()
+        assert page.locator("figure:visible").count() == 4 and page.locator("#runs").is_hidden()
         page.keyboard.press("j")
 
 

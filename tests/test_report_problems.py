@@ -206,7 +206,6 @@ class TestCommand:
         [
             (["nowhere"], "error: no folder nowhere; give folders that hold runs"),
             (["."], "error: no finished run in .: a run folder holds a results.json; begun: no results.json, nothing"),
-            (["file"], "error: file is a file; give folders that hold runs"),
             ([".", "--out", "x.txt"], "error: --out x.txt: must end in .html"),
             ([".", "--max_prompts", "-1"], "error: --max_prompts must be at least 0, got -1"),
         ],
@@ -215,7 +214,6 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "begun").mkdir()
         (tmp_path / "begun" / "metrics.jsonl").write_text("")
-        (tmp_path / "file").write_text("")
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         error = capsys.readouterr().err

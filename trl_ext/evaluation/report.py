@@ -46,7 +46,6 @@ def write_report(
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        NotADirectoryError: a path is a file, not a folder.
         ValueError: there is no finished run, `out` does not end in `.html`, or `max_prompts` is below 0.
     """
     out = Path(out)

@@ -90,16 +90,15 @@ class ReasoningEvaluation:
 
     def base(self, *, progress: bool = False) -> dict[str, list[dict[str, Any]]]:
         """Responses of the policy before its first step, by decoding; the run folder keeps them for later."""
+        labels = {decoding: f"base, {decoding}" if progress else None for decoding in DECODINGS}
         return {
-            decoding: self.evaluate(
-                decoding, path=self._base_path(decoding), progress=f"base, {decoding}" if progress else None
-            )
-            for decoding in DECODINGS
+            name: self.evaluate(name, path=self._base_path(name), progress=label) for name, label in labels.items()
         }
 
     def base_is_known(self) -> bool:
         """Whether the run folder holds the base's responses to all problems."""
-        return all(_lines(self._base_path(decoding)) == len(self.rows) for decoding in DECODINGS)
+        paths = [self._base_path(decoding) for decoding in DECODINGS]
+        return all(path.is_file() and path.read_bytes().count(b"\n") == len(self.rows) for path in paths)
 
     def _base_path(self, decoding: str) -> Path:
         return Path(self.trainer.args.output_dir) / "samples" / f"base_{decoding}.jsonl"
@@ -178,7 +177,3 @@ def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         **{f"eval_categories/{name}": count for name, count in summary["categories"].items()},
     }
     return {name: value for name, value in metrics.items() if value is not None}
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0

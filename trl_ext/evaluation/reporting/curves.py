@@ -99,11 +99,6 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def is_timed(run: Run) -> bool:
-    """Whether the run logged the seconds of training, or did not log anything."""
-    return not run.metrics or any("seconds" in row for row in run.metrics)
-
-
 def _held_out(row: Row, key: str) -> float | None:
     """The metric of held-out responses, under another name if the trainer logs its own metric of that name.
 

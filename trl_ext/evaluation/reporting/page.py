@@ -17,7 +17,7 @@ from typing import Any
 
 from trl_ext.evaluation.reporting import charts
 from trl_ext.evaluation.reporting.charts import Looks
-from trl_ext.evaluation.reporting.curves import is_timed, panels
+from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
@@ -123,8 +123,9 @@ def _curves(runs: Sequence[Run], end: str, level: int, looks: Looks) -> str:
     note = f'<p class="note">{CURVES_NOTE}</p>'
     if not views[True]:
         return note + views[False]
-    untimed = ", ".join(escape(run.label) for run in runs if not is_timed(run))
-    said = f'<p class="note">Logged without the time, so not drawn: {untimed}.</p>' if untimed else ""
+    untimed = [run.label for run in runs if run.metrics and not any("seconds" in row for row in run.metrics)]
+    names = escape(", ".join(untimed))
+    said = f'<p class="note">Logged without the time, so not drawn: {names}.</p>' if untimed else ""
     return (
         f"{_fill(_asset('axis.html'), end=end)}{note}"
         f'<div class="over-steps">{views[False]}</div><div class="over-seconds">{said}{views[True]}</div>'
@@ -210,18 +211,13 @@ def _cell(cell: Cell, index: int) -> str:
 
 def _toggles(tasks: Sequence[Task], looks: Looks) -> str:
     """A checkbox for each run, after the title of its task if there are several."""
-    parts = []
-    for task in tasks:
-        title = f"<b>{escape(task.title)}</b>" if len(tasks) > 1 else ""
-        boxes = []
-        for look in (look for look in looks.values() if look.task == task.end):
-            checked = " checked" if look.is_first or len(looks) <= MANY_RUNS else ""
-            first = " data-first" if look.is_first else ""
-            boxes.append(
-                f'<label class="run {look.style}"><input type="checkbox" value="{look.number}"{checked}{first}>'
-                f'<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
-                f'<line x1="0" y1="4" x2="24" y2="4"/></svg>'
-                f"<bdi>{escape(look.label)}</bdi></label>"
-            )
-        parts.append(f'<div class="toggles">{title}{"".join(boxes)}</div>')
-    return "".join(parts)
+    boxes = {task.end: f"<b>{escape(task.title)}</b>" if len(tasks) > 1 else "" for task in tasks}
+    for look in looks.values():
+        checked = " checked" if look.is_first or len(looks) <= MANY_RUNS else ""
+        first = " data-first" if look.is_first else ""
+        boxes[look.task] += (
+            f'<label class="run {look.style}"><input type="checkbox" value="{look.number}"{checked}{first}>'
+            '<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true"><line x1="0" y1="4" x2="24" y2="4"/></svg>'
+            f"<bdi>{escape(look.label)}</bdi></label>"
+        )
+    return "".join(f'<div class="toggles">{inner}</div>' for inner in boxes.values())

@@ -85,7 +85,6 @@ def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[dict[str, 
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        NotADirectoryError: a path is a file, not a folder.
         ValueError: there is no finished run in any of the folders.
     """
     folders = [Path(folder) for folder in folders]
@@ -112,10 +111,8 @@ def _walk(folders: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()
     for folder in folders:
-        if not folder.exists():
-            raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
         if not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is a file; give folders that hold runs")
+            raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
         start = folder.resolve() if ".." in folder.parts else folder.absolute()
         for path, names, files in os.walk(start, followlinks=True):
             if os.path.realpath(path) in seen:
