@@ -78,7 +78,7 @@ class CheckpointSelection(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         # The state saved with a checkpoint does not contain its own metrics.
-        if state.global_step and self._figures_at(state.global_step) is None:
+        if state.global_step and state.global_step not in self._scored_steps:
             self.on_save(args, state, control)
 
     def on_save(self, args, state, control, **kwargs):
@@ -121,8 +121,9 @@ class CheckpointSelection(TrainerCallback):
             {name.removeprefix(_PREFIX): value for name, value in entry.items() if name != "epoch"} for entry in logged
         ]
 
-    def _figures_at(self, step: int) -> dict[str, Any] | None:
-        return next((entry for entry in self.candidates if entry["step"] == step), None)
+    @property
+    def _scored_steps(self) -> set[int]:
+        return {entry["step"] for entry in self.candidates}
 
     def _best(self) -> dict[str, Any]:
         """The best existing checkpoint; after resuming from an early one, better ones may be gone."""
@@ -147,7 +148,7 @@ class CheckpointSelection(TrainerCallback):
             ValueError: no checkpoint was saved.
         """
         trainer, state = self.trainer, self.trainer.state
-        if self._figures_at(state.global_step) is None and self._folder(state.global_step).is_dir():
+        if state.global_step not in self._scored_steps and self._folder(state.global_step).is_dir():
             self._score_checkpoint(log=False)
         if not self.candidates:
             raise ValueError("no checkpoint was saved to choose from: lower save_steps, or set select_best none")
