@@ -229,12 +229,6 @@ def test_a_run_without_figures_leaves_no_empty_section_and_no_empty_panel(tmp_pa
 
 
 class TestUntrustedText:
-    def test_the_page_has_only_its_own_elements(self, page):
-        tags = [tag for tag, _ in page.tags]
-        assert (tags.count("script"), tags.count("form")) == (2, 1)
-        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
-        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
-
     def test_names_of_runs_and_methods_are_text_in_charts_and_tables(self, tmp_path):
         """As the name of a folder, an objective, a model, a reward and a kind of prompt."""
         bad = '"><script>window.pwned = 1<\u2215script>'
@@ -247,7 +241,10 @@ class TestUntrustedText:
         write_policy(tmp_path / "runs" / "other", objective="aot")
         write_rows(run / "metrics.jsonl", [{"step": step, f"eval_rewards/{bad}/mean": 1.0} for step in (1, 2)])
         _, page = report(tmp_path / "runs")
-        assert [tag for tag, _ in page.tags].count("script") == 2
+        tags = [tag for tag, _ in page.tags]
+        assert (tags.count("script"), tags.count("form")) == (2, 1)
+        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
+        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
         assert len(page.charts(escape(f"reward, {bad}"))) == 1
 
     def test_texts_come_back_as_they_were(self, page):
@@ -289,14 +286,12 @@ class TestUntrustedText:
 
 
 class TestGenerations:
-    def test_shared_texts_are_held_once(self, page):
+    def test_shared_texts_are_held_once_and_figures_by_row(self, page):
+        """Three runs of the same four prompts."""
         data = page.data["generations"]
         assert len(data["texts"]) == len(set(data["texts"]))
-        assert (len(data["prompts"]), len(data["bases"])) == (4, 4), "three runs of the same four prompts"
+        assert (len(data["prompts"]), len(data["bases"])) == (4, 4)
         assert (data["kinds"], data["left_out"]) == (["name", "say", "sort"], 0)
-
-    def test_figures_by_row(self, page):
-        data = page.data["generations"]
         _, outcome, base, response = data["rows"]["beta"][2]
         assert (outcome, response[1:]) == ("loss", [7, 0.625, 1, [["judge-rm", 1.75]]])
         assert data["bases"][base][1:] == [6, 0.5, None, [["judge-rm", 1.5]]]
