@@ -241,10 +241,7 @@ class TestUntrustedText:
         write_policy(tmp_path / "runs" / "other", objective="aot")
         write_rows(run / "metrics.jsonl", [{"step": step, f"eval_rewards/{bad}/mean": 1.0} for step in (1, 2)])
         _, page = report(tmp_path / "runs")
-        tags = [tag for tag, _ in page.tags]
-        assert (tags.count("script"), tags.count("form")) == (2, 1)
-        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
-        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
+        assert [tag for tag, _ in page.tags].count("script") == 2
         assert len(page.charts(escape(f"reward, {bad}"))) == 1
 
     def test_texts_come_back_as_they_were(self, page):
@@ -267,6 +264,10 @@ class TestUntrustedText:
         assert markdown_line("a|b\n<c> [d](e) *f* &amp;") == r"a\|b &lt;c\> \[d\]\(e\) \*f\* &amp;amp;"
 
     def test_nothing_but_the_pages_own_script_and_style_may_run_or_load(self, page):
+        tags = [tag for tag, _ in page.tags]
+        assert (tags.count("script"), tags.count("form")) == (2, 1)
+        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
+        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
         policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
 
         def digest(text: str) -> str:
