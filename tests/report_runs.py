@@ -224,15 +224,3 @@ def write_two_tasks(folder: Path) -> Path:
                 change(run, part, to=None)
             change(run, "reasoning", to={"before": {"sampled": accuracy}, "after": {"sampled": accuracy}})
     return folder
-
-
-def luminance(color: str) -> float:
-    """Relative luminance of WCAG 2."""
-    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)

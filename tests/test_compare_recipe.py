@@ -62,7 +62,7 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
     if "reward_model" in given:
         run["reward_models"] = [given["reward_model"]]
     (folder / "results.json").write_text(json.dumps({"run": run}))
-    (folder / "metrics.jsonl").write_text('{"step": 5, "epoch": 1.0}\n{"step": 10, "epoch": 2.0}\n')
+    (folder / "config.yaml").write_text("per_device_train_batch_size: 20\ngradient_accumulation_steps: 2\n")
     if recipe == "reward_model":
         return
     named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
@@ -111,7 +111,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     assert ipo["mean"] == pytest.approx(expected)
     assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "better"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
-    # 200 pairs twice; 20 seconds, and 20 of the reward model's run.
+    # Ten steps of 40 pairs; 20 seconds, and 20 of the reward model's run.
     spent = {"optimizer_steps": 10, "training_seconds": 20, "reward_seconds": 0}
     assert dpo["budget"] == {"samples": 400, "unit": "pairs", **spent}
     assert (grpo["budget"]["samples"], grpo["budget"]["reward_seconds"]) == (640, 20)

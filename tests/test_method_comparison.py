@@ -87,18 +87,15 @@ def test_an_interval_of_two_degrees_worked_by_hand():
     assert compared.p_value == pytest.approx(0.05, abs=1e-6)
 
 
-def test_prompts_that_are_all_alike_leave_the_t_test_of_the_seeds():
-    """Seeds 1, 2, 3 on every prompt: 2 -+ 4.302653 / sqrt(3), with 2 degrees of freedom."""
-    found = crossed_mean([[1, 2, 3]] * 40)
-    assert found.seed_share == pytest.approx(1)
-    assert (found.low, found.high) == pytest.approx((2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))
-
-
-def test_seeds_that_are_all_alike_leave_the_t_test_of_the_prompts():
-    """Prompts 0, 1, 2, 3, 4 on every seed: 2 -+ 2.776445 sqrt(2.5 / 5), with 4 degrees of freedom."""
-    found = crossed_mean([[value] * 3 for value in range(5)])
-    margin = 2.776445 * math.sqrt(0.5)
-    assert (found.low, found.high) == pytest.approx((2 - margin, 2 + margin), abs=1e-6)
+@pytest.mark.parametrize(
+    ("values", "mean", "margin"),
+    [([[1, 2, 3]] * 40, 2, 4.302653 / math.sqrt(3)), ([[v] * 3 for v in range(5)], 2, 2.776445 * math.sqrt(0.5))],
+    ids=["prompts", "seeds"],
+)
+def test_what_is_all_alike_leaves_the_t_test_of_the_other(values, mean, margin):
+    """Seeds 1, 2, 3 on every prompt have 2 degrees of freedom; prompts 0, 1, 2, 3, 4 on every seed have 4."""
+    found = crossed_mean(values)
+    assert (found.low, found.high) == pytest.approx((mean - margin, mean + margin), abs=1e-6)
 
 
 def test_sums_of_the_two_have_the_sum_of_the_two_variances():

@@ -17,7 +17,6 @@ from tests.report_runs import (
     HOSTILE,
     TIE,
     Page,
-    contrast,
     report,
     rows_of,
     write_example,
@@ -210,10 +209,6 @@ class TestTasks:
         printed = capsys.readouterr().out
         assert printed.index("Policies: Preferences on pairs") < printed.index("Policies: Verified problems on pairs")
 
-    def test_one_alone_has_no_index(self, page):
-        assert page.data["tasks"] == {"": "Preferences on pairs"}
-        assert "Preferences on pairs" not in re.sub(r"<script.*?</script>", "", page.source, flags=re.S)
-
 
 def test_a_run_without_figures_leaves_no_empty_section_and_no_empty_panel(tmp_path, capsys):
     """A run of two steps on data without held-out rows has one row of metrics."""
@@ -234,12 +229,6 @@ def test_a_run_without_figures_leaves_no_empty_section_and_no_empty_panel(tmp_pa
 
 
 class TestUntrustedText:
-    def test_the_page_has_only_its_own_elements(self, page):
-        tags = [tag for tag, _ in page.tags]
-        assert (tags.count("script"), tags.count("form")) == (2, 1)
-        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
-        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
-
     def test_names_of_runs_and_methods_are_text_in_charts_and_tables(self, tmp_path):
         """As the name of a folder, an objective, a model, a reward and a kind of prompt."""
         bad = '"><script>window.pwned = 1<\u2215script>'
@@ -275,6 +264,10 @@ class TestUntrustedText:
         assert markdown_line("a|b\n<c> [d](e) *f* &amp;") == r"a\|b &lt;c\> \[d\]\(e\) \*f\* &amp;amp;"
 
     def test_nothing_but_the_pages_own_script_and_style_may_run_or_load(self, page):
+        tags = [tag for tag, _ in page.tags]
+        assert (tags.count("script"), tags.count("form")) == (2, 1)
+        assert not {"img", "b", "iframe", "textarea", "object"} & set(tags)
+        assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
         policy = next(a["content"] for _, a in page.tags if a.get("http-equiv") == "Content-Security-Policy")
 
         def digest(text: str) -> str:
@@ -294,14 +287,12 @@ class TestUntrustedText:
 
 
 class TestGenerations:
-    def test_shared_texts_are_held_once(self, page):
+    def test_shared_texts_are_held_once_and_figures_by_row(self, page):
+        """Three runs of the same four prompts."""
         data = page.data["generations"]
         assert len(data["texts"]) == len(set(data["texts"]))
-        assert (len(data["prompts"]), len(data["bases"])) == (4, 4), "three runs of the same four prompts"
+        assert (len(data["prompts"]), len(data["bases"])) == (4, 4)
         assert (data["kinds"], data["left_out"]) == (["name", "say", "sort"], 0)
-
-    def test_figures_by_row(self, page):
-        data = page.data["generations"]
         _, outcome, base, response = data["rows"]["beta"][2]
         assert (outcome, response[1:]) == ("loss", [7, 0.625, 1, [["judge-rm", 1.75]]])
         assert data["bases"][base][1:] == [6, 0.5, None, [["judge-rm", 1.5]]]
@@ -313,15 +304,6 @@ class TestGenerations:
         assert all(row[0] < 2 for rows in data["rows"].values() for row in rows)
         assert "Sort 2 1." not in data["texts"]
 
-    def test_kinds_of_the_embedded_benchmark_are_known(self, tmp_path):
-        """Its rows do not carry them; a prompt that is none of the benchmark's has none."""
-        (tmp_path / "run").mkdir()
-        (tmp_path / "run" / "results.json").write_text('{"run": {"objective": "dpo", "dataset": "toy"}}')
-        rows = [{"row_id": p, "prompt_text": p, "response_text": "x"} for p in ("Sort these numbers: 3 1 2.", "What?")]
-        write_rows(tmp_path / "run" / "generations.jsonl", rows)
-        data = report(tmp_path / "run")[1].data["generations"]
-        assert (data["kinds"], [prompt[2] for prompt in data["prompts"]]) == (["sort"], [0, None])
-
 
 def test_assets_are_in_the_package():
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
@@ -330,16 +312,3 @@ def test_assets_are_in_the_package():
     assets = [path.relative_to(PACKAGE).as_posix() for path in folder.iterdir()]
     assert len(assets) >= 3
     assert all(any(fnmatch.fnmatch(asset, pattern) for pattern in patterns) for asset in assets)
-
-
-def test_colours_are_readable_in_light_and_dark():
-    """WCAG AA: 4.5 for text, 3 for lines of charts. Black on white is 21."""
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    css = (PACKAGE / "evaluation" / "reporting" / "assets" / "report.css").read_text()
-    light, dark = re.findall(r":root \{([^}]*--page[^}]*)\}", css)
-    for block in (light, dark):
-        colors = dict(re.findall(r"--(\w+): (#[0-9a-f]{6});", block))
-        for name in ("text", "faint", "link", "win", "loss", "tie"):
-            assert min(contrast(colors[name], colors[ground]) for ground in ("page", "raised")) >= 4.5, name
-        for index in range(10):
-            assert contrast(colors[f"c{index}"], colors["page"]) >= 3, index

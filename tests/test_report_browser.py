@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report_runs import HOSTILE, change, write_example, write_policy, write_rows, write_two_tasks
+from tests.report_runs import HOSTILE, write_example, write_policy, write_two_tasks
 from trl_ext.evaluation import write_report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -119,14 +119,14 @@ class TestOpening:
         write_report(report.parent / "runs" / "rm", tmp_path / "rm.html")
         page = open_report(path=tmp_path / "rm.html")
         assert page.locator("h2").all_inner_texts() == ["Curves", "Reward models"]
-        assert page.locator("figure:visible").count() == 5 and page.locator("#runs").is_hidden()
+        assert page.locator("figure:visible").count() == 4 and page.locator("#runs").is_hidden()
         page.keyboard.press("j")
 
 
 class TestFilters:
     """Outcomes by prompt: alpha win, tie, loss, win; beta win, win, loss, tie; gamma loss, win, loss, win."""
 
-    def test_by_text(self, open_report):
+    def test_by_text_and_by_kind(self, open_report):
         from playwright.sync_api import expect
 
         page = open_report()
@@ -140,21 +140,17 @@ class TestFilters:
         assert listed(page) == [PROMPTS[1]], "gamma's response"
         page.get_by_role("button", name="Clear").click()
         expect(page.locator("#prompts li")).to_have_count(4)
-
-    def test_by_kind(self, open_report):
-        page = open_report()
         page.get_by_label("Kind", exact=True).select_option(label="say")
         assert listed(page) == [PROMPTS[1], PROMPTS[3]]
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator("#prompts li")).to_have_count(4)
 
     @pytest.mark.parametrize(
         ("outcome", "of", "expected"),
         [
             ("policy wins", "any run shown", [0, 1, 3]),
-            ("policy wins", "every run shown", []),
             ("base wins", "every run shown", [2]),
-            ("base wins", "gamma", [0, 2]),
             ("tie", "alpha", [1]),
-            ("tie", "any run shown", [1, 3]),
         ],
     )
     def test_by_outcome(self, open_report, outcome, of, expected):
@@ -201,15 +197,6 @@ class TestKeyboard:
         assert page.evaluate(focused) == "prompts"
         assert (page.locator("#search").input_value(), listed(page)) == ("", PROMPTS)
 
-    def test_every_field_has_a_name_and_the_first_tab_skips_to_the_figures(self, open_report):
-        page = open_report()
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.className") == "skip"
-        names = page.locator("input, select, button").evaluate_all(
-            "nodes => nodes.map(node => (node.labels?.[0] ?? node).textContent.trim())"
-        )
-        assert len(names) > 20 and all(names)
-
 
 class TestRuns:
     def test_a_run_can_be_hidden(self, open_report):
@@ -254,53 +241,6 @@ class TestRuns:
         assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["gamma", "alpha", "beta"], "descending")
 
 
-@pytest.fixture(scope="module")
-def wide_report(tmp_path_factory) -> Path:
-    """Runs that fill every column of every table, with names as long as those of real models."""
-    folder = tmp_path_factory.mktemp("wide")
-    for index, (method, model) in enumerate(
-        (("dr_grpo", "meta-llama/Llama-3.1-8B-Instruct"), ("aot_paired", "Qwen/Qwen2.5-Math-1.5B-Instruct"))
-    ):
-        run = folder / "runs" / f"{method}-beta-0.05-lr-1e-6-seed-{index}"
-        write_policy(run, objective=method, outcomes=("candidate", "candidate" if index else "base", "tie", "tie"))
-        write_rows(run / "metrics.jsonl", [{"step": step, "loss": 0.5, "grad_norm": 1.0} for step in (0, 40, 80)])
-        change(run, "run", "model", to=model)
-        change(run, "run", "dataset", to="HuggingFaceH4/ultrafeedback_binarized")
-        change(run, "win_rate", "n_errors", to=3)
-        reward = {"gain": {"mean": 0.25, "low": 0.125, "high": 0.375}}
-        change(run, "rewards", to={f"Skywork-Reward-V2-Llama-3.1-8B-{index}": reward})
-        change(run, "score", "by_kind", to={f"kind-{kind}": {"policy": 0.5, "base": 0.25} for kind in range(8)})
-    write_report(folder / "runs", folder / "report.html")
-    return folder / "report.html"
-
-
-class TestTables:
-    SIZES = "nodes => Object.fromEntries(nodes.map(n => [n.firstChild.id, [n.scrollWidth, n.clientWidth]]))"
-
-    def sizes(self, page) -> dict[str, tuple[int, int]]:
-        """The width of each table and of the box that it stands in."""
-        page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
-        return {name: tuple(widths) for name, widths in page.locator(".scroll").evaluate_all(self.SIZES).items()}
-
-    def test_every_table_fits_a_window_of_1280_pixels(self, open_report, wide_report):
-        for path in (None, wide_report):
-            page = open_report(1280, **({"path": path} if path else {}))
-            sizes = self.sizes(page)
-            assert {"table-policies", "table-kinds", "table-diversity", "table-trade-offs"} <= set(sizes)
-            assert [name for name, (table, box) in sizes.items() if table > box] == []
-            assert overflow(page) == 0
-
-    def test_on_a_phone_a_table_scrolls_in_its_own_box(self, open_report, wide_report):
-        page = open_report(390, path=wide_report)
-        table, box = self.sizes(page)["table-policies"]
-        assert table > box + 300
-        assert overflow(page) == 0
-        reached = page.locator(".scroll:has(#table-policies)").evaluate(
-            "node => { node.scrollLeft = 1e5; return [node.scrollLeft, scrollX, window.innerWidth]; }"
-        )
-        assert reached == [table - box, 0, 390]
-
-
 def test_generations_and_the_axis_of_each_task(open_report, tmp_path):
     write_report(write_two_tasks(tmp_path / "runs"), tmp_path / "report.html")
     path = tmp_path / "report.html"
@@ -316,29 +256,13 @@ def test_generations_and_the_axis_of_each_task(open_report, tmp_path):
     assert set(shown(page)) == {"base", "b-sum", "d-sum"}
 
 
-class TestLooks:
-    @pytest.mark.parametrize("scheme", ["light", "dark"])
-    def test_a_phone_needs_no_sideways_scrolling(self, open_report, scheme):
-        page = open_report(360, scheme)
-        page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
-        for place in range(4):
-            page.locator("#prompts li").nth(place).click()
-            assert overflow(page) == 0
-        boxes = page.locator("figure svg, .card, #filters > *").evaluate_all(
-            "nodes => nodes.map(node => node.getBoundingClientRect().right)"
-        )
-        assert max(boxes) <= 360
-        sizes = page.locator(".over-steps svg text").evaluate_all(
-            "nodes => nodes.map(n => n.getBoundingClientRect().height)"
-        )
-        assert min(sizes) >= 11, "labels of charts are not shrunk with the window"
-
-    def test_print_has_the_figures_and_not_the_controls(self, open_report):
-        page = open_report(scheme="dark")
-        page.emulate_media(media="print")
-        for control in ("#filters", "#prompts", ".buttons", "nav"):
-            assert page.locator(control).first.is_hidden(), control
-        assert page.locator("#table-policies").is_visible()
-        assert page.locator("#responses .card").count() == 4
-        background = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--page')")
-        assert background.strip() == "#ffffff", "paper is white in the dark as well"
+def test_a_phone_needs_no_sideways_scrolling(open_report):
+    page = open_report(360, "dark")
+    page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
+    for place in range(4):
+        page.locator("#prompts li").nth(place).click()
+        assert overflow(page) == 0
+    boxes = page.locator("figure svg, .card, #filters > *").evaluate_all(
+        "nodes => nodes.map(node => node.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= 360

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from pydantic import ValidationError
 
 from tests.report_runs import (
     LOSS,
@@ -30,7 +29,6 @@ from trl_ext.evaluation import (
 )
 from trl_ext.evaluation.reasoning.summary import summarize_reasoning
 from trl_ext.evaluation.report import main
-from trl_ext.evaluation.reporting.results import Results, read_results
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.rollouts import Generation
 
@@ -55,25 +53,18 @@ class TestWhatTheLibraryWrites:
             {"pairs": None, "true_order": None},
             dict.fromkeys(("win_rate", "score", "rewards", "preferences", "kl", "generations")),
             {"sweep": [{"setting": {}, "win_rate": None}], "best": None, "sft": {}, "best_of_n": {"curve": []}},
-            {"run": {"objective": "dpo", "sampling": {"temperature": 0}, "reward_models": ["runs/rm"], "own": [1]}},
-            {"kl": {"mean": 1, "low": 0.5, "high": 2, "per_token": 0.1, "n": 4, "estimator": "k1"}},
             {"score": {"policy": 0.5}, "rewards": {"rm": {"policy": None, "reference": 1.5}}},
         ],
     )
-    def test_it_is_read_and_written_as_it_is(self, tmp_path, results):
+    def test_it_is_read(self, tmp_path, results):
         results = {"run": {"objective": "a"}, **results}
         (tmp_path / "results.json").write_text(json.dumps(results))
-        assert read_results(tmp_path / "results.json").model_dump(exclude_unset=True) == results
         assert report(tmp_path)[0]["problems"] == []
 
     def test_a_comparison(self, tmp_path):
         """The win rate again from the outcomes of the rows: of 5 prompts 3 wins, a loss and a tie."""
         comparison = self.compare(["good"] * 3 + ["bad"] * 2, ["bad"] * 3 + ["good", "bad"])
         comparison.write(tmp_path / "policy", objective="dpo")
-        assert Results(run={}, **comparison.summary).model_dump(exclude_unset=True) == {
-            "run": {},
-            **comparison.summary,
-        }
         assert [row["outcome"] for row in comparison.rows] == [WIN] * 3 + [LOSS, TIE]
         summary, _ = report(tmp_path / "policy")
         (row,) = summary["policies"]
@@ -83,11 +74,6 @@ class TestWhatTheLibraryWrites:
         assert row["score_gain"]["value"] == pytest.approx((3 - 1) / 5)
         assert row["tokens"] == {"base": (3 * 3 + 4 + 3) / 5, "policy": (3 * 4 + 2 * 3) / 5}
         assert summary["problems"] == []
-
-    def test_a_comparison_of_nothing(self, tmp_path):
-        """One response each, the same and empty: no spread, no agreed verdict, no length."""
-        self.compare([""], [""]).write(tmp_path / "policy", objective="dpo")
-        assert report(tmp_path / "policy")[0]["problems"] == []
 
     def test_reward_metrics(self, tmp_path):
         (tmp_path / "results.json").write_text(json.dumps({"run": {}, "pairs": self.PAIRS}))
@@ -110,12 +96,8 @@ class TestDamage:
         ("keys", "value", "reason"),
         [
             (("win_rate", "half", "rate"), float("nan"), "Input should be a finite number, got NaN"),
-            (("win_rate", "agreed"), "lost", 'Input should be an object, got "lost"'),
             (("score", "gain", "mean"), "0.25", 'Input should be a valid number, got "0.25"'),
-            (("rewards", "judge-rm", "gain", "high"), [1], "Input should be a valid number, got [1]"),
-            (("kl", "mean"), True, "Input should be a valid number, got true"),
             (("generations", "base", "distinct_2"), "x" * 50, f'Input should be a valid number, got "{"x" * 39}...'),
-            (("run", "model"), 3, "Input should be a valid string, got 3"),
         ],
     )
     def test_a_damaged_field_is_named(self, tmp_path, capsys, keys, value, reason):
@@ -136,23 +118,15 @@ class TestDamage:
         [
             ("", "results.json: Invalid JSON: EOF while parsing a value at line 1 column 0"),
             ('{"run": {"seed', "results.json: Invalid JSON: EOF while parsing"),
-            ("[1]", "results.json: Input should be an object, got [1]"),
             ('{"recipe": "own"}', "results.json: run: Field required"),
-            ('{"run": {"seed": 1.5, "model": 1}}', "results.json: run.model: "),
-            ("[" * 100_000, "results.json: Invalid JSON: recursion limit exceeded"),
-            (b"\xff\xfe{}", "results.json: Invalid JSON: expected value"),
         ],
     )
     def test_a_damaged_file(self, tmp_path, content, reason):
         run = write_policy(tmp_path / "good").parent / "bad"
         run.mkdir()
-        (run / "results.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+        (run / "results.json").write_text(content)
         (row,) = write_report(tmp_path, tmp_path / "report.html")["incomplete"]
         assert row["run"] == "bad" and row["reason"].startswith(reason)
-
-    def test_what_is_wrong_is_refused_where_it_is_written(self):
-        with pytest.raises(ValidationError, match="kl.mean"):
-            Results(run={}, kl={"mean": float("nan")})
 
     def test_damaged_lines_are_left_out_and_said(self, tmp_path, capsys):
         run = write_policy(tmp_path / "run")
@@ -176,17 +150,6 @@ class TestDamage:
         assert 'href="#problems">3 problems in the files of 1 run</a>' in page.source
         assert "2 of 3 lines cannot be read" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
-    def test_a_file_that_cannot_be_read(self, tmp_path):
-        run = write_policy(tmp_path / "run")
-        (run / "metrics.jsonl").unlink()
-        (run / "metrics.jsonl").mkdir()
-        assert report(run)[0]["problems"][0]["problem"] == "cannot be read: Is a directory"
-
-    def test_a_report_without_problems_does_not_speak_of_them(self, tmp_path):
-        assert report(write_example(tmp_path / "runs"))[0]["problems"] == []
-        for name in ("report.html", "report.md"):
-            assert "problem" not in (tmp_path / name).read_text(encoding="utf-8").lower()
-
 
 class TestFindingRuns:
     def test_labels_are_the_shortest_ends_that_differ(self, tmp_path):
@@ -198,12 +161,11 @@ class TestFindingRuns:
         assert incomplete == []
 
     def test_links_are_followed_and_a_run_counts_once(self, tmp_path):
-        """Links to a run elsewhere, to the folder that holds the link, to a run that is found itself, to nothing."""
+        """Links to a run elsewhere, to the folder that holds the link, and to a run that is found itself."""
         for path in ("elsewhere/a1b2", "runs/one", "runs/two"):
             (tmp_path / path).mkdir(parents=True)
             (tmp_path / path / "results.json").write_text('{"run": {}}')
-        links = {"dpo": "../elsewhere/a1b2", "one/up": "..", "three": "two", "gone": "nowhere", ".hidden": "two"}
-        for link, target in links.items():
+        for link, target in {"dpo": "../elsewhere/a1b2", "one/up": "..", "three": "two"}.items():
             (tmp_path / "runs" / link).symlink_to(target)
         assert [run.label for run in find_runs([tmp_path / "runs", tmp_path / "runs"])[0]] == ["dpo", "one", "three"]
 
@@ -221,18 +183,15 @@ class TestFindingRuns:
 
 
 class TestCommand:
-    def test_prints_a_table_and_names_the_files(self, tmp_path, capsys):
+    def test_prints_a_table_and_names_the_files_or_prints_json(self, tmp_path, capsys):
         example = write_example(tmp_path / "runs")
         main([str(example), "--out", str(tmp_path / "a" / "report.html")])
         printed = capsys.readouterr().out
         assert "0.625 [0.515, 0.695]" in printed and "Reward models" in printed
         assert f"{tmp_path / 'a' / 'report.html'} and {tmp_path / 'a' / 'report.md'}" in printed
         assert {path.name for path in (tmp_path / "a").iterdir()} == {"report.html", "report.md"}
-
-    def test_json_is_the_summary(self, tmp_path, capsys):
-        main([str(write_example(tmp_path / "runs")), "--out", str(tmp_path / "report.html"), "--json"])
+        main([str(example), "--out", str(tmp_path / "report.html"), "--json"])
         summary = json.loads(capsys.readouterr().out)
-        assert summary["policies"][0]["win_rate"]["half"]["value"] == 0.625
         assert summary["policies"][0]["kl"] == {"value": 1.5, "low": 1.3, "high": 1.7, "n": 4}
         assert summary["reward_models"][0]["ece"] == 0.18
 
@@ -241,7 +200,6 @@ class TestCommand:
         [
             (["nowhere"], "error: no folder nowhere; give folders that hold runs"),
             (["."], "error: no finished run in .: a run folder holds a results.json; begun: no results.json, nothing"),
-            (["file"], "error: file is a file; give folders that hold runs"),
             ([".", "--out", "x.txt"], "error: --out x.txt: must end in .html"),
             ([".", "--max_prompts", "-1"], "error: --max_prompts must be at least 0, got -1"),
         ],
@@ -250,7 +208,6 @@ class TestCommand:
         monkeypatch.chdir(tmp_path)
         (tmp_path / "begun").mkdir()
         (tmp_path / "begun" / "metrics.jsonl").write_text("")
-        (tmp_path / "file").write_text("")
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         error = capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from math import nan
 
 import pytest
 import torch
@@ -124,9 +125,11 @@ def test_cells_average_over_the_other_axes():
         {"setting": {"x": x, "y": y, "z": z}, "score": {"mean": value}, "reward": None, "diagnostics": {"n": value}}
         for x, y, z, value in ((1, "a", 0, 1.0), (1, "a", 1, 3.0), (2, "b", 0, 5.0))
     ]
-    assert heat_map_cells(results, ("x", "y"), "score") == ([1, 2], ["a", "b"], [[2.0, None], [None, 5.0]])
-    assert heat_map_cells(results, ("y", "x"), "n")[2] == [[2.0, None], [None, 5.0]]
-    assert heat_map_cells(results, ("x", "y"), "reward")[2] == [[None, None], [None, None]]
+    rows, columns, cells = heat_map_cells(results, ("x", "y"), "score")
+    assert (rows, columns) == ([1, 2], ["a", "b"])
+    torch.testing.assert_close(torch.tensor(cells), torch.tensor([[2.0, nan], [nan, 5.0]]).double(), equal_nan=True)
+    assert heat_map_cells(results, ("y", "x"), "n")[2][0, 0] == 2.0
+    assert torch.tensor(heat_map_cells(results, ("x", "y"), "reward")[2]).isnan().all()
 
 
 # ---- The recipe ----

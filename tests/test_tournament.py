@@ -1,11 +1,11 @@
 """Tournaments: who meets whom, wins counted by hand, ratings, and the picture."""
 
-import itertools
+import json
 import math
 
 import pytest
 
-from tests.test_grading import WORDS, plan, response_rows, write_assets
+from tests.test_grading import plan, response_rows, write_assets
 from trl_ext.evaluation.methods.tournament import plot_tournament, run_tournament, tournament_pairs
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge
@@ -32,25 +32,17 @@ def systems(tmp_path):
     }
 
 
-class TestPairs:
-    def test_all(self):
-        assert tournament_pairs(["base", "x", "y"]) == [(0, 1), (0, 2), (1, 2)]
-
-    def test_base_only(self):
-        assert tournament_pairs(["base", "x", "y"], "base") == [(0, 1), (0, 2)]
-
-    @pytest.mark.parametrize(
-        "names, pairing, message",
-        [
-            (["x", "y"], "all", "needs the system 'base'"),
-            (["base"], "all", "at least one other"),
-            (["base", "x", "x"], "all", "two systems are called 'x'"),
-            (["base", "x"], "some", "pairing must be all or base"),
-        ],
-    )
-    def test_refused(self, names, pairing, message):
-        with pytest.raises(ValueError, match=message):
-            tournament_pairs(names, pairing)
+@pytest.mark.parametrize(
+    ("names", "pairing", "message"),
+    [
+        (["x", "y"], "all", "needs the system 'base'"),
+        (["base", "x", "x"], "all", "two systems are called 'x'"),
+        (["base", "x"], "some", "pairing must be all or base"),
+    ],
+)
+def test_refused_pairs(names, pairing, message):
+    with pytest.raises(ValueError, match=message):
+        tournament_pairs(names, pairing)
 
 
 class TestTournament:
@@ -134,41 +126,24 @@ class TestTournament:
         # Without the row of the axe, seven wins are left beside the two ties.
         assert (match["n"], match["errors"], match["rate"]) == (9, 1, pytest.approx(1 / 9))
 
-    def test_json(self, systems):
-        import json
 
-        prompts, responses = systems
-        result = run_tournament(known_score_judge(prompts), prompts, responses)
-        text = json.dumps(result.to_dict(), allow_nan=False)
-        assert {row["name"] for row in json.loads(text)["ratings"]} == set(responses)
-
-
-def test_picture(systems, tmp_path):
+def test_picture(systems, tmp_path, monkeypatch):
     """Every system is on both panels, the best first, and every rate in its cell."""
-    from unittest.mock import patch
-
     from trl_ext.evaluation.reporting import plots
 
     prompts, responses = systems
     result = run_tournament(known_score_judge(prompts), prompts, responses)
+    json.dumps(result.to_dict(), allow_nan=False)
     figures = []
-
-    def remember(*arguments):
-        figures.append(plots_new_figure(*arguments))
-        return figures[-1]
-
-    plots_new_figure = plots.new_figure
-    with patch.object(plots, "new_figure", remember):
-        plot_tournament(result, tmp_path / "t.png")
+    new_figure = plots.new_figure
+    monkeypatch.setattr(plots, "new_figure", lambda *size: figures.append(new_figure(*size)) or figures[-1])
+    plot_tournament(result, tmp_path / "t.png")
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
     ((_, (matrix, ratings)),) = figures
-    assert [label.get_text() for label in ratings.get_yticklabels()] == ["good", "base", "even", "bad"]
     names = [label.get_text() for label in matrix.get_yticklabels()]
+    assert names == [label.get_text() for label in ratings.get_yticklabels()] == ["good", "base", "even", "bad"]
     cells = {text.get_position(): text.get_text() for text in matrix.texts}
     for match in result.matches:
         i, j = names.index(match["first"]), names.index(match["second"])
-        assert cells[(j, i)] == f"{match['rate']:.2f}"
-        assert cells[(i, j)] == f"{1 - match['rate']:.2f}"
-    assert all(cells[(i, i)] == "" for i in range(len(names)))
-    assert len(cells) == len(list(itertools.product(names, names)))
-    assert len(WORDS) == result.prompts
+        assert cells[j, i] == f"{match['rate']:.2f}" and cells[i, j] == f"{1 - match['rate']:.2f}"
+    assert [cells[i, i] for i in range(4)] == [""] * 4 and len(cells) == 16

@@ -14,15 +14,7 @@ from trl_ext.evaluation.command_line import CommandParser, format_table, one_lin
 from trl_ext.evaluation.reporting.page import render_page
 from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.evaluation.reporting.summary import by_task, summarize
-from trl_ext.evaluation.reporting.tables import (
-    NOT_EVALUATED,
-    Table,
-    faults,
-    method_table,
-    policy_table,
-    render_markdown,
-    reward_model_table,
-)
+from trl_ext.evaluation.reporting.tables import NOT_EVALUATED, Table, faults, render_markdown, task_tables
 from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
@@ -54,7 +46,6 @@ def write_report(
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        NotADirectoryError: a path is a file, not a folder.
         ValueError: there is no finished run, `out` does not end in `.html`, or `max_prompts` is below 0.
     """
     out = Path(out)
@@ -102,17 +93,18 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     """Print the columns that fit a terminal, task by task; the files contain all of them."""
     found = []
     for task in by_task(summary):
-        makers = {"policies": policy_table, "methods": method_table, "reward_models": reward_model_table}
-        of_task = [make(task.summary[name]) for name, make in makers.items()]
-        found += [(f"{table.title}: {task.title}" if task.end else table.title, table) for table in of_task]
-    found += [(table.title, table) for table in faults(summary)]
-    if not any(table.rows for _, table in found):
+        tables = task_tables(task)
+        ends = f": {task.title}" if task.end else ""
+        found += [(tables[name].title + ends, tables[name]) for name in ("policies", "methods", "reward-models")]
+    found = [
+        (title, table) for title, table in [*found, *((table.title, table) for table in faults(summary))] if table.rows
+    ]
+    if not found:
         print(f"{NOT_EVALUATED}\n")
     for title, table in found:
-        if table.rows:
-            shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
-            rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
-            print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
+        shown = [index for index, name in enumerate(table.columns) if name not in UNPRINTED]
+        rows = [[" ".join(row[index].text.split()) for index in shown] for row in table.rows]
+        print(f"{title}\n{format_table([table.columns[index] for index in shown], rows)}\n")
 
 
 if __name__ == "__main__":

@@ -130,13 +130,15 @@ def compare_stages(
             seed=seed,
             progress=f"{name}: responses" if progress else None,
         )
-        if name == reference or temperature != 1.0:
-            unsampled = f"samples at temperature {temperature} give no estimate; sample at 1"
-            kl, note = None, "the reference itself" if name == reference else unsampled
+        kl, note = None, None
+        if name == reference:
+            note = "the reference itself"
+        elif temperature != 1.0:
+            note = f"samples at temperature {temperature} give no estimate; sample at 1"
         elif tokenizer.get_vocab() != reference_model[1].get_vocab():
-            kl, note = None, "its tokenizer is not the reference's"
+            note = "its tokenizer is not the reference's"
         else:
-            kl, note = _divergence(name, (policy, tokenizer), reference_model, generations, batch_size, progress), None
+            kl = _divergence(name, (policy, tokenizer), reference_model, generations, batch_size, progress)
         rewards = [None] * len(generations)
         if scorer is not None:
             texts, finished = [one.text for one in generations], [one.finished for one in generations]
@@ -179,10 +181,9 @@ def compare_stages(
 
 def mean_and_std(values: Sequence[float]) -> dict[str, float]:
     """Mean, standard deviation of the sample (0 for one value), and the mean's 95% interval."""
-    mean = statistics.fmean(values)
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
     low, high = mean_interval(values)
-    return {"mean": mean, "std": deviation, "low": low, "high": high}
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "std": deviation, "low": low, "high": high}
 
 
 def _divergence(name, own, reference, generations, batch_size, progress) -> dict[str, Any]:
@@ -230,7 +231,10 @@ def main(arguments: list[str] | None = None) -> None:
         out, as_json = Path(options.pop("out")), options.pop("json")
         comparison = compare_stages(_named(options.pop("models")), **options, progress=True)
         rows = [_table_row(row) for row in comparison.rows]
-        _write(out, comparison, rows)
+        write_json(out / "comparison.json", comparison.to_dict())
+        write_text(out / "comparison.md", f"{markdown_table(HEADER, rows)}\n{_how(comparison)}\n")
+        for name, samples in comparison.samples.items():
+            write_json_lines(out / f"samples_{name}.jsonl", samples)
     if as_json:
         print_json(comparison.to_dict())
         return
@@ -250,22 +254,20 @@ def _named(models: list[str]) -> dict[str, str]:
             raise ValueError(f"{model!r}: give each model as name=folder, such as base=toy")
         if name in named:
             raise ValueError(f"{name!r} is given twice: name each stage differently")
-        if "/" in name or name.startswith("."):
-            raise ValueError(f"{name!r}: a stage's name becomes part of a file's name and may hold no slash")
         named[name] = source
     return named
 
 
 def _table_row(row: dict) -> tuple:
-    reward, kl = row["reward"], row["kl"]
+    reward, kl, tokens = row["reward"], row["kl"], row["tokens"]
     return (
         row["name"],
         row["n"],
         "-" if reward is None else format_interval(reward["mean"], reward["low"], reward["high"]),
-        None if reward is None else reward["std"],
+        reward and reward["std"],
         "-" if kl is None else format_interval(kl["mean"], kl["low"], kl["high"], digits=2),
-        row["tokens"]["mean"],
-        row["tokens"]["std"],
+        tokens["mean"],
+        tokens["std"],
         row["finished"],
     )
 
@@ -278,13 +280,6 @@ def _how(comparison: StageComparison) -> str:
         f"Reference: {settings['reference']}. Decoding: {sampled if settings['temperature'] else 'greedy'}, one "
         f"response per prompt, at most {settings['max_new_tokens']} tokens."
     )
-
-
-def _write(out: Path, comparison: StageComparison, rows: list[tuple]) -> None:
-    write_json(out / "comparison.json", comparison.to_dict())
-    write_text(out / "comparison.md", f"{markdown_table(HEADER, rows)}\n{_how(comparison)}\n")
-    for name, samples in comparison.samples.items():
-        write_json_lines(out / f"samples_{name}.jsonl", samples)
 
 
 if __name__ == "__main__":

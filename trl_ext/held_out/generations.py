@@ -68,8 +68,9 @@ class GenerationEvaluation:
         self.score_function = score_function
         self.reward_columns = reward_columns
         self._base_generations: list[Generation] = []
-        # Values that are the same in every comparison: rewards of the references and of the base's responses.
-        self._fixed_rewards: dict[tuple[str, int], dict[str, list[float | None]]] = {}
+        # Values that are the same in every comparison of so many prompts: rewards of the base's responses and of the
+        # references.
+        self._fixed_rewards: dict[int, dict[str, dict[str, list[float | None]]]] = {}
 
     def compare(self, count: int | None = None, *, progress: bool = False) -> PolicyComparison:
         """Generate for the first `count` prompts (None for all) and compare with the base.
@@ -79,13 +80,16 @@ class GenerationEvaluation:
         """
         count = len(self.prompts) if count is None else min(count, len(self.prompts))
         prompts = [row["prompt"] for row in self.prompts[:count]]
-        self._extend_base(count, progress)
+        temperature = self.settings.temperature
+        if missing := prompts[len(self._base_generations) :]:
+            with base_policy(self.trainer) as base:
+                self._base_generations += self._generate(base, missing, temperature, "base responses", progress)
         with trained_policy(self.trainer) as policy:
-            own = self._generate(policy, prompts, self.settings.temperature, "policy responses" if progress else None)
-            samples = self._generate(policy, prompts, 1.0, "policy samples" if progress else None)
-            policy_log_probs = self._score(policy, samples, "scoring under the policy" if progress else None)
+            own = self._generate(policy, prompts, temperature, "policy responses", progress)
+            samples = self._generate(policy, prompts, 1.0, "policy samples", progress)
+            policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
         with base_policy(self.trainer) as base:
-            base_log_probs = self._score(base, samples, "scoring under the base" if progress else None)
+            base_log_probs = self._score(base, samples, "scoring under the base", progress)
         comparison = compare_generations(
             self.prompts[:count],
             own,
@@ -98,31 +102,19 @@ class GenerationEvaluation:
         comparison.summary["kl"] = approximate_kl(policy_log_probs, base_log_probs)
         return comparison
 
-    def _extend_base(self, count: int, progress: bool) -> None:
-        missing = [row["prompt"] for row in self.prompts[len(self._base_generations) : count]]
-        if missing:
-            with base_policy(self.trainer) as base:
-                self._base_generations += self._generate(
-                    base, missing, self.settings.temperature, "base responses" if progress else None
-                )
-
     def _rewards(self, own: list[Generation], count: int) -> dict[str, dict[str, list[float | None]]] | None:
         """Rewards by function name and by source: the policy's responses, the base's, and the dataset's references."""
         if self.reward_columns is None:
             return None
-        by_source = {"policy": self._reward(self.prompts[:count], [_response(generation) for generation in own])}
-        references = [row.get("reference_response_text") for row in self.prompts[:count]]
-        if ("base", count) not in self._fixed_rewards:
-            base = [_response(generation) for generation in self._base_generations[:count]]
-            self._fixed_rewards["base", count] = self._reward(self.prompts[:count], base)
+        rows = self.prompts[:count]
+        if count not in self._fixed_rewards:
+            fixed = {"base": self._reward(rows, [_response(one) for one in self._base_generations[:count]])}
+            references = [row.get("reference_response_text") for row in rows]
             if all(references):
-                encoded = [self._encode(text) for text in references]
-                self._fixed_rewards["reference", count] = self._reward(self.prompts[:count], encoded)
-        for source in ("base", "reference"):
-            if (source, count) in self._fixed_rewards:
-                by_source[source] = self._fixed_rewards[source, count]
-        names = by_source["policy"]
-        return {name: {source: columns[name] for source, columns in by_source.items()} for name in names}
+                fixed["reference"] = self._reward(rows, [self._encode(text) for text in references])
+            self._fixed_rewards[count] = fixed
+        by_source = {"policy": self._reward(rows, [_response(one) for one in own]), **self._fixed_rewards[count]}
+        return {name: {source: columns[name] for source, columns in by_source.items()} for name in by_source["policy"]}
 
     def _encode(self, text: str) -> tuple[str, bool, list[int]]:
         tokenizer = self.trainer.processing_class
@@ -137,7 +129,7 @@ class GenerationEvaluation:
         scored = map_over_ranks(score, list(zip(rows, responses, strict=True)), self.trainer.accelerator)
         return {name: [row[name] for row in scored] for name in scored[0]}
 
-    def _generate(self, model, prompts: list, temperature: float, progress: str | None) -> list[Generation]:
+    def _generate(self, model, prompts: list, temperature: float, label: str, progress: bool) -> list[Generation]:
         settings, accelerator = self.settings, self.trainer.accelerator
         # Ranks that share the prompts sample independently; under FSDP all do the same work and must sample alike.
         rank = 0 if self.trainer.is_fsdp_enabled else accelerator.process_index
@@ -152,17 +144,14 @@ class GenerationEvaluation:
                 temperature=temperature,
                 batch_size=settings.batch_size,
                 seed=settings.seed + rank,
-                progress=self._on_main(progress),
+                progress=label if progress and accelerator.is_main_process else None,
             )
 
         return map_over_ranks(generate, prompts, accelerator)
 
-    def _score(self, model, generations: list[Generation], progress: str | None) -> list:
+    def _score(self, model, generations: list[Generation], label: str, progress: bool) -> list:
         rows = [(generation.prompt_ids, generation.response_ids) for generation in generations]
-        return score_rows(self.trainer, model, rows, self.settings.batch_size, self._on_main(progress))
-
-    def _on_main(self, progress: str | None) -> str | None:
-        return progress if self.trainer.accelerator.is_main_process else None
+        return score_rows(self.trainer, model, rows, self.settings.batch_size, label if progress else None)
 
 
 def evaluate_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = False) -> dict[str, Any]:
@@ -174,15 +163,14 @@ def evaluate_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = F
         batch_size: rows per forward pass.
         progress: whether to show a progress bar.
 
-        Every process must call this; all return the same result.
+    Every process must call this; all return the same result.
     """
     prompts = dataset["prompt_ids"]
     rows = [*zip(prompts, dataset["chosen_ids"], strict=True), *zip(prompts, dataset["rejected_ids"], strict=True)]
-    show = progress and trainer.accelerator.is_main_process
     with trained_policy(trainer) as policy:
-        own = score_rows(trainer, policy, rows, batch_size, "pairs under the policy" if show else None)
+        own = score_rows(trainer, policy, rows, batch_size, "pairs under the policy" if progress else None)
     with base_policy(trainer) as base:
-        other = score_rows(trainer, base, rows, batch_size, "pairs under the base" if show else None)
+        other = score_rows(trainer, base, rows, batch_size, "pairs under the base" if progress else None)
     half = len(prompts)
     before = join_pair_scores(other[:half], other[half:])
     after = join_pair_scores(own[:half], own[half:], other[:half], other[half:])
@@ -199,7 +187,7 @@ def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_si
             [response for _, response in own_rows],
             batch_size=batch_size,
             pad_token_id=trainer.processing_class.pad_token_id,
-            progress=progress,
+            progress=progress if trainer.accelerator.is_main_process else None,
         )
 
     return map_over_ranks(score, rows, trainer.accelerator)

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
 from trl_ext.data.math import math_prompt
 from trl_ext.evaluation.reasoning import Grader, evaluate_reasoning, summarize_reasoning
-from trl_ext.files import write_json_lines
+from trl_ext.held_out.table import log_held_out
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, response_entropies
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import trained_policy
@@ -90,16 +90,15 @@ class ReasoningEvaluation:
 
     def base(self, *, progress: bool = False) -> dict[str, list[dict[str, Any]]]:
         """Responses of the policy before its first step, by decoding; the run folder keeps them for later."""
+        labels = {decoding: f"base, {decoding}" if progress else None for decoding in DECODINGS}
         return {
-            decoding: self.evaluate(
-                decoding, path=self._base_path(decoding), progress=f"base, {decoding}" if progress else None
-            )
-            for decoding in DECODINGS
+            name: self.evaluate(name, path=self._base_path(name), progress=label) for name, label in labels.items()
         }
 
     def base_is_known(self) -> bool:
         """Whether the run folder holds the base's responses to all problems."""
-        return all(_lines(self._base_path(decoding)) == len(self.rows) for decoding in DECODINGS)
+        paths = [self._base_path(decoding) for decoding in DECODINGS]
+        return all(path.is_file() and path.read_bytes().count(b"\n") == len(self.rows) for path in paths)
 
     def _base_path(self, decoding: str) -> Path:
         return Path(self.trainer.args.output_dir) / "samples" / f"base_{decoding}.jsonl"
@@ -136,17 +135,11 @@ class ReasoningCallback(TrainerCallback):
         if state.global_step == 0:
             base = (self.final or self.evaluation).base(progress=True)["sampled"]
             if self.every:
-                self._log(control, base[: self.prompts] if self.final is None else None)
+                log_reasoning(self.evaluation, base[: self.prompts] if self.final is None else None)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.every and (state.global_step % self.every == 0 or state.global_step == state.max_steps):
-            self._log(control)
-
-    def _log(self, control, rows: list[dict[str, Any]] | None = None) -> None:
-        # Logging clears a pending log request, which is for the training metrics of this step.
-        should_log = control.should_log
-        log_reasoning(self.evaluation, rows or self.evaluation.evaluate(count=self.prompts))
-        control.should_log = should_log
+            log_reasoning(self.evaluation, self.evaluation.evaluate(count=self.prompts))
 
 
 def log_reasoning(evaluation: ReasoningEvaluation, rows: list[dict[str, Any]] | None = None) -> None:
@@ -158,13 +151,8 @@ def log_reasoning(evaluation: ReasoningEvaluation, rows: list[dict[str, Any]] | 
         evaluation: which problems to sample, and how.
         rows: responses that are already graded; None to sample all problems now.
     """
-    rows, trainer = rows or evaluation.evaluate(), evaluation.trainer
-    # TRL's own `log` would include the training metrics collected so far and clear them.
-    Trainer.log(trainer, held_out_metrics(rows))
-    if trainer.accelerator.is_main_process:
-        step = trainer.state.global_step
-        path = Path(trainer.args.output_dir) / "samples" / f"step_{step:06d}.jsonl"
-        write_json_lines(path, [{"step": step, **row} for row in rows])
+    rows = rows or evaluation.evaluate()
+    log_held_out(evaluation.trainer, held_out_metrics(rows), rows)
 
 
 def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -189,7 +177,3 @@ def held_out_metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         **{f"eval_categories/{name}": count for name, count in summary["categories"].items()},
     }
     return {name: value for name, value in metrics.items() if value is not None}
-
-
-def _lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from trl_ext.evaluation.methods.reward_models import best_of_n, reward_metrics
 from trl_ext.files import write_json
+from trl_ext.held_out.table import log_held_out
 from trl_ext.trainers.reward.trainer import RewardTrainer
 
 # Criterion -> the metric that decides, and whether higher is better. Calibration uses the log-likelihood, a proper
@@ -77,23 +78,18 @@ class CheckpointSelection(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         # The state saved with a checkpoint does not contain its own metrics.
-        if state.global_step and self._figures_at(state.global_step) is None:
+        if state.global_step and state.global_step not in self._scored_steps:
             self.on_save(args, state, control)
 
     def on_save(self, args, state, control, **kwargs):
-        if not _is_due(args, state):
-            return
-        should_log = control.should_log
-        self._score_checkpoint(log=True)
-        # Logging clears a pending log request, which is for the training metrics of this step.
-        control.should_log = should_log
+        if _is_due(args, state):
+            self._score_checkpoint(log=True)
 
     def _score_checkpoint(self, *, log: bool) -> None:
         state = self.trainer.state
         figures = {f"{_PREFIX}{name}": value for name, value in self._measure().items()}
         if log:
-            # TRL's own `log` would include the training metrics collected so far and clear them.
-            Trainer.log(self.trainer, figures)
+            log_held_out(self.trainer, figures)
         else:
             state.log_history.append({**figures, "step": state.global_step})
         best = self._best()
@@ -104,14 +100,11 @@ class CheckpointSelection(TrainerCallback):
         metrics = reward_metrics(*self.trainer.score_pairs(self.pairs))
         figures = {name: metrics[name] for name in ("accuracy", "margin", "nll", "ece")}
         if self.samples is not None:
-            figures["best_of_n"] = self._best_of_n()
+            flat = [sequence for samples in self.samples.sequences for sequence in samples]
+            scores = iter(self.trainer.score(flat).tolist())
+            proxy = [[next(scores) for _ in samples] for samples in self.samples.sequences]
+            figures["best_of_n"] = best_of_n(proxy, self.samples.gold, self.samples.n)["gold"]
         return figures
-
-    def _best_of_n(self) -> float:
-        flat = [sequence for samples in self.samples.sequences for sequence in samples]
-        scores = iter(self.trainer.score(flat).tolist())
-        proxy = [[next(scores) for _ in samples] for samples in self.samples.sequences]
-        return best_of_n(proxy, self.samples.gold, self.samples.n)["gold"]
 
     @property
     def _deciding(self) -> str:
@@ -128,8 +121,9 @@ class CheckpointSelection(TrainerCallback):
             {name.removeprefix(_PREFIX): value for name, value in entry.items() if name != "epoch"} for entry in logged
         ]
 
-    def _figures_at(self, step: int) -> dict[str, Any] | None:
-        return next((entry for entry in self.candidates if entry["step"] == step), None)
+    @property
+    def _scored_steps(self) -> set[int]:
+        return {entry["step"] for entry in self.candidates}
 
     def _best(self) -> dict[str, Any]:
         """The best existing checkpoint; after resuming from an early one, better ones may be gone."""
@@ -154,7 +148,7 @@ class CheckpointSelection(TrainerCallback):
             ValueError: no checkpoint was saved.
         """
         trainer, state = self.trainer, self.trainer.state
-        if self._figures_at(state.global_step) is None and self._folder(state.global_step).is_dir():
+        if state.global_step not in self._scored_steps and self._folder(state.global_step).is_dir():
             self._score_checkpoint(log=False)
         if not self.candidates:
             raise ValueError("no checkpoint was saved to choose from: lower save_steps, or set select_best none")
@@ -169,22 +163,18 @@ class CheckpointSelection(TrainerCallback):
             "n": len(self.pairs),
             "checkpoints": self.candidates,
         }
-        self._write(selection)
-        return selection
-
-    def _write(self, selection: dict[str, Any]) -> None:
-        """Write the model and its record to `best` atomically."""
-        folder, partial = (Path(self.trainer.args.output_dir) / name for name in ("best", "best.partial"))
-        is_main = self.trainer.accelerator.is_main_process
-        if is_main:
+        # The folder `best` is written as a whole.
+        folder, partial = (Path(trainer.args.output_dir) / name for name in ("best", "best.partial"))
+        if trainer.accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
-        self.trainer.accelerator.wait_for_everyone()
-        self.trainer.save_model(str(partial))
-        if is_main:
+        trainer.accelerator.wait_for_everyone()
+        trainer.save_model(str(partial))
+        if trainer.accelerator.is_main_process:
             write_json(partial / "selection.json", selection)
             shutil.rmtree(folder, ignore_errors=True)
             partial.rename(folder)
-        self.trainer.accelerator.wait_for_everyone()
+        trainer.accelerator.wait_for_everyone()
+        return selection
 
 
 def _is_due(args, state) -> bool:

@@ -39,28 +39,37 @@ class GenerationTableCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
-            self._evaluate(args, state, control)
+            self._evaluate()
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.every == 0 or state.global_step == state.max_steps:
-            self._evaluate(args, state, control)
+            self._evaluate()
 
-    def _evaluate(self, args, state, control) -> None:
+    def _evaluate(self) -> None:
         trainer = self.evaluation.trainer
         comparison = self.evaluation.compare(self.prompts)
-        # TRL's own `log` would include the training metrics collected so far and clear them. Any logging clears a
-        # pending log request, which is for the training metrics of this step.
-        should_log = control.should_log
         figures = _figures(comparison.summary)
         figures[self.kl_name] = figures.pop("kl")
-        Trainer.log(trainer, {f"{self.prefix}{name}": value for name, value in figures.items()})
-        control.should_log = should_log
-        if state.is_world_process_zero:
-            folder = Path(args.output_dir) / "samples"
-            folder.mkdir(parents=True, exist_ok=True)
-            rows = [{"step": state.global_step, **row} for row in comparison.rows]
-            write_json_lines(folder / f"step_{state.global_step:06d}.jsonl", rows)
-            _send_table(trainer, rows, state.global_step)
+        figures = {f"{self.prefix}{name}": value for name, value in figures.items()}
+        log_held_out(trainer, figures, comparison.rows)
+        if trainer.accelerator.is_main_process:
+            _send_table(trainer, comparison.rows, trainer.state.global_step)
+
+
+def log_held_out(trainer, figures: dict[str, float], rows: list[dict[str, Any]] | None = None) -> None:
+    """Log figures at the trainer's step, and write `rows` to `{output_dir}/samples/step_{step}.jsonl`.
+
+    Every process must call this. What the trainer has collected of its own metrics is left for its own log.
+    """
+    # TRL's own `log` would include the training metrics collected so far and clear them. Any logging clears a pending
+    # log request, which is for the training metrics of this step.
+    should_log = trainer.control.should_log
+    Trainer.log(trainer, figures)
+    trainer.control.should_log = should_log
+    if rows is not None and trainer.accelerator.is_main_process:
+        step = trainer.state.global_step
+        path = Path(trainer.args.output_dir) / "samples" / f"step_{step:06d}.jsonl"
+        write_json_lines(path, [{"step": step, **row} for row in rows])
 
 
 def _figures(summary: dict[str, Any]) -> dict[str, float]:
@@ -83,8 +92,8 @@ def _figures(summary: dict[str, Any]) -> dict[str, float]:
 
 
 def _send_table(trainer, rows: list[dict[str, Any]], step: int) -> None:
-    columns = list(rows[0])
-    values = [[row.get(column) for column in columns] for row in rows]
+    columns = ["step", *rows[0]]
+    values = [[step, *(row.get(column) for column in rows[0])] for row in rows]
     for tracker in trainer.args.report_to:
         if tracker == "wandb":
             import wandb
@@ -98,20 +107,10 @@ def _send_table(trainer, rows: list[dict[str, Any]], step: int) -> None:
 
             trackio.log({TABLE_NAME: trackio.Table(dataframe=pandas.DataFrame(values, columns=columns))}, step=step)
         elif tracker == "tensorboard":
-            _tensorboard_writer(trainer).add_text(TABLE_NAME, _markdown_table(columns, values), step)
+            from transformers.integrations import TensorBoardCallback
 
-
-def _tensorboard_writer(trainer):
-    """The writer of the trainer's TensorBoard callback."""
-    from transformers.integrations import TensorBoardCallback
-
-    return next(c.tb_writer for c in trainer.callback_handler.callbacks if isinstance(c, TensorBoardCallback))
-
-
-def _markdown_table(columns: list[str], rows: list[list[Any]]) -> str:
-    def cell(value: Any) -> str:
-        return str(value).replace("|", "\\|").replace("\n", "<br>")
-
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    lines += ["| " + " | ".join(cell(value) for value in row) + " |" for row in rows]
-    return "\n".join(lines)
+            callbacks = trainer.callback_handler.callbacks
+            writer = next(one.tb_writer for one in callbacks if isinstance(one, TensorBoardCallback))
+            cells = [[str(value).replace("|", "\\|").replace("\n", "<br>") for value in row] for row in values]
+            lines = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *cells)]
+            writer.add_text(TABLE_NAME, "\n".join(lines), step)

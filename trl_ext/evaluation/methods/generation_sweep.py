@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.reporting.plots import new_figure, save_figure
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.files import replacing
 from trl_ext.rollouts.diagnostics import diagnose_generations
 
 # The diagnostics that are shown, and their headings.
@@ -87,10 +86,10 @@ def figure_of(result: Mapping[str, Any], metric: str) -> float | None:
 
 def heat_map_cells(
     results: Sequence[Mapping[str, Any]], axes: tuple[str, str], metric: str
-) -> tuple[list[Any], list[Any], list[list[float | None]]]:
+) -> tuple[list[Any], list[Any], numpy.ndarray]:
     """Values of both axes in order of appearance, and the metric of each cell, with the first axis as rows.
 
-    A cell is the mean over the settings with both values; None if there are none or none has the metric.
+    A cell is the mean over the settings with both values; NaN if there are none or none has the metric.
 
     Args:
         results: mappings with `setting`, from every axis to its value, in addition to the figures.
@@ -98,13 +97,17 @@ def heat_map_cells(
         metric: see `figure_of`.
     """
     rows, columns = (list(dict.fromkeys(result["setting"][axis] for result in results)) for axis in axes)
-    cells: dict[tuple, list[float]] = {}
+    cells: list[list[list[float]]] = [[[] for _ in columns] for _ in rows]
     for result in results:
+        row, column = (result["setting"][axis] for axis in axes)
         value = figure_of(result, metric)
         if value is not None:
-            cells.setdefault(tuple(result["setting"][axis] for axis in axes), []).append(value)
-    means = {place: sum(values) / len(values) for place, values in cells.items()}
-    return rows, columns, [[means.get((row, column)) for column in columns] for row in rows]
+            cells[rows.index(row)][columns.index(column)].append(value)
+    return (
+        rows,
+        columns,
+        numpy.array([[numpy.mean(values) if values else numpy.nan for values in row] for row in cells]),
+    )
 
 
 def plot_heat_map(
@@ -115,13 +118,11 @@ def plot_heat_map(
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
     """
-    rows, columns, table = heat_map_cells(results, axes, metric)
+    rows, columns, values = heat_map_cells(results, axes, metric)
     figure, (axis,) = new_figure(1, 1)
-    values = numpy.array(table, dtype=float)
     image = axis.imshow(values, aspect="auto", cmap="viridis")
     middle = (numpy.nanmin(values) + numpy.nanmax(values)) / 2 if numpy.isfinite(values).any() else 0
-    for row, column in numpy.ndindex(values.shape):
-        value = values[row, column]
+    for (row, column), value in numpy.ndenumerate(values):
         text = "-" if numpy.isnan(value) else f"{value:.3f}"
         axis.text(column, row, text, ha="center", va="center", color="white" if value < middle else "black")
     axis.set_yticks(range(len(rows)), [str(value) for value in rows])
@@ -129,6 +130,4 @@ def plot_heat_map(
     axis.set_ylabel(axes[0])
     axis.set_xlabel(axes[1])
     figure.colorbar(image, ax=axis)
-    axis.set_title(title)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    save_figure(figure, path, title)

@@ -9,9 +9,8 @@ from typing import Any
 import numpy
 
 from trl_ext.evaluation.methods.reward_models import best_of_n
-from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.reporting.plots import new_figure, save_figure
 from trl_ext.evaluation.statistics.intervals import mean_with_interval
-from trl_ext.files import replacing
 from trl_ext.rollouts.best_of_n import kl_bound
 
 FIGURES = ("proxy", "gold", "oracle", "regret")
@@ -48,31 +47,24 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
     has_gold = all(row.get("score") is not None for group in kept for row in group)
     proxies = [[row["reward"] for row in group] for group in kept]
     golds = [[row["score"] for row in group] for group in kept] if has_gold else proxies
-    values = {n: _by_prompt(proxies, golds, n) for n in ns}
-    names = FIGURES if has_gold else FIGURES[:1]
+    by_prompt = {n: [best_of_n(*pair, n) for pair in zip(proxies, golds, strict=True)] for n in ns}
+    values = {
+        n: {name: numpy.array([figure[name] for figure in figures]) for name in FIGURES}
+        for n, figures in by_prompt.items()
+    }
     curve = []
     for n in ns:
+        names = FIGURES if has_gold else FIGURES[:1]
         row = {"n": n, "kl_bound": kl_bound(n), **{name: mean_with_interval(values[n][name]) for name in names}}
         if has_gold:
             row["gain"] = mean_with_interval(values[n]["gold"] - values[ns[0]]["gold"], gains=True)
         curve.append(row)
-    return {
-        "n_prompts": len(kept),
-        "left_out": len(samples) - len(kept),
-        "curve": curve,
-        "peak": _peak(values) if has_gold else None,
-    }
-
-
-def _by_prompt(proxies: list[list[float]], golds: list[list[float]], n: int) -> dict[str, numpy.ndarray]:
-    figures = [best_of_n(proxy, gold, n) for proxy, gold in zip(proxies, golds, strict=True)]
-    return {name: numpy.array([figure[name] for figure in figures]) for name in FIGURES}
-
-
-def _peak(values: Mapping[int, Mapping[str, numpy.ndarray]]) -> dict[str, Any]:
-    peak = max(values, key=lambda n: values[n]["gold"].mean())
-    last = max(values)
-    return {"n": peak, "change": mean_with_interval(values[last]["gold"] - values[peak]["gold"], gains=True)}
+    peak = None
+    if has_gold:
+        best = max(ns, key=lambda n: values[n]["gold"].mean())
+        change = mean_with_interval(values[ns[-1]]["gold"] - values[best]["gold"], gains=True)
+        peak = {"n": best, "change": change}
+    return {"n_prompts": len(kept), "left_out": len(samples) - len(kept), "curve": curve, "peak": peak}
 
 
 def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:
@@ -102,14 +94,11 @@ def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, titl
             lines.append(_draw(right, places, curve, "oracle", "best possible", color="grey", linestyle=":"))
         axis.legend(handles=lines, frameon=False)
         axis.grid(alpha=0.3)
-    figure.suptitle(title)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    save_figure(figure, path, title)
 
 
 def _draw(axis, places, curve, name: str, label: str, *, color: str, **style: Any):
-    (line,) = axis.plot(places, [row[name]["mean"] for row in curve], marker=".", label=label, color=color, **style)
-    axis.fill_between(
-        places, [row[name]["low"] for row in curve], [row[name]["high"] for row in curve], alpha=0.15, color=color
-    )
+    mean, low, high = ([row[name][key] for row in curve] for key in ("mean", "low", "high"))
+    (line,) = axis.plot(places, mean, marker=".", label=label, color=color, **style)
+    axis.fill_between(places, low, high, alpha=0.15, color=color)
     return line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ from trl_ext.evaluation.methods.runs import (
     mean_budget,
     metric_values,
 )
-from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure
 from trl_ext.evaluation.statistics.crossed import compare_with_baseline, crossed_mean
-from trl_ext.files import replacing, write_json, write_text
+from trl_ext.files import write_json, write_text
 
 _WHAT_IT_SAYS = (
     "Intervals are 95% and speak of other prompts and other seeds alike (crossed random effects, t quantiles mixed "
@@ -101,7 +101,8 @@ def compare_runs(
         "notes": [
             *notes,
             *([] if tuning else [_UNTUNED]),
-            *_notes(by_method, shared, left_out),
+            *_notes(by_method, shared),
+            *([f"{left_out} prompts lack a value in some run, and are left out for all."] if left_out else []),
             *inequalities(budgets, runs),
         ],
     }
@@ -124,9 +125,9 @@ def write_comparison(summary: Mapping[str, Any], folder: str | Path) -> list[str
 def render(summary: Mapping[str, Any]) -> str:
     """The comparison in Markdown."""
     title = f"# {_metric(summary)} by method: {summary['model']} on {summary['dataset']}, {summary['prompts']} prompts"
-    parts = [title, method_table(summary)]
+    parts = [title, markdown_table(*method_table(summary))]
     if summary["comparisons"]:
-        parts += [f"## Against {summary['baseline']}", difference_table(summary)]
+        parts += [f"## Against {summary['baseline']}", markdown_table(*difference_table(summary))]
         parts.append("\n".join(f"- {sentence(one, summary)}" for one in summary["comparisons"]))
     if summary["tuning"]:
         parts += ["## Hyperparameters, chosen on the validation split alone", _tuning_table(summary["tuning"])]
@@ -135,28 +136,21 @@ def render(summary: Mapping[str, Any]) -> str:
     return "\n\n".join(part.strip() for part in [*parts, _WHAT_IT_SAYS]) + "\n"
 
 
-def method_table(summary: Mapping[str, Any], table: Callable[..., str] = markdown_table) -> str:
-    """One row per method with its mean and cost; `table` formats a header and rows."""
+def method_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows: each method with its mean and cost."""
     header = ["method", "seeds", _metric(summary), "95%", "lowest and highest seed", "samples", "of what", "steps"]
     rows = []
     for one in summary["methods"]:
         cost, means = one["budget"], one["by_seed"].values()
-        rows.append(
-            [
-                one["method"],
-                one["seeds"],
-                f"{one['mean']:.3f}",
-                _range(one),
-                f"{min(means):.3f} to {max(means):.3f}",
-            ]
-            + [_whole(cost["samples"]), cost["unit"], _whole(cost["optimizer_steps"])]
-            + [_whole(cost["training_seconds"]), _whole(cost["reward_seconds"])]
-        )
-    return table([*header, "seconds", "seconds, reward model"], rows)
+        spread = f"{min(means):.3f} to {max(means):.3f}"
+        costs = (_whole(cost[name]) for name in ("optimizer_steps", "training_seconds", "reward_seconds"))
+        figures = [one["method"], one["seeds"], f"{one['mean']:.3f}", _range(one), spread]
+        rows.append([*figures, _whole(cost["samples"]), cost["unit"], *costs])
+    return [*header, "seconds", "seconds, reward model"], rows
 
 
-def difference_table(summary: Mapping[str, Any], table: Callable[..., str] = markdown_table) -> str:
-    """One row per comparison with the baseline; `table` formats a header and rows."""
+def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Header and rows: each comparison with the baseline."""
     header = ["method", "difference", "95%", "p", "p, Holm", "verdict", "could be found"]
     rows = []
     for one in summary["comparisons"]:
@@ -165,7 +159,7 @@ def difference_table(summary: Mapping[str, Any], table: Callable[..., str] = mar
             [one["method"], f"{one['difference']['mean']:+.4f}", _range(one["difference"], "+.4f")]
             + [_p(one["p_value"]), _p(one["adjusted_p_value"]), one["verdict"], found]
         )
-    return table(header, rows)
+    return header, rows
 
 
 def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
@@ -200,16 +194,13 @@ def plot_comparison(summary: Mapping[str, Any], path: str | Path) -> None:
     _forest(right, [(one["method"], one["difference"], one["verdict"]) for one in summary["comparisons"]])
     right.axvline(0, color="grey", linestyle="--", linewidth=1)
     right.set_xlabel(f"difference from {summary['baseline']}")
-    figure.suptitle(f"{summary['prompts']} prompts, 95% intervals over prompts and seeds")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    save_figure(figure, path, f"{summary['prompts']} prompts, 95% intervals over prompts and seeds")
 
 
 def _forest(axis, rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> None:
     for place, (_, mean, verdict) in enumerate(rows):
-        if mean["low"] is not None:
-            axis.plot([mean["low"], mean["high"]], [place, place], color="tab:blue")
-        axis.plot(mean["mean"], place, marker="o", color="tab:blue")
+        error = None if mean["low"] is None else distances(mean["mean"], mean["low"], mean["high"])
+        axis.errorbar(mean["mean"], place, xerr=error, fmt="o", color="tab:blue")
         offset = {"textcoords": "offset points", "xytext": (0, 6), "ha": "center", "fontsize": 9}
         axis.annotate(verdict, (mean["mean"], place), **offset)
     axis.set_yticks(range(len(rows)), [name for name, _, _ in rows])
@@ -217,18 +208,13 @@ def _forest(axis, rows: Sequence[tuple[str, Mapping[str, Any], str]]) -> None:
     axis.grid(axis="x", alpha=0.3)
 
 
-def _notes(
-    by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequence[int]], left_out: int
-) -> list[str]:
+def _notes(by_method: Mapping[str, Mapping[int, Any]], shared: Mapping[str, Sequence[int]]) -> list[str]:
     notes = []
     if len({tuple(sorted(own)) for own in by_method.values()}) > 1:
         seeds = "; ".join(f"{method}: {', '.join(map(str, sorted(own)))}" for method, own in by_method.items())
         notes.append(f"Methods do not have the same seeds ({seeds}); each is compared on those it shares.")
     alone = [method for method, seeds in shared.items() if not seeds]
-    notes += [f"{method} shares no seed with the baseline and is not compared." for method in alone]
-    if left_out:
-        notes.append(f"{left_out} prompts lack a value in some run, and are left out for all.")
-    return notes
+    return notes + [f"{method} shares no seed with the baseline and is not compared." for method in alone]
 
 
 def _tuning_table(tuning: Mapping[str, Any]) -> str:

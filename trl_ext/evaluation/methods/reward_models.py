@@ -128,8 +128,6 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     for row in proxies:
         if not 1 <= n <= len(row):
             raise ValueError(f"n must lie between 1 and the number of samples, {len(row)}, got {n}")
-    if not all(math.isfinite(value) for row in (*proxies, *golds) for value in row):
-        raise ValueError("proxy and gold must be finite: no order exists between other numbers")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
     figures = {
         name: sum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)
@@ -193,16 +191,9 @@ def _calibration(margins: numpy.ndarray, bins: int) -> list[dict[str, Any]]:
     rows = []
     for index in range(bins):
         own = places == index
-        some = own.any()
-        rows.append(
-            {
-                "low": 0.5 + 0.5 * index / bins,
-                "high": 0.5 + 0.5 * (index + 1) / bins,
-                "n": int(own.sum()),
-                "confidence": float(confidences[own].mean()) if some else None,
-                "accuracy": float((margins[own] > 0).mean()) if some else None,
-            }
-        )
+        means = (float(confidences[own].mean()), float((margins[own] > 0).mean())) if own.any() else (None, None)
+        row = {"low": 0.5 + 0.5 * index / bins, "high": 0.5 + 0.5 * (index + 1) / bins, "n": int(own.sum())}
+        rows.append({**row, **dict(zip(("confidence", "accuracy"), means, strict=True))})
     return rows
 
 

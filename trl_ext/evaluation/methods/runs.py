@@ -31,7 +31,6 @@ class MethodRun:
         results: its results.json.
         settings: its config.yaml; empty if missing.
         rows: its generations.jsonl, by row_id.
-        epochs: passes over the training data; None if not logged.
     """
 
     method: str
@@ -40,7 +39,6 @@ class MethodRun:
     results: Results
     settings: dict[str, Any]
     rows: dict[str, dict[str, Any]]
-    epochs: float | None
 
 
 def read_method_run(folder: str | Path, method: str, seed: int) -> MethodRun:
@@ -51,22 +49,15 @@ def read_method_run(folder: str | Path, method: str, seed: int) -> MethodRun:
         ValueError: the run has another seed.
     """
     folder = Path(folder)
+    config, generations = folder / "config.yaml", folder / "generations.jsonl"
     results = read_results(folder / "results.json")
-    found = results.run.seed
-    if found != seed:
-        raise ValueError(f"{folder}: results.json is of seed {found}, not {seed}")
-    config = folder / "config.yaml"
-    metrics = folder / "metrics.jsonl"
-    epochs = [_number(row, "epoch") for row in _rows(metrics)] if metrics.is_file() else []
-    return MethodRun(
-        method,
-        seed,
-        folder,
-        results,
-        settings=read_yaml(config) or {} if config.is_file() else {},
-        rows={row["row_id"]: row for row in _rows(folder / "generations.jsonl")},
-        epochs=max((value for value in epochs if value is not None), default=None),
-    )
+    if results.run.seed != seed:
+        raise ValueError(f"{folder}: results.json is of seed {results.run.seed}, not {seed}")
+    if not generations.is_file():
+        raise FileNotFoundError(f"no file {generations}: the run was not evaluated on held-out prompts")
+    rows = map(json.loads, generations.read_text(encoding="utf-8").splitlines())
+    settings = read_yaml(config) if config.is_file() else {}
+    return MethodRun(method, seed, folder, results, settings or {}, {row["row_id"]: row for row in rows})
 
 
 def check_alike(runs: Sequence[MethodRun]) -> None:
@@ -131,17 +122,17 @@ def budget(run: MethodRun) -> dict[str, Any]:
     Samples are the rows of all optimizer steps, or sampled responses. `reward_seconds` is the duration of its reward
     models' runs, 0 without reward models. Unknown values are None.
     """
-    found = {name: getattr(run.results.run, name) for name in _SAMPLES}
-    name = next((name for name, value in found.items() if value is not None), None)
-    samples = None if name is None else found[name]
+    about = run.results.run
+    name = next((name for name in _SAMPLES if getattr(about, name) is not None), None)
+    samples = None if name is None else getattr(about, name)
     if samples is not None and name != "sampled_responses":
-        samples = _rows_seen(run, int(samples))
-    rewards = [_reward_seconds(run.folder, path) for path in run.results.run.reward_models or []]
+        samples = _rows_seen(run, samples)
+    rewards = [_reward_seconds(run.folder, Path(path)) for path in about.reward_models or []]
     return {
         "samples": samples,
         "unit": None if name is None else _SAMPLES[name],
-        "optimizer_steps": run.results.run.optimizer_steps,
-        "training_seconds": run.results.run.training_seconds,
+        "optimizer_steps": about.optimizer_steps,
+        "training_seconds": about.training_seconds,
         "reward_seconds": None if None in rewards else float(sum(rewards)),
     }
 
@@ -149,18 +140,17 @@ def budget(run: MethodRun) -> dict[str, Any]:
 def _rows_seen(run: MethodRun, rows: int) -> int | None:
     """The number of rows that a run over `rows` rows learned from, counting repeats.
 
-    It is computed from the optimizer steps, the last of which is smaller in each epoch. If the settings are unknown,
-    it is computed from the epochs; a part of an epoch is then a part of its steps, not of its rows.
+    The last step of each epoch is smaller than the others. None if the settings of the run are unknown.
     """
     steps = run.results.run.optimizer_steps
-    sizes = [_number(run.settings, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
+    sizes = [run.settings.get(name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")]
     sizes.append(run.results.run.processes)
     if steps is None or None in sizes:
-        return None if run.epochs is None else round(rows * run.epochs)
-    batch, micro_batch = int(math.prod(sizes)), int(sizes[0] * sizes[2])
+        return None
+    batch, micro_batch = math.prod(sizes), sizes[0] * sizes[2]
     if run.settings.get("dataloader_drop_last"):
         rows = rows // micro_batch * micro_batch
-    epochs, rest = divmod(int(steps), max(math.ceil(rows / batch), 1))
+    epochs, rest = divmod(steps, max(math.ceil(rows / batch), 1))
     return epochs * rows + rest * batch
 
 
@@ -217,24 +207,16 @@ def _decoding(run: MethodRun) -> str:
     return f"temperature {run.settings.get('generation_temperature')} and at most {limit} tokens"
 
 
-def _reward_seconds(folder: Path, path: Any) -> float | None:
+def _reward_seconds(folder: Path, path: Path) -> float | None:
     """Duration of a reward model's run, found at its recorded path, or else next to this run."""
-    for place in (Path(str(path)), folder.parent / Path(str(path)).name):
+    for place in (path, folder.parent / path.name):
         if (place / "results.json").is_file():
             return read_results(place / "results.json").run.training_seconds
     return None
 
 
 def _value(row: Mapping[str, Any], metric: str) -> float | None:
-    return CREDITS.get(str(row.get("outcome"))) if metric == "win_rate" else _number(row, metric)
-
-
-def _number(row: Mapping[str, Any], name: str) -> float | None:
-    value = row.get(name)
+    if metric == "win_rate":
+        return CREDITS.get(str(row.get("outcome")))
+    value = row.get(metric)
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}: the run was not evaluated on held-out prompts")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

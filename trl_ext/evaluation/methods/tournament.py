@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
+
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
 from trl_ext.evaluation.statistics.win_rate import row_credits
 from trl_ext.evaluation.submissions.candidates import judge_responses
 from trl_ext.evaluation.submissions.rows import Response
-from trl_ext.files import replacing
 
 BASE = "base"
 
@@ -45,21 +46,13 @@ class Tournament:
         `expected_high` are its 95% interval, which follows from the rating's, since the base's rating is fixed. The
         base has none.
         """
-        base = self.ratings.ratings[self.names.index(BASE)]
-        rows = [
-            {
-                "name": name,
-                "rating": rating,
-                "low": low,
-                "high": high,
-                "expected_against_base": _expected(name, rating - base),
-                "expected_low": _expected(name, low - base),
-                "expected_high": _expected(name, high - base),
-            }
-            for name, rating, low, high in zip(
-                self.names, self.ratings.ratings, self.ratings.low, self.ratings.high, strict=True
-            )
-        ]
+        names = {"expected_against_base": "rating", "expected_low": "low", "expected_high": "high"}
+        columns = (self.names, self.ratings.ratings, self.ratings.low, self.ratings.high)
+        rows = [dict(zip(("name", "rating", "low", "high"), row, strict=True)) for row in zip(*columns, strict=True)]
+        base = next(row["rating"] for row in rows if row["name"] == BASE)
+        for row in rows:
+            is_base = row["name"] == BASE
+            row |= {name: None if is_base else expected_score(row[key] - base) for name, key in names.items()}
         return sorted(rows, key=lambda row: -row["rating"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,7 +129,7 @@ def plot_tournament(tournament: Tournament, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
     """
-    from trl_ext.evaluation.reporting.plots import new_figure
+    from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure
 
     rows = tournament.table()
     names = [row["name"] for row in rows]
@@ -144,31 +137,28 @@ def plot_tournament(tournament: Tournament, path: str | Path) -> None:
     figure.set_size_inches(max(9.0, 3 + 1.3 * len(names)), max(3.8, 1.6 + 0.5 * len(names)))
     _draw_matrix(matrix, names, tournament.matches)
     for position, row in enumerate(rows):
-        below, above = row["rating"] - row["low"], row["high"] - row["rating"]
-        ratings.errorbar(
-            row["rating"], position, xerr=[[max(below, 0)], [max(above, 0)]], fmt="o", capsize=4, color="C0"
-        )
+        error = distances(row["rating"], row["low"], row["high"])
+        ratings.errorbar(row["rating"], position, xerr=error, fmt="o", capsize=4, color="C0")
     ratings.set_yticks(range(len(names)), names)
     ratings.set_ylim(len(names) - 0.5, -0.5)
     ratings.axvline(1000, color="grey", linestyle="--", linewidth=1)
     ratings.set_title("Bradley-Terry rating, 95% interval")
     note = ", with a virtual draw per pair" if tournament.ratings.virtual_draws else ""
     ratings.set_xlabel(f"points; the base is 1000{note}")
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
+    save_figure(figure, path)
 
 
 def _draw_matrix(axis, names: list[str], matches: Sequence[Mapping[str, Any]]) -> None:
-    rates = {(match["first"], match["second"]): match["rate"] for match in matches}
-    rates |= {(b, a): None if rate is None else 1 - rate for (a, b), rate in list(rates.items())}
-    table = [[rates.get((row, column)) for column in names] for row in names]
-    values = [[float("nan") if rate is None else rate for rate in row] for row in table]
-    axis.imshow(values, cmap="RdBu", vmin=0, vmax=1)
-    for i, row in enumerate(table):
-        for j, rate in enumerate(row):
-            dark = rate is not None and abs(rate - 0.5) > 0.25
-            text = "" if i == j else "-" if rate is None else f"{rate:.2f}"
-            axis.text(j, i, text, ha="center", va="center", color="white" if dark else "black", fontsize=9)
+    rates = numpy.full((len(names), len(names)), numpy.nan)
+    for match in matches:
+        row, column = names.index(match["first"]), names.index(match["second"])
+        if match["rate"] is not None:
+            rates[row, column], rates[column, row] = match["rate"], 1 - match["rate"]
+    axis.imshow(rates, cmap="RdBu", vmin=0, vmax=1)
+    for (row, column), rate in numpy.ndenumerate(rates):
+        text = "" if row == column else "-" if numpy.isnan(rate) else f"{rate:.2f}"
+        color = "white" if abs(rate - 0.5) > 0.25 else "black"
+        axis.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
     axis.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
     axis.set_yticks(range(len(names)), names)
     axis.set_title("Win rate of the row against the column")
@@ -186,7 +176,3 @@ def _match(first: str, second: str, credits: Sequence[float | None]) -> dict[str
         "n": len(judged),
         "errors": len(credits) - len(judged),
     }
-
-
-def _expected(name: str, difference: float) -> float | None:
-    return None if name == BASE else expected_score(difference)

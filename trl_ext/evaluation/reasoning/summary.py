@@ -31,14 +31,23 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
     Raises:
         ValueError: there are no rows, problems differ in their number of samples, or a k exceeds it.
     """
-    by_prompt = _by_prompt(rows)
-    counts = {len(samples) for samples in by_prompt}
+    by_prompt: dict[str, list] = {}
+    for row in rows:
+        by_prompt.setdefault(row["row_id"], []).append(row)
+    counts = {len(samples) for samples in by_prompt.values()}
+    if not counts:
+        raise ValueError("there are no responses to summarize")
     if len(counts) > 1:
         raise ValueError(f"problems have {min(counts)} to {max(counts)} samples: give the same number for each")
     n_samples = counts.pop()
 
     def per_prompt(value: Callable[[Rows], float]) -> dict[str, Any]:
-        return _rate([value(samples) for samples in by_prompt])
+        values = [value(samples) for samples in by_prompt.values()]
+        low, high = rate_interval(values)
+        return {"mean": _mean(values), "low": low, "high": high, "n": len(values)}
+
+    def right(samples: Rows) -> list[bool]:
+        return [row["category"] == "correct" for row in samples]
 
     lengths = {
         correct: [row["generated_num_tokens"] for row in rows if (row["category"] == "correct") == correct]
@@ -55,13 +64,11 @@ def summarize_reasoning(rows: Rows, ks: Sequence[int] = ()) -> dict[str, Any]:
         "mean_tokens_incorrect": _mean(lengths[False]),
         "truncated_fraction": _mean([not row["finished"] for row in rows]),
         "mean_entropy": _mean([row["entropy"] for row in rows if row.get("entropy") is not None]),
-        "pass_at": {
-            str(k): per_prompt(
-                lambda samples, k=k: pass_at_k(n_samples, sum(row["category"] == "correct" for row in samples), k)
-            )
+        "pass_at": {str(k): per_prompt(lambda samples, k=k: pass_at_k(n_samples, sum(right(samples)), k)) for k in ks},
+        "maj_at": {
+            str(k): per_prompt(lambda samples, k=k: majority_at_k([*map(vote_of, samples)], right(samples), k))
             for k in ks
         },
-        "maj_at": {str(k): per_prompt(lambda samples, k=k: _majority(samples, k)) for k in ks},
     }
 
 
@@ -84,25 +91,6 @@ def accuracy_gain(before: Rows, after: Rows) -> dict[str, Any]:
         "n": found.n,
         "p_value": found.mcnemar.p_value,
     }
-
-
-def _rate(values: Sequence[float]) -> dict[str, Any]:
-    """The mean of one value in [0, 1] per problem, with its 95% interval; see `rate_interval`."""
-    low, high = rate_interval(values)
-    return {"mean": _mean(values), "low": low, "high": high, "n": len(values)}
-
-
-def _by_prompt(rows: Rows) -> list[Rows]:
-    if not rows:
-        raise ValueError("there are no responses to summarize")
-    by_prompt: dict[str, list] = {}
-    for row in rows:
-        by_prompt.setdefault(row["row_id"], []).append(row)
-    return list(by_prompt.values())
-
-
-def _majority(samples: Rows, k: int) -> float:
-    return majority_at_k([vote_of(row) for row in samples], [row["category"] == "correct" for row in samples], k)
 
 
 def _outcomes(rows: Rows) -> list[PairOutcome]:

@@ -1,4 +1,4 @@
-"""The report's charts as inline SVG: curves, figures with intervals, reward against KL, and reliability.
+"""The report's charts as inline SVG: curves, figures with intervals, and reward against KL.
 
 Every mark of a run is in an element with its number in `data-run`, which the page's script uses to show and hide it.
 """
@@ -6,15 +6,13 @@ Every mark of a run is in an element with its number in `data-run`, which the pa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import Any
 
 from trl_ext.evaluation.reporting.curves import Panel
-from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
-from trl_ext.evaluation.reporting.tables import reliability_bins
 
 COLORS, DASHES = 10, 5
 WIDTH, HEIGHT, ROW_HEIGHT = 320, 230, 20
@@ -54,12 +52,11 @@ def looks(tasks: Sequence[Task]) -> dict[str, Look]:
     """How each run is drawn, by its label."""
     found: dict[str, Look] = {}
     for task in tasks:
-        methods: dict[tuple[str, bool], int] = {}
-        colors: dict[tuple[str, bool], int] = {}
+        methods: dict[tuple[str, bool], list[str]] = {}
         for run in task.policies + task.reward_models:
             key = run.method, run.trains_reward_model
-            color, dash = colors.setdefault(key, len(colors)) % COLORS, methods.get(key, 0)
-            methods[key] = dash + 1
+            methods.setdefault(key, []).append(run.label)
+            color, dash = list(methods).index(key) % COLORS, len(methods[key]) - 1
             found[run.label] = Look(len(found), run.label, task.end, color, dash)
     return found
 
@@ -80,7 +77,7 @@ class Axis:
         low, high = min(known), max(known)
         if low == high == 0:
             return cls(-0.05, 1, start, end)
-        margin = (high - low) * 0.05 or abs(high) * 0.1 or 0.05
+        margin = (high - low) * 0.05 or abs(high) * 0.1
         return cls(low - margin, high + margin, start, end)
 
     def __call__(self, value: float) -> float:
@@ -117,24 +114,24 @@ def curve_chart(panel: Panel, of: Looks, *, timed: bool) -> str:
     """One metric over steps or over seconds; empty if no point has a time."""
     place = 1 if timed else 0
     curves = [
-        (of[label], [point for point in points if point[place] is not None], held_out)
+        (of[label], [(point[place], point[2]) for point in points if point[place] is not None], held_out)
         for found, held_out in ((panel.curves, False), (panel.held_out, True))
         for label, points in found.items()
     ]
     points = [point for _, found, _ in curves for point in found]
     if not points:
         return ""
-    last = max(point[place] for point in points)
+    last = max(points)[0]
     scale, unit = next((scale, unit) for least, scale, unit in UNITS if last >= least) if timed else (1, "steps")
-    x = Axis.over((point[place] / scale for point in points), LEFT, RIGHT)
-    y = Axis.over((point[2] for point in points), BOTTOM, TOP)
+    x = Axis.over((at / scale for at, _ in points), LEFT, RIGHT)
+    y = Axis.over((value for _, value in points), BOTTOM, TOP)
     marks = []
     for look, found, held_out in curves:
-        at = [(x(point[place] / scale), y(point[2])) for point in found]
-        if not at:
+        if not found:
             continue
         name = f"{look.label}, held out" if held_out else look.label
-        title = _title(f"{name}: {shown(found[-1][2])} at {shown(found[-1][place] / scale)} {unit}")
+        title = _title(f"{name}: {shown(found[-1][1])} at {shown(found[-1][0] / scale)} {unit}")
+        at = [(x(at / scale), y(value)) for at, value in found]
         parts = [title, _line(at, "beside" if held_out else "curve")]
         if held_out:
             parts += [_circle(*one, "circle", 3) for one in at]
@@ -144,19 +141,17 @@ def curve_chart(panel: Panel, of: Looks, *, timed: bool) -> str:
     return _plane(panel.title, x, y, unit, marks, whole=not timed)
 
 
-def dot_chart(
-    title: str, rows: Sequence[tuple[str, Mapping[str, Any] | None]], of: Looks, reference: float | None = None
-) -> str:
+def dot_chart(title: str, values: Mapping[str, Mapping[str, Any] | None], of: Looks, reference: float | None) -> str:
     """One row per run: a dot with its interval, and a hollow dot for the base.
 
     Each row is a separate SVG, so that hidden runs leave no gap.
     """
-    known = [(of[label], value) for label, value in rows if value is not None]
+    known = [(of[label], value) for label, value in values.items() if value is not None]
     if not known:
         return ""
-    values = [value.get(name) for _, value in known for name in ("value", "low", "high", "base")]
-    left = 116
-    x = Axis.over([*values, reference], left + 8, WIDTH - 12)
+    left, middle = 116, ROW_HEIGHT // 2
+    covered = [value.get(name) for _, value in known for name in ("value", "low", "high", "base")]
+    x = Axis.over([*covered, reference], left + 8, WIDTH - 12)
     # Keep ticks away from the reference, so that their labels do not overlap.
     ticks = [tick for tick in x.ticks(5) if reference is None or abs(x(tick) - x(reference)) > 28]
     grid = _path("grid", (f"M{x(tick):g} 0v{ROW_HEIGHT}" for tick in ticks))
@@ -164,14 +159,12 @@ def dot_chart(
         grid += _path("reference", [f"M{x(reference):g} 0v{ROW_HEIGHT}"])
         ticks.append(reference)
     drawn = []
-    middle = ROW_HEIGHT // 2
     for look, value in known:
         base = value.get("base")
         says = f"{look.label}: {with_interval(value)}" + ("" if base is None else f", base {shown(base)}")
         name = escape(shortened(look.label, int(left / LETTER)))
         parts = [_title(says), f'<text class="name y" x="{left}" y="{middle + 4}">{name}</text>']
-        if value.get("low") is not None and value.get("high") is not None:
-            parts.append(_whisker(x(value["low"]), middle, x(value["high"]), middle))
+        parts.append(_whisker(value, lambda end: (x(end), middle)))
         if base is not None:
             parts.append(_circle(x(base), middle, "hollow", 4))
         parts.append(_circle(x(value["value"]), middle, "dot", 5))
@@ -189,18 +182,17 @@ def dot_charts(task: Task, of: Looks) -> dict[str, str]:
     rows, models = task.summary["policies"], task.summary["reward_models"]
 
     def chart(title: str, rows: Sequence[Row], *keys: str, reference: float | None = None) -> str:
-        found = [(row["run"], row[keys[0]][keys[1]] if len(keys) > 1 else row[keys[0]]) for row in rows]
+        found = {row["run"]: row[keys[0]][keys[1]] if len(keys) > 1 else row[keys[0]] for row in rows}
         return dot_chart(title, found, of, reference)
 
     def beside_base(title: str, name: str) -> str:
-        found = []
+        found = {}
         for run in task.policies:
-            texts = run.results.generations or {}
-            own, base = (getattr(texts.get(source), name, None) for source in ("policy", "base"))
-            found.append((run.label, None if own is None else {"value": own, "base": base}))
-        return dot_chart(f"{title}, hollow: the base", found, of)
+            own, base = (getattr((run.results.generations or {}).get(key), name, None) for key in ("policy", "base"))
+            found[run.label] = None if own is None else {"value": own, "base": base}
+        return dot_chart(f"{title}, hollow: the base", found, of, None)
 
-    score = next((row["score_name"] for row in rows), "")
+    score = rows[0]["score_name"] if rows else ""
     return {
         "summary": chart("Win rate against the base, ties as half", rows, "win_rate", "half", reference=0.5)
         + chart("Win rate against the base, ties dropped", rows, "win_rate", "agreed", reference=0.5)
@@ -223,62 +215,38 @@ def trade_off_charts(policies: Sequence[Row], of: Looks) -> str:
 def _trade_off(title: str, points: Sequence[Row], rows: Mapping[str, Row], of: Looks) -> str:
     names_at = RIGHT - 82
     height = max(HEIGHT, 13 * len(points) + 50)
-    x = Axis.over((point["kl"].get(name) for point in points for name in ("value", "low", "high")), LEFT, names_at - 6)
-    y = Axis.over(
-        (point["reward"].get(name) for point in points for name in ("value", "low", "high")), height - 34, TOP
+    kls, rewards = (
+        [point[name].get(key) for point in points for key in ("value", "low", "high")] for name in ("kl", "reward")
     )
+    x, y = Axis.over(kls, LEFT, names_at - 6), Axis.over(rewards, height - 34, TOP)
     marks = []
     for setting in dict.fromkeys(point["setting"] for point in points):
-        best = [
-            point for point in points if point["setting"] == setting and title in rows[point["run"]]["on_point_front"]
+        front = [
+            (x(point["kl"]["value"]), y(point["reward"]["value"]))
+            for point in points
+            if point["setting"] == setting and title in rows[point["run"]]["on_point_front"]
         ]
-        at = [(x(point["kl"]["value"]), y(point["reward"]["value"])) for point in best]
-        marks.append(_line(sorted(at), "front"))
+        marks.append(_line(sorted(front), "front"))
     # Names are in a separate column, spaced and in the order of the points, so that they cover nothing.
     name_y = 0.0
-    for below, point in enumerate(
-        sorted(points, key=lambda point: point["reward"]["value"], reverse=True), start=1 - len(points)
-    ):
+    ordered = sorted(points, key=lambda point: point["reward"]["value"], reverse=True)
+    for below, point in enumerate(ordered, start=1 - len(points)):
         look, kl, reward = of[point["run"]], point["kl"], point["reward"]
         px, py = x(kl["value"]), y(reward["value"])
         name_y = min(max(name_y + 13, py), height - 40 + 13 * below)
         may = title in rows[point["run"]]["on_front"]
         says = f"{look.label}: {with_interval(reward)} at KL {with_interval(kl)}"
-        parts = [_title(f"{says}, {'may be on the front' if may else 'not on the front'}")]
-        if kl["low"] is not None and kl["high"] is not None:
-            parts.append(_whisker(x(kl["low"]), py, x(kl["high"]), py))
-        if reward["low"] is not None and reward["high"] is not None:
-            parts.append(_whisker(px, y(reward["low"]), px, y(reward["high"])))
-        parts.append(f'<line class="leader" x1="{px}" y1="{py}" x2="{names_at}" y2="{name_y}"/>')
-        parts.append(_circle(px, py, "dot" if may else "dominated", 4))
-        name = escape(shortened(look.label, 14))
-        parts.append(f'<text class="name" x="{names_at + 2}" y="{name_y + 4}">{name}</text>')
-        marks.append(look.group(*parts))
+        marks.append(
+            look.group(
+                _title(f"{says}, {'may be on the front' if may else 'not on the front'}"),
+                _whisker(kl, lambda end, py=py: (x(end), py)),
+                _whisker(reward, lambda end, px=px: (px, y(end))),
+                f'<line class="leader" x1="{px}" y1="{py}" x2="{names_at}" y2="{name_y}"/>',
+                _circle(px, py, "dot" if may else "dominated", 4),
+                f'<text class="name" x="{names_at + 2}" y="{name_y + 4}">{escape(shortened(look.label, 14))}</text>',
+            )
+        )
     return _plane(title, x, y, "KL to the base (nats per response)", marks, height=height)
-
-
-def reliability_charts(runs: Sequence[Run], of: Looks) -> str:
-    """Accuracy against confidence in each bin; the area of a bubble is the number of pairs."""
-    charts = []
-    x, y = Axis(0.48, 1.02, LEFT, RIGHT), Axis(0, 1.05, BOTTOM, TOP)
-    for run in runs:
-        bins = reliability_bins(run)
-        if not bins:
-            continue
-        pairs = sum(one["n"] for one in bins)
-        parts = []
-        for one in bins:
-            at, accuracy = x(one["confidence"]), one["accuracy"]
-            says = f"{one['n']} pairs: confidence {shown(one['confidence'])}, accuracy {with_interval(accuracy)}"
-            radius = round(3 + 24 * math.sqrt(one["n"] / pairs), 1)
-            bubble = _circle(at, y(accuracy["value"]), "bubble", radius)
-            whisker = _whisker(at, y(accuracy["low"]), at, y(accuracy["high"]))
-            parts.append(f"<g>{_title(says)}{whisker}{bubble}</g>")
-        marks = [_line([(x(0.5), y(0.5)), (x(1), y(1))], "reference"), of[run.label].group(*parts)]
-        ece = run.results.pairs.ece
-        error = "" if ece is None else f", ECE {ece:.3f}"
-        charts.append(_plane(f"Reliability of {run.label}{error}", x, y, "confidence", marks))
-    return "".join(charts)
 
 
 def _plane(
@@ -314,5 +282,9 @@ def _circle(x: float, y: float, kind: str, radius: float) -> str:
     return f'<circle class="{kind}" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>'
 
 
-def _whisker(x1: float, y1: float, x2: float, y2: float) -> str:
+def _whisker(value: Mapping[str, float | None], at: Callable[[float], tuple[float, float]]) -> str:
+    """A line over the interval of a figure, if it has one; `at` gives the place of an end."""
+    if value.get("low") is None or value.get("high") is None:
+        return ""
+    (x1, y1), (x2, y2) = at(value["low"]), at(value["high"])
     return f'<line class="whisker" x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}"/>'

@@ -10,7 +10,6 @@ from trl_ext.evaluation.reporting.runs import Run
 
 Row = dict[str, Any]
 Point = tuple[float, float | None, float]
-Value = Callable[[Row], float | None]
 MAX_POINTS = 300
 
 # Metric of the responses to held-out prompts -> its title.
@@ -38,6 +37,8 @@ TRAINING_TITLES = {
     "clip_ratio/region_mean": "share of tokens clipped",
     "grad_norm": "gradient norm",
 }
+# Methods do not share the scale of these, so each method has its own panel.
+OF_A_METHOD = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
@@ -54,35 +55,35 @@ class Panel:
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
-    """The panels with at least one curve of two points: held-out responses, then learned rewards, then training.
-
-    Losses have one panel per method, since methods do not share a scale.
-    """
-    learned = sorted({name for run in runs for row in run.metrics for name in map(_learned_reward, row) if name})
+    """The panels with at least one curve of two points: held-out responses, then learned rewards, then training."""
+    learned = {name.removeprefix("eval_") for run in runs for row in run.metrics for name in row}
+    learned = sorted(name for name in learned if name.startswith("rewards/") and name.endswith("/mean"))
     titles = {**HELD_OUT_TITLES, "score": runs[0].score_name if runs else ""}
-    titles |= {f"rewards/{name}/mean": f"reward, {name}" for name in learned}
-    found = [_panel(title, runs, _held_out(key)) for key, title in titles.items()]
+    titles |= {name: f"reward, {name.removeprefix('rewards/').removesuffix('/mean')}" for name in learned}
+    found = [
+        Panel(title, "held-out prompts", _curves(runs, lambda row, key=key: _held_out(row, key)), {})
+        for key, title in titles.items()
+    ]
     methods = list(dict.fromkeys(run.method for run in runs))
     for key, title in TRAINING_TITLES.items():
         alike = {title: runs}
-        if key == "loss" and len(methods) > 1:
+        if key in OF_A_METHOD and len(methods) > 1:
             alike = {f"{title}, {method}": [run for run in runs if run.method == method] for method in methods}
-        found += [_panel(name, of, _training(key), f"eval_{key}") for name, of in alike.items()]
+        for name, own in alike.items():
+            training = _curves(own, lambda row, key=key: None if _is_of_held_out_prompts(row) else row.get(key))
+            held_out = _curves(own, lambda row, key=key: row.get(f"eval_{key}"))
+            found.append(Panel(name, "training", training, held_out))
     return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
 
 
-def _panel(title: str, runs: Sequence[Run], value: Value, held_out: str | None = None) -> Panel:
-    curves, beside = (
-        {run.label: points for run in runs if (points := thin(curve(run.metrics, of)))}
-        for of in (value, lambda row: row.get(held_out))
-    )
-    return Panel(title, "training" if held_out else "held-out prompts", curves, beside)
-
-
-def curve(metrics: Sequence[Row], value: Value) -> list[Point]:
-    """The points of the rows that have the value."""
-    points = ((row["step"], row.get("seconds"), value(row)) for row in metrics)
-    return [(step, seconds, found) for step, seconds, found in points if found is not None]
+def _curves(runs: Sequence[Run], value: Callable[[Row], float | None]) -> dict[str, list[Point]]:
+    """The points of the rows that have the value, by run; a run without any is left out."""
+    curves = {}
+    for run in runs:
+        points = ((row["step"], row.get("seconds"), value(row)) for row in run.metrics)
+        if found := [point for point in points if point[2] is not None]:
+            curves[run.label] = thin(found)
+    return curves
 
 
 def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
@@ -98,31 +99,15 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return [*kept, points[-1]]
 
 
-def is_timed(run: Run) -> bool:
-    """Whether the run logged the seconds of training, or did not log anything."""
-    return not run.metrics or any("seconds" in row for row in run.metrics)
-
-
-def _held_out(key: str) -> Value:
+def _held_out(row: Row, key: str) -> float | None:
     """The metric of held-out responses, under another name if the trainer logs its own metric of that name.
 
     Policy trainers prefix each name with `eval_`. KTO's own `kl` and `eval_kl` are estimates of its loss, so it uses
     `sampled_kl`.
     """
-
-    def value(row: Row) -> float | None:
-        if f"eval_{key}" in row and "eval_loss" not in row:
-            return row[f"eval_{key}"]
-        if not _is_of_held_out_prompts(row):
-            return None
-        sampled = f"sampled_{key}"
-        return row.get(sampled if sampled in row else key)
-
-    return value
-
-
-def _training(key: str) -> Value:
-    return lambda row: None if _is_of_held_out_prompts(row) else row.get(key)
+    if f"eval_{key}" in row and "eval_loss" not in row:
+        return row[f"eval_{key}"]
+    return row.get(f"sampled_{key}", row.get(key)) if _is_of_held_out_prompts(row) else None
 
 
 def _is_of_held_out_prompts(row: Row) -> bool:
@@ -132,11 +117,3 @@ def _is_of_held_out_prompts(row: Row) -> bool:
     the last time in a row without a loss, but always together with the rollout's `reward`.
     """
     return "collapsed" in row and "reward" not in row
-
-
-def _learned_reward(name: str) -> str | None:
-    """The reward function whose mean over held-out responses the metric is."""
-    for start in ("eval_rewards/", "rewards/"):
-        if name.startswith(start) and name.endswith("/mean"):
-            return name.removeprefix(start).removesuffix("/mean")
-    return None

@@ -8,7 +8,6 @@ from typing import Any
 
 from trl_ext.evaluation.reporting.results import Response
 from trl_ext.evaluation.reporting.runs import Run
-from trl_ext.toy import kind_of
 
 OUTCOMES = {"candidate": "win", "base": "loss", "tie": "tie"}
 
@@ -42,15 +41,11 @@ def generations(runs: Sequence[Run], *, max_prompts: int) -> dict[str, Any]:
             if prompt >= max_prompts:
                 continue
             if prompt not in kept:
-                kind = _kind(run, row)
-                kept[prompt] = [row.row_id or "", texts[row.prompt_text], None if kind is None else kinds[kind]]
-            base = None
-            if row.base_response_text is not None:
-                figures = (row.base_generated_num_tokens, _short(row.base_score), _cut(row.base_finished))
-                base = bases[(texts[row.base_response_text], *figures, _rewards(row, "base_"))]
-            figures = (row.generated_num_tokens, _short(row.score), _cut(row.finished))
-            response = (texts[row.response_text], *figures, _rewards(row, ""))
-            rows.setdefault(run.label, []).append([prompt, row.outcome and OUTCOMES[row.outcome], base, response])
+                kind = None if row.kind is None else kinds[row.kind]
+                kept[prompt] = [row.row_id or "", texts[row.prompt_text], kind]
+            base = None if row.base_response_text is None else bases[_response(row, "base_", texts)]
+            outcome = row.outcome and OUTCOMES[row.outcome]
+            rows.setdefault(run.label, []).append([prompt, outcome, base, _response(row, "", texts)])
     return {
         "texts": list(texts),
         "kinds": list(kinds),
@@ -61,28 +56,18 @@ def generations(runs: Sequence[Run], *, max_prompts: int) -> dict[str, Any]:
     }
 
 
-def _cut(finished: bool | None) -> int | None:
-    return 1 if finished is False else None
-
-
-def _rewards(row: Response, of: str) -> tuple[tuple[str, float], ...]:
+def _response(row: Response, of: str, texts: _Numbering) -> tuple[Any, ...]:
+    """The policy's response, or with `of` = "base_" the base's."""
+    names = ("response_text", "generated_num_tokens", "score", "finished")
+    text, tokens, score, finished = (getattr(row, of + name) for name in names)
     start = f"{of}reward/"
-    found = [
-        (name.removeprefix(start), _short(value)) for name, value in row.model_extra.items() if name.startswith(start)
-    ]
-    return tuple((name, value) for name, value in found if value is not None)
+    rewards = {
+        name.removeprefix(start): _short(value) for name, value in row.model_extra.items() if name.startswith(start)
+    }
+    known = tuple((name, value) for name, value in rewards.items() if value is not None)
+    return texts[text], tokens, _short(score), 1 if finished is False else None, known
 
 
 def _short(value: Any) -> float | None:
     """Round to the four digits that are shown; more would double the file's size."""
     return float(f"{value:.4g}") if isinstance(value, (int, float)) and math.isfinite(value) else None
-
-
-def _kind(run: Run, row: Response) -> str | None:
-    """The kind given in the row, or by the embedded benchmark."""
-    if row.kind is not None or run.data != "toy":
-        return row.kind
-    try:
-        return kind_of(row.prompt_text)
-    except ValueError:
-        return None

@@ -15,27 +15,26 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from trl_ext.evaluation.reporting import charts, tables
+from trl_ext.evaluation.reporting import charts
 from trl_ext.evaluation.reporting.charts import Looks
-from trl_ext.evaluation.reporting.curves import is_timed, panels
+from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
-from trl_ext.evaluation.reporting.tables import Table
+from trl_ext.evaluation.reporting.tables import FRONT_RULE, NOT_EVALUATED, Cell, Table, faults, task_tables
 
 # With more runs than this, the page initially shows one run of each method.
 MANY_RUNS = 12
 FRONT_NOTE = (
     "Crosses are 95% intervals. Filled: may be on the front; hollow: is not. The line joins the front of the figures "
-    f"of all runs, shown or not. {tables.FRONT_RULE}"
+    f"of all runs, shown or not. {FRONT_RULE}"
 )
 CURVES_NOTE = (
-    "Circles are of held-out rows. Methods do not share the scale of a loss, so each has a panel. Of a curve with "
-    "more than 300 points the lowest and the highest of each stretch are drawn."
+    "Circles are of held-out rows. Methods do not share the scale of a loss or of its gradient, so each has a panel. "
+    "Of a curve with more than 300 points the lowest and the highest of each stretch are drawn."
 )
 # Intervals appear on a line below their figures.
 INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")
-PLACEHOLDER = re.compile(r"\{\{(\w+)\}\}")
 
 
 def render_page(
@@ -56,72 +55,55 @@ def render_page(
     }
     of_tasks = [_of_task(task, looks) for task in tasks]
     first = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
+    incomplete, problems = (_table(table, heading=0) for table in faults(summary))
     last = _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else "")
-    for name, title, table in zip(
-        ("left-out", "problems"), ("Left out", "Problems"), tables.faults(summary), strict=True
-    ):
-        last += _section(name, title, _table(table, heading=0))
+    last += _section("left-out", "Left out", incomplete) + _section("problems", "Problems", problems)
+    # With several tasks, each has a line in the index: its title and its sections.
+    links = [f"<p>{_links(body)}{_links(body, 3)}</p>" if len(tasks) > 1 else _links(body) for body in of_tasks]
     return _fill(
         _asset("report.html"),
         title=f"Report of {_counted(len(runs), 'run')}",
         body="".join([first, *of_tasks, last]),
-        navigation="".join(
-            [_links(first), *(_index(body) if len(tasks) > 1 else _links(body) for body in of_tasks), _links(last)]
-        ),
+        navigation="".join([_links(first), *links, _links(last)]),
         warning=_warning(summary["problems"]),
         toggles=_toggles(tasks, looks),
         data=embed(data),
         style=_asset("report.css"),
         script=_asset("report.js"),
-        policy=_policy(),
+        # No network, frames or forms; the page's own script and style are allowed by their hashes.
+        policy=f"default-src 'none'; script-src {_digest('report.js')}; style-src {_digest('report.css')}; "
+        "img-src data:; base-uri 'none'; form-action 'none'",
     )
 
 
 def _of_task(task: Task, looks: Looks) -> str:
     """A task's sections. If there are several tasks, they have a title, and names that end in the task's number."""
-    policies, models, end = task.policies, task.reward_models, task.end
-    rows, model_rows = task.summary["policies"], task.summary["reward_models"]
-    compared, trade_offs = tables.policy_table(rows), tables.trade_off_table(rows)
-    settings, reward_models = tables.settings_table("policies", rows), tables.reward_model_table(model_rows)
-    dots = charts.dot_charts(task, looks)
+    end, tables, dots = task.end, task_tables(task), charts.dot_charts(task, looks)
     level = 3 if end else 2
 
-    def table(found: Table) -> str:
-        return _table(found, end=end, heading=level + 1)
+    def table(name: str, heading: int = 0) -> str:
+        return _table(tables[name], end=end, heading=heading)
 
-    def folded(found: Table) -> str:
-        if not found.rows:
-            return ""
-        return f"<details><summary>{escape(found.title)}</summary>{_table(found, end=end, heading=0)}</details>"
+    def folded(name: str) -> str:
+        title = escape(tables[name].title)
+        return f"<details><summary>{title}</summary>{table(name)}</details>" if tables[name].rows else ""
 
+    compared = table("policies", level + 1) + _charts(dots["summary"]) + folded("policies-settings")
+    if tables["policies-settings"].rows and not tables["policies"].rows:
+        compared = f'{table("policies-settings", level + 1)}<p class="note">{NOT_EVALUATED}</p>'
+    trade_offs = f'<p class="note">{FRONT_NOTE}</p>{_charts(charts.trade_off_charts(task.summary["policies"], looks))}'
     sections = {
-        ("summary", "Summary"): [
-            table(compared),
-            _charts(dots["summary"]) + folded(settings) if compared.rows else table(settings),
-            f'<p class="note">{tables.NOT_EVALUATED}</p>' if settings.rows and not compared.rows else "",
-        ],
-        ("over-seeds", "Methods over seeds"): [
-            _table(tables.method_table(task.summary["methods"]), end=end, heading=0)
-        ],
-        ("curves", "Curves"): [_curves(policies + models, end, level, looks)],
-        ("pareto", "Reward against KL"): [
-            f'<p class="note">{FRONT_NOTE}</p>{_charts(charts.trade_off_charts(rows, looks))}{folded(trade_offs)}'
-            if trade_offs.rows
-            else ""
-        ],
-        ("length", "Length and diversity"): [
-            _charts(dots["length"]),
-            folded(tables.diversity_table(policies)),
-            folded(tables.kind_table(policies)),
-        ],
-        ("rewards", "Reward models"): [
-            _table(reward_models, end=end, heading=0),
-            _charts(dots["rewards"] + charts.reliability_charts(models, looks)),
-            folded(tables.settings_table("reward-models", model_rows)),
-            folded(tables.mistake_table(models)),
-        ],
+        ("summary", "Summary"): compared,
+        ("over-seeds", "Methods over seeds"): table("methods"),
+        ("curves", "Curves"): _curves(task.policies + task.reward_models, end, level, looks),
+        ("pareto", "Reward against KL"): trade_offs + folded("trade-offs") if tables["trade-offs"].rows else "",
+        ("length", "Length and diversity"): _charts(dots["length"]) + folded("diversity") + folded("kinds"),
+        ("rewards", "Reward models"): table("reward-models")
+        + _charts(dots["rewards"])
+        + folded("reward-models-settings")
+        + folded("mistakes"),
     }
-    body = "".join(_section(name + end, title, *parts, level=level) for (name, title), parts in sections.items())
+    body = "".join(_section(name + end, title, part, level=level) for (name, title), part in sections.items())
     return f'<div class="task">{_section(f"task{end}", task.title, body)}</div>' if end else body
 
 
@@ -141,8 +123,9 @@ def _curves(runs: Sequence[Run], end: str, level: int, looks: Looks) -> str:
     note = f'<p class="note">{CURVES_NOTE}</p>'
     if not views[True]:
         return note + views[False]
-    untimed = ", ".join(escape(run.label) for run in runs if not is_timed(run))
-    said = f'<p class="note">Logged without the time, so not drawn: {untimed}.</p>' if untimed else ""
+    untimed = [run.label for run in runs if run.metrics and not any("seconds" in row for row in run.metrics)]
+    names = escape(", ".join(untimed))
+    said = f'<p class="note">Logged without the time, so not drawn: {names}.</p>' if untimed else ""
     return (
         f"{_fill(_asset('axis.html'), end=end)}{note}"
         f'<div class="over-steps">{views[False]}</div><div class="over-seconds">{said}{views[True]}</div>'
@@ -157,23 +140,15 @@ def embed(value: Any) -> str:
 
 def _fill(template: str, **values: str) -> str:
     # Replace in a single pass: a placeholder inside a value is a model's text, and must stay.
-    return PLACEHOLDER.sub(lambda found: values[found[1]], template)
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], template)
 
 
 def _asset(name: str) -> str:
     return (files("trl_ext.evaluation") / "reporting" / "assets" / name).read_text(encoding="utf-8")
 
 
-def _policy() -> str:
-    """No network, frames or forms; the page's own script and style are allowed by their hashes."""
-
-    def digest(name: str) -> str:
-        return base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()
-
-    return (
-        f"default-src 'none'; script-src 'sha256-{digest('report.js')}'; style-src 'sha256-{digest('report.css')}'; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
-    )
+def _digest(name: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()}'"
 
 
 def _section(name: str, title: str, *parts: str, level: int = 2) -> str:
@@ -189,16 +164,11 @@ def _links(body: str, level: int = 2) -> str:
     return "".join(f'<a href="#{name}">{title}</a>' for name, title in titles)
 
 
-def _index(body: str) -> str:
-    """A task's entry in the index: its title and its sections."""
-    return f"<p>{_links(body)}{_links(body, 3)}</p>"
-
-
 def _warning(problems: Sequence[Row]) -> str:
     if not problems:
         return ""
-    many, runs = len(problems), len({row["run"] for row in problems})
-    says = f"{_counted(many, 'problem')} in the files of {_counted(runs, 'run')}"
+    runs = _counted(len({row["run"] for row in problems}), "run")
+    says = f"{_counted(len(problems), 'problem')} in the files of {runs}"
     return f'<p class="warning"><a href="#problems">{says}</a>: what is damaged is not shown.</p>'
 
 
@@ -230,30 +200,24 @@ def _picture(titled: tuple[str, bytes]) -> str:
     return f'<h3>{escape(title)}</h3><figure><img alt="{escape(title)}" src="data:image/png;base64,{source}"></figure>'
 
 
-def _cell(cell: tables.Cell, index: int) -> str:
-    value = "" if cell.value is None else f' data-value="{cell.value!r}"'
-    kind = ' class="prose" dir="auto"' if cell.prose else (' class="number"' if cell.value is not None else "")
+def _cell(cell: Cell, index: int) -> str:
     tag, scope = ("th", ' scope="row"') if index == 0 else ("td", "")
-    text = escape(cell.text)
+    text, kind = escape(cell.text), ' class="prose" dir="auto"' if cell.prose else ""
     if cell.value is not None:
         text = INTERVAL.sub(r'<span class="interval">\g<0></span>', text)
-    return f"<{tag}{scope}{kind}{value}>{text}</{tag}>"
+        kind = f' class="number" data-value="{cell.value!r}"'
+    return f"<{tag}{scope}{kind}>{text}</{tag}>"
 
 
 def _toggles(tasks: Sequence[Task], looks: Looks) -> str:
     """A checkbox for each run, after the title of its task if there are several."""
-    parts = []
-    for task in tasks:
-        title = f"<b>{escape(task.title)}</b>" if len(tasks) > 1 else ""
-        boxes = []
-        for look in (look for look in looks.values() if look.task == task.end):
-            checked = " checked" if look.is_first or len(looks) <= MANY_RUNS else ""
-            first = " data-first" if look.is_first else ""
-            boxes.append(
-                f'<label class="run {look.style}"><input type="checkbox" value="{look.number}"{checked}{first}>'
-                f'<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true">'
-                f'<line x1="0" y1="4" x2="24" y2="4"/></svg>'
-                f"<bdi>{escape(look.label)}</bdi></label>"
-            )
-        parts.append(f'<div class="toggles">{title}{"".join(boxes)}</div>')
-    return "".join(parts)
+    boxes = {task.end: f"<b>{escape(task.title)}</b>" if len(tasks) > 1 else "" for task in tasks}
+    for look in looks.values():
+        checked = " checked" if look.is_first or len(looks) <= MANY_RUNS else ""
+        first = " data-first" if look.is_first else ""
+        boxes[look.task] += (
+            f'<label class="run {look.style}"><input type="checkbox" value="{look.number}"{checked}{first}>'
+            '<svg class="swatch" viewBox="0 0 24 8" aria-hidden="true"><line x1="0" y1="4" x2="24" y2="4"/></svg>'
+            f"<bdi>{escape(look.label)}</bdi></label>"
+        )
+    return "".join(f'<div class="toggles">{inner}</div>' for inner in boxes.values())

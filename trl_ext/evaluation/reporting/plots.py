@@ -86,115 +86,6 @@ def plot_run(
     save_panels(drawn, path, run_title(results.get("run", {})))
 
 
-def run_title(run: Mapping[str, Any]) -> str:
-    """A description of the run; a dataset's path is reduced to its last part."""
-    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
-    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
-
-
-def curve_panels(
-    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
-) -> list[Draw]:
-    """The functions that draw the panels; a panel needs a curve: some metric that was logged twice."""
-    times = Counter(name for row in metrics for name, value in row.items() if value is not None)
-    return [
-        partial(draw_curves, title=title, curves=curves, metrics=metrics, x_label=x_label)
-        for title, curves in panels.items()
-        if any(times[name] > 1 for name in curves.values())
-    ]
-
-
-def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
-    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
-    if not drawn:
-        return
-    rows = 1 if len(drawn) < 4 else 2
-    figure, axes = new_figure(rows, -(-len(drawn) // rows))
-    for axis, draw in zip(axes, drawn, strict=False):
-        draw(axis)
-    for axis in axes[len(drawn) :]:
-        axis.set_axis_off()
-    figure.suptitle(title, wrap=True)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=110)
-
-
-def new_figure(rows: int, columns: int):
-    """A figure that does not need a display, and a list of its axes.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("plots need matplotlib: pip install 'trl_ext[report]'") from error
-    figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
-
-
-def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
-    """Held-out rewards on the left axis and the true score on the right axis."""
-    curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
-    draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
-    axis.set_ylabel("reward")
-    scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
-    if scores:
-        right = axis.twinx()
-        right.plot(*zip(*scores, strict=True), color="black", linestyle="--", marker=".", label="true score")
-        right.set_ylabel("true score (dashed)")
-
-
-def draw_curves(
-    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
-) -> None:
-    """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
-    axis.set_title(title)
-    axis.set_xlabel(x_label)
-    for label, name in curves.items():
-        points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
-        if points:
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
-        band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
-        if band:
-            axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
-    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
-    axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
-
-
-def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
-    axis.set_title("Win rate against the base, 95% interval")
-    rules = {"ties count as half": "half", "ties dropped": "agreed"}
-    for position, rule in enumerate(rules.values()):
-        interval = win_rate[rule]
-        if interval["n"] == 0:
-            axis.annotate("every comparison is a tie", (position, 0.5), ha="center", va="bottom")
-            continue
-        below, above = interval["rate"] - interval["low"], interval["high"] - interval["rate"]
-        axis.errorbar(position, interval["rate"], yerr=[[max(below, 0)], [max(above, 0)]], fmt="o", capsize=6)
-        axis.annotate(
-            f"{interval['rate']:.3f} (n = {interval['n']})",
-            (position, interval["rate"]),
-            xytext=(10, 0),
-            textcoords="offset points",
-            va="center",
-            # Place it above the dashed line, which it may cross, and below the frame.
-            bbox={"color": "white", "pad": 1},
-            zorder=2.2,
-        )
-    axis.set_xticks(range(len(rules)), list(rules))
-    axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
-    axis.set_xlim(-0.5, len(rules))
-    axis.set_ylim(0, 1)
-
-
 def plot_reward_run(
     metrics: Sequence[dict[str, Any]],
     pairs: dict[str, Any] | None,
@@ -223,6 +114,118 @@ def plot_reward_run(
     save_panels(drawn, path, title)
 
 
+def run_title(run: Mapping[str, Any]) -> str:
+    """A description of the run; a dataset's path is reduced to its last part."""
+    objective, model, data = (str(run.get(name, "")) for name in ("objective", "model", "dataset"))
+    return f"{objective}, model {model}, data {Path(data).name if Path(data).is_absolute() else data}"
+
+
+def curve_panels(
+    panels: Mapping[str, Mapping[str, str]], metrics: Sequence[Mapping[str, Any]], x_label: str = STEPS
+) -> list[Draw]:
+    """The functions that draw the panels; a panel needs a curve: some metric that was logged twice."""
+    times = Counter(name for row in metrics for name, value in row.items() if value is not None)
+    return [
+        partial(_draw_curves, title=title, curves=curves, metrics=metrics, x_label=x_label)
+        for title, curves in panels.items()
+        if any(times[name] > 1 for name in curves.values())
+    ]
+
+
+def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
+    """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    if not drawn:
+        return
+    rows = 1 if len(drawn) < 4 else 2
+    figure, axes = new_figure(rows, -(-len(drawn) // rows))
+    for axis, draw in zip(axes, drawn, strict=False):
+        draw(axis)
+    for axis in axes[len(drawn) :]:
+        axis.set_axis_off()
+    save_figure(figure, path, title)
+
+
+def new_figure(rows: int, columns: int):
+    """A figure that does not need a display, and a list of its axes.
+
+    Raises:
+        ImportError: matplotlib is missing; the message names the extra to install.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plots need matplotlib: pip install 'trl_ext[report]'") from error
+    figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def save_figure(figure, path: str | Path, title: str = "") -> None:
+    """Write a figure with a title as a PNG, atomically."""
+    figure.suptitle(title, wrap=True)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
+def distances(value: float, low: float, high: float) -> list[list[float]]:
+    """An interval as matplotlib's error bars take it: how far it goes below and above the value."""
+    return [[max(value - low, 0)], [max(high - value, 0)]]
+
+
+def _draw_curves(
+    axis, title: str, curves: Mapping[str, str], metrics: Sequence[Mapping[str, Any]], x_label: str
+) -> None:
+    """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
+    axis.set_title(title)
+    axis.set_xlabel(x_label)
+    for label, name in curves.items():
+        points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
+        if points:
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
+        band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
+        if band:
+            axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
+    axis.locator_params(axis="x", nbins=8, integer=all(isinstance(row["step"], int) for row in metrics))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False)
+
+
+def _draw_overoptimization(axis, learned: Sequence[str], metrics: Sequence[dict[str, Any]]) -> None:
+    """Held-out rewards on the left axis and the true score on the right axis."""
+    curves = {name.removeprefix("eval_rewards/").removesuffix("/mean"): name for name in learned}
+    _draw_curves(axis, "Learned reward and true score, held out", curves, metrics, STEPS)
+    axis.set_ylabel("reward")
+    scores = [(row["step"], row["eval_score"]) for row in metrics if row.get("eval_score") is not None]
+    if scores:
+        right = axis.twinx()
+        right.plot(*zip(*scores, strict=True), color="black", linestyle="--", marker=".", label="true score")
+        right.set_ylabel("true score (dashed)")
+
+
+def _draw_win_rates(axis, win_rate: dict[str, Any]) -> None:
+    axis.set_title("Win rate against the base, 95% interval")
+    rules = {"ties count as half": "half", "ties dropped": "agreed"}
+    for position, rule in enumerate(rules.values()):
+        interval = win_rate[rule]
+        rate, n = interval["rate"], interval["n"]
+        if n == 0:
+            axis.annotate("every comparison is a tie", (position, 0.5), ha="center", va="bottom")
+            continue
+        axis.errorbar(position, rate, yerr=distances(rate, interval["low"], interval["high"]), fmt="o", capsize=6)
+        # Place it above the dashed line, which it may cross, and below the frame.
+        beside = {"xytext": (10, 0), "textcoords": "offset points", "va": "center", "zorder": 2.2}
+        axis.annotate(f"{rate:.3f} (n = {n})", (position, rate), bbox={"color": "white", "pad": 1}, **beside)
+    axis.set_xticks(range(len(rules)), list(rules))
+    axis.axhline(0.5, color="grey", linestyle="--", linewidth=1)
+    axis.set_xlim(-0.5, len(rules))
+    axis.set_ylim(0, 1)
+
+
 def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
     """Accuracy of the pairs in each bin against their mean confidence, with its Wilson 95% interval.
 
@@ -230,11 +233,10 @@ def _draw_reliability(axis, pairs: dict[str, Any]) -> None:
     """
     axis.set_title("Reliability, held-out pairs")
     axis.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1)
-    filled = [row for row in pairs["calibration"] if row["n"]]
-    confidence, accuracy = ([row[name] for row in filled] for name in ("confidence", "accuracy"))
-    for x, y, row in zip(confidence, accuracy, filled, strict=True):
-        axis.vlines(x, *wilson_interval(y * row["n"], row["n"]), linewidth=1, alpha=0.6)
-    axis.scatter(confidence, accuracy, s=[10 + 600 * row["n"] / pairs["n"] for row in filled], alpha=0.6)
+    for row in (row for row in pairs["calibration"] if row["n"]):
+        x, y, n = row["confidence"], row["accuracy"], row["n"]
+        axis.vlines(x, *wilson_interval(y * n, n), linewidth=1, alpha=0.6)
+        axis.scatter(x, y, s=10 + 600 * n / pairs["n"], alpha=0.6, color="C0")
     says = (
         f"accuracy {pairs['accuracy']:.3f} [{pairs['low']:.3f}, {pairs['high']:.3f}], n = {pairs['n']}\n"
         f"ECE {pairs['ece']:.3f}, {len(pairs['calibration'])} bins; lines: 95% intervals"

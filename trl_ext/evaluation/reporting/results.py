@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from trl_ext.files import brief
 
 RESULTS_NAME = "results.json"
-MAX_SHOWN = 40
+MAX_SHOWN = 43
 
 
 class Part(BaseModel):
@@ -19,35 +21,20 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, defer_build=True)
 
 
-class Interval(Part):
-    """A figure's 95% interval, and the number of rows that it covers."""
+class Estimate(Part):
+    """A mean, rate or accuracy, its 95% interval, and the number of rows that it covers; null if there are none."""
 
+    value: float | None = Field(validation_alias=AliasChoices("mean", "rate", "accuracy"))
     low: float | None = None
     high: float | None = None
     n: int | None = None
-
-    def figure(self) -> dict[str, float | None] | None:
-        """The figure as `value`, with `low`, `high` and `n`; None if it covers no rows."""
-        value = next(getattr(self, name) for name in ("mean", "rate", "accuracy") if hasattr(self, name))
-        return (
-            None if value is None or self.n == 0 else {"value": value, "low": self.low, "high": self.high, "n": self.n}
-        )
-
-
-class Mean(Interval):
-    mean: float
-
-
-class Rate(Interval):
-    rate: float
-
-
-class Accuracy(Interval):
-    """A share of pairs; null if there are none."""
-
-    accuracy: float | None
     ties: int | None = None
     margin: float | None = None
+
+    def figure(self) -> dict[str, float | None] | None:
+        """The `value` with `low`, `high` and `n`; None if it covers no rows."""
+        known = self.value is not None and self.n != 0
+        return {name: getattr(self, name) for name in ("value", "low", "high", "n")} if known else None
 
 
 class RunInfo(Part):
@@ -59,27 +46,23 @@ class RunInfo(Part):
     weights: str | None = None
     device: str | None = None
     settings_digest: str | None = None
-    recipe: str | None = None
     optimizer_steps: int | None = None
     seed: int | None = None
     processes: int | None = None
     training_seconds: float | None = None
     total_seconds: float | None = None
     train_pairs: int | None = None
-    train_prompts: int | None = None
     train_responses: int | None = None
-    train_problems: int | None = None
     sampled_responses: int | None = None
     reward_models: list[str] | None = None
     sampling: dict[str, Any] | None = None
-    versions: dict[str, str] | None = None
 
 
 class WinRate(Part):
     """Ties count as half, or only rows on which both orders agree count."""
 
-    half: Rate
-    agreed: Rate
+    half: Estimate
+    agreed: Estimate
     n_errors: int = 0
 
 
@@ -91,24 +74,22 @@ class Scores(Part):
 class Score(Scores):
     """Mean scores on held-out prompts, by a known measure."""
 
-    gain: Mean | None = None
+    gain: Estimate | None = None
     by_kind: dict[str, Scores] = {}
 
 
-class Reward(Scores):
-    """Mean rewards on held-out prompts."""
+class Reward(Part):
+    """The gain in mean reward on held-out prompts."""
 
-    gain: Mean | None = None
-    gain_over_reference: Mean | None = None
+    gain: Estimate | None = None
 
 
 class Rankings(Part):
     n: int
-    reference_corrected: Accuracy | None = None
+    reference_corrected: Estimate | None = None
 
 
 class Preferences(Part):
-    before: Rankings | None = None
     after: Rankings | None = None
 
 
@@ -128,63 +109,44 @@ class Diagnostics(Part):
 
 
 class Decoding(Part):
-    accuracy: Mean
+    accuracy: Estimate
 
 
 class Reasoning(Part):
     """Verified problems: by decoding before and after training, or a single `accuracy` of an untrained model."""
 
-    accuracy: Mean | None = None
+    accuracy: Estimate | None = None
     before: dict[str, Decoding] = {}
     after: dict[str, Decoding] = {}
 
 
-class Bin(Part):
-    """A bin of a calibration; values are null if it contains no pairs."""
-
-    low: float
-    high: float
-    n: int
-    confidence: float | None
-    accuracy: float | None
-
-
-class Pairs(Accuracy):
+class Pairs(Estimate):
     """A reward model on held-out pairs."""
 
     nll: float | None = None
     brier: float | None = None
     ece: float | None = None
-    calibration: list[Bin] = []
 
 
-class TrueOrder(Accuracy):
+class TrueOrder(Estimate):
     """A reward model's ranking of held-out pairs, compared with a known quality."""
 
     label_agreement: float | None = None
 
 
 class Results(Part):
-    """The results of a run. Parts that the run does not have are null or missing.
-
-    `Results(**results).model_dump(exclude_unset=True)` returns the original content.
-    """
+    """The results of a run. Parts that the run does not have are null or missing."""
 
     run: RunInfo
     win_rate: WinRate | None = None
     score: Score | None = None
     rewards: dict[str, Reward] | None = None
     preferences: Preferences | None = None
-    kl: Mean | None = None
+    kl: Estimate | None = None
     generations: dict[str, Diagnostics] | None = None
     reasoning: Reasoning | None = None
     pairs: Pairs | None = None
     true_order: TrueOrder | None = None
-
-    @property
-    def is_of_reward_model(self) -> bool:
-        """Whether the run is a reward model's: these have `pairs`, which is null without held-out pairs."""
-        return "pairs" in self.model_fields_set
 
 
 class Logged(Part):
@@ -240,11 +202,6 @@ def first_fault(error: ValidationError) -> str:
     """The first bad field, its expected and actual values, and the number of other faults."""
     fault, *others = error.errors(include_url=False, include_context=False)
     where = ".".join(map(str, fault["loc"])) + ": " if fault["loc"] else ""
-    value = "" if fault["type"] in ("missing", "json_invalid") else f", got {_shown(fault['input'])}"
+    known = fault["type"] not in ("missing", "json_invalid")
+    value = f", got {brief(json.dumps(fault['input'], ensure_ascii=False), MAX_SHOWN)}" if known else ""
     return f"{where}{fault['msg']}{value}" + (f" (and {len(others)} more)" if others else "")
-
-
-def _shown(value: Any) -> str:
-    """A value as JSON, truncated if long."""
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."

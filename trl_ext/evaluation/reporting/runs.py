@@ -22,18 +22,12 @@ from trl_ext.evaluation.reporting.results import (
     first_fault,
     read_results,
 )
+from trl_ext.files import numbered_lines
 
 # A folder with one of these files and without results is an unfinished or current run.
 STARTED_NAMES = ("metrics.jsonl", "config.yaml")
 Row = TypeVar("Row", bound=BaseModel)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A fault in a file."""
-
-    file: str
-    fault: str
+Faults = list[dict[str, str]]
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,7 @@ class Run:
         results: its `results.json`.
         metrics: rows of `metrics.jsonl`, by step; non-finite values are None.
         generations, mistakes: rows of `generations.jsonl` and `reward_mistakes.jsonl`.
-        problems: the parts that could not be read.
+        problems: the parts that could not be read, each as `file` and `problem`.
     """
 
     label: str
@@ -55,24 +49,17 @@ class Run:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     generations: list[Response] = field(default_factory=list)
     mistakes: list[Mistake] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
+    problems: Faults = field(default_factory=list)
 
     @property
     def trains_reward_model(self) -> bool:
-        return self.results.is_of_reward_model
-
-    @property
-    def objective(self) -> str:
-        return self.results.run.objective or ""
+        """Reward models have `pairs`, which is null without held-out pairs."""
+        return "pairs" in self.results.model_fields_set
 
     @property
     def method(self) -> str:
         """The objective without its settings."""
-        return self.objective.split(" (")[0] or self.label
-
-    @property
-    def data(self) -> str:
-        return self.results.run.dataset or ""
+        return (self.results.run.objective or "").split(" (")[0] or self.label
 
     @property
     def is_verified(self) -> bool:
@@ -82,48 +69,40 @@ class Run:
     @property
     def task(self) -> str:
         """The data that the figures are based on. Figures are comparable only between runs of one task."""
-        kind = "Verified problems" if self.is_verified else "Preferences"
-        return f"{kind} on {self.data}" if self.data else kind
+        kind, data = "Verified problems" if self.is_verified else "Preferences", self.results.run.dataset
+        return f"{kind} on {data}" if data else kind
 
     @property
     def score_name(self) -> str:
         return "accuracy" if self.is_verified else "true score"
 
 
-@dataclass(frozen=True)
-class IncompleteRun:
-    """A folder without figures, and the reason."""
-
-    label: str
-    folder: Path
-    reason: str
-
-
-def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[IncompleteRun]]:
-    """The runs in and below the folders, and those whose results are missing or damaged.
+def find_runs(folders: Iterable[str | Path]) -> tuple[list[Run], list[dict[str, str]]]:
+    """The runs in and below the folders, and those whose results are missing or damaged: `run`, `folder`, `reason`.
 
     They are in the natural order of their paths, except that the runs of a method follow its first. Links are
     followed, and a folder that is reached twice counts once. Hidden folders and `checkpoint-*` are skipped.
 
     Raises:
         FileNotFoundError: a folder does not exist.
-        NotADirectoryError: a path is a file, not a folder.
         ValueError: there is no finished run in any of the folders.
     """
     folders = [Path(folder) for folder in folders]
     found = sorted(_walk(folders), key=_natural)
-    labels = _labels(found)
-    runs, incomplete = [], []
-    for folder in found:
-        run = _read_run(labels[folder], folder)
-        (runs if isinstance(run, Run) else incomplete).append(run)
-    if not runs:
-        where = ", ".join(map(str, folders)) or "nothing"
-        known = "".join(f"; {run.label}: {run.reason}" for run in incomplete)
-        raise ValueError(f"no finished run in {where}: a run folder holds a {RESULTS_NAME}{known}")
     methods: dict[tuple[str, bool], list[Run]] = {}
-    for run in runs:
-        methods.setdefault((run.method, run.trains_reward_model), []).append(run)
+    incomplete = []
+    for folder, label in _labels(found).items():
+        try:
+            run = _read_run(label, folder)
+        except ValueError as error:
+            reason = str(error).removeprefix(f"{folder}{os.sep}")
+            incomplete.append({"run": label, "folder": str(folder), "reason": reason})
+        else:
+            methods.setdefault((run.method, run.trains_reward_model), []).append(run)
+    if not methods:
+        known = "".join(f"; {run['run']}: {run['reason']}" for run in incomplete)
+        where = ", ".join(map(str, folders))
+        raise ValueError(f"no finished run in {where}: a run folder holds a {RESULTS_NAME}{known}")
     return [run for group in methods.values() for run in group], incomplete
 
 
@@ -132,19 +111,16 @@ def _walk(folders: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     seen: set[str] = set()
     for folder in folders:
-        if not folder.exists():
-            raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
         if not folder.is_dir():
-            raise NotADirectoryError(f"{folder} is a file; give folders that hold runs")
+            raise FileNotFoundError(f"no folder {folder}; give folders that hold runs")
         start = folder.resolve() if ".." in folder.parts else folder.absolute()
         for path, names, files in os.walk(start, followlinks=True):
-            real = os.path.realpath(path)
-            if real in seen:
+            if os.path.realpath(path) in seen:
                 names.clear()
                 continue
-            seen.add(real)
+            seen.add(os.path.realpath(path))
             names[:] = sorted(name for name in names if not name.startswith((".", "checkpoint-")))
-            if any(name in files for name in (RESULTS_NAME, *STARTED_NAMES)):
+            if not {RESULTS_NAME, *STARTED_NAMES}.isdisjoint(files):
                 found.append(Path(path))
     return found
 
@@ -156,33 +132,25 @@ def _natural(path: Path) -> list[tuple[int, int | str]]:
 
 def _labels(folders: Sequence[Path]) -> dict[Path, str]:
     """The shortest end of each path that no other path has."""
-    labels: dict[Path, str] = {}
-    longest = max((len(folder.parts) for folder in folders), default=0)
-    for length in range(1, longest + 1):
+    labels = {folder: str(folder) for folder in folders}
+    for length in range(max((len(folder.parts) for folder in folders), default=0), 0, -1):
         ends = {folder: "/".join(folder.parts[-length:]) for folder in folders}
         times = Counter(ends.values())
-        for folder, end in ends.items():
-            if times[end] == 1:
-                labels.setdefault(folder, end)
+        labels |= {folder: end for folder, end in ends.items() if times[end] == 1}
     return labels
 
 
-def _read_run(label: str, folder: Path) -> Run | IncompleteRun:
-    problems: list[Problem] = []
+def _read_run(label: str, folder: Path) -> Run:
+    """Read a run; ValueError says why it has no figures."""
+    problems: Faults = []
     metrics = _read_metrics(folder / "metrics.jsonl", problems)
-    try:
-        results = read_results(folder / RESULTS_NAME)
-    except FileNotFoundError:
+    if not (folder / RESULTS_NAME).is_file():
         logged = f"last logged at step {metrics[-1]['step']}" if metrics else "nothing logged"
-        return IncompleteRun(label, folder, f"no {RESULTS_NAME}, {logged}")
-    except ValueError as error:
-        return IncompleteRun(label, folder, str(error).removeprefix(f"{folder}{os.sep}"))
-    except OSError as error:
-        return IncompleteRun(label, folder, f"{RESULTS_NAME} cannot be read: {error.strerror}")
+        raise ValueError(f"no {RESULTS_NAME}, {logged}")
     return Run(
         label,
         folder,
-        results,
+        read_results(folder / RESULTS_NAME),
         metrics,
         generations=_read_rows(folder / "generations.jsonl", Response, problems),
         mistakes=_read_rows(folder / "reward_mistakes.jsonl", Mistake, problems),
@@ -190,7 +158,7 @@ def _read_run(label: str, folder: Path) -> Run | IncompleteRun:
     )
 
 
-def _read_metrics(path: Path, problems: list[Problem]) -> list[dict[str, Any]]:
+def _read_metrics(path: Path, problems: Faults) -> list[dict[str, Any]]:
     rows = []
     lost: dict[str, list[int]] = {}
     for row in sorted(_read_rows(path, Logged, problems), key=lambda row: row.step):
@@ -204,27 +172,24 @@ def _read_metrics(path: Path, problems: list[Problem]) -> list[dict[str, Any]]:
         rows.append(values)
     for name, steps in lost.items():
         times = "once" if len(steps) == 1 else f"{len(steps)} times"
-        problems.append(Problem(path.name, f"{name}: not a finite number {times}, first at step {steps[0]}"))
+        problems.append(
+            {"file": path.name, "problem": f"{name}: not a finite number {times}, first at step {steps[0]}"}
+        )
     return rows
 
 
-def _read_rows(path: Path, model: type[Row], problems: list[Problem]) -> list[Row]:
+def _read_rows(path: Path, model: type[Row], problems: Faults) -> list[Row]:
     """The rows of a JSON-lines file that fit the model; none if the file is missing."""
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        problems.append(Problem(path.name, f"cannot be read: {error.strerror}"))
+    if not path.is_file():
         return []
     rows, faults = [], []
-    for place, line in enumerate(lines, start=1):
-        if line.strip():
+    with path.open("rb") as file:
+        for number, line in numbered_lines(file):
             try:
                 rows.append(model.model_validate_json(line))
             except ValidationError as error:
-                faults.append(f"line {place}: {first_fault(error)}")
+                faults.append(f"line {number}: {first_fault(error)}")
     if faults:
         many = f"{len(faults)} of {len(faults) + len(rows)} lines cannot be read and are left out"
-        problems.append(Problem(path.name, f"{many}; {faults[0]}"))
+        problems.append({"file": path.name, "problem": f"{many}; {faults[0]}"})
     return rows

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trl_ext.evaluation.reporting.results import Interval, Results
-from trl_ext.evaluation.reporting.runs import IncompleteRun, Run
+from trl_ext.evaluation.reporting.results import Estimate
+from trl_ext.evaluation.reporting.runs import Run
 
 Row = dict[str, Any]
 # Tables that each task has separately.
@@ -16,7 +16,7 @@ OF_A_TASK = ("policies", "reward_models", "methods")
 DECIMALS = {"kl": 2, "reward": 3}
 
 
-def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[str, list[Row]]:
+def summarize(runs: Sequence[Run], incomplete: Sequence[Row]) -> dict[str, list[Row]]:
     """The report's tables as JSON-ready rows: `policies`, `reward_models`, `methods`, `incomplete` and `problems`.
 
     `on_front` of a policy names the trade-offs on whose Pareto front it may be, given its intervals. `on_point_front`
@@ -31,12 +31,8 @@ def summarize(runs: Sequence[Run], incomplete: Sequence[IncompleteRun]) -> dict[
         "policies": policies,
         "reward_models": [reward_model_row(run) for run in runs if run.trains_reward_model],
         "methods": over_seeds(policies),
-        "incomplete": [{"run": run.label, "folder": str(run.folder), "reason": run.reason} for run in incomplete],
-        "problems": [
-            {"run": run.label, "file": problem.file, "problem": problem.fault}
-            for run in runs
-            for problem in run.problems
-        ],
+        "incomplete": list(incomplete),
+        "problems": [{"run": run.label, **problem} for run in runs for problem in run.problems],
     }
 
 
@@ -72,18 +68,15 @@ def policy_row(run: Run) -> Row:
     texts = results.generations or {}
     return {
         **_what_was_run(run),
-        "win_rate": {
-            "half": win_rate and win_rate.half.figure(),
-            "agreed": win_rate and win_rate.agreed.figure(),
-        },
+        "win_rate": {rule: _figure(win_rate and getattr(win_rate, rule)) for rule in ("half", "agreed")},
         "judge_errors": win_rate and win_rate.n_errors,
         "score_name": run.score_name,
-        "accuracy": _accuracy(results),
+        "accuracy": _accuracy(run),
         "score": {"base": score and score.base, "policy": score and score.policy},
         "score_gain": _figure(score and score.gain),
         "rewards": {name: _figure(reward.gain) for name, reward in (results.rewards or {}).items()},
         "kl": _figure(results.kl),
-        "pair_accuracy": _pair_accuracy(results),
+        "pair_accuracy": _pair_accuracy(run),
         "tokens": {source: texts[source].mean_tokens if source in texts else None for source in ("base", "policy")},
     }
 
@@ -124,12 +117,9 @@ def pareto_front(points: Iterable[Mapping[str, Any]], *, intervals: bool) -> set
 
     def figure(point: Mapping[str, Any], name: str) -> tuple[float, float, float]:
         """The value, and the bounds of its interval."""
-        value, *ends = (
-            None if point[name].get(key) is None else round(point[name][key], DECIMALS[name])
-            for key in ("value", "low", "high")
-        )
-        known = intervals and None not in ends and ends[0] <= value <= ends[1]
-        return (value, *ends) if known else (value, value, value)
+        value, low, high = (point[name].get(key) for key in ("value", "low", "high"))
+        known = intervals and low is not None and high is not None
+        return tuple(round(one, DECIMALS[name]) for one in ((value, low, high) if known else (value,) * 3))
 
     def dominates(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
         (kl, _, kl_high), (other_kl, other_kl_low, _) = (figure(point, "kl") for point in (one, other))
@@ -146,7 +136,6 @@ def over_seeds(policies: Iterable[Row]) -> list[Row]:
 
     Among runs with the same seed, the first counts.
     """
-
     groups: dict[tuple[str, ...], dict[float | None, Row]] = {}
     for row in policies:
         what = tuple(str(row[name]) for name in ("objective", "model", "task", "steps", "settings_digest"))
@@ -168,47 +157,38 @@ def over_seeds(policies: Iterable[Row]) -> list[Row]:
 
 def _what_was_run(run: Run) -> Row:
     what = run.results.run
+    names = ("seed", "training_seconds", "total_seconds", "processes")
     return {
         "run": run.label,
         "folder": str(run.folder),
         "method": run.method,
-        "objective": run.objective,
-        "model": what.model or "",
-        "data": run.data,
+        "data": what.dataset or "",
         "task": run.task,
         "steps": what.optimizer_steps,
-        "settings_digest": what.settings_digest or "",
-        "seed": what.seed,
-        "training_seconds": what.training_seconds,
-        "total_seconds": what.total_seconds,
-        "device": what.device or "",
-        "processes": what.processes,
+        **{name: getattr(what, name) or "" for name in ("objective", "model", "settings_digest", "device")},
+        **{name: getattr(what, name) for name in names},
     }
 
 
-def _figure(part: Interval | None) -> dict[str, float | None] | None:
+def _figure(part: Estimate | None) -> dict[str, float | None] | None:
     return part and part.figure()
 
 
-def _accuracy(results: Results) -> dict[str, dict[str, float | None] | None]:
+def _accuracy(run: Run) -> dict[str, dict[str, float | None] | None]:
     """Accuracy by decoding; an untrained model was evaluated with only one."""
-    reasoning = results.reasoning
-    if reasoning is None:
-        return {"sampled": None, "greedy": None}
-    found = {name: _figure(reasoning.after[name].accuracy) for name in reasoning.after}
-    if reasoning.accuracy is not None:
-        is_greedy = (results.run.sampling or {}).get("temperature") == 0
-        found["greedy" if is_greedy else "sampled"] = reasoning.accuracy.figure()
-    return {name: found.get(name) for name in ("sampled", "greedy")}
+    reasoning = run.results.reasoning
+    found = {name: one.accuracy for name, one in reasoning.after.items()} if reasoning else {}
+    if reasoning and reasoning.accuracy:
+        is_greedy = (run.results.run.sampling or {}).get("temperature") == 0
+        found["greedy" if is_greedy else "sampled"] = reasoning.accuracy
+    return {name: _figure(found.get(name)) for name in ("sampled", "greedy")}
 
 
-def _pair_accuracy(results: Results) -> dict[str, float | None] | None:
+def _pair_accuracy(run: Run) -> dict[str, float | None] | None:
     """Share of held-out pairs ranked as labelled by the log-ratio; None for an unchanged model, where all are ties."""
-    after = results.preferences and results.preferences.after
+    after = run.results.preferences and run.results.preferences.after
     ranking = after and after.reference_corrected
-    if ranking is None or ranking.ties == after.n:
-        return None
-    return {"value": ranking.accuracy, "low": ranking.low, "high": ranking.high, "n": after.n}
+    return {**ranking.figure(), "n": after.n} if ranking and ranking.ties != after.n else None
 
 
 def _spread(values: Iterable[Mapping[str, Any] | float | None]) -> dict[str, float | int] | None:

@@ -246,9 +246,9 @@ def report(plan: Plan, effect: float | None, folder: Path, *, required: bool = F
     if folder == plan.folder:
         write_report([run.folder for run in runs], plan.folder / "report.html")
         written.append("report.html")
-    print(f"\n{method_table(summary, format_table)}\n")
+    print(f"\n{format_table(*method_table(summary))}\n")
     if summary["comparisons"]:
-        print(f"{difference_table(summary, format_table)}\n")
+        print(f"{format_table(*difference_table(summary))}\n")
     for one in summary["comparisons"]:
         print(sentence(one, summary).replace("*", ""))
     for note in summary["notes"]:
