@@ -22,7 +22,6 @@ from trl_ext.evaluation.reporting.results import (
     first_fault,
     read_results,
 )
-from trl_ext.files import numbered_lines
 
 # A folder with one of these files and without results is an unfinished or current run.
 STARTED_NAMES = ("metrics.jsonl", "config.yaml")
@@ -184,7 +183,9 @@ def _read_rows(path: Path, model: type[Row], problems: Faults) -> list[Row]:
         return []
     rows, faults = [], []
     with path.open("rb") as file:
-        for number, line in numbered_lines(file):
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
                 rows.append(model.model_validate_json(line))
             except ValidationError as error:
