@@ -27,10 +27,8 @@ from tests.recipes import copy_repository
 # Why a command is not run, by how it begins; `tests/test_readme.py` parses these too.
 NOT_RUN = {
     "make ": "sets up an environment; `make demo` is the first command that is run, and the others run the tests",
-    "time make ": "runs the tests",
     "pip install ": "installs; tests/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute and has no flags; tests/test_one_file.py runs its steps",
-    "python -m benchmarks.": "measures, for minutes to hours; tests/test_benchmark_*.py have short ones",
     "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
 }
