@@ -168,7 +168,7 @@ class TestBadRows:
             ("latin.jsonl", b'{"prompt_text": "a"}\n{"prompt_text": "\xff"}\n'),
             ("utf16.jsonl", '{"prompt_text": "a"}'.encode("utf-16")),
             ("table.parquet", b"PAR1\x15\x04\x15\x80"),
-            ("cut.jsonl.gz", gzip.compress(b'{"prompt": "p"}\n')[:-9]),
+            ("cut.jsonl.gz", gzip.compress(b'{"prompt": "p"}\n', mtime=0)[:-9]),
         ],
     )
     def test_files_that_are_no_text(self, tmp_path, name, content):

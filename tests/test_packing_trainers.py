@@ -250,3 +250,12 @@ def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, mon
     train_once.build({**spec, "reference_seed": 3}, str(tmp_path / "fifth"))
     train_once.build({**spec, "args": {"max_steps": 8, "packing": "off"}}, str(tmp_path / "sixth"))
     assert computed == [8, 8, 8, 8]
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(tiny_model_path, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "file")
+    spec = {"model": tiny_model_path, "lora": True, "args": {"max_steps": 8}}
+    trainer = train_once.build(spec, str(tmp_path / "run"))
+    assert "ref_chosen_logps" in trainer.train_dataset.column_names
+    assert "the reference log-probabilities cannot be kept" in caplog.text

@@ -48,8 +48,11 @@ def with_reference_log_probs(
         dataset = compute(dataset)
         if is_main_process:
             tensors = {name: torch.tensor(dataset[name], dtype=torch.float32) for name in COLUMNS}
-            with replacing(path) as temporary:
-                save_file(tensors, temporary)
+            try:
+                with replacing(path) as temporary:
+                    save_file(tensors, temporary)
+            except OSError as error:
+                warn_once_per_run(f"the reference log-probabilities cannot be kept for later runs: {error}")
         return dataset
     warn_once_per_run(f"the reference log-probabilities of {len(dataset)} pairs come from an earlier run")
     columns = {name: cached[name].tolist() for name in COLUMNS}
