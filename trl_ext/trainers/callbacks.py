@@ -100,9 +100,13 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 class StepLineCallback(TrainerCallback):
-    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer."""
+    """Prints the main metrics on one line whenever the trainer logs. `show_in` adds it to a trainer.
+
+    On a terminal, unless `disable_tqdm` is set, it also shows a progress bar, which disappears when training ends.
+    """
 
     def __init__(self):
+        self._bar: tqdm | None = None
         self._widths = dict(_WIDTHS)
         self._round: int | None = None
         self._samples = False
@@ -119,6 +123,14 @@ class StepLineCallback(TrainerCallback):
         if not self._began[1]:
             self._began = (state.global_step, time.monotonic())
 
+    def on_step_end(self, args, state, control, **kwargs):
+        shows = state.is_world_process_zero and not args.disable_tqdm
+        # The bar starts after the first step, since most warnings are printed before or during it.
+        if self._bar is None and shows and sys.stdout.isatty() and sys.stderr.isatty():
+            self._bar = tqdm(total=state.max_steps, initial=self._began[0], leave=False, dynamic_ncols=True)
+        if self._bar is not None:
+            self._bar.update(state.global_step - self._bar.n)
+
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         # The last row summarizes the run; the recipe prints its own summary.
         if state.is_world_process_zero and logs and "train_runtime" not in logs:
@@ -129,7 +141,9 @@ class StepLineCallback(TrainerCallback):
                 sys.stdout.flush()
 
     def on_train_end(self, args, state, control, **kwargs):
-        self._began = (0, 0.0)
+        if self._bar is not None:
+            self._bar.close()
+        self._bar, self._began = None, (0, 0.0)
 
     def _line(self, state, metrics: dict[str, Any], shown: dict[str, float]) -> str:
         held_out = "learning_rate" not in metrics
