@@ -266,3 +266,13 @@ def test_equal_rows_differ_under_dropout():
     share_prefixes(model)
     log_probs = forward(model, batch).log_probs
     assert (log_probs[0] - log_probs[1]).abs().max() > 0.1
+
+
+def test_a_window_that_the_first_check_does_not_reach():
+    """The check has rows of 640 tokens; with a window of 700, wider batches than that stay padded."""
+    model = tiny_model("mistral", sliding_window=700, max_position_embeddings=1024)
+    packing = share_prefixes(model)
+    for width, left in ((690, 0), (710, 1)):
+        forward(model, padded([list(range(2, 12))], [3], left=[width - 10]))
+        assert sum(packing.left_padded.values()) == left
+    assert list(packing.left_padded) == ["is longer than a sliding window that the first batch's check does not reach"]

@@ -26,6 +26,8 @@ _HALF_GRADIENT_TOLERANCE = 0.05
 BATCH = ("input_ids", "attention_mask", "labels")
 _HALF = {torch.bfloat16, torch.float16}
 _LONGEST = 640
+# Of a longer sliding window, the canary's rows do not reach the end.
+LONGEST_WINDOW = _LONGEST - 16
 
 
 def canary_batch(config, device) -> dict[str, Tensor]:

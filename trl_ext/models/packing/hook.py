@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast
 
 from trl_ext.models.packing.attention import BACKENDS, PLAN_KEYWORD, let_take_plans, takes_plans
-from trl_ext.models.packing.canary import check_gradients, difference
+from trl_ext.models.packing.canary import LONGEST_WINDOW, check_gradients, difference
 from trl_ext.models.packing.obstacles import (
     forward_functions,
     has_active_dropout,
@@ -26,6 +26,7 @@ from trl_ext.models.packing.obstacles import (
     is_classifier,
     original_context,
     packing_obstacle,
+    sliding_window,
 )
 from trl_ext.models.packing.planner import Plan, plan_batch
 from trl_ext.processes import is_main_process
@@ -128,6 +129,9 @@ class Packing:
                 return None
         if reason is None and self._context is not None and input_ids.shape[1] > self._context:
             reason = "rotary angles depend on the length of the batch"
+        window = sliding_window(self.model.config)
+        if reason is None and window is not None and LONGEST_WINDOW < window < input_ids.shape[1]:
+            reason = "is longer than a sliding window that the first batch's check does not reach"
         plan = None
         if reason is None:
             # If a prefix were encoded once, rows would not draw their dropout independently.

@@ -75,6 +75,13 @@ def original_context(config) -> int | None:
     return min(filter(None, [*lengths, text.max_position_embeddings]))
 
 
+def sliding_window(config) -> int | None:
+    """The window of the model's sliding attention layers; None if it has none."""
+    text = config.get_text_config()
+    kinds = getattr(text, "layer_types", None)
+    return (getattr(text, "sliding_window", None) or None) if kinds is None or "sliding_attention" in kinds else None
+
+
 def has_active_dropout(model) -> bool:
     """Whether a forward pass would now draw dropout, or router noise."""
     idle: set[int] = set()
