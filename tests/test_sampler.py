@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import trl
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig
 
 from tests.packing import VOCABULARY, padded, tiny_model
-from tests.tiny import build_tokenizer
+from tests.tiny import build_tokenizer, pairs
+from trl_ext import ReMaxConfig, ReMaxTrainer
 from trl_ext.rollouts.sampler import fast_rollouts, hook, rows, weights
 from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
 
@@ -277,6 +280,33 @@ def _without_mask(query, key, value, mask, scaling, original=rows.attention_and_
     return original(query, key, value, None, scaling)
 
 
-def test_a_trainer_and_a_wrong_argument():
+@pytest.mark.parametrize("own", [False, True], ids=["stock", "ours"])
+def test_trainers(policy_path, tmp_path, own):
+    """The stock trainer, and this library's with stop strings and a greedy rollout beside the sampled one."""
+    lengths: list[int] = []
+
+    def reward(completions, completion_ids, **columns):
+        lengths.extend(map(len, completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "max_steps": 2, "logging_steps": 1}
+    options |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16, "bf16": False}
+    rows = Dataset.from_list([{"prompt": row["prompt"]} for row in pairs(8)])
+    config, trainer_class = (ReMaxConfig, ReMaxTrainer) if own else (trl.GRPOConfig, trl.GRPOTrainer)
+    trainer = trainer_class(
+        policy_path,
+        reward_funcs=reward,
+        args=config(**options, **({"stop": ["e"]} if own else {})),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(policy_path),
+    )
+    sampler = fast_rollouts(trainer)
+    trainer.train()
+    assert not sampler.left and sampler.reason is None and len(set(lengths)) > 3
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] < 1
+    assert sampler.log_probs.shape[0] == 8
+
+
+def test_a_wrong_argument():
     with pytest.raises(TypeError, match="takes a causal language model or a trainer, got str"):
         fast_rollouts("toy")
