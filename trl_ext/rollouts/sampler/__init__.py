@@ -1,0 +1,5 @@
+"""Fast sampling on a CPU, under any decoder of transformers with standard attention."""
+
+from trl_ext.rollouts.sampler.hook import Sampler, fast_rollouts
+
+__all__ = ["Sampler", "fast_rollouts"]

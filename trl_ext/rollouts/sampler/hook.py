@@ -1,0 +1,282 @@
+"""`fast_rollouts`: sampling on a CPU in place of transformers' own, for a model or a trainer."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import StoppingCriteriaList
+from transformers.generation import StopStringCriteria
+
+from trl_ext.models.packing.obstacles import original_context, packing_obstacle
+from trl_ext.rollouts.sampler.loop import Decoder, sample
+from trl_ext.rollouts.sampler.rows import CannotSample
+from trl_ext.rollouts.sampler.weights import prepared
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_trl_ext_sampler"
+# Memory for the keys and values of responses; rows that it does not hold wait.
+CACHE_BYTES = 2 * 2**30
+# Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
+FLOAT32_TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
+# Generation settings that this sampler does not have, with the values at which they change nothing.
+_WITHOUT_EFFECT = {
+    "num_beams": (None, 1),
+    "use_cache": (None, True),
+    "return_dict_in_generate": (None, False),
+    "guidance_scale": (None, 1, 1.0),
+    "prompt_lookup_num_tokens": (None,),
+    "cache_implementation": (None, "dynamic", "hybrid"),
+    "token_healing": (None, False),
+    "use_mtp": (None, False),
+}
+_ARGUMENTS = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "synced_gpus"})
+
+
+class Sampler:
+    """Sampling of one model, which `fast_rollouts` puts in place of its `generate`.
+
+    Attributes:
+        model: the transformers model, without wrappers.
+        dtype: precision of the products.
+        reason: why the model's responses are left to transformers, in a few words; None while they are not.
+        largest_difference: of the canary's log-probabilities from a plain forward pass; None until the first call.
+        log_probs: of the last call's response tokens, under the distribution from which they were drawn,
+            [B, longest response]; 0 after a row's end.
+        left: number of calls that were left to transformers, by reason.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None, quiet: bool):
+        self.model = model
+        self.dtype = next(model.parameters()).dtype if dtype is None else dtype
+        self.quiet = quiet
+        self.reason = _obstacle(model)
+        self.largest_difference: float | None = None
+        self.log_probs: Tensor | None = None
+        self.left: Counter[str] = Counter()
+        self._generate = model.generate
+        if self.reason is None:
+            model.generate = self.generate
+
+    def remove(self) -> None:
+        """Restore the model's own generation."""
+        self.reason = "it was taken off"
+        if self.model.__dict__.get("generate") == self.generate:
+            del self.model.generate
+
+    def describe(self) -> str:
+        """One line: how responses are sampled, or why transformers samples them."""
+        if self.reason is not None:
+            return f"fast rollouts: off, transformers generates: {self.reason}"
+        if self.largest_difference is None:
+            return "fast rollouts: undecided until the first batch"
+        return (
+            f"fast rollouts: on, in {str(self.dtype).removeprefix('torch.')} (log-probabilities differ from the plain "
+            f"forward by at most {self.largest_difference:.1e})"
+        )
+
+    def generate(self, *args: Any, **kwargs: Any):
+        """The model's `generate`, sampled here where that is possible."""
+        try:
+            return self._sampled(*args, **kwargs)
+        except CannotSample as obstacle:
+            self.left[str(obstacle)] += 1
+            if self.left[str(obstacle)] == 1:
+                _announce(f"fast rollouts: transformers generates: {obstacle}")
+            return self._generate(*args, **kwargs)
+
+    def _sampled(self, *args: Any, tokenizer=None, **kwargs: Any) -> Tensor:
+        if self.reason is not None:
+            raise CannotSample(self.reason)
+        if args:
+            kwargs = {**dict(zip(("inputs", "generation_config"), args, strict=False)), **kwargs}
+        extra = sorted(name for name, value in kwargs.items() if value is not None and name not in _ARGUMENTS)
+        settings = copy.deepcopy(kwargs.get("generation_config") or self.model.generation_config)
+        extra = [name for name in extra if not hasattr(settings, name)]
+        if len(args) > 2 or extra or kwargs.get("synced_gpus"):
+            raise CannotSample(f"the call takes {', '.join(extra) or 'further arguments'}")
+        for name, harmless in _WITHOUT_EFFECT.items():
+            own = getattr(self.model.generation_config, name, None)
+            value = next(
+                (one for one in (kwargs.get(name), getattr(settings, name, None), own) if one is not None), None
+            )
+            if value not in harmless:
+                raise CannotSample(f"the call sets {name}")
+        # transformers drops the tokenizer of a call with a loop of its own, so it cannot make this criterion.
+        stop = kwargs.pop("stop_strings", None) or settings.stop_strings or self.model.generation_config.stop_strings
+        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop)] if stop else [])
+        if stop and self.model.generation_config.stop_strings:
+            raise CannotSample("the model's own settings have stop strings")
+        settings.stop_strings = None
+        kwargs["generation_config"] = settings
+        return self._generate(**kwargs, stopping_criteria=criteria, custom_generate=self._loop)
+
+    def _loop(
+        self,
+        model,
+        input_ids: Tensor,
+        logits_processor=None,
+        stopping_criteria=None,
+        generation_config=None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        attended = model_kwargs["attention_mask"]
+        limit = generation_config.max_length - input_ids.shape[1]
+        prompts = [row[mask != 0].tolist() for row, mask in zip(input_ids, attended, strict=True)]
+        self._check_lengths(max(map(len, prompts)) + limit)
+        if not all(prompts):
+            raise CannotSample("a prompt is empty")
+        if self.model.device.type != "cpu":
+            raise CannotSample("the model is not on a CPU")
+        capacity = min(len(prompts), self._capacity(limit))
+        if self.largest_difference is None:
+            self._try()
+        padding = generation_config.pad_token_id
+        decoder = Decoder(self.model, prompts, capacity, limit)
+        with prepared(self.model, self.dtype, capacity), torch.inference_mode():
+            sequences, self.log_probs = sample(
+                decoder,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                do_sample=bool(generation_config.do_sample),
+                padding=0 if padding is None else padding,
+            )
+        return sequences.clone()
+
+    def _capacity(self, limit: int) -> int:
+        text = self.model.config.get_text_config()
+        key_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        row = 2 * text.num_hidden_layers * key_heads * size * limit * self.dtype.itemsize
+        return max(8, CACHE_BYTES // row)
+
+    def _check_lengths(self, longest: int) -> None:
+        text = self.model.config.get_text_config()
+        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+        if window and (kinds is None or "sliding_attention" in kinds) and longest > window:
+            raise CannotSample("responses can exceed the sliding window")
+        context = original_context(self.model.config)
+        if context is not None and longest > context:
+            raise CannotSample("rotary angles depend on the length of the batch")
+
+    def _try(self) -> None:
+        """Compare the log-probabilities of a few tokens with those of plain forward passes, or turn sampling off."""
+        generator = torch.Generator().manual_seed(0)
+        vocabulary = self.model.config.get_text_config().vocab_size
+        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (9, 5)]
+        steps = torch.randint(vocabulary, (3, 3), generator=generator)
+        decoder = Decoder(self.model, [prompts[0], prompts[0], prompts[1]], 3, 4)
+        try:
+            with prepared(self.model, self.dtype, 3), torch.inference_mode():
+                logits = [decoder.enter(range(3))]
+                decoder.rows.add(decoder.owner)
+                decoder.rows.arrange()
+                logits += [decoder.step(tokens) for tokens in steps]
+        except CannotSample as obstacle:
+            self.reason = str(obstacle)
+        except (RuntimeError, TypeError, KeyError, ValueError) as error:
+            # Whatever a model or a private operator raises, transformers still generates.
+            self.reason = (str(error).splitlines() or [type(error).__name__])[0]
+        else:
+            given = torch.stack(logits, dim=1).log_softmax(-1)
+            expected = torch.stack([self._plain(prompts[row == 2] + steps[:, row].tolist()) for row in range(3)])
+            apart = (given - expected).abs()
+            self.largest_difference = apart.max().item()
+            half = self.dtype.itemsize < 4
+            allowed = HALF_TOLERANCE * expected.std().item() if half else FLOAT32_TOLERANCE * max(1, -expected.min())
+            if not (apart.mean().item() if half else self.largest_difference) <= allowed:
+                self.reason = f"its log-probabilities are {self.largest_difference:.1e} off a plain forward pass"
+        if self.reason is not None or not self.quiet:
+            _announce(self.describe())
+        if self.reason is not None:
+            raise CannotSample(self.reason)
+
+    @torch.no_grad()
+    def _plain(self, tokens: list[int]) -> Tensor:
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -4:]
+        finally:
+            self.model.train(was_training)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _obstacle(model: nn.Module) -> str | None:
+    obstacle = packing_obstacle(model)
+    if obstacle is not None:
+        return obstacle
+    if model.device.type != "cpu":
+        return "the model is not on a CPU; vLLM is the way there"
+    if not model._supports_logits_to_keep():
+        return "it scores every position"
+    if getattr(model, "is_quantized", False):
+        return "its weights are quantized"
+    if any(hasattr(parameter, "ds_id") or hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        return "its weights are sharded"
+    return None
+
+
+def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = False) -> Sampler:
+    """Make `generate` sample several times as fast on a CPU.
+
+    The prompt of a group of samples is encoded once, rows have their own lengths without padding, rows that have ended
+    leave the batch, and products use weights in oneDNN's layout, which are made again at every call. Settings are
+    transformers': temperature, top-p, top-k, penalties, stop strings and processors of your own. Greedy responses are
+    the same; sampled ones have the same distribution and other random numbers, which depend on torch's seed and on a
+    row's place in the batch.
+
+    Call it once, after creating the trainer and before training:
+
+        trainer = trl.GRPOTrainer(...)
+        fast_rollouts(trainer)
+
+    At the first call, a few tokens are compared with a plain forward pass. If they differ by more than rounding, or
+    the model or the call needs what this sampler does not have (beams, several devices, a GPU), transformers
+    generates, and one log line says why.
+
+    Args:
+        model: a causal language model of transformers, bare or with adapters, or a trainer that has one.
+        dtype: precision of the products: None for that of the weights, or `torch.bfloat16`.
+        quiet: omit the log line when the sampler is used, but not the one that says why it is not.
+
+    Returns:
+        The sampler: the `reason` if it is not used, the last call's `log_probs`, and `remove()`.
+
+    Raises:
+        TypeError: the argument is neither a model nor a trainer.
+    """
+    inner = _unwrapped(model if isinstance(model, nn.Module) else getattr(model, "model", None))
+    if not hasattr(inner, "generate"):
+        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
+    previous = inner.__dict__.get(_ATTRIBUTE)
+    if previous is not None:
+        previous.remove()
+    sampler = Sampler(inner, dtype, quiet)
+    inner.__dict__[_ATTRIBUTE] = sampler
+    if sampler.reason is not None:
+        _announce(sampler.describe())
+    return sampler
+
+
+def _unwrapped(model):
+    while True:
+        if hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif isinstance(getattr(model, "module", None), nn.Module):
+            model = model.module
+        else:
+            return model
+
+
+def _announce(line: str) -> None:
+    """Log a line from the first process only."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(line)

@@ -1,0 +1,115 @@
+"""A model prepared for sampling on a CPU: weights in oneDNN's blocked layout, siblings of one input in one product.
+
+A decoding step multiplies every weight by a few dozen rows. The blocked layout makes these products about twice as
+fast as `torch.nn.functional.linear`. The operators are private to torch, so they are tried first; without them, the
+public one computes the same products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from trl_ext.rollouts.sampler.rows import ATTENTION
+
+# Layers that are called one after another with the same input, by their names in a parent module.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@contextmanager
+def prepared(model: nn.Module, dtype: torch.dtype, rows: int) -> Iterator[None]:
+    """Within the block, a model computes with blocked weights, attends through `Rows` and is in evaluation mode.
+
+    Its parameters are as before afterwards. The blocked weights take as much memory as those of the linear layers.
+
+    Args:
+        model: a transformers model, with adapters or without.
+        dtype: precision of the weights and products.
+        rows: the approximate number of rows of a decoding step, for which the layout is chosen.
+    """
+    modules = list(model.modules())
+    # Trainers replace methods of the whole model, by functions that expect its usual outputs.
+    replaced = [(module, module.__dict__.pop("forward")) for module in modules if "forward" in module.__dict__]
+    training = [module for module in modules if module.training]
+    attention = model.config._attn_implementation
+    linears = [module for module in modules if type(module) is nn.Linear]
+    blocked = {id(module.weight) for module in linears}
+    embedded = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    cast = [
+        (parameter, parameter.data)
+        for parameter in model.parameters()
+        if parameter.dtype != dtype and (id(parameter) not in blocked or id(parameter) in embedded)
+    ]
+    try:
+        for module in modules:
+            for names in SIBLINGS:
+                layers = [getattr(module, name, None) for name in names]
+                if (
+                    all(type(layer) is nn.Linear for layer in layers)
+                    and len({layer.bias is None for layer in layers}) == 1
+                ):
+                    fused = _Fused(_product(*layers, dtype=dtype, rows=rows), [layer.out_features for layer in layers])
+                    for index, layer in enumerate(layers):
+                        layer.forward = partial(fused, index)
+        for module in linears:
+            if "forward" not in module.__dict__:
+                module.forward = _product(module, dtype=dtype, rows=rows)
+        for parameter, values in cast:
+            parameter.data = values.to(dtype)
+        for module in training:
+            module.training = False
+        model.config._attn_implementation = ATTENTION
+        yield
+    finally:
+        model.config._attn_implementation = attention
+        for parameter, values in cast:
+            parameter.data = values
+        for module in linears:
+            module.__dict__.pop("forward", None)
+        for module, forward in replaced:
+            module.forward = forward
+        for module in training:
+            module.training = True
+
+
+def _product(*layers: nn.Linear, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
+    """The function that applies linear layers to one input and concatenates their outputs."""
+    weight = torch.cat([layer.weight.detach().to(dtype) for layer in layers]).contiguous()
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach().to(dtype) for layer in layers])
+    if not packs(dtype):
+        return partial(linear, weight=weight, bias=bias)
+    blocked = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda states: torch.ops.mkldnn._linear_pointwise(states, blocked, bias, "none", [], "")
+
+
+@cache
+def packs(dtype: torch.dtype) -> bool:
+    """Whether torch has the blocked layout for a dtype on this processor."""
+    try:
+        weight, states = torch.eye(16, dtype=dtype), torch.ones(2, 16, dtype=dtype)
+        blocked = torch.ops.mkldnn._reorder_linear_weight(weight, 2)
+        return torch.equal(torch.ops.mkldnn._linear_pointwise(states, blocked, None, "none", [], ""), states)
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return False
+
+
+class _Fused:
+    """Sibling layers: the first one called with a tensor computes the outputs of all, and the others take theirs."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor], sizes: list[int]):
+        self.product, self.sizes = product, sizes
+        self.states: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def __call__(self, index: int, states: Tensor) -> Tensor:
+        if states is not self.states:
+            self.states, self.outputs = states, self.product(states).split(self.sizes, dim=-1)
+        output = self.outputs[index]
+        if index == len(self.sizes) - 1:
+            self.states, self.outputs = None, ()
+        return output
