@@ -13,6 +13,7 @@ _MODULE_OF_NAME = {
     **dict.fromkeys(("preference_loss", "preference_weighting", "policy_algorithm"), "trl_ext.registry"),
     "load_benchmark": "trl_ext.data",
     "share_prefixes": "trl_ext.models",
+    "fast_rollouts": "trl_ext.rollouts",
     **dict.fromkeys(("RewardEnsemble", "RewardModel"), "trl_ext.rewards"),
     **{name: module for name, module in _TRAINERS.items() if name.endswith(("Config", "Trainer"))},
 }

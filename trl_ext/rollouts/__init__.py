@@ -4,6 +4,7 @@ from trl_ext.rollouts.best_of_n import BestOfN, best_of_n, demonstrations, kl_bo
 from trl_ext.rollouts.engines import SamplingSettings, TransformersEngine, VLLMEngine
 from trl_ext.rollouts.entropy import response_entropies
 from trl_ext.rollouts.generation import Generation, generate_responses
+from trl_ext.rollouts.sampler import fast_rollouts
 from trl_ext.rollouts.sharding import end_processes, map_over_ranks
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "best_of_n",
     "demonstrations",
     "end_processes",
+    "fast_rollouts",
     "generate_responses",
     "kl_bound",
     "map_over_ranks",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 from collections import Counter
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
-from trl_ext.models.packing.obstacles import original_context, packing_obstacle
+from trl_ext.models.packing.obstacles import original_context, packing_obstacle, sliding_window
+from trl_ext.processes import is_main_process
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
 from trl_ext.rollouts.sampler.weights import prepared
@@ -158,9 +158,8 @@ class Sampler:
         return max(8, CACHE_BYTES // row)
 
     def _check_lengths(self, longest: int) -> None:
-        text = self.model.config.get_text_config()
-        window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
-        if window and (kinds is None or "sliding_attention" in kinds) and longest > window:
+        window = sliding_window(self.model.config)
+        if window is not None and longest > window:
             raise CannotSample("responses can exceed the sliding window")
         context = original_context(self.model.config)
         if context is not None and longest > context:
@@ -278,5 +277,5 @@ def _unwrapped(model):
 
 def _announce(line: str) -> None:
     """Log a line from the first process only."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main_process():
         logger.warning(line)
