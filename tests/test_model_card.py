@@ -137,26 +137,6 @@ def test_of_a_path_the_last_part_is_told(tmp_path):
     assert {"base_model", "datasets"} & set(head_of(card)) == set()
 
 
-def test_a_folder_that_is_gone_is_no_name_of_the_hub(tmp_path, monkeypatch):
-    """What lies beside the run, below `runs` or begins with a dot is a path; where the run lies says nothing else."""
-    monkeypatch.chdir(tmp_path)
-    for output, base in [
-        ("elsewhere", "runs/deleted"),
-        ("out/dpo", "out/deleted"),
-        (str(tmp_path / "out" / "dpo"), "out/deleted"),
-        ("elsewhere", "./deleted"),
-        ("elsewhere", ".cache/deleted"),
-    ]:
-        stand_in(Path(output), base=base).create_model_card(dataset_name=base)
-        card = (tmp_path / output / "README.md").read_text()
-        assert "huggingface.co" not in card and "`deleted`" in card, (output, base)
-        assert {"base_model", "datasets"} & set(head_of(card)) == set()
-    for output, base in [("runs/dpo", "gpt2"), ("out/dpo", "Qwen/Qwen2.5-0.5B"), ("out/dpo", "runsmith/runs")]:
-        stand_in(Path(output), base=base).create_model_card()
-        card = (tmp_path / output / "README.md").read_text()
-        assert f"[{base}](https://huggingface.co/{base})" in card and head_of(card)["base_model"] == base
-
-
 @pytest.mark.slow
 def test_a_recipe_with_an_adapter(tmp_path, monkeypatch):
     from huggingface_hub import ModelCard

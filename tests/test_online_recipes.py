@@ -370,7 +370,7 @@ def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
     ("arguments", "expected"),
     [
         ([], "--reward_model FOLDER"),
-        (["--reward_model", "toy"], "without a score head"),
+        (["--reward_model", "toy"], "no score head"),
         (["--reward_function", "nothing.py:f"], "nothing.py"),
         (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
         (["--reward_function", "my_rewards.py:known", "--num_generations", "1"], "num_generations 1"),

@@ -37,14 +37,8 @@ def test_defaults():
         ({"value_clip": 0.0}, "value_clip must be positive, got 0.0; leave it None for none"),
         ({"value_coefficient": -1.0}, "value_coefficient must be a number from 0 up, got -1.0"),
         ({"kl_target": 6.0, "beta": 0.0}, "kl_target 6.0 has no coefficient to adapt"),
-        # 0.2 x 32 = 6.4: the coefficient would change sign.
-        (
-            {"kl_target": 6.0, "kl_horizon": 1, "generation_batch_size": 32},
-            "kl_horizon 1 is too short for a rollout of generation_batch_size 32 .* set it to 7 at least",
-        ),
-        ({"kl_horizon": 20}, "kl_horizon 20 is of kl_target, which is not set"),
-        ({"use_vllm": True}, "use_vllm does not go with PPOConfig: the value head would be sent to vLLM"),
-        ({"torch_compile": True}, "torch_compile does not go with PPOConfig"),
+        ({"use_vllm": True}, "use_vllm is not used by PPOConfig: the value head would be sent to vLLM"),
+        ({"torch_compile": True}, "torch_compile is not used by PPOConfig"),
         ({"kl_estimator": "k3"}, "a detached k3 in the reward"),
     ],
 )

@@ -18,7 +18,6 @@ from trl_ext.rollouts.replay import (
     ReplayBuffer,
     SampledPair,
     ages,
-    check_memory,
     effective_sample_size,
     importance_weights,
     replayed_count,
@@ -130,13 +129,6 @@ def test_saved_and_loaded_exactly(capacity, tmp_path):
     again.load(tmp_path / "replay.safetensors")
     assert list(map(repr, again.pairs)) == list(map(repr, replay.pairs[-capacity:]))
     assert [path.name for path in tmp_path.iterdir()] == ["replay.safetensors"]
-
-
-def test_memory_is_refused_with_what_fits():
-    """1000 pairs of 100 + 2 x 50 tokens at 4 bytes and 700 beside them: 1,500,000 bytes; two copies, twice that."""
-    check_memory(1000, 100, 50, 2, available=3_000_000)
-    with pytest.raises(ValueError, match=r"replay larger than memory allows: replay_capacity 1000 .* at most 500 fit"):
-        check_memory(1000, 100, 50, 2, available=1_500_000)
 
 
 # ---- Importance weights ----

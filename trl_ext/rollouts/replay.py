@@ -22,9 +22,6 @@ from torch import Tensor
 from trl_ext.files import replacing
 
 WEIGHT_CHOICES = ("none", "sequence", "length_normalized")
-# Overhead of a pair in addition to its tokens: the object, three arrays and six numbers. tracemalloc measures 610.
-_BYTES_BESIDE_TOKENS = 700
-_BYTES_PER_TOKEN = 4
 
 
 @dataclass(frozen=True)
@@ -137,21 +134,6 @@ class ReplayBuffer:
 def replayed_count(fresh: int, fraction: float) -> int:
     """Number of replayed pairs to add to `fresh` new ones to make up `fraction` of all: `fresh f / (1 - f)`."""
     return round(fresh * fraction / (1 - fraction))
-
-
-def check_memory(capacity: int, prompt_tokens: int, response_tokens: int, processes: int, available: int) -> None:
-    """Raise if a full buffer of pairs of this length, with one copy per process, would not fit into memory.
-
-    Raises:
-        ValueError: it needs more bytes than are available; the message names the largest capacity that fits.
-    """
-    of_a_pair = processes * (_BYTES_PER_TOKEN * (prompt_tokens + 2 * response_tokens) + _BYTES_BESIDE_TOKENS)
-    if capacity * of_a_pair > available:
-        raise ValueError(
-            f"replay larger than memory allows: replay_capacity {capacity} of pairs of up to "
-            f"{prompt_tokens} + 2 x {response_tokens} tokens takes {capacity * of_a_pair / 2**30:.1f} GiB on "
-            f"{processes} process(es), and {available / 2**30:.1f} GiB are free: at most {available // of_a_pair} fit"
-        )
 
 
 # ---- Importance weights ----
