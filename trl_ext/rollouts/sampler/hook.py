@@ -36,7 +36,17 @@ _WITHOUT_EFFECT = {
     "token_healing": (None, False),
     "use_mtp": (None, False),
 }
-_ARGUMENTS = frozenset({"input_ids", "inputs", "attention_mask", "generation_config", "tokenizer", "synced_gpus"})
+_ARGUMENTS = frozenset(
+    {
+        "input_ids",
+        "inputs",
+        "attention_mask",
+        "generation_config",
+        "logits_processor",
+        "stopping_criteria",
+        "synced_gpus",
+    }
+)
 
 
 class Sampler:
@@ -110,7 +120,8 @@ class Sampler:
                 raise CannotSample(f"the call sets {name}")
         # transformers drops the tokenizer of a call with a loop of its own, so it cannot make this criterion.
         stop = kwargs.pop("stop_strings", None) or settings.stop_strings or self.model.generation_config.stop_strings
-        criteria = StoppingCriteriaList([StopStringCriteria(tokenizer, stop)] if stop else [])
+        criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
+        criteria += [StopStringCriteria(tokenizer, stop)] if stop else []
         if stop and self.model.generation_config.stop_strings:
             raise CannotSample("the model's own settings have stop strings")
         settings.stop_strings = None
