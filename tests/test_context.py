@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import httpx
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
 from trl_ext.trainers.context import check_rows
+from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 
 @pytest.fixture
@@ -48,6 +50,23 @@ class TestContext:
         check_rows(model_of(length), rows, limits)
         with pytest.raises(ValueError, match=f"up to {length} tokens.*holds {length - 1}: lower --max_resp"):
             check_rows(model_of(length - 1), rows, limits)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lengths", "told"),
+    [
+        ("text", [1] * 9 + [4], "9 of the 10 responses of the first rollout are a single token"),
+        ("text", [1] * 10, "call their column prompt_text"),
+        ([{"role": "user", "content": "text"}], [1] * 10, "check that the model can continue"),
+        ("text", [1] * 8 + [4] * 2, None),
+    ],
+)
+def test_a_first_rollout_that_ends_at_once(tokenizer, caplog, prompt, lengths, told):
+    rows = Dataset.from_dict({"prompt": [prompt]})
+    trainer = SimpleNamespace(max_completion_length=8, processing_class=tokenizer, train_dataset=rows)
+    with caplog.at_level(logging.WARNING):
+        _warn_of_empty(trainer, lengths)
+    assert told in caplog.text if told else not caplog.text
 
 
 class TestRecipes:

@@ -160,3 +160,10 @@ def test_a_recipe_with_an_adapter(tmp_path, monkeypatch):
         assert "2305.18290" in text
         for private in (str(tmp_path), str(recipes.REPOSITORY), str(Path.home()), SECRET):
             assert private not in text, (path, private)
+
+
+@pytest.mark.parametrize("text", ['{"win_rate": [', '{"accuracy": 0.5}', "[]"])
+def test_damaged_or_foreign_results_leave_a_card(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    stand_in(tmp_path).create_model_card()
+    assert "## Results" not in (tmp_path / "README.md").read_text()

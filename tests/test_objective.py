@@ -9,7 +9,7 @@ import torch
 
 from tests.preference_pairs import REGISTERED
 from trl_ext.losses import PreferenceObjective, PreferenceScores
-from trl_ext.registry import preference_loss, preference_losses, preference_weightings
+from trl_ext.registry import preference_loss, preference_losses, preference_weighting, preference_weightings
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +89,21 @@ def test_the_reference_must_be_declared():
     preference_loss("undeclared", needs_reference=False)(lambda scores, *, beta: -beta * scores.margin)
     with pytest.raises(ValueError, match="register it with needs_reference=True"):
         PreferenceObjective("undeclared")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda scores: scores.chosen.detach().exp(),
+        # A comparison is finite whatever is compared, so that no NaN would show it.
+        lambda scores: torch.where(scores.chosen > scores.rejected, 2.0, 1.0),
+    ],
+)
+def test_a_normalised_weighting_reads_columns_alone(function):
+    """It is divided by its mean over the batch, which must be known before the batch has been trained on."""
+    preference_weighting("own", normalize=True)(function)
+    with pytest.raises(ValueError, match=r"may read scores\.columns only"):
+        PreferenceObjective("dpo", weightings=["own"])
 
 
 # ---- Columns ----

@@ -62,6 +62,8 @@ def configure(tmp_path):
         ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "trl.GRPOTrainer"]),
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["multi_objective_aggregation", "RewardEnsemble"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
+        ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
+        ({"top_k": 1}, ["top_k 1", "alike"]),
         ({"min_new_tokens": 9}, ["min_new_tokens", "max_completion_length (8)", "9"]),
         ({"reward_errors": "ignore"}, ["reward_errors", "raise, skip", "'ignore'"]),
         ({"missing_eos_penalty": -1.0}, ["missing_eos_penalty", "from 0 up", "-1.0"]),
@@ -292,3 +294,21 @@ def test_yaml_with_mappings(tmp_path):
     assert config.build_objective().options == {"strength": 0.5}
     assert config.generation_kwargs == {"top_k": 5}
     assert config.max_prompt_tokens is None
+
+
+# Each rollout serves four updates.
+FOUR_UPDATES = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 40}
+
+
+def test_the_best_checkpoint_must_be_evaluated_where_it_is_saved(configure):
+    """Saving every 3 steps becomes every 4, which evaluations every 3 steps miss; the named way out is taken."""
+    best = {"save_strategy": "steps", "eval_strategy": "steps", "load_best_model_at_end": True}
+    with pytest.raises(
+        ValueError, match="save_steps 3 would become 4, .*multiple of eval_steps 3: give both as multiples of 4$"
+    ):
+        configure(**FOUR_UPDATES, **best, save_steps=3, eval_steps=3)
+    for asked, evaluated, saved in ((4, 4, 4), (8, 4, 8), (6, 2, 8)):
+        config = configure(**FOUR_UPDATES, **best, save_steps=asked, eval_steps=evaluated)
+        assert (config.save_steps, config.eval_steps) == (saved, evaluated)
+    # Without a choice among them, checkpoints need no evaluation.
+    assert configure(**FOUR_UPDATES, **{**best, "load_best_model_at_end": False}, save_steps=3, eval_steps=3)

@@ -7,7 +7,9 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification
 
+from tests.reward_adapters import save_full_model
 from tests.rollout_once import build, evens, prompts, thirds, train
 from tests.train_once import entries
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
@@ -16,6 +18,12 @@ from trl_ext.trainers.policy.reward_functions import reward_columns
 
 NO_FAULT = {"reward": 0, "loss": 0, "gradient": 0}
 NAN, INFINITY = float("nan"), float("inf")
+
+
+def a_rollout(trainer) -> dict:
+    """Eight scored responses to two prompts, as training makes them."""
+    trainer.model.train()
+    return trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
 
 
 def as_async(function):
@@ -131,3 +139,34 @@ def test_under_deepspeed_a_bad_reward_stops_the_run_at_once(policy_path, tmp_pat
     guard.observe_loss(loss * NAN)
     with pytest.raises(FloatingPointError, match="a reward at step 0 was not finite, and DeepSpeed cannot skip"):
         guard.observe_reward(True)
+
+
+# ---- Modules ----
+
+
+@pytest.mark.parametrize("value", [INFINITY, NAN])
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_module_whose_score_is_not_finite_skips_the_update(beside, value, policy_path, tmp_path):
+    """TRL scores modules itself, so that no wrapper sees them; of 8 responses the fourth has no reward."""
+    folder = save_full_model(policy_path, tmp_path / "module")
+    module = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+
+    def spoil(_module, _arguments, output):
+        output.logits[3] = value
+
+    # The model is one of two functions, and columns of the rewards go by their order.
+    functions = [thirds, module] if beside else [module]
+    spec = {"model": policy_path, "args": {"beta": 0.0, "max_steps": 2}}
+    trainer = build(spec, str(tmp_path / "run"), reward_funcs=functions)
+    assert a_rollout(trainer)["bad_reward"].tolist() == [False] * 8
+    module.register_forward_hook(spoil)
+    output = a_rollout(trainer)
+    assert output["bad_reward"].tolist() == [False, False, False, True, False, False, False, False]
+    assert output["advantages"].isfinite().all() and output["advantages"][3] == 0
+    assert trainer._rollout[0][3].isnan().all()
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 2}
+    assert all(torch.equal(p, b) for p, b in zip(trainer.model.parameters(), before, strict=True))
+    # The first entry holds the two rollouts before training as well.
+    assert entries(trainer)[1]["unscorable"] == 1 / 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,6 +166,10 @@ class PreferenceObjective:
                 f"the preference loss {self.loss.name!r} has no gradient: it must be computed from "
                 "scores.chosen or scores.rejected with torch operations"
             )
+        # The mean of these weights must be known before the batch is trained on.
+        swapped = replace(scores, chosen=scores.rejected, rejected=scores.chosen)
+        if not torch.equal(self.raw_weights(scores), self.raw_weights(swapped)):
+            raise ValueError("a weighting that is normalised may read scores.columns only, and this one reads scores")
 
     def describe(self) -> str:
         """One line that names the loss, its beta and its options, for logs and reports."""

@@ -305,6 +305,12 @@ class ResilientTraining:
         finally:
             vars(self.args).update(given)
 
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False):
+        if skip_scheduler and self.state.global_step:
+            # `eval_on_start` applies only at the start, which a resumed run has passed.
+            return {}
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler=skip_scheduler)
+
     # ---- A reference model that follows the policy ----
 
     def _moving_reference(self):

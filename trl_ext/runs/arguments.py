@@ -160,18 +160,30 @@ class _Parser(TrlParser):
             if key not in self.flags or key != self.flags[key].dest or key in ("config", "help"):
                 name = brief(key, 80)
                 raise ValueError(f"{path}: unknown key {name!r}{nearest(name, list(self.flags))}")
-            values[key] = value
-            # The parser reads `report_to` as one value, but it takes several; an empty list has no flag.
-            if value not in (None, []) and key != "report_to":
-                try:
-                    given, rest = self.parse_known_args(as_flag(key, value))
-                except ValueError as error:
-                    raise ValueError(f"{path}: {error}") from error
-                if rest:
-                    raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
-                values[key] = getattr(given, key)
+            values[key] = _as_default(path, key, value, self.flags[key])
         self.set_defaults_with_config(**values)
         return values
+
+
+def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
+    takes_list = action.nargs in ("+", "*")
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return json.dumps(value)
+    # The parser reads `report_to` as one value, but it takes several.
+    if key == "report_to" and isinstance(value, list):
+        return value
+    if takes_list and not isinstance(value, list):
+        value = [value]
+    if isinstance(value, list) and not takes_list:
+        raise ValueError(f"{path}: {key} takes one value, got {brief(repr(value), 100)}")
+    try:
+        if takes_list:
+            return [action.type(str(item)) if action.type else item for item in value]
+        return action.type(str(value)) if action.type else value
+    except Exception as error:
+        raise ValueError(f"{path}: {key} does not take {brief(repr(value), 100)}: {brief(error, 200)}") from error
 
 
 def as_flag(name: str, value: Any) -> list[str]:

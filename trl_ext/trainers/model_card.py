@@ -105,8 +105,13 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
 
 def _run(folder: Path) -> dict[str, Any]:
     """The entry `run` of `results.json`; empty if there is none yet."""
-    path = folder / "results.json"
-    return json.loads(path.read_text(encoding="utf-8"))["run"] if path.is_file() else {}
+    try:
+        results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    # A folder may hold another program's file of this name.
+    run = results.get("run") if isinstance(results, dict) else None
+    return run if isinstance(run, dict) else {}
 
 
 def _is_hub_name(name: str) -> bool:

@@ -28,6 +28,7 @@ from trl_ext.rollouts.replay import (
     replayed_count,
     weighted_mean,
 )
+from trl_ext.trainers.defaults import check_configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.policy.judge_rewards import JudgeRewards
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
@@ -88,6 +89,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
     ):
         if args is None:
             args = self._config_class()
+        check_configuration(type(self).__name__, args, self._config_class)
         functions = as_reward_functions(reward_funcs, args.packing)
         self._has_judge = judge is not None
         if judge is not None:

@@ -190,6 +190,10 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             )
         if self.temperature <= 0:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k == 1:
+            raise ValueError("top_k 1 samples from one token, so that responses are all alike; 0 is all tokens")
         check_choice("reward_errors", self.reward_errors, ("raise", "skip"))
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
@@ -267,6 +271,12 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"a multiple of {period} steps"
             )
         later = int(math.ceil(self.save_steps / period) * period)
+        if self.load_best_model_at_end and self.eval_strategy == "steps" and later % self.eval_steps:
+            raise ValueError(
+                f"save_steps {int(self.save_steps)} would become {later}, where a rollout is used up, and "
+                f"load_best_model_at_end needs a multiple of eval_steps {self.eval_steps}: give both as multiples of "
+                f"{period}"
+            )
         if self.max_steps < 0 or self.save_steps <= self.max_steps:
             warn_once_per_run(
                 f"a rollout serves {period} updates and is not part of a checkpoint: saving every {later} steps "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from accelerate.utils import gather_object
+from datasets import Dataset
 from torch import Tensor
 
 from trl_ext.losses import PolicyScores
+from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.diagnostics import diagnose_generations
 
 
@@ -25,6 +27,8 @@ def log_rollout(trainer, mode: str, rewards: Tensor, shaped: Tensor, finished: l
     metrics["unscorable"].append(rewards.isnan().float().mean().item())
     mask = output["completion_mask"].bool().cpu()
     ids = gather_object([row[kept].tolist() for row, kept in zip(output["completion_ids"].cpu(), mask, strict=True)])
+    if mode == "train" and trainer.rollouts == 0:
+        _warn_of_empty(trainer, [len(row) for row in ids])
     diagnostics = diagnose_generations(
         trainer.processing_class.batch_decode(ids, skip_special_tokens=True),
         token_ids=ids,
@@ -62,3 +66,21 @@ def log_advantages(trainer, mode: str, advantages: Tensor) -> None:
     for _ in range(min(len(advantages), len(logged))):
         logged.pop()
     logged.extend(advantages.tolist())
+
+
+def _warn_of_empty(trainer, lengths: list[int]) -> None:
+    """Warn, with a likely cause, if nearly all responses end at once, given their lengths over all processes."""
+    ended = sum(length <= 1 for length in lengths)
+    if trainer.max_completion_length == 1 or ended < 0.9 * len(lengths):
+        return
+    tokenizer, rows = trainer.processing_class, trainer.train_dataset
+    why = "check that the model can continue such prompts"
+    if isinstance(rows, Dataset) and isinstance(rows[0]["prompt"], str) and tokenizer.chat_template:
+        why = (
+            "the prompts are plain text, and the model expects its chat template: call their column prompt_text, "
+            "which makes each a user's message, or give messages"
+        )
+    warn_once_per_run(
+        f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "
+        f"{tokenizer.eos_token!r}, and nothing can be learned from them: {why}"
+    )

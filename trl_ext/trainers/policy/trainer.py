@@ -54,8 +54,7 @@ class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetr
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
-        ValueError: there is no source of rewards, the token limits exceed the model's context, or a reward model
-            cannot be used as configured.
+        ValueError: no source of rewards, token limits beyond the model's context, or an unusable reward model.
     """
 
     _tag_names = [*TRLGRPOTrainer._tag_names, "trl_ext", "policy-optimization"]
@@ -88,8 +87,7 @@ class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetr
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         super().__init__(model, guarded, args, **kwargs)
         # TRL has appended the rewards of environments.
-        own = self.reward_funcs[len(functions) :]
-        self.reward_funcs[len(functions) :] = [self.reward_guard.wrap(function) for function in own]
+        self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
         watch_server(self)
         limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
@@ -160,6 +158,7 @@ class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetr
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        self._watch_modules(rewards, len(prompts))
         # A response on which one function failed has no reward; a sum would count the missing part as 0.
         faulty = self.reward_guard.failed | self.reward_guard.not_finite
         flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
@@ -167,17 +166,18 @@ class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetr
         self._rollout = rewards, finished
         return rewards
 
+    def _watch_modules(self, rewards: Tensor, count: int) -> None:
+        """Record rows for which a module, which TRL scores itself, returned a number that is not finite."""
+        modules = [isinstance(function, torch.nn.Module) for function in self.reward_funcs]
+        first = self.accelerator.process_index * count
+        own = rewards[first : first + count, torch.tensor(modules, device=rewards.device)]
+        self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
+
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
         """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
 
-        Args:
-            inputs: dataset rows of this process's responses.
-            prompts: their prompts.
-            completions: the responses, as text or messages.
-            completion_ids: the responses as token ids.
-
-        Returns:
-            Rewards over all processes, NaN where no function could score, [N].
+        The arguments are of this process's responses; the rewards, [N], are over all processes and NaN where no
+        function could score.
         """
         rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         return self._weighted_sum(rewards) - self._missing_end_penalty()

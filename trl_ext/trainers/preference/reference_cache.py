@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from peft import PeftModel
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import replacing
@@ -49,9 +50,10 @@ def with_reference_log_probs(
         if is_main_process:
             tensors = {name: torch.tensor(dataset[name], dtype=torch.float32) for name in COLUMNS}
             try:
-                with replacing(path) as temporary:
-                    save_file(tensors, temporary)
-            except OSError as error:
+                if all(tensor.isfinite().all() for tensor in tensors.values()):
+                    with replacing(path) as temporary:
+                        save_file(tensors, temporary)
+            except (OSError, SafetensorError) as error:
                 warn_once_per_run(f"the reference log-probabilities cannot be kept for later runs: {error}")
         return dataset
     warn_once_per_run(f"the reference log-probabilities of {len(dataset)} pairs come from an earlier run")
