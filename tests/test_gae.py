@@ -1,4 +1,4 @@
-"""PPO's numbers by hand and by plain sums: advantages, value loss, whitening, token rewards."""
+"""PPO's numbers by hand and by plain sums: advantages, value loss, whitening, token rewards; and a Markov chain."""
 
 from __future__ import annotations
 
