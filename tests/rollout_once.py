@@ -101,7 +101,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
 
     Keys: `trainer` (a name in trl_ext, or "trl.GRPOTrainer"), `model` (path), `perturb` (move the policy off its
     reference by this seed), `rewards` (names of `REWARDS`, or folders), `prompts` (how many), `lora`, `fixed`
-    (`FixedRollouts`), `dtype` (of the weights, float64 unless given), and `args` for the configuration.
+    (`FixedRollouts`), `fault` (a name of `FAULTS`), `dtype` (of the weights, float64 unless given), and `args` for
+    the configuration.
     """
     import torch
     import trl
@@ -121,6 +122,8 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     trainer_class = trainer_arguments.pop("trainer_class", trainer_class)
     if spec.get("fixed"):
         trainer_class = type(trainer_class.__name__, (FixedRollouts, trainer_class), {})
+    if "fault" in spec:
+        trainer_class = type(trainer_class.__name__, (FAULTS[spec["fault"]], trainer_class), {})
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec.get("dtype", "float64")))
     if "perturb" in spec:
         perturbed(model, seed=spec["perturb"], scale=0.02)
@@ -139,6 +142,19 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     reward_functions = arguments.pop("reward_funcs")
     args = config_class(**{**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir})
     return trainer_class(model, reward_functions, args=args, **arguments)
+
+
+class LossFaultOnTheLastRank:
+    """At the second optimizer step, the last process's loss is NaN."""
+
+    def _compute_loss(self, model, inputs):
+        last = self.accelerator.process_index == self.accelerator.num_processes - 1
+        if last and self.state.global_step == 1:
+            inputs = {**inputs, "advantages": inputs["advantages"] * float("nan")}
+        return super()._compute_loss(model, inputs)
+
+
+FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):

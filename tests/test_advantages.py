@@ -235,6 +235,19 @@ def test_leave_one_out_keeps_double_precision():
     assert leave_one_out(rewards, 7).tolist() == pytest.approx(expected, abs=1e-15)
 
 
+@pytest.mark.parametrize("name", ["group_normalized", "group_centered", "leave_one_out", "group_rank"])
+def test_advantages_of_a_group_sum_to_zero(name):
+    assert call(name, SEVERAL, 4).reshape(3, 4).sum(1).abs().max() < 1e-12
+
+
+def test_dtypes():
+    """Half precision is computed in single, where 1000.5 and 1000 differ; whole numbers become floats."""
+    low = group_centered(torch.tensor([1.0, 2.0, 4.0, 4.5], dtype=torch.bfloat16), 4)
+    assert low.dtype == torch.float32 and low.tolist() == [-1.875, -0.875, 1.125, 1.625]
+    assert group_centered(torch.tensor([1, 2]), 2).tolist() == [-0.5, 0.5]
+    assert not group_centered(torch.tensor([1.0, 2.0], requires_grad=True), 2).requires_grad
+
+
 # ------------------------------------------------------------------- expected updates for rewards of 0 and 1, exactly
 
 

@@ -1,4 +1,4 @@
-"""PPO's numbers by hand and by plain sums: advantages, value loss, whitening, token rewards."""
+"""PPO's numbers by hand and by plain sums: advantages, value loss, whitening, token rewards; and a Markov chain."""
 
 from __future__ import annotations
 
@@ -211,3 +211,40 @@ def test_value_loss_and_gradient_against_plain_arithmetic():
 def test_refusals(run, message):
     with pytest.raises(ValueError, match=message):
         run()
+
+
+# ---- A Markov chain whose values are known ----
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.9, 1.0])
+def test_the_critic_finds_the_values_of_a_markov_chain(lam):
+    """A symmetric walk over states 1 to 4, ending at 0 with reward 0 and at 5 with reward 1: values are state / 5.
+
+    One value per state; each round fits it to the returns of 400 walks by descent on the clipped value loss, as PPO
+    does: old values stay, several passes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = torch.zeros(6, requires_grad=True)
+    averages = torch.zeros(6)
+    rounds, walks, width = 30, 400, 40
+    for index in range(rounds):
+        states = torch.full((walks, width + 1), -1)
+        states[:, 0] = torch.randint(1, 5, (walks,), generator=generator)
+        for step in range(width):
+            here = states[:, step]
+            ended = (here <= 0) | (here >= 5)
+            move = torch.randint(0, 2, (walks,), generator=generator) * 2 - 1
+            states[:, step + 1] = torch.where(ended, -1, here + move)
+        alive = (states[:, :-1] > 0) & (states[:, :-1] < 5)
+        rewards = (alive & (states[:, 1:] == 5)).float()
+        at = states[:, :-1].clamp(min=0)
+        old = values[at].detach()
+        _, returns = gae(rewards, old, alive, 1.0, lam)
+        for _ in range(4):
+            losses = clipped_value_loss(values[at], old, returns, clip=0.2)
+            gradient = torch.autograd.grad((losses * alive).sum() / alive.sum(), values)[0]
+            with torch.no_grad():
+                values -= 2.0 * gradient
+        if index >= rounds // 2:
+            averages += values.detach() / (rounds - rounds // 2)
+    assert averages[1:5].tolist() == pytest.approx([0.2, 0.4, 0.6, 0.8], abs=0.02)

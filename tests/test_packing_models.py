@@ -25,7 +25,7 @@ from tests.packing import (
     values_and_gradient,
 )
 from trl_ext.models.packing import attention as packed_attention
-from trl_ext.models.packing import share_prefixes
+from trl_ext.models.packing import packed_inputs, share_prefixes
 from trl_ext.models.packing.planner import plan_batch
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -169,6 +169,51 @@ def test_equal_in_float64(architecture):
         got, got_gradient = finished(packing.hidden_states(plan)[plan.columns[:, :-1][mask]])
     assert largest(got, expected) < 1e-12
     assert relative(got_gradient, expected_gradient) < 1e-12
+
+
+# ---- Negative controls: each part of the plan is needed ----
+
+
+def _positions_not_restarted(plan):
+    plan.position_ids[0] = torch.arange(plan.tokens)
+
+
+def _prompt_hidden(plan):
+    """Every segment attends to itself only."""
+    own = [
+        path[-added:] for path, added in zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
+    ]
+    object.__setattr__(plan, "key_index", torch.cat(own))
+    object.__setattr__(plan, "key_lengths", plan.query_lengths)
+
+
+def _completions_leak(plan):
+    """Every segment attends to all that was laid before it."""
+    ends = torch.tensor(plan.query_lengths).cumsum(0).tolist()
+    object.__setattr__(plan, "key_index", torch.cat([torch.arange(end) for end in ends]))
+    object.__setattr__(plan, "key_lengths", tuple(ends))
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "margin"), [(_positions_not_restarted, 0.1), (_prompt_hidden, 0.5), (_completions_leak, 0.5)]
+)
+def test_corrupted_plans_are_far_off(corrupt, margin):
+    """At least a thousand times the tolerance of 1e-4."""
+    model, batch = tiny_model("llama"), ragged()
+    expected = forward(model, batch).log_probs
+    packing = share_prefixes(model)
+    plan = plan_batch(**batch)
+
+    def log_probs(plan):
+        output = packing.call(
+            **packed_inputs(plan), shift_labels=plan.shift_labels(batch["labels"]), fused_lm_head=True
+        )
+        return output.log_probs[0][plan.columns[:, :-1]].masked_fill(batch["labels"][:, 1:] == -100, 0)
+
+    assert largest(log_probs(plan), expected) < 1e-4
+    spoiled = plan_batch(**batch)
+    corrupt(spoiled)
+    assert largest(log_probs(spoiled), expected) > margin
 
 
 def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):

@@ -192,6 +192,17 @@ def test_a_reward_trainer_takes_an_earlier_hook_off(tiny_model_path, tmp_path):
     assert model.forward.__func__ is forward and model.config._attn_implementation == "sdpa"
 
 
+def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):
+    """With dropout each row draws its own: padding is left out, prefixes are encoded for each row."""
+    options = {"lora": True, "lora_dropout": 0.5}
+    args = {"max_steps": 2, "disable_dropout": False, "loss": "simpo"}
+    dropping = train_once.train({"model": tiny_model_path, **options, "args": args}, str(tmp_path / "a")).packing
+    args["disable_dropout"] = True
+    sharing = train_once.train({"model": tiny_model_path, **options, "args": args}, str(tmp_path / "b")).packing
+    assert dropping.padded_tokens == sharing.padded_tokens
+    assert sharing.packed_tokens < dropping.packed_tokens < dropping.padded_tokens
+
+
 # ---- Reference log-probabilities once ----
 
 

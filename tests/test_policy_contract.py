@@ -8,10 +8,11 @@ from __future__ import annotations
 from importlib.metadata import version
 
 import pytest
+import torch
 import trl
 from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
-from trl.trainer.utils import split_tensor_dict
+from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from tests.rollout_once import build, prompts, thirds
 
@@ -90,6 +91,18 @@ def test_keys_of_a_rollout(rollout):
     assert all(
         rollout[key].shape == shape for key in ("completion_mask", "old_per_token_logps", "ref_per_token_logps")
     )
+
+
+def test_further_tensors_stay_with_their_rows(rollout):
+    """`bad_reward` and the advantages must come out beside the responses that they are of."""
+    sums = rollout["completion_ids"].sum(1)
+    marked = {**rollout, "advantages": sums.float(), "bad_reward": sums % 2 == 0}
+    for batch in split_tensor_dict(shuffle_sequence_dict(marked), 2):
+        own = batch["completion_ids"].sum(1)
+        assert torch.equal(batch["advantages"], own.float()) and torch.equal(batch["bad_reward"], own % 2 == 0), (
+            f"shuffle_sequence_dict or split_tensor_dict separates rows from what belongs to them: {ADVANTAGES} adds "
+            "bad_reward to a rollout"
+        )
 
 
 def test_tokenize_prompts(stock):

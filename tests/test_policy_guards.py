@@ -6,6 +6,7 @@ import asyncio
 import math
 import statistics
 
+import pandas
 import pytest
 import torch
 from transformers import (
@@ -113,6 +114,32 @@ def test_what_a_function_must_return(returned):
 
     with pytest.raises(RewardError, match="'judge' must return one number or None for each of 8 responses"):
         RewardGuard("skip").wrap(judge)(prompts=["a"] * 8)
+
+
+def test_reports_are_of_the_sampled_responses(policy_path, tmp_path):
+    """A greedy baseline is scored as well, and must add nothing to the table and the metrics of the next rollout."""
+    called = []
+
+    def judge(completion_ids, log_extra, log_metric, **_):
+        lengths = [len(ids) for ids in completion_ids]
+        called.append(lengths)
+        log_extra("tokens", lengths)
+        log_metric("mean_tokens", statistics.fmean(lengths))
+        return thirds(completion_ids)
+
+    args = {"algorithm": "remax", "log_completions": True, "beta": 0.0, "max_steps": 2}
+    trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[judge])
+    assert [len(lengths) for lengths in called] == [8, 2, 8, 2]
+    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert table["tokens"].tolist() == called[2]
+    assert table["judge"].tolist() == pytest.approx(trainer._logs["rewards"]["judge"])
+    batch = trainer._buffered_inputs[0]
+    assert sorted(table["advantage"]) == pytest.approx(sorted(batch["advantages"].tolist()))
+    means = [statistics.fmean(lengths) for lengths in called]
+    assert [entry["mean_tokens"] for entry in entries(trainer)] == pytest.approx([means[0], means[2]])
+    assert means[1] != means[2], "the comparison shows little"
+    baseline = statistics.fmean(table["judge"]) - statistics.fmean(table["advantage"])
+    assert entries(trainer)[1]["greedy/reward"] == pytest.approx(baseline, abs=1e-6)
 
 
 def test_the_penalty_for_a_missing_end(policy_path, tmp_path):

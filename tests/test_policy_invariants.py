@@ -6,8 +6,9 @@ import logging
 
 import pytest
 
+import trl_ext
 from tests.reward_adapters import save_adapter
-from tests.rollout_once import DEFAULTS, build, train, train_in_processes
+from tests.rollout_once import DEFAULTS, FixedRollouts, build, train, train_in_processes
 from tests.train_once import largest_difference, relative_difference, result
 from trl_ext import PolicyConfig
 
@@ -90,9 +91,10 @@ def two_processes(policy_path, reward_path, tmp_path_factory) -> dict:
     specs = {name: specification(policy_path, OBJECTIVES[name], 2, 2) for name in OBJECTIVES}
     for rewards in ("auto", "never"):
         specs["reward", rewards] = judged(policy_path, reward_path, 4, share_backbone=rewards)
-    bad = specification(policy_path, {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 3}, 4, 1)
-    specs["bad reward"] = {**bad, "rewards": ["not_a_number"], "prompts": 4}
-    specs["bad reward"]["args"] = {**bad["args"], "num_iterations": 1}
+    fault = specification(policy_path, {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 3}, 4, 1)
+    specs["fault"] = {**fault, "fault": "loss_on_the_last_rank"}
+    specs["bad reward"] = {**fault, "rewards": ["not_a_number"], "prompts": 4}
+    specs["bad reward"]["args"] = {**fault["args"], "num_iterations": 1}
     return dict(zip(specs, train_in_processes(list(specs.values()), 2, tmp_path_factory.mktemp("two")), strict=True))
 
 
@@ -106,6 +108,33 @@ def test_processes_leave_the_update_as_it_is(name, policy_path, whole, two_proce
         # Of the rollout, so that only its first entry has them.
         for key in ("reward", "reward_min", "reward_max", "advantages/std", "advantages/max", "unscorable"):
             assert entry.get(key) == (pytest.approx(expected[key], rel=1e-8, abs=1e-9) if key in expected else None)
+
+
+@pytest.mark.slow
+def test_a_fault_on_one_rank_skips_the_update_on_all(policy_path, two_processes, tmp_path):
+    """The second update's loss is NaN on the last of two ranks: three steps are what two are without it.
+
+    Adam's moments and its step count are unchanged by the skipped step, so the third step is the second of a run in
+    which nothing happens at step two; that run is made here in one process.
+    """
+    run = two_processes["fault"]
+    assert all(p.isfinite().all() for p in run.parameters.values())
+
+    class NothingAtTheSecondStep(FixedRollouts, trl_ext.PolicyTrainer):
+        def create_optimizer(self, *args, **kwargs):
+            optimizer = super().create_optimizer(*args, **kwargs)
+            step = optimizer.step
+
+            def skipping(*arguments, **keywords):
+                return None if self.state.global_step == 1 else step(*arguments, **keywords)
+
+            optimizer.step = skipping
+            return optimizer
+
+    args = {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 3}
+    spec = {**specification(policy_path, args, 8, 1), "fixed": False}
+    trainer = train(spec, str(tmp_path), trainer_class=NothingAtTheSecondStep)
+    assert relative_difference(run.gradient(policy_path), result(trainer).gradient(policy_path)) < 1e-9
 
 
 @pytest.mark.slow

@@ -196,6 +196,12 @@ def test_at_ratio_one_every_gradient_is_that_of_reinforce(surrogate, ratio):
     assert torch.allclose(new.grad, expected, atol=1e-12)
 
 
+def test_cispo_with_a_cap_below_one_is_not_the_policy_gradient():
+    log_probs = torch.tensor([[-1.0]], requires_grad=True)
+    cispo(log_probs - log_probs.detach(), log_probs, torch.ones(1), ratio_cap=0.2).sum().backward()
+    assert log_probs.grad.item() == pytest.approx(-0.2)
+
+
 @pytest.mark.parametrize(
     "ratio, advantage, active",
     [(1.3, 1.0, False), (1.3, -1.0, True), (0.7, 1.0, True), (0.7, -1.0, False), (1.1, 1.0, True), (1.1, -1.0, True)],
@@ -216,6 +222,32 @@ def test_gradient_of_a_sequence_ratio_is_shared_by_its_tokens():
     aggregate(clipped_surrogate(sequence_log_ratio(new, OLD, MASK), ADVANTAGES), MASK, "sequence_mean").backward()
     assert new.grad[0].tolist() == pytest.approx([-1.086904 / 6] * 3, abs=1e-6)
     assert new.grad[1].tolist() == pytest.approx([0.904837 / 4] * 2 + [0.0], abs=1e-6)
+
+
+def test_share_of_tokens_without_a_gradient():
+    """GSPO's narrow clip cuts far more tokens than a token clip at 0.2.
+
+    With token log-ratios of standard deviation 0.05, a token leaves the clip on its advantage's side with probability
+    (P(z > 3.65) + P(z < -4.46)) / 2 = 0.007 %; a mean over 200 to 1000 tokens, of deviation 0.002, on about 44 %.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, tokens = 400, 1000
+    lengths = torch.randint(200, tokens + 1, (rows, 1), generator=generator)
+    mask = (torch.arange(tokens) < lengths).long()
+    old = torch.zeros(rows, tokens)
+    new = (0.05 * torch.randn(rows, tokens, generator=generator)).requires_grad_()
+    advantages = torch.where(torch.arange(rows) % 2 == 0, 1.0, -1.0)
+
+    def share(log_ratio, low, high):
+        losses = clipped_surrogate(log_ratio, advantages, clip_low=low, clip_high=high)
+        gradient = torch.autograd.grad(aggregate(losses, mask, "sequence_mean"), new)[0]
+        return ((gradient == 0) & (mask == 1)).sum().item() / mask.sum().item()
+
+    token_share = share(token_log_ratio(new, old), 0.2, 0.2)
+    sequence_share = share(sequence_log_ratio(new, old, mask), 3e-4, 4e-4)
+    assert 2e-5 < token_share < 2e-4
+    assert 0.38 < sequence_share < 0.50
+    assert sequence_share > 100 * token_share
 
 
 @pytest.mark.parametrize("stop, drift", [(0.1, 0.155843), (0.5, 0.193147)])
@@ -291,6 +323,15 @@ def test_token_mean_of_a_batch_in_parts():
     assert torch.allclose(mean, whole, atol=1e-12)
     own_means = sum(aggregate(losses[part], mask[part], "token_mean") for part in parts) / 3
     assert not torch.allclose(own_means, whole, atol=1e-3)
+
+
+def test_shapes_of_advantages():
+    column, grid = ADVANTAGES[:, None], ADVANTAGES[:, None].expand(2, 3)
+    for advantages in (column, grid):
+        assert torch.equal(clipped_surrogate(LOG_RATIO, advantages), CLIPPED)
+        assert torch.equal(reinforce(NEW, advantages), reinforce(NEW, ADVANTAGES))
+        assert torch.equal(PolicyScores(NEW, OLD, MASK, advantages).advantages, advantages)
+    assert torch.equal(PolicyScores(NEW, OLD, MASK, ADVANTAGES).advantages, column)
 
 
 def test_ratios_that_overflow_are_bounded():

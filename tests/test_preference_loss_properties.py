@@ -100,6 +100,21 @@ def random_batches(count=20):
 
 
 class TestOptimalTransport:
+    @pytest.mark.parametrize("loss", [aot, aot_paired])
+    def test_at_most_the_mean_dpo_loss(self, loss):
+        """Pairing by rank minimises the sum of a convex function of the differences."""
+        strict = 0
+        for scores in random_batches():
+            sorted_mean, paired_mean = loss(scores, beta=0.1).mean(), dpo(scores, beta=0.1).mean()
+            assert sorted_mean <= paired_mean + 1e-12
+            strict += bool(sorted_mean < paired_mean - 1e-6)
+        assert strict > 10
+
+    @pytest.mark.parametrize("loss", [aot, aot_paired])
+    @pytest.mark.parametrize("name", "ABC")
+    def test_one_pair_is_dpo(self, loss, name):
+        assert loss(canonical(name), beta=0.2).tolist() == pytest.approx(dpo(canonical(name), beta=0.2).tolist())
+
     def test_permuting_the_rejected_responses_changes_nothing(self):
         generator = torch.Generator().manual_seed(5)
         for scores in random_batches():
@@ -131,6 +146,27 @@ class TestOptimalTransport:
         assert scores.rejected.grad.tolist() == pytest.approx([0.268941 / 2, 0.047426 / 2], abs=1e-6)
         assert scores.chosen.grad.tolist() == pytest.approx([-0.047426 / 2, -0.268941 / 2], abs=1e-6)
 
+    @pytest.mark.parametrize("loss", [aot, aot_paired])
+    def test_gradient_is_that_of_sorting_both_sides(self, loss):
+        """The paper's form, which forgets which value belongs to which pair, by autograd in float64."""
+
+        def sorted_on_both_sides(scores):
+            if loss is aot:
+                left, right = scores.chosen - scores.ref_chosen, scores.rejected - scores.ref_rejected
+            else:
+                left, right = scores.chosen - scores.rejected, scores.ref_chosen - scores.ref_rejected
+            return torch.log1p(torch.exp(-0.2 * (left.sort().values - right.sort().values)))
+
+        for scores in random_batches():
+            sides = scores.chosen.clone().requires_grad_(), scores.rejected.clone().requires_grad_()
+            own = replace(scores, chosen=sides[0], rejected=sides[1])
+            gradients = [
+                torch.stack(torch.autograd.grad(losses.mean(), sides))
+                for losses in (loss(own, beta=0.2), sorted_on_both_sides(own))
+            ]
+            assert (gradients[1].abs().amax(dim=1) > 1e-4).all()
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
+
 
 class TestRobustDPO:
     def test_unbiased_under_flipped_labels(self):
@@ -143,6 +179,11 @@ class TestRobustDPO:
     def test_unbounded_below(self):
         """At beta margin = 10: (0.9 * 0.0000454 - 0.1 * 10.0000454) / 0.8 = -1.249955."""
         assert robust_dpo(at(100.0), beta=0.1).item() == pytest.approx(-1.249955, abs=1e-6)
+
+
+def test_no_label_smoothing_is_dpo():
+    for loss in (cdpo, robust_dpo):
+        torch.testing.assert_close(loss(canonical(), label_smoothing=0.0), dpo(canonical()), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

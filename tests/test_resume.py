@@ -7,19 +7,21 @@ times, and the choice of the best checkpoint.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file
 
 from tests import recipes
-from tests.resume_once import KINDS, differences, metrics, run_jobs, save_models
+from tests.resume_once import KINDS, differences, in_a_fork, metrics, run_jobs, save_models
 from tests.train_once import launch
-from trl_ext.resilience.preemption import REQUEUE
+from trl_ext.resilience.preemption import REQUEUE, Preemption
 
 pytestmark = pytest.mark.slow
 
@@ -193,3 +195,21 @@ def test_a_recipe_that_is_told_to_end(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
+
+
+def test_a_second_notice_ends_the_run_at_once(tmp_path):
+    """In the middle of a step, a second and more after the first; an earlier one ends nothing."""
+    assert in_a_fork(_noticed_twice, log=tmp_path / "log.txt") == REQUEUE
+    said = (tmp_path / "log.txt").read_text()
+    assert "received SIGTERM again, and ended without a checkpoint" in said and said.count("not ended yet") == 2
+
+
+def _noticed_twice() -> None:
+    preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
+    preemption.on_train_begin(None, None, None)
+    for pause in (0.0, 0.1, 1.1):
+        # The one in between is the same notice, passed on by a launcher.
+        time.sleep(pause)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.write(1, b"not ended yet\n")
+    raise AssertionError("it did not end")

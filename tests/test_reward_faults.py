@@ -82,6 +82,24 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
     assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 0 if fault == "raises" else 1}
 
 
+# ---- Greedy baselines ----
+
+
+def test_a_greedy_reward_that_is_not_finite_is_a_fault_of_its_whole_group(policy_path, tmp_path):
+    """Two greedy responses after eight sampled ones, the second NaN; of the sampled ones, the third."""
+
+    def reward(completion_ids, **_):
+        rewards = thirds(completion_ids)
+        rewards[1 if len(rewards) == 2 else 2] = NAN
+        return rewards
+
+    args = {"algorithm": "remax", "beta": 0.0}
+    trainer = build({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward])
+    trainer.model.train()
+    rollout = trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(4)])
+    assert rollout["bad_reward"].tolist() == [False, False, True, False, True, True, True, True]
+
+
 # ---- Evaluation ----
 
 

@@ -74,6 +74,29 @@ def test_shared_scores_are_those_of_a_separate_copy(name, tiny_model_path, adapt
     assert (frozen.score(names[name], SEQUENCES, pad_token_id=0) - separate).abs().max() <= 2e-6
 
 
+def test_scores_follow_neither_batch_size_nor_order_nor_padding(tiny_model_path, adapters):
+    backbone = SharedBackbone(load_policy(tiny_model_path))
+    name = backbone.add_reward_adapter(adapters["plain"])
+    together = backbone.score(name, SEQUENCES, batch_size=4, pad_token_id=0)
+    for index, sequence in enumerate(SEQUENCES):
+        alone = backbone.score(name, [sequence], batch_size=1, pad_token_id=0)
+        assert (alone[0] - together[index]).abs() <= 1e-6
+    reversed_order = backbone.score(name, SEQUENCES[::-1], batch_size=3, pad_token_id=0)
+    assert (reversed_order.flip(0) - together).abs().max() <= 1e-6
+
+
+def test_the_score_is_read_at_the_last_token_that_is_not_padding(tiny_model_path, adapters):
+    """With the end token as padding, a sequence scores as without its end: transformers' rule, in both copies."""
+    backbone = SharedBackbone(load_policy(tiny_model_path))
+    name = backbone.add_reward_adapter(adapters["plain"])
+    ends_with_padding = [[5, 9, 33, 2], [7, 8, 9, 10, 2]]
+    shared = backbone.score(name, ends_with_padding, pad_token_id=2)
+    separate = load_adapter(tiny_model_path, adapters["plain"])
+    assert (shared - plain_scores(separate, [row[:-1] for row in ends_with_padding])).abs().max() <= 2e-6
+    separate.config.pad_token_id = 2
+    assert (shared - score_sequences(separate, ends_with_padding, pad_token_id=2)).abs().max() <= 1e-6
+
+
 def test_bfloat16_scores_are_those_of_a_separate_copy(tiny_model_path, adapters):
     policy = load_policy(tiny_model_path)
     for parameter in policy.get_base_model().parameters():

@@ -168,3 +168,33 @@ def test_get_batch_samples(stock):
     )
     batches, _ = stock.get_batch_samples(iterator, 3, torch.device("cpu"))
     assert len(batches) == 1, f"the last window is no longer the shorter one: {SEAM_ONE} normalises by its pairs"
+
+
+def test_trainer_divides_by_the_number_of_micro_batches(stock, batch, monkeypatch):
+    monkeypatch.setattr(
+        stock, "compute_loss", lambda model, *_, **__: sum(p.sum() for p in model.parameters()) * 0 + 6
+    )
+    monkeypatch.setattr(stock, "current_gradient_accumulation_steps", 3, raising=False)
+    reported = stock.training_step(stock.model, batch).item()
+    assert reported == 2.0, (
+        f"Trainer.training_step turned a loss of 6 in a window of 3 micro-batches into {reported} and not 2: "
+        "trl_ext.trainers.preference.optimizer_batch.Window.scale undoes a division by the number of micro-batches"
+    )
+    stock.model.zero_grad()
+
+
+def test_a_short_last_window_is_divided_by_its_own_size(tiny_model_path, tmp_path):
+    """3 micro-batches accumulated by 2: windows of 2 and of 1."""
+    sizes = []
+
+    class Recording(trl.DPOTrainer):
+        def compute_loss(self, *args, **kwargs):
+            sizes.append(self.current_gradient_accumulation_steps)
+            return super().compute_loss(*args, **kwargs)
+
+    spec = {"model": tiny_model_path, "trainer": "trl.DPOTrainer", "pairs": 6}
+    spec["args"] = {"gradient_accumulation_steps": 2, "max_steps": 2}
+    build(spec, str(tmp_path), trainer_class=Recording).train()
+    assert sizes == [2, 2, 1], (
+        f"Trainer divides by {sizes} and not by the number of micro-batches in each window: Window.scale undoes that"
+    )

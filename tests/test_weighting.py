@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trl_ext.losses import PreferenceObjective, PreferenceScores, confidence, wpo
+from trl_ext.losses import PreferenceObjective, PreferenceScores, confidence, dpo, wpo
 
 # Three pairs with reference-corrected margins 3, -2, -2, whose DPO losses at beta 0.1 are l(0.3), l(-0.2), l(-0.2).
 DPO_LOSSES = (0.554355, 0.798139, 0.798139)
@@ -139,6 +139,20 @@ class TestNormalization:
         by_hand = [w * l / (1.7 / 3) for w, l in zip((0.9, 0.5, 0.3), DPO_LOSSES, strict=True)]
         assert losses.tolist() == pytest.approx(by_hand, abs=1e-6)
         assert losses.mean().item() == pytest.approx(0.669077, abs=1e-6)
+
+    def test_equal_confidences_change_nothing(self):
+        scores = three_pairs(avg_confidence=(0.7, 0.7, 0.7))
+        losses = PreferenceObjective("dpo", **self.OBJECTIVE_OPTIONS)(scores)
+        torch.testing.assert_close(losses, dpo(scores, beta=0.1), rtol=0, atol=1e-12)
+
+    def test_the_scale_of_the_column_does_not_matter(self):
+        losses = [
+            PreferenceObjective("dpo", **self.OBJECTIVE_OPTIONS, weighting_options={"floor": floor})(
+                three_pairs(avg_confidence=[scale * c for c in CONFIDENCES])
+            )
+            for scale, floor in ((1.0, 0.3), (10.0, 3.0))
+        ]
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
 
     def test_a_split_batch_gives_the_total_of_the_whole(self):
         """The mean of the weights over the optimizer batch, 1.7 / 3, given to each of its two parts."""
