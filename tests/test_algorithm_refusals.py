@@ -75,6 +75,7 @@ def test_what_a_refusal_suggests_is_possible(name):
         ({"advantage": "group_normalised"}, "unknown --advantage .* did you mean 'group_normalized'"),
         ({"ratio": "tokens"}, "unknown --ratio 'tokens'; did you mean 'token'. Known: token, sequence, none"),
         ({"epsilonn": 0.1}, "no setting 'epsilonn'; did you mean 'epsilon'"),
+        ({"options": {"clip_high": 0.5}}, "reads 'clip_high' from the setting epsilon_high: give that"),
         ({"options": {"strength": 1.0}}, "'clip' has no option 'strength'"),
         ({"surrogate": "quadratic_ratio"}, "'quadratic_ratio' needs the option 'strength', which has no default"),
         ({"surrogate": "quadratic_ratio", "options": {"strenght": 1.0}}, "did you mean 'strength'"),

@@ -302,6 +302,9 @@ def test_partial_credit_and_what_students_are_told(submission):
 def test_flags_are_checked_first(submission):
     done = run_grader(submission, "--visibility", "foo")
     assert done.returncode == 2 and "after_due_date" in done.stderr
+    (submission.parent / "out" / "results.json").mkdir(parents=True)
+    done = run_grader(submission)
+    assert done.returncode == 2 and "is a folder: name a file for --out" in done.stderr
     grader_folder(submission).chmod(0o700)
     done = run_grader(submission, "--out", "../one.json", "--user", "nobody-of-this-name")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "torch" not in done.stderr

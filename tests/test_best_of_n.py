@@ -10,6 +10,7 @@ import pytest
 
 from tests.recipes import read
 from trl_ext.evaluation import best_of_n_curve
+from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts import BestOfN, Generation, best_of_n, demonstrations, kl_bound, pick_best
 
 ROWS = [
@@ -196,6 +197,7 @@ def test_what_is_refused():
     for arguments, message in (
         ((ROWS, Engine(), reward, 0), "n must be at least 1, got 0"),
         (([], Engine(), reward, 2), "no prompts"),
+        ((ROWS, Engine(), ShapedReward(reward, ["center"]), 2), "cannot rank responses of different batches"),
     ):
         with pytest.raises(ValueError, match=message):
             best_of_n(*arguments)

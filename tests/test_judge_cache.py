@@ -48,15 +48,28 @@ class TestCache:
         with pytest.raises(CacheError, match=f"^{tmp_path}: unable to open database file: check the disk"):
             VerdictCache(tmp_path)
 
-    def test_a_full_disk(self, tmp_path, monkeypatch):
-        """SQLite's own limit of a file's size stands for the disk. The run stops, and its cache can be used again."""
-        cache, open_cache = tmp_path / "cache.sqlite", VerdictCache.__init__
+    @pytest.mark.parametrize("room_is_made", [False, True])
+    def test_a_full_disk(self, room_is_made, tmp_path, monkeypatch):
+        """SQLite's own limit of a file's size stands for the disk. The run stops, and its cache can be used again.
+
+        Where there is room again by the end, nothing of what was answered is lost.
+        """
+        cache, open_cache, add = tmp_path / "cache.sqlite", VerdictCache.__init__, VerdictCache.add
 
         def open_small(self, path):
             open_cache(self, path)
             self._database.execute("PRAGMA max_page_count = 4")
 
+        def add_and_make_room(self, records):
+            try:
+                add(self, records)
+            except CacheError:
+                if room_is_made:
+                    self._database.execute("PRAGMA max_page_count = 100")
+                raise
+
         monkeypatch.setattr(VerdictCache, "__init__", open_small)
+        monkeypatch.setattr(VerdictCache, "add", add_and_make_room)
         with (
             LoopbackServer(latency=0.01) as server,
             pytest.raises(CacheError, match=f"{cache}: database or disk is full: check the disk") as caught,
@@ -65,6 +78,7 @@ class TestCache:
         assert "\n" not in str(caught.value)
         monkeypatch.undo()
         assert 3 <= kept(cache) <= len(server.calls) < 24
+        assert not room_is_made or kept(cache) == len(server.calls)
         with LoopbackServer() as again:
             result = judge_pairs(judge_of(again), *pairs(12), cache=cache)
         assert result.usage.cached + len(again.calls) == 24

@@ -72,16 +72,17 @@ class TestFolder:
     def test_columns_that_are_dropped(self, tmp_path, caplog):
         write_rows(
             tmp_path / "train_prefs.jsonl",
-            pair("a", score=1.0, tags=["x"], mixed=1, messages="m"),
-            pair("b", score=None, tags=["y"], mixed="1", messages="m"),
-            pair("c", tags=["z"], mixed=1, messages="m"),
+            pair("a", score=1.0, tags=["x"], mixed=1, messages="m", huge=2**80),
+            pair("b", score=None, tags=["y"], mixed="1", messages="m", huge=2**80),
+            pair("c", tags=["z"], mixed=1, messages="m", huge=2**80),
         )
         with caplog.at_level(logging.WARNING):
             benchmark = load_benchmark(tmp_path)
         assert benchmark["train_prefs"].column_names == ["row_id", "prompt", "chosen", "rejected"]
         warnings = sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records)
-        unsuitable = "it does not hold strings, booleans or numbers throughout"
+        unsuitable = "it does not hold strings, booleans or 64-bit numbers throughout"
         assert warnings == [
+            f"dropped column 'huge': {unsuitable}",
             "dropped column 'messages': TRL would mistake the format of the data set by it",
             f"dropped column 'mixed': {unsuitable}",
             "dropped column 'score': only 1 of 3 rows have it",
@@ -174,6 +175,14 @@ class TestBadRows:
     def test_files_that_are_no_text(self, tmp_path, name, content):
         (tmp_path / name).write_bytes(content)
         assert f"{name}: cannot be read as JSON lines in UTF-8: " in self.error(tmp_path / name)
+
+    def test_half_an_emoji(self, tmp_path):
+        path = tmp_path / "train.jsonl"
+        row = '{"prompt_text": "a", "chosen_text": "b", "rejected_text": "%s"}\n'
+        path.write_text(row % "c" + row % "\\ud83d")
+        with pytest.raises(ValueError, match="1 bad row: line 2: rejected_text: holds an unpaired surrogate"):
+            load_benchmark(str(path))
+        assert len(load_benchmark(str(path), skip_bad_rows=True)["train_prefs"]) == 1
 
     def test_skipped_rows_are_named(self, tmp_path, caplog):
         path = write_rows(

@@ -62,6 +62,9 @@ WRONG = {
         "num_iterations": 2,
     },
     "replay_weights must be one of none, sequence": {"replay_capacity": 8, "replay_weights": "token"},
+    "replay_weight_cap 3.0 needs a replay: set replay_capacity": {"replay_weight_cap": 3.0},
+    "replay_fraction 0.3 needs a replay: set replay_capacity": {"replay_fraction": 0.3},
+    "replay_weight_cap 3.0 caps nothing with replay_weights none": {"replay_capacity": 8, "replay_weight_cap": 3.0},
     "replay_weight_cap must be at least 1": {"replay_capacity": 8, "replay_weight_cap": 0.5},
     "replay does not go with sync_ref_model": {"replay_capacity": 8, "sync_ref_model": True},
     "gradient_accumulation_steps 2 does not divide the 1 micro-batches": {

@@ -74,7 +74,8 @@ def test_one_loss_per_response(own_table):
         (lambda scores: scores.log_probs.detach(), {}, "'mine' has no gradient"),
         (lambda scores: scores.nothing, {}, "'mine' fails on made-up responses: AttributeError"),
         (lambda scores: scores.log_ratio, {"ratio": "none"}, "this algorithm has no importance ratio"),
-        (lambda scores: (scores.log_probs - 9).log(), {}, "'mine' returns losses .* for made-up responses"),
+        (lambda scores: (scores.log_probs - 9).log(), {}, "'mine' returns losses .* must be finite"),
+        (lambda scores: (scores.log_probs * 0).sqrt(), {}, "'mine' returns losses .* gradient must be finite"),
         (lambda scores, *, power: scores.log_probs, {}, "'mine' needs the option 'power'"),
         (lambda scores: scores.log_ratio, {"ratio": "tokens"}, "unknown --ratio 'tokens'"),
         (lambda scores: scores.log_ratio, {"advantage": "nope"}, "unknown --advantage 'nope'"),
@@ -89,6 +90,11 @@ def test_functions_that_cannot_train_are_refused(function, settings, message, ow
     policy_algorithm("mine", **settings)(function)
     with pytest.raises(ValueError, match=message):
         PolicyObjective("mine")
+
+
+def test_masked_positions_may_be_infinite(own_table):
+    policy_algorithm("mine")(lambda scores: scores.log_probs.masked_fill(scores.mask == 0, float("inf")))
+    assert PolicyObjective("mine").surrogate == "own"
 
 
 def test_overrides_of_ones_own(own_table):

@@ -342,3 +342,22 @@ def test_scores_where_padding_is_the_end_token(left):
     got, got_gradient = score_gradient(model, inputs)
     assert packing.packed_tokens > 0 and not packing.left_padded
     assert largest(got, expected) < 1e-5 and relative(got_gradient, expected_gradient) < 1e-5
+
+
+def test_scores_of_a_batch_padded_with_another_token():
+    """The model reads its scores at what it takes for tokens; so it must here, though no token is there."""
+    model, batch = tiny_classifier(pad_token_id=1), ragged()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = model(**inputs).logits
+    packing = share_prefixes(model)
+    assert model(**inputs).logits.equal(expected)
+    assert packing.left_padded == {"is padded with another token than the model's": 1}
+
+
+def test_scores_as_a_tuple():
+    """The padded forward gives the tuple that `return_dict=False` asks for."""
+    model, batch = tiny_classifier(), ragged()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    packing = share_prefixes(model)
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+    assert packing.left_padded == {"takes return_dict": 1} and packing.packed_tokens == 0

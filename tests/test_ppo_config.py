@@ -37,6 +37,9 @@ def test_defaults():
         ({"value_clip": 0.0}, "value_clip must be positive, got 0.0; leave it None for none"),
         ({"value_coefficient": -1.0}, "value_coefficient must be a number from 0 up, got -1.0"),
         ({"kl_target": 6.0, "beta": 0.0}, "kl_target 6.0 has no coefficient to adapt"),
+        ({"kl_horizon": 20}, "kl_horizon 20 is of kl_target, which is not set"),
+        # 0.2 x 40 = 8: the coefficient could become 0.
+        ({"kl_target": 6.0, "kl_horizon": 8, "generation_batch_size": 40}, "set it to 9 at least"),
         ({"use_vllm": True}, "use_vllm is not used by PPOConfig: the value head would be sent to vLLM"),
         ({"torch_compile": True}, "torch_compile is not used by PPOConfig"),
         ({"kl_estimator": "k3"}, "a detached k3 in the reward"),

@@ -255,6 +255,9 @@ def test_names_of_members_never_agree(tiny_model_path, tmp_path):
     assert columns["reward/b-best"] == models[1].score(PROMPTS, COMPLETIONS).tolist()
     assert columns["reward/a-best"] != columns["reward/b-best"]
     assert metrics["rewards/a-best/mean"] == pytest.approx(models[0].score(PROMPTS, COMPLETIONS).mean().item())
+    # A number does not take a name that another member has.
+    members = [table([0.0], name) for name in ("best", "best-2", "best", "best")]
+    assert RewardEnsemble(members).names == ["best", "best-2", "best-3", "best-4"]
     assert ensemble.to_dict()["members"][0]["source"] == first
 
 

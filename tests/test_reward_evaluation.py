@@ -157,6 +157,7 @@ def test_best_of_n_of_more_subsets_than_a_double_holds(count, n):
         ([0.1, 0.2], [0.1, 0.2], 3, "n must lie between 1 and the number of samples, 2, got 3"),
         ([[0.1, 0.2]], [[0.1]], 1, "same number of samples"),
         ([], [], 1, "one or more prompts"),
+        ([0.1, math.nan], [0.1, 0.2], 1, "proxy and gold must be finite"),
     ],
 )
 def test_best_of_n_refusals(proxy, gold, n, message):

@@ -190,8 +190,18 @@ def test_a_saved_reference_is_no_other_than_the_configured_one():
         shaped.load_state_dict(state)
         assert shaped(["p"], ["c"]) == [2.0]
     configured = fresh(("value", 2.0))
-    configured.load_state_dict(state)
+    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is 2.0"):
+        configured.load_state_dict(state)
     assert configured(["p"], ["c"]) == [1.0]
+    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is that of each prompt"):
+        fresh(("per_prompt", True)).load_state_dict(state)
+    with pytest.raises(ValueError, match="the saved value is that of each prompt, and now it is 2.0"):
+        configured.load_state_dict(fresh(("per_prompt", True)).state_dict())
+
+
+def test_a_shaped_reward_is_not_shaped_again():
+    with pytest.raises(ValueError, match="shaped already: give all steps to one ShapedReward"):
+        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["sigmoid"])
 
 
 def test_state_goes_on():

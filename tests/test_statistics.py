@@ -203,6 +203,11 @@ class TestPairedDifference:
         with pytest.raises(ValueError, match="row_id 1: only one of the two"):
             paired_difference(settled(1, 0), settled(1))
 
+    def test_repeated_rows(self):
+        rows = [PairOutcome("a", C, C)] * 2
+        with pytest.raises(ValueError, match="the first candidate's outcomes repeat"):
+            paired_difference(rows, rows)
+
 
 class TestMcNemar:
     def test_published_value(self):

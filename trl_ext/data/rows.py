@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -65,6 +66,7 @@ class RawSplit:
             row_id = f"{self.stem}:{position}" if raw.get("row_id") is None else str(raw["row_id"])
             try:
                 row = convert(raw)
+                _check_encodable(raw)
                 if position_of_row_id.setdefault(row_id, position) != position:
                     raise ValueError(f"row_id: already used on {self.unit} {position_of_row_id[row_id]}")
             except ValueError as error:
@@ -199,6 +201,15 @@ def first_error(error: ValidationError) -> str:
     return brief(": ".join([".".join(map(str, first["loc"]))] * bool(first["loc"]) + [message]), 160)
 
 
+def _check_encodable(row: Mapping[str, Any]) -> None:
+    """Refuse half a surrogate pair, which is what an emoji cut in two leaves in JSON."""
+    for name, value in row.items():
+        try:
+            json.dumps(value, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{name}: holds an unpaired surrogate, such as half an emoji") from None
+
+
 def _wrong_columns(split: RawSplit, columns: tuple[str, ...]) -> str | None:
     """A message if no row of a file has a required column; None for any other problem."""
     found = {name: None for _, row in split.rows for name in row}
@@ -232,10 +243,14 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
             reason = "TRL would mistake the format of the data set by it"
         elif count < len(rows):
             reason = f"only {count} of {len(rows)} rows have it"
-        elif types not in ({str}, {bool}, {int}, {float}, {int, float}):
-            reason = "it does not hold strings, booleans or numbers throughout"
+        elif types not in ({str}, {bool}, {float}, {int, float}) and not (types == {int} and _fit_64_bits(values)):
+            reason = "it does not hold strings, booleans or 64-bit numbers throughout"
         else:
             columns[name] = [float(value) for value in values] if float in types else values
             continue
         logger.warning("%s: dropped column %r: %s", source, brief(name), reason)
     return Dataset.from_dict(columns)
+
+
+def _fit_64_bits(values: list[int]) -> bool:
+    return min(values) >= -(2**63) and max(values) < 2**63

@@ -244,6 +244,12 @@ class PolicyLoss(LossFields):
             self._refuse("kl_ratio_correction", "kl_estimator", reason)
 
     def _check_options(self) -> None:
+        for name in self._read:
+            option = LOSS_SETTINGS[name].option
+            if option in self.options:
+                raise ValueError(
+                    f"the surrogate {self.surrogate!r} reads {option!r} from the setting {name}: give that"
+                )
         Entry(self._function_name, self.function).check_options(self.options)
 
     # ---- Your own surrogate ----
@@ -280,8 +286,13 @@ class PolicyLoss(LossFields):
                 f"the policy algorithm {name!r} has no gradient: it must be computed from scores.log_probs or "
                 "scores.log_ratio with torch operations"
             )
-        if not bool(losses.isfinite().all()):
-            raise ValueError(f"the policy algorithm {name!r} returns losses {losses.tolist()} for made-up responses")
+        total = aggregate(losses, mask, "sum")
+        (gradient,) = torch.autograd.grad(total, log_probs, allow_unused=True)
+        if gradient is None or not bool(total.isfinite()) or not bool(gradient.isfinite().all()):
+            raise ValueError(
+                f"the policy algorithm {name!r} returns losses {losses.tolist()} for made-up responses: they and "
+                "their gradient must be finite"
+            )
 
 
 def _blank(values: Tensor | None, padding: Tensor) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -208,13 +208,13 @@ class RewardEnsemble:
 
 
 def _member_names(members: Sequence) -> list[str]:
-    """The members' names; from the second on, equal ones are numbered."""
-    seen: Counter[str] = Counter()
-    names = []
-    for member in members:
-        name = getattr(member, "__name__", None) or type(member).__name__
-        seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    """The members' names; from the second on, equal ones are numbered, around names that are taken."""
+    own = [getattr(member, "__name__", None) or type(member).__name__ for member in members]
+    names: list[str] = []
+    for name in own:
+        numbered = (f"{name}-{number}" for number in itertools.count(2))
+        free = (candidate for candidate in numbered if candidate not in (*own, *names))
+        names.append(name if name not in names else next(free))
     return names
 
 

@@ -38,10 +38,12 @@ class ShapedReward:
         steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
 
     Raises:
-        ValueError: there are no steps, or settings are invalid.
+        ValueError: there are no steps, settings are invalid, or the reward is shaped already.
     """
 
     def __init__(self, reward: Callable, steps: Sequence[Step | dict[str, Any] | str]):
+        if isinstance(reward, ShapedReward):
+            raise ValueError("the reward is shaped already: give all steps to one ShapedReward")
         self.reward = reward
         self.steps = [step if isinstance(step, Step) else build_step(step) for step in steps]
         if not self.steps:

@@ -165,8 +165,15 @@ class CenterReference(Step):
         return {} if self.value is None else {"value": self.value}
 
     def load_state(self, state):
-        if self.needs_calibration or self.calibrated:
-            self.value, self.calibrated = state.get("value"), True
+        saved = state.get("value")
+        is_configured = self.per_prompt or (self.value is not None and not self.calibrated)
+        if is_configured and saved != self.value:
+            was, now = ("that of each prompt" if value is None else value for value in (saved, self.value))
+            raise ValueError(
+                f"center_reference: the saved value is {was}, and now it is {now}: go on with the run's own setting"
+            )
+        if not is_configured and saved is not None:
+            self.value, self.calibrated = saved, True
 
 
 @settings

@@ -249,13 +249,6 @@ CATEGORIES = {"correct": (1.0, 1.0), "wrong_answer": (1.0, 0.0), "wrong_format":
 Grader = Callable[[str, Mapping[str, Any]], dict[str, float]]
 
 
-def name_of(grade: Grader) -> str:
-    """A grader's name for comparing runs: its settings if `grader` created it, else the function's name."""
-    return (
-        repr(grade) if isinstance(grade, VerifiedGrader) else getattr(grade, "__qualname__", type(grade).__qualname__)
-    )
-
-
 def category_of(format_reward: float, answer_reward: float) -> str:
     """The category of a graded response: `correct`, `wrong_answer` (in the correct form) or `wrong_format`.
 

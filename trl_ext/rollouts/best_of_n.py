@@ -101,7 +101,7 @@ def best_of_n(
 
     Raises:
         ValueError: there are no prompts, n is below 1, a response has no text and `empty` is `refuse`, the reward
-            returns the wrong number of values, or the file holds rows of another call.
+            returns the wrong number of values or depends on its batch, or the file holds rows of another call.
     """
     if not rows:
         raise ValueError("there are no prompts to sample responses to")
@@ -109,6 +109,11 @@ def best_of_n(
         raise ValueError(f"n must be at least 1, got {n}")
     if empty not in EMPTY_CHOICES:
         raise ValueError(f"empty must be one of {', '.join(EMPTY_CHOICES)}, got {empty!r}")
+    if getattr(reward, "of_batch", False):
+        raise ValueError(
+            "the reward depends on what is scored with a response, so it cannot rank responses of different batches: "
+            "leave center and whiten out of its shaping"
+        )
     items = [(row, row["prompt"], sample) for row in rows for sample in range(n)]
 
     def scored(part: list, generations: list[Generation]) -> list[dict[str, Any]]:

@@ -31,12 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     plan = json.loads((HERE / "grading.json").read_text(encoding="utf-8"))
     try:
         rows = _graded(options, plan)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
+        print_table(plan["title"], rows)
         options.out.write_text(json.dumps(gradescope(rows, options.visibility), indent=2) + "\n", encoding="utf-8")
     except (WorkerProblem, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print_table(plan["title"], rows)
     return 0
 
 
@@ -45,6 +44,10 @@ def _graded(options: argparse.Namespace, plan: dict[str, Any]) -> list[dict[str,
         raise FileNotFoundError(f"no folder {options.submission}")
     if options.user and HERE.stat().st_mode & 0o007:
         raise PermissionError(f"{HERE} can be read by all users: chmod 700 it, so that {options.user} cannot")
+    # Check this before running the cases, which is slow.
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out.is_dir():
+        raise IsADirectoryError(f"{options.out} is a folder: name a file for --out")
     submission, package = options.submission.resolve(), plan["package"]
     if (submission / package).is_dir():
         rows = grade_functions(submission, plan, options)

@@ -78,6 +78,7 @@ class JudgingRun:
         self.usage = Usage()
         self._workers = 1 if getattr(judge, "sequential", False) else max_concurrency
         self._progress = progress
+        self._unsaved: list[dict[str, Any]] = []
         self._failures_in_a_row = 0
         self._failed_rows: set[str] = set()
         self._stopped = False
@@ -166,7 +167,10 @@ class JudgingRun:
         answered = [(q, *outcome) for q, outcome in outcomes if not isinstance(outcome, JudgeError)]
         records = [_as_record(*answer) for answer in answered]
         if self.cache is not None:
-            self.cache.add(records)
+            # If a write fails, it is tried once more when the run ends.
+            self._unsaved += records
+            self.cache.add(self._unsaved)
+            self._unsaved = []
         for (question, _, usage), record in zip(answered, records, strict=True):
             self._record(question, record, usage)
         for question, error in outcomes:

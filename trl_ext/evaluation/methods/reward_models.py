@@ -128,6 +128,8 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
     for row in proxies:
         if not 1 <= n <= len(row):
             raise ValueError(f"n must lie between 1 and the number of samples, {len(row)}, got {n}")
+    if not all(math.isfinite(value) for row in (*proxies, *golds) for value in row):
+        raise ValueError("proxy and gold must be finite: no order exists between other numbers")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
     figures = {
         name: sum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)

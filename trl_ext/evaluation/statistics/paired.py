@@ -72,7 +72,7 @@ def paired_difference(
         rule: `agreed` or `half`, as in `win_rate`.
 
     Raises:
-        ValueError: row_ids differ, there are no prompts, or the rule is unknown.
+        ValueError: row_ids differ or repeat, there are no prompts, or the rule is unknown.
     """
     if not first:
         raise ValueError("there are no prompts to compare on")
@@ -155,7 +155,11 @@ def chance_below(wins: int, n: int, threshold: float, *, ties: int | None = None
 def _aligned(first: Sequence[PairOutcome], second: Sequence[PairOutcome]) -> list[PairOutcome]:
     """The second candidate's outcomes in the order of the first's."""
     by_row_id = {outcome.row_id: outcome for outcome in second}
-    odd = sorted({outcome.row_id for outcome in first} ^ by_row_id.keys())
+    row_ids = dict.fromkeys(outcome.row_id for outcome in first)
+    for outcomes, ids, name in ((first, row_ids, "first"), (second, by_row_id, "second")):
+        if len(ids) != len(outcomes):
+            raise ValueError(f"the {name} candidate's outcomes repeat a row_id")
+    odd = sorted(row_ids.keys() ^ by_row_id.keys())
     if odd:
         raise ValueError(f"row_id {odd[0]}: only one of the two candidates was judged on it; compare on the same rows")
-    return [by_row_id[outcome.row_id] for outcome in first]
+    return [by_row_id[row_id] for row_id in row_ids]

@@ -37,7 +37,7 @@ _ATTRIBUTE = "_trl_ext_packing"
 _PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 # Arguments that trainers and models with adapters pass with the batch and that change nothing here. TRL's
 # RewardTrainer passes on the column `margin`, which no model reads.
-_HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin", "return_dict"})
+_HARMLESS = frozenset({"use_cache", "num_items_in_batch", "margin"})
 
 
 class Packing:
@@ -148,7 +148,8 @@ class Packing:
         """Why a call cannot be packed, whatever its rows."""
         if not takes_plans(self.model.config._attn_implementation):
             return "its attention was exchanged"
-        given = (name for name, value in kwargs.items() if value is not None and value is not False)
+        usual = {"return_dict": True}
+        given = (name for name, value in kwargs.items() if value is not None and value is not usual.get(name, False))
         extra = sorted(name for name in given if name not in _HARMLESS)
         if extra:
             return f"takes {', '.join(extra)}"
@@ -342,10 +343,21 @@ def _classifier_forward(packing: Packing, input_ids=None, attention_mask=None, *
     if not args and kwargs.get("labels") is None and padding is not None:
         kwargs.pop("labels", None)
         plan = packing.plan(input_ids, attention_mask, **kwargs)
-    if plan is None:
+    places = None if plan is None else _score_places(packing, plan, input_ids, padding)
+    if places is None:
         return packing.call(input_ids, attention_mask, *args, **kwargs)
-    places = plan.columns.gather(1, last_tokens(input_ids, padding)[:, None])[:, 0]
     return SequenceClassifierOutputWithPast(logits=packing.model.score(packing.hidden_states(plan)[places]))
+
+
+def _score_places(packing: Packing, plan: Plan, input_ids: Tensor, padding: int) -> Tensor | None:
+    """Where in the packed row the scores of a batch are read, [B]; None if other tokens than the model's pad it."""
+    last = last_tokens(input_ids, padding)[:, None]
+    if plan.present.gather(1, last).all():
+        return plan.columns.gather(1, last)[:, 0]
+    packing.left_padded["is padded with another token than the model's"] += 1
+    packing.padded_tokens -= input_ids.numel()
+    packing.packed_tokens -= plan.tokens
+    return None
 
 
 def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from trl_ext.algorithms import PolicyObjective
@@ -156,11 +156,20 @@ class OnlinePreferenceConfig(PolicyConfig):
                 "a rollout (steps_per_generation): change one of the two"
             )
         if not self.replay_capacity:
+            for f in fields(self):
+                value = getattr(self, f.name)
+                if f.name.startswith("replay_") and value != f.default and f.name != "replay_capacity":
+                    raise ValueError(f"{f.name} {value} needs a replay: set replay_capacity, or leave it out")
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(
                 f"replay_fraction must lie between 0 and 1, got {self.replay_fraction}; for no replay, set "
                 "replay_capacity 0"
+            )
+        if self.replay_weights == "none" and self.replay_weight_cap != type(self).replay_weight_cap:
+            raise ValueError(
+                f"replay_weight_cap {self.replay_weight_cap} caps nothing with replay_weights none: choose weights, "
+                "or leave it out"
             )
         if self.replay_max_age < self.updates_per_rollout:
             raise ValueError(

@@ -16,6 +16,8 @@ from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 VALUE_MODELS = ("shared", "adapter", "separate")
+# Largest change of the KL coefficient per horizon of responses.
+LARGEST_ERROR = 0.2
 
 
 def gae(rewards: Tensor, group_size: int) -> Tensor:
@@ -125,6 +127,16 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
+        if self.kl_target is None and self.kl_horizon != type(self).kl_horizon:
+            raise ValueError(
+                f"kl_horizon {self.kl_horizon} is of kl_target, which is not set: set it, or leave it out"
+            )
+        if self.kl_target is not None and LARGEST_ERROR * self.generation_batch_size >= self.kl_horizon:
+            raise ValueError(
+                f"kl_horizon {self.kl_horizon} is too short for a rollout of generation_batch_size "
+                f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
+                f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least"
+            )
 
     def build_objective(self) -> PolicyObjective:
         """PPO's policy loss with its settings resolved.

@@ -16,11 +16,8 @@ from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl
 from trl_ext.losses.value import is_value_clipped, moments
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
-from trl_ext.trainers.ppo.config import PPOConfig
+from trl_ext.trainers.ppo.config import LARGEST_ERROR, PPOConfig
 from trl_ext.trainers.ppo.value_head import VALUE_MODELS
-
-# Largest change of the coefficient per horizon of responses.
-LARGEST_ERROR = 0.2
 
 
 class PPOTrainer(PolicyTrainer):
