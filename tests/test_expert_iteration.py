@@ -195,7 +195,7 @@ class TestRounds:
         assert steps[0] == steps[1]
 
     def break_at(self, step: int, place: str, folder: Path, monkeypatch) -> None:
-        from trl_ext.rollouts import graded as run
+        from trl_ext.rollouts import saved_rows as run
 
         class Broken(BaseException):
             pass
@@ -249,7 +249,7 @@ class TestRounds:
 )
 def test_responses_to_other_problems_are_not_taken_up(changed, sampled, tmp_path, monkeypatch):
     """Ten responses of a round are sampled, none with a box; the run goes on from before them, as it was or not."""
-    from trl_ext.rollouts import graded as run
+    from trl_ext.rollouts import saved_rows as run
 
     settings = {"grade": grader("question_only"), "questions_per_step": 5, "rollouts_per_question": 2, "n_steps": 1}
     with pytest.raises(NoCorrectResponseError):
