@@ -195,7 +195,7 @@ class TestRounds:
         assert steps[0] == steps[1]
 
     def break_at(self, step: int, place: str, folder: Path, monkeypatch) -> None:
-        from trl_ext.rollouts import graded as run
+        from trl_ext.rollouts import saved_rows as run
 
         class Broken(BaseException):
             pass

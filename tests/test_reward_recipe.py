@@ -182,7 +182,7 @@ def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch
     from trl_ext.rewards import RewardModel
 
     rows = load_benchmark(wildchat, splits="test_prefs")["test_prefs"][:6]
-    model = RewardModel(str(run), max_prompt_tokens=700, max_response_tokens=512)
+    model = RewardModel(str(run))
     again = torch.as_tensor(model.score(rows["prompt"], rows["chosen"]))
     expected = torch.tensor([row["chosen_score"] for row in read(run, "scores.jsonl")[:6]])
     torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
