@@ -190,13 +190,16 @@ def begin_run(
         training.output_dir = f"runs/{name(training)}-{Path(arguments.dataset_name).absolute().stem}"
     check_launch(launch, training)
 
-    checkpoint = of_first_process(
-        lambda: open_run_folder(
-            training.output_dir,
-            overwrite=arguments.overwrite_output_dir,
-            resume_from_checkpoint=training.resume_from_checkpoint,
+    checkpoint = None
+    # A plan writes nothing.
+    if launch.print_plan is None:
+        checkpoint = of_first_process(
+            lambda: open_run_folder(
+                training.output_dir,
+                overwrite=arguments.overwrite_output_dir,
+                resume_from_checkpoint=training.resume_from_checkpoint,
+            )
         )
-    )
     check_trackers(training.report_to)
     check_hub(training)
     return TrainingRun(arguments, model, training, launch, checkpoint, started)
