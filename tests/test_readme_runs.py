@@ -105,7 +105,7 @@ def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     ]
     assert (tmp_path / f"{talk:02d}.log").read_text().count("boat; wagon; ferry") == 2, "two updates change no word"
     report = (clone / "report.html").read_text()
-    assert all(name in report for name in ("aot-toy", "rloo-toy", "reward-model-toy", "dr_grpo-math-toy"))
+    assert all(name in report for name in ("aot-toy", "dpo-toy", "simpo-toy"))
 
 
 def write_short_studies(folder: Path) -> None:
