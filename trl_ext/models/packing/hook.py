@@ -264,7 +264,7 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
                 f"share_prefixes takes models, got {type(model).__name__}: share_prefixes(trainer.model, "
                 "trainer.ref_model)"
             )
-    inner = [_unwrapped(model) for model in models if model is not None]
+    inner = [unwrapped(model) for model in models if model is not None]
     if not inner:
         raise ValueError("no model to share prefixes in")
     for model in inner:
@@ -274,7 +274,7 @@ def share_prefixes(*models, quiet: bool = False) -> Packing:
 
 def packing_of(model) -> Packing | None:
     """The packing that `share_prefixes` put on a model, bare or wrapped; None if there is none."""
-    packings = getattr(_unwrapped(model), "__dict__", {}).get(_ATTRIBUTE)
+    packings = getattr(unwrapped(model), "__dict__", {}).get(_ATTRIBUTE)
     return packings[-1] if packings else None
 
 
@@ -369,7 +369,7 @@ def last_tokens(input_ids: Tensor, pad_token_id: int) -> Tensor:
     return (column * (input_ids != pad_token_id)).argmax(dim=1)
 
 
-def _unwrapped(model) -> nn.Module:
+def unwrapped(model) -> nn.Module:
     """The transformers model inside a model with adapters or an engine's wrapper."""
     while True:
         if hasattr(model, "get_base_model"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections import Counter
 from typing import Any
 
@@ -12,13 +11,12 @@ from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
+from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.packing.obstacles import original_context, packing_obstacle, sliding_window
-from trl_ext.processes import is_main_process
+from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
 from trl_ext.rollouts.sampler.weights import prepared
-
-logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_trl_ext_sampler"
 # Memory for the keys and values of responses; rows that it does not hold wait.
@@ -98,7 +96,7 @@ class Sampler:
         except CannotSample as obstacle:
             self.left[str(obstacle)] += 1
             if self.left[str(obstacle)] == 1:
-                _announce(f"fast rollouts: transformers generates: {obstacle}")
+                warn_once_per_run(f"fast rollouts: transformers generates: {obstacle}")
             return self._generate(*args, **kwargs)
 
     def _sampled(self, *args: Any, tokenizer=None, **kwargs: Any) -> Tensor:
@@ -204,7 +202,7 @@ class Sampler:
             if not (apart.mean().item() if half else self.largest_difference) <= allowed:
                 self.reason = f"its log-probabilities are {self.largest_difference:.1e} off a plain forward pass"
         if self.reason is not None or not self.quiet:
-            _announce(self.describe())
+            warn_once_per_run(self.describe())
         if self.reason is not None:
             raise CannotSample(self.reason)
 
@@ -263,7 +261,7 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
     Raises:
         TypeError: the argument is neither a model nor a trainer.
     """
-    inner = _unwrapped(model if isinstance(model, nn.Module) else getattr(model, "model", None))
+    inner = unwrapped(model if isinstance(model, nn.Module) else getattr(model, "model", None))
     if not hasattr(inner, "generate"):
         raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
     previous = inner.__dict__.get(_ATTRIBUTE)
@@ -272,21 +270,5 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
     sampler = Sampler(inner, dtype, quiet)
     inner.__dict__[_ATTRIBUTE] = sampler
     if sampler.reason is not None:
-        _announce(sampler.describe())
+        warn_once_per_run(sampler.describe())
     return sampler
-
-
-def _unwrapped(model):
-    while True:
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif isinstance(getattr(model, "module", None), nn.Module):
-            model = model.module
-        else:
-            return model
-
-
-def _announce(line: str) -> None:
-    """Log a line from the first process only."""
-    if is_main_process():
-        logger.warning(line)

@@ -60,7 +60,7 @@ class Rows:
         self.prompt, self.age = self.prompt[kept], self.age[kept]
 
     def add(self, prompts: Tensor) -> None:
-        """Append rows that begin; their prompts are encoded and not before those of earlier rows."""
+        """Append rows that begin, given their encoded prompts, whose indices are not below those of earlier rows."""
         self.prompt = torch.cat([self.prompt, prompts])
         self.age = torch.cat([self.age, torch.zeros(len(prompts), dtype=torch.long)])
 

@@ -1,8 +1,8 @@
 """A model prepared for sampling on a CPU: weights in oneDNN's blocked layout, siblings of one input in one product.
 
-A decoding step multiplies every weight by a few dozen rows. The blocked layout makes these products about twice as
-fast as `torch.nn.functional.linear`. The operators are private to torch, so they are tried first; without them, the
-public one computes the same products.
+A decoding step multiplies every weight by a few dozen rows, for which the blocked layout is faster than that of
+`torch.nn.functional.linear`. The operators are private to torch, so they are tried first; without them, the public one
+computes the same products.
 """
 
 from __future__ import annotations
