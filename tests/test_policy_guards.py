@@ -176,7 +176,7 @@ def test_reward_models_and_folders_give_their_true_scores(policy_path, tmp_path)
     transformers 5.17 leaves the head of a folder with an adapter random where TRL would load it. Only printable ASCII
     is sampled, the ids 3 to 96: bytes that are no text would come back from text as other bytes, and more of them.
     """
-    args = {"generation_kwargs": {"suppress_tokens": [0, 1, *range(97, 259)]}}
+    args = {"generation_kwargs": {"suppress_tokens": [0, 1, *range(97, 259)]}, "max_completion_length": 5}
     adapter = save_adapter(policy_path, tmp_path / "judge")
     full = save_full_model(policy_path, tmp_path / "full")
     ensemble = RewardEnsemble([RewardModel(adapter), RewardModel(full)], aggregate="min")

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("in_float64")
 # TRL's conventions, which an algorithm's row can be overridden with.
 STOCK = {"std_ddof": 1, "advantage_eps": 1e-4}
 KL = {"beta": 0.05, "kl_ratio_correction": True}
+# With the random numbers of stock trainers, whose responses transformers samples.
+SAME_SAMPLES = {"keep_groups": "off", "fast_rollouts": "off"}
 # Each rollout serves four updates: two of its halves, twice. At epsilon 0.001 most tokens are clipped from the second.
 OFF_POLICY = {
     "per_device_train_batch_size": 4,
@@ -136,7 +138,7 @@ def test_equals_stock(name, policy_path, tmp_path):
     """Same seed, same rollouts, same updates: TRL's own objective, selected by name, and our metrics hold TRL's."""
     both, own, stock, further = EQUAL[name]
     spec = {"model": policy_path, "perturb": 1, **further}
-    ours = result(train({**spec, "args": {**both, **own, "keep_groups": "off"}}, str(tmp_path / "ours")))
+    ours = result(train({**spec, "args": {**both, **own, **SAME_SAMPLES}}, str(tmp_path / "ours")))
     expected = result(
         train({**spec, "trainer": "trl.GRPOTrainer", "args": {**both, **stock}}, str(tmp_path / "stock"))
     )
@@ -169,12 +171,12 @@ def test_truncated_and_off_policy_masks_take_effect(policy_path, tmp_path):
 
 def test_the_population_deviation_is_the_default_and_differs(policy_path, tmp_path):
     """For groups of 4, sample over population deviation is sqrt(4/3) = 1.1547, and the gradient grows by it."""
-    spec = {"model": policy_path, "args": {"beta": 0.0}}
+    spec = {"model": policy_path, "args": {"beta": 0.0, **SAME_SAMPLES}}
     ours = result(train(spec, str(tmp_path / "ours"))).gradient(policy_path)
     stock = {**spec, "trainer": "trl.GRPOTrainer", "args": {"loss_type": "grpo", "beta": 0.0}}
     expected = result(train(stock, str(tmp_path / "stock"))).gradient(policy_path)
     assert (ours.norm() / expected.norm()).item() == pytest.approx(math.sqrt(4 / 3), rel=2e-3)
-    own_deviation = {**spec, "args": {"beta": 0.0, **STOCK}}
+    own_deviation = {**spec, "args": {"beta": 0.0, **STOCK, **SAME_SAMPLES}}
     assert relative_difference(result(train(own_deviation, str(tmp_path))).gradient(policy_path), expected) < 1e-9
 
 
@@ -182,7 +184,8 @@ def test_the_population_deviation_is_the_default_and_differs(policy_path, tmp_pa
 def test_rloo_equals_the_stock_rloo_trainer(beta, policy_path, tmp_path):
     """On-policy, TRL's product ratio is 1 and its gradient that of the log-probability: `sum` without a ratio."""
     spec = {"model": policy_path, "perturb": 1, "args": {"max_steps": 3, "learning_rate": 0.1, "beta": beta}}
-    ours = result(train({**spec, "trainer": "RLOOTrainer"}, str(tmp_path / "ours")))
+    own = {"trainer": "RLOOTrainer", "args": {**spec["args"], "fast_rollouts": "off"}}
+    ours = result(train({**spec, **own}, str(tmp_path / "ours")))
     reference = build({**spec, "trainer": "trl.GRPOTrainer"}, str(tmp_path / "unused"))
     trainer = trl.RLOOTrainer(
         reference.model,

@@ -163,7 +163,8 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
     for index, (_, response) in enumerate(rows):
         for key, expected in (("advantages", advantages), ("returns", returns)):
             found = batch[key][index, : len(response)].tolist()
-            assert found == pytest.approx(expected[index], rel=1e-6, abs=1e-7), key
+            # Rewards are float32, so small differences of larger numbers carry the rounding of those.
+            assert found == pytest.approx(expected[index], rel=1e-6, abs=1e-6), key
         assert not batch["advantages"][index, len(response) :].any()
     known = [x for row in returns for x in row]
     errors = [r - v for row, values in zip(returns, old_values, strict=True) for r, v in zip(row, values.tolist())]  # noqa: B905

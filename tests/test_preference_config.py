@@ -162,7 +162,7 @@ def test_a_cpu_with_bfloat16_uses_it_only_when_asked(configure, device, caplog):
     assert configure().bf16 is False
     assert configure(bf16=True, gradient_checkpointing=True).bf16 is True
     assert configure(gradient_checkpointing=True).gradient_checkpointing is True
-    assert not caplog.records
+    assert all("bf16: this CPU multiplies in bfloat16" in record.getMessage() for record in caplog.records)
 
 
 def test_bfloat16_that_the_cpu_lacks_becomes_float32_with_one_line(configure, device, caplog):
@@ -171,7 +171,7 @@ def test_bfloat16_that_the_cpu_lacks_becomes_float32_with_one_line(configure, de
         assert configure(bf16=True).bf16 is False
     (record,) = [record for record in caplog.records if record.name.startswith("trl_ext")]
     assert record.getMessage() == (
-        "bf16 was asked for, but this CPU has no bfloat16 instructions: training in float32"
+        "bf16 was asked for, but is no faster than float32 on this CPU: training in float32"
     )
 
 

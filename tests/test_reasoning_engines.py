@@ -97,8 +97,9 @@ def test_vllm_is_an_extra(monkeypatch, toy):
         VLLMEngine("model", toy[1], SamplingSettings())
 
 
-def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions):
-    """What goes to vLLM and what comes of its answer, with a stand-in for it: the package needs a GPU."""
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions, on_cpu):
+    """What goes to vLLM and what comes of its answer, with a stand-in for it; tests/with_vllm runs vLLM itself."""
     calls = {}
 
     class LLM:
@@ -116,10 +117,13 @@ def test_vllm_is_asked_for_the_same_thing(monkeypatch, toy, additions):
 
     stand_in = SimpleNamespace(LLM=LLM, SamplingParams=lambda **options: options)
     monkeypatch.setitem(sys.modules, "vllm", stand_in)
+    platform = SimpleNamespace(is_cpu=lambda: on_cpu)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
     engine = VLLMEngine("a model", toy[1], SamplingSettings(max_prompt_tokens=7), dtype="bfloat16")
     prompts = additions[1][:1] * 2
     first, second = engine(prompts, seed=3)
-    assert calls["options"] == {"model": "a model", "dtype": "bfloat16"}
+    whole_prompts = {"enable_chunked_prefill": False} if on_cpu else {}
+    assert calls["options"] == {"model": "a model", "dtype": "bfloat16", **whole_prompts}
     expected = generate_responses(*toy, prompts, max_new_tokens=1, max_prompt_tokens=7)[0].prompt_ids
     assert [request["prompt_token_ids"] for request in calls["requests"]] == [expected] * 2
     for sampling in calls["sampling"]:

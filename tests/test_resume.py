@@ -60,7 +60,8 @@ LIVES = {
     "policy_batch": {"in the middle of a rollout": [["step_end", 7]], "in saving": [["renamed", 8]]},
     "sft": {"with its best checkpoint behind it": [["step_end", 8]], "in saving": [["before_rename", 9]]},
     "sft_by_length": {"in a second epoch": [["step_end", 8]], "after the last checkpoint": [["saved", 11]]},
-    "expert": {"in a third round": [["step_end", 7]], "in saving a round": [["before_rename", 9]]},
+    # Its rounds end at steps 4, 8 and 13.
+    "expert": {"in a third round": [["step_end", 10]], "in saving a round": [["before_rename", 8]]},
 }
 
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from tests.packing import VOCABULARY, padded, tiny_model
 from tests.tiny import build_tokenizer, pairs
 from trl_ext import ReMaxConfig, ReMaxTrainer
-from trl_ext.rollouts.sampler import fast_rollouts, hook, rows, weights
+from trl_ext.rollouts.sampler import fast_rollouts, hook, rows, sampled_fast, weights
 from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
 
 END = 1
@@ -193,7 +193,6 @@ def test_without_private_operators(monkeypatch):
     model, given = decoder(dtype=torch.float32), batch()
     fast_rollouts(model)
     expected = seeded(model, 0, given)
-    monkeypatch.setattr(rows, "_has_operator", lambda dtype: False)
     monkeypatch.setattr(weights, "packs", lambda dtype: False)
     assert torch.equal(seeded(model, 0, given), expected)
 
@@ -243,6 +242,10 @@ def test_adapters():
     with model.disable_adapter():
         assert not torch.equal(model.generate(**given, generation_config=settings()), expected)
     assert not sampler.left
+    # Adapters keep parameters of their own precision, to which they cast their input.
+    rounded = fast_rollouts(model.float(), dtype=torch.bfloat16)
+    model.generate(**given, generation_config=settings())
+    assert rounded.reason is None and not rounded.left
 
 
 def test_bfloat16():
@@ -282,14 +285,10 @@ def test_what_is_left_to_transformers(caplog, architecture, given, reason):
 def test_a_model_that_differs_is_left_to_transformers(caplog, monkeypatch):
     model, given = decoder(), batch()
     expected = model.generate(**given, generation_config=settings())
-    monkeypatch.setattr(rows, "attention_and_norm", _without_mask)
+    monkeypatch.setattr(rows, "_mask", lambda outside: torch.zeros(outside.shape)[:, None, None])
     sampler = fast_rollouts(model)
     assert torch.equal(model.generate(**given, generation_config=settings()), expected)
     assert "off a plain forward pass" in sampler.reason and sampler.reason in caplog.text
-
-
-def _without_mask(query, key, value, mask, scaling, original=rows.attention_and_norm):
-    return original(query, key, value, None, scaling)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["stock", "ours"])
@@ -317,6 +316,67 @@ def test_trainers(policy_path, tmp_path, own):
     assert not sampler.left and sampler.reason is None and len(set(lengths)) > 3
     assert trainer.state.log_history[0]["completions/clipped_ratio"] < 1
     assert sampler.log_probs.any()
+
+
+def test_evaluation_follows_autocast_and_keeps_the_trainers_sampler():
+    model, given = decoder(dtype=torch.float32), batch()
+    own = fast_rollouts(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), sampled_fast(model) as sampler:
+        model.generate(**given, generation_config=settings())
+    assert sampler.dtype == torch.bfloat16 and sampler.log_probs is not None and not sampler.left
+    assert model.generate == own.generate and own.log_probs is None
+    with sampled_fast(model) as sampler:
+        model.generate(**given, generation_config=settings())
+    assert sampler.dtype == torch.float32 and sampler.log_probs is not None
+
+
+def test_gradients_keep_their_hooks():
+    """As DistributedDataParallel puts them on the nodes that accumulate gradients."""
+    model, given = decoder(dtype=torch.float32), batch()
+    fast_rollouts(model, dtype=torch.bfloat16)
+    norm, seen = model.model.norm.weight, []
+    node = norm.view_as(norm).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *gradients: seen.append(gradients))
+    model.generate(**given, generation_config=settings())
+    assert model.model.norm.weight is norm
+    model(input_ids=given["input_ids"]).logits.sum().backward()
+    assert seen
+
+
+def test_an_adapter_that_learns_a_prompt_is_left_to_transformers(caplog):
+    model, given = decoder(dtype=torch.float32), batch()
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    expected = model.generate(**given, generation_config=settings())
+    assert fast_rollouts(model).reason == "its adapter learns a prompt"
+    with sampled_fast(model) as sampler:
+        assert sampler is None and torch.equal(model.generate(**given, generation_config=settings()), expected)
+
+
+def test_rows_wait_only_where_nothing_counts_tokens(monkeypatch):
+    model, given = decoder(), batch()
+    monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: 2)
+    expected = model.generate(**given, generation_config=settings(min_new_tokens=6))
+    sampler = fast_rollouts(model)
+    assert torch.equal(model.generate(**given, generation_config=settings(min_new_tokens=6)), expected)
+    assert any("may count tokens" in reason for reason in sampler.left)
+
+
+def test_a_replaced_generate_stays():
+    model = decoder()
+    model.generate = replaced = model.generate
+    with sampled_fast(model) as sampler:
+        assert sampler.reason == "its generate method has been replaced"
+    assert vars(model)["generate"] is replaced
+    del model.generate
+    fast_rollouts(model).remove()
+    with sampled_fast(model):
+        pass
+    assert "generate" not in vars(model)
+
+
+def test_logits_that_are_not_finite_end_the_call():
+    with pytest.raises(RuntimeError, match="logits are NaN"):
+        draw(torch.full((1, 64), float("nan")), torch.zeros(1, dtype=torch.float64))
 
 
 def test_a_wrong_argument():

@@ -59,7 +59,7 @@ def test_a_reward_that_is_not_finite_skips_its_own_update(value, policy_path, tm
         return [value if index == 5 else r for index, r in enumerate(thirds(completion_ids))]
 
     weights = Weights()
-    args = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 4, "learning_rate": 0.1}
+    args = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "max_steps": 4, "learning_rate": 0.01}
     trainer = train({"model": policy_path, "args": args}, str(tmp_path), reward_funcs=[reward], callbacks=[weights])
     assert trainer.update_guard.skipped == {"reward": 1, "loss": 0, "gradient": 0}
     bad = [bool(batch["bad_reward"].any()) for batch in trainer._buffered_inputs]

@@ -190,9 +190,10 @@ def _divergence(name, own, reference, generations, batch_size, progress) -> dict
     """The KL of a model from the reference on its own samples; `own` and `reference` are (model, tokenizer)."""
     from trl_ext.evaluation.methods.preferences import approximate_kl
     from trl_ext.models import score_responses
+    from trl_ext.rollouts.generation import recorded_log_probs
 
-    log_probs = [
-        score_responses(
+    def score(model, tokenizer, who: str) -> list:
+        return score_responses(
             model,
             [generation.prompt_ids for generation in generations],
             [generation.response_ids for generation in generations],
@@ -200,9 +201,11 @@ def _divergence(name, own, reference, generations, batch_size, progress) -> dict
             pad_token_id=tokenizer.pad_token_id or 0,
             progress=f"{name}: scoring under {who}" if progress else None,
         )
-        for (model, tokenizer), who in ((own, "itself"), (reference, "the reference"))
-    ]
-    return approximate_kl(*log_probs)
+
+    own_log_probs = recorded_log_probs(generations)
+    if own_log_probs is None:
+        own_log_probs = score(*own, "itself")
+    return approximate_kl(own_log_probs, score(*reference, "the reference"))
 
 
 # ---- The command ----

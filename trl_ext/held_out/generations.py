@@ -10,6 +10,7 @@ from trl_ext.evaluation.methods.generations import PolicyComparison, compare_gen
 from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
 from trl_ext.models import score_responses
 from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
+from trl_ext.rollouts.generation import recorded_log_probs
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.policies import base_policy, trained_policy
 
@@ -87,7 +88,9 @@ class GenerationEvaluation:
         with trained_policy(self.trainer) as policy:
             own = self._generate(policy, prompts, temperature, "policy responses", progress)
             samples = self._generate(policy, prompts, 1.0, "policy samples", progress)
-            policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
+            policy_log_probs = recorded_log_probs(samples)
+            if policy_log_probs is None:
+                policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
         with base_policy(self.trainer) as base:
             base_log_probs = self._score(base, samples, "scoring under the base", progress)
         comparison = compare_generations(

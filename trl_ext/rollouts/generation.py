@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
+from torch import Tensor
 from transformers import GenerationConfig
 
 from trl_ext.models.batches import in_batches
+from trl_ext.rollouts.sampler import sampled_fast
 from trl_ext.rollouts.stopping import check_stop, cut_at_stop
 
 
@@ -23,12 +25,25 @@ class Generation:
         response_ids: generated tokens, including the end token or a stop string.
         text: the response without special tokens, including a stop string that ended it.
         finished: True if the model or a stop string ended it; False if it was cut at the token limit.
+        log_probs: log-probability of each response token under the distribution from which it was drawn; None if the
+            engine does not give them in float32 or better.
     """
 
     prompt_ids: list[int]
     response_ids: list[int]
     text: str
     finished: bool
+    log_probs: list[float] | None = None
+
+
+def recorded_log_probs(generations: Sequence[Generation]) -> list[Tensor] | None:
+    """Token log-probabilities of responses as their engine recorded them; None if it did not.
+
+    Those of responses sampled at temperature 1 from the whole vocabulary are the model's own.
+    """
+    if any(generation.log_probs is None for generation in generations):
+        return None
+    return [torch.tensor(generation.log_probs) for generation in generations]
 
 
 def generate_responses(
@@ -46,12 +61,13 @@ def generate_responses(
     stop: Sequence[str] = (),
     batch_size: int = 32,
     seed: int = 0,
+    fast: bool = True,
     progress: str | None = None,
 ) -> list[Generation]:
     """Generate one response for each prompt.
 
     Only the settings given here are used; generation settings saved with the model (a repetition penalty, top-k) are
-    ignored. The random state of the process is restored.
+    ignored. The random state of the process is restored. On a CPU, responses are sampled as by `fast_rollouts`.
 
     Args:
         model: a causal language model of transformers; temporarily put into evaluation mode.
@@ -68,6 +84,7 @@ def generate_responses(
         stop: strings that end a response; the string remains in the response.
         batch_size: prompts per batch.
         seed: seed of the sampling.
+        fast: False leaves sampling to transformers.
         progress: label of the progress bar; None for no bar.
 
     Returns:
@@ -96,14 +113,22 @@ def generate_responses(
         # Stop strings need the tokenizer.
         output = model.generate(**padded, generation_config=config, tokenizer=tokenizer)
         width = padded["input_ids"].size(1)
+        # Half precision rounds them differently from a pass for scores, with which they would be compared.
+        sampled = sampler is not None and sampler.log_probs is not None and sampler.dtype.itemsize >= 4
+        log_probs = sampler.log_probs.tolist() if sampled else [None] * len(rows)
         return [
-            _finish(tokenizer, prompt_ids[row], tokens, end_ids, stop)
-            for row, tokens in zip(rows, output[:, width:].tolist(), strict=True)
+            _finish(tokenizer, prompt_ids[row], tokens, own, end_ids, stop)
+            for row, tokens, own in zip(rows, output[:, width:].tolist(), log_probs, strict=True)
         ]
 
     order = sorted(range(len(prompts)), key=lambda i: -len(prompt_ids[i]))
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), _no_settings_of_its_own(model):
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        _no_settings_of_its_own(model),
+        sampled_fast(model) if fast else nullcontext() as sampler,
+    ):
         torch.manual_seed(seed)
         return in_batches(model, generated, order, batch_size=batch_size, progress=progress)
 
@@ -150,12 +175,16 @@ def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | 
 
 
 def _finish(
-    tokenizer, prompt_ids: list[int], tokens: list[int], end_ids: set[int], stop: tuple[str, ...]
+    tokenizer,
+    prompt_ids: list[int],
+    tokens: list[int],
+    log_probs: list[float] | None,
+    end_ids: set[int],
+    stop: tuple[str, ...],
 ) -> Generation:
     end = next((i for i, token in enumerate(tokens) if token in end_ids), None)
     response = tokens if end is None else tokens[: end + 1]
     stopped = cut_at_stop(tokenizer, response, stop)
-    if stopped is not None:
-        return Generation(prompt_ids, *stopped, finished=True)
-    text = tokenizer.decode(response, skip_special_tokens=True)
-    return Generation(prompt_ids, response, text, finished=end is not None)
+    finished = end is not None or stopped is not None
+    response, text = stopped or (response, tokenizer.decode(response, skip_special_tokens=True))
+    return Generation(prompt_ids, response, text, finished, log_probs and log_probs[: len(response)])

@@ -112,6 +112,7 @@ def clear_run_folder(output_dir: str) -> None:
 _NOT_OF_THE_RUN = (
     "resume_from_checkpoint",
     "overwrite_output_dir",
+    "profile",
     "use_cpu",
     "steps_per_generation",
     # A course name that gradient_accumulation_steps replaces.
@@ -155,7 +156,7 @@ def _plain(value: Any) -> Any:
 _MAY_CHANGE = (
     *("output_dir", "run_name", "report_to", "push_to_hub", "hub_", "disable_tqdm", "project", "trackio_"),
     *("save_", "log", "eval_", "num_eval_prompts", "num_generation_prompts", "generation_eval_", "max_hours"),
-    *("per_device_", "gradient_accumulation_steps", "gradient_checkpointing", "packing"),
+    *("per_device_", "gradient_accumulation_steps", "gradient_checkpointing", "packing", "fast_rollouts"),
     *("bf16", "fp16", "tf32", "dtype", "deepspeed", "fsdp", "torch_compile", "ddp_", "dataloader_"),
     *("use_vllm", "vllm_", "reward_timeout", "reward_errors", "max_skipped_updates"),
 )

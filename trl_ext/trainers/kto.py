@@ -25,6 +25,7 @@ from trl_ext.trainers.defaults import (
 )
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.profile.steps import ProfiledTraining
 
 
 @dataclass
@@ -46,7 +47,7 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
         super().__post_init__()
 
 
-class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
+class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTrainer):
     """Trains on single responses labelled desirable or undesirable: rows of `prompt`, `completion` and `label`.
 
     Accepts the arguments of `trl.KTOTrainer`, with a `KTOConfig`. It differs in three ways. Pairs (`prompt`,

@@ -26,10 +26,12 @@ def draw(scores: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor]:
         return tokens, (scores.gather(1, tokens[:, None])[:, 0] - scores.logsumexp(-1)).float()
     size = scores.shape[-1]
     blocks = next(count for count in _BLOCKS if size % count == 0)
-    mass = (scores - scores.amax(-1, keepdim=True)).exp()
+    mass = (scores - scores.amax(-1, keepdim=True)).exp_()
     tiles = mass.view(len(mass), blocks, size // blocks)
-    sums = tiles.sum(-1, dtype=torch.float64).cumsum(-1)
+    sums = tiles.sum(-1).double().cumsum(-1)
     total = sums[:, -1:]
+    if not total.isfinite().all():
+        raise RuntimeError("the next token has no probabilities: logits are NaN, or every token is excluded")
     point = uniform[:, None] * total
     block = torch.searchsorted(sums, point, right=True).clamp_(max=blocks - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)

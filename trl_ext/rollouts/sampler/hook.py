@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,8 @@ from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
 from trl_ext.rollouts.sampler.weights import prepared
 
-_ATTRIBUTE = "_trl_ext_sampler"
+# Where a model keeps its samplers, which have checked it: the one of its trainer, and the one of `sampled_fast`.
+_ATTRIBUTE, _OF_EVALUATION = "_trl_ext_sampler", "_trl_ext_evaluation_sampler"
 # Memory for the keys and values of responses; rows that it does not hold wait.
 CACHE_BYTES = 2 * 2**30
 # Largest difference of the canary's log-probabilities, in float32 and relative to their spread in half precision.
@@ -47,6 +50,23 @@ _ARGUMENTS = frozenset(
 )
 
 
+# Processors and criteria that treat a token alike however many came before it.
+_OF_ANY_AGE = frozenset(
+    {
+        "EosTokenCriteria",
+        "MaxLengthCriteria",
+        "MinPLogitsWarper",
+        "NoRepeatNGramLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "StopStringCriteria",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+    }
+)
+
+
 class Sampler:
     """Sampling of one model, which `fast_rollouts` puts in place of its `generate`.
 
@@ -56,27 +76,37 @@ class Sampler:
         reason: why the model's responses are left to transformers, in a few words; None while they are not.
         largest_difference: of the canary's log-probabilities from a plain forward pass; None until the first call.
         log_probs: of the last call's response tokens, under the distribution from which they were drawn,
-            [B, longest response]; 0 after a row's end.
+            [B, longest response]; 0 after a row's end; None if transformers sampled them.
         left: number of calls that were left to transformers, by reason.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None, quiet: bool):
         self.model = model
-        self.dtype = next(model.parameters()).dtype if dtype is None else dtype
+        self.dtype = model.dtype if dtype is None else dtype
         self.quiet = quiet
-        self.reason = _obstacle(model)
+        self.reason = _obstacle(model) if "generate" not in vars(model) else "its generate method has been replaced"
         self.largest_difference: float | None = None
         self.log_probs: Tensor | None = None
         self.left: Counter[str] = Counter()
         self._generate = model.generate
-        if self.reason is None:
-            model.generate = self.generate
+        self._asked = dtype
+
+    def install(self) -> None:
+        """Replace the model's own generation, unless something else has replaced it."""
+        if self.reason is None and "generate" not in vars(self.model):
+            self.model.generate = self.generate
+
+    def uninstall(self) -> None:
+        """Restore the model's own generation until the next `install`."""
+        if vars(self.model).get("generate") == self.generate:
+            del self.model.generate
 
     def remove(self) -> None:
         """Restore the model's own generation."""
-        self.reason = "it was taken off"
-        if self.model.__dict__.get("generate") == self.generate:
-            del self.model.generate
+        self.uninstall()
+        self.log_probs = None
+        if sampler_of(self.model) is self:
+            delattr(self.model, _ATTRIBUTE)
 
     def describe(self) -> str:
         """One line: how responses are sampled, or why transformers samples them."""
@@ -91,6 +121,7 @@ class Sampler:
 
     def generate(self, *args: Any, **kwargs: Any):
         """The model's `generate`, sampled here where that is possible."""
+        self.log_probs = None
         try:
             return self._sampled(*args, **kwargs)
         except CannotSample as obstacle:
@@ -144,11 +175,13 @@ class Sampler:
         if self.model.device.type != "cpu":
             raise CannotSample("the model is not on a CPU")
         capacity = min(len(prompts), self._capacity(limit))
+        if capacity < len(prompts):
+            _check_ages(logits_processor, stopping_criteria)
         if self.largest_difference is None:
             self._try()
         padding = generation_config.pad_token_id
         decoder = Decoder(self.model, prompts, capacity, limit)
-        with prepared(self.model, self.dtype, capacity), torch.inference_mode():
+        with self._computing(capacity):
             sequences, self.log_probs = sample(
                 decoder,
                 input_ids,
@@ -158,6 +191,16 @@ class Sampler:
                 padding=0 if padding is None else padding,
             )
         return sequences.clone()
+
+    @contextmanager
+    def _computing(self, rows: int) -> Iterator[None]:
+        # Autocast would cast some products, and not those with blocked weights.
+        with (
+            prepared(self.model, self._asked, rows),
+            torch.inference_mode(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            yield
 
     def _capacity(self, limit: int) -> int:
         text = self.model.config.get_text_config()
@@ -178,11 +221,11 @@ class Sampler:
         """Compare the log-probabilities of a few tokens with those of plain forward passes, or turn sampling off."""
         generator = torch.Generator().manual_seed(0)
         vocabulary = self.model.config.get_text_config().vocab_size
-        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (9, 5)]
+        prompts = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (12, 9)]
         steps = torch.randint(vocabulary, (3, 3), generator=generator)
         decoder = Decoder(self.model, [prompts[0], prompts[0], prompts[1]], 3, 4)
         try:
-            with prepared(self.model, self.dtype, 3), torch.inference_mode():
+            with self._computing(3):
                 logits = [decoder.enter(range(3))]
                 decoder.rows.add(decoder.owner)
                 decoder.rows.arrange()
@@ -215,6 +258,20 @@ class Sampler:
         finally:
             self.model.train(was_training)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _check_ages(processors, criteria) -> None:
+    """Raise CannotSample for what may count tokens, if rows wait: those under way then differ in their number."""
+    for one in (*processors, *criteria):
+        if type(one).__name__ not in _OF_ANY_AGE:
+            raise CannotSample(f"{type(one).__name__} may count tokens, and not all rows can begin at once")
+
+
+def _learns_prompts(model: nn.Module) -> bool:
+    """Whether an adapter puts vectors before the prompt, which the model inside it does not see."""
+    while not hasattr(model, "peft_config") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return any(getattr(config, "is_prompt_learning", False) for config in getattr(model, "peft_config", {}).values())
 
 
 def _obstacle(model: nn.Module) -> str | None:
@@ -261,14 +318,52 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
     Raises:
         TypeError: the argument is neither a model nor a trainer.
     """
-    inner = unwrapped(model if isinstance(model, nn.Module) else getattr(model, "model", None))
+    given = type(model).__name__
+    model = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    inner = unwrapped(model)
     if not hasattr(inner, "generate"):
-        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {type(model).__name__}")
-    previous = inner.__dict__.get(_ATTRIBUTE)
+        raise TypeError(f"fast_rollouts takes a causal language model or a trainer, got {given}")
+    previous = sampler_of(inner)
     if previous is not None:
         previous.remove()
     sampler = Sampler(inner, dtype, quiet)
+    if _learns_prompts(model):
+        sampler.reason = "its adapter learns a prompt"
     inner.__dict__[_ATTRIBUTE] = sampler
+    sampler.install()
     if sampler.reason is not None:
         warn_once_per_run(sampler.describe())
     return sampler
+
+
+def sampler_of(model: nn.Module) -> Sampler | None:
+    """The sampler that `fast_rollouts` last gave a model, with adapters or without."""
+    return unwrapped(model).__dict__.get(_ATTRIBUTE)
+
+
+@contextmanager
+def sampled_fast(model: nn.Module) -> Iterator[Sampler | None]:
+    """Within the block, a model samples as by `fast_rollouts`, in the precision of its weights or of autocast.
+
+    The value is None for GPUs. A sampler that the model had, such as a trainer's, is there again afterwards.
+    """
+    inner = unwrapped(model)
+    if inner.device.type != "cpu" or _learns_prompts(model):
+        yield None
+        return
+    earlier = sampler_of(inner)
+    sampler = inner.__dict__.get(_OF_EVALUATION)
+    if earlier is not None:
+        earlier.uninstall()
+    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    if sampler is None or sampler.dtype != (dtype or inner.dtype):
+        sampler = inner.__dict__[_OF_EVALUATION] = Sampler(inner, dtype, quiet=True)
+        if sampler.reason is not None:
+            warn_once_per_run(sampler.describe())
+    sampler.install()
+    try:
+        yield sampler
+    finally:
+        sampler.uninstall()
+        if earlier is not None:
+            earlier.install()

@@ -32,9 +32,10 @@ class Decoder:
 
     def __init__(self, model, prompts: Sequence[Sequence[int]], capacity: int, limit: int):
         self.model, self.limit = model, limit
-        index: dict[tuple[int, ...], int] = {}
-        owner = [index.setdefault(tuple(prompt), len(index)) for prompt in prompts]
-        self.prompts = list(index)
+        # By length, so that prompts that are encoded or padded together differ little.
+        self.prompts = sorted(dict.fromkeys(map(tuple, prompts)), key=len, reverse=True)
+        index = {prompt: position for position, prompt in enumerate(self.prompts)}
+        owner = [index[tuple(prompt)] for prompt in prompts]
         # Row numbers of the batch, those of a prompt side by side.
         self.order = sorted(range(len(prompts)), key=owner.__getitem__)
         self.owner = torch.tensor(owner)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -30,13 +28,13 @@ class Rows:
         self.capacity, self.limit = capacity, limit
         self.prompt = torch.zeros(0, dtype=torch.long)
         self.age = torch.zeros(0, dtype=torch.long)
-        # Keys and values by layer: of each prompt, [key heads, L, head size]; of the prompts that rows refer to,
-        # padded, [P, key heads, longest, head size]; and of the responses, [capacity, key heads, room, head size].
+        # Keys and values by layer: of each prompt, [key heads, L, head size]; and of the responses,
+        # [capacity, key heads, room, head size].
         self._encoded: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
-        self._shared: dict[int, list[Tensor]] = {}
         self._own: dict[int, list[Tensor]] = {}
         self._lengths: dict[int, int] = {}
-        self._shown: tuple[int, ...] = ()
+        # By the number of bits of their length, so that padding never doubles a prompt.
+        self._prompts: dict[int, _Prompts] = {}
         self._arriving: list[int] = []
 
     # ---- The set of rows ----
@@ -66,41 +64,24 @@ class Rows:
 
     def arrange(self) -> None:
         """Prepare the layout of the rows after `keep` and `add`."""
-        used, place, counts = self.prompt.unique(return_inverse=True, return_counts=True)
-        shown = tuple(used.tolist())
         for encoded in self._encoded.values():
-            for index in [index for index in encoded if index < shown[0]]:
+            for index in [index for index in encoded if index < self.prompt[0]]:
                 del encoded[index]
-        # Padded again when prompts arrive, or when half of them have left.
-        if not set(shown) <= set(self._shown) or 2 * len(shown) <= len(self._shown):
-            self._shown = shown
-            for layer, encoded in self._encoded.items():
-                pairs = [encoded[index] for index in shown]
-                self._shared[layer] = [
-                    pad_sequence([pair[kind].transpose(0, 1) for pair in pairs], batch_first=True).transpose(1, 2)
-                    for kind in (0, 1)
-                ]
-            lengths = torch.tensor([self._lengths[index] for index in shown])
-            outside = torch.arange(int(lengths.max())) >= lengths[:, None]
-            some = next(iter(self._shared.values()))[0]
-            self._prefix_mask = _mask(outside, some.dtype)
-        where = {index: position for position, index in enumerate(self._shown)}
-        place = torch.tensor([where[index] for index in shown])[place]
-        self._groups, self._width = len(self._shown), int(counts.max())
-        first = torch.zeros(self._groups, dtype=torch.long)
-        first[place.unique()] = counts.cumsum(0) - counts
-        grid = place * self._width + torch.arange(len(self.prompt)) - first[place]
-        # Where each row is in a grid of prompts by rows; None if the grid is full.
-        self._grid = None if self._groups * self._width == len(self.prompt) else grid
+        bits = [self._lengths[index].bit_length() for index in self.prompt.tolist()]
+        self._prompts = {size: self._prompts.get(size) or _Prompts() for size in dict.fromkeys(bits)}
+        for size, prompts in self._prompts.items():
+            start = bits.index(size)
+            prompts.rows = slice(start, start + bits.count(size))
+            prompts.arrange(self.prompt[prompts.rows], self._encoded, self._lengths)
 
     def begin_step(self) -> None:
         """The next forward pass advances every row by a token."""
         self._end = int(self.age.max()) + 1
         self._even = bool((self.age == self._end - 1).all())
-        if not self._even:
-            outside = torch.arange(self._end) > self.age[:, None]
-            self._own_mask = _mask(outside, next(iter(self._shared.values()))[0].dtype)
-            self._index = torch.arange(len(self.age))
+        self._index = torch.arange(len(self.age))
+        own = _mask(torch.arange(self._end) > self.age[:, None])
+        for prompts in self._prompts.values():
+            prompts.bias = torch.cat([prompts.mask, own[prompts.rows]], dim=-1)
 
     # ---- Attention ----
 
@@ -116,27 +97,14 @@ class Rows:
             keys[:count, :, self._end - 1], values[:count, :, self._end - 1] = key[:, :, 0], value[:, :, 0]
         else:
             keys[self._index, :, self.age], values[self._index, :, self.age] = key[:, :, 0], value[:, :, 0]
+        keys, values = keys[:count, :, : self._end], values[:count, :, : self._end]
         # The query heads of a key head are taken as its queries, so that no key is repeated.
         query = query.view(count, key_heads, per, size)
-        mask = None if self._even else self._own_mask.expand(-1, 1, per, -1)
-        own, own_norm = attention_and_norm(
-            query, keys[:count, :, : self._end], values[:count, :, : self._end], mask, scaling
-        )
-        groups, width = self._groups, self._width
-        if self._grid is not None:
-            query = query.new_zeros(groups * width, key_heads, per, size).index_copy_(0, self._grid, query)
-        query = query.reshape(groups, width, key_heads, per, size).transpose(1, 2)
-        query = query.reshape(groups, key_heads, width * per, size)
-        mask = self._prefix_mask.expand(-1, 1, width * per, -1)
-        shared, norm = attention_and_norm(query, *self._shared[layer], mask, scaling)
-        shared = (
-            shared.view(groups, key_heads, width, per, -1).transpose(1, 2).reshape(groups * width, key_heads, per, -1)
-        )
-        norm = norm.view(groups, key_heads, width, per).transpose(1, 2).reshape(groups * width, key_heads, per)
-        if self._grid is not None:
-            shared, norm = shared[self._grid], norm[self._grid]
-        weight = torch.sigmoid(norm - own_norm).to(own.dtype).unsqueeze(-1)
-        return torch.lerp(own, shared, weight).view(count, 1, heads, -1)
+        output = [
+            prompts.attend(layer, query[prompts.rows], keys[prompts.rows], values[prompts.rows], scaling)
+            for prompts in self._prompts.values()
+        ]
+        return torch.cat(output).view(count, 1, heads, -1)
 
     def _room(self, layer: int, key: Tensor, value: Tensor) -> list[Tensor]:
         """The layer's buffers of responses, doubled in length when they are full."""
@@ -161,48 +129,80 @@ class Rows:
         return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
-def _mask(outside: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 inside and minus infinity outside, [rows, 1, 1, keys]."""
-    return torch.zeros(outside.shape, dtype=dtype).masked_fill_(outside, float("-inf"))[:, None, None]
+class _Prompts:
+    """Prompts of similar length, padded to one length, and the rows that respond to them.
 
-
-def attention_and_norm(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor]:
-    """Attention, and the logarithm of the sum of its exponentials, by which two attentions are merged.
-
-    Args:
-        query: [n, key heads, queries, head size].
-        key, value: [n, key heads, keys, head size].
-        mask: 0 or minus infinity, broadcast to [n, 1, queries, keys]; None for no mask.
-        scaling: factor of the scores.
-
-    Returns:
-        [n, key heads, queries, head size] and [n, key heads, queries].
+    Attributes:
+        rows: the rows' indices.
+        mask: of the prompts' keys for each row, [n, 1, 1, L].
+        bias: of the prompts' and the responses' keys in this step, [n, 1, 1, L + end].
     """
-    if _has_operator(query.dtype):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scaling
-        )
-    precision = torch.promote_types(query.dtype, torch.float32)
-    scores = (query @ key.transpose(-1, -2)).to(precision) * scaling
-    scores = scores if mask is None else scores + mask
-    norm = scores.logsumexp(-1)
-    return (scores - norm[..., None]).exp().to(value.dtype) @ value, norm
+
+    def __init__(self):
+        self.rows = slice(0, 0)
+        self._shown: tuple[int, ...] = ()
+        # Keys and values by layer, [P, key heads, L, head size].
+        self._states: dict[int, list[Tensor]] = {}
+
+    def arrange(self, prompt: Tensor, encoded: dict[int, dict[int, tuple[Tensor, Tensor]]], lengths: dict) -> None:
+        """Prepare for rows that respond to these prompts, given by ascending indices."""
+        used, place, counts = prompt.unique(return_inverse=True, return_counts=True)
+        shown = tuple(used.tolist())
+        # Padded again when prompts arrive, or when half of them have left.
+        if not set(shown) <= set(self._shown) or 2 * len(shown) <= len(self._shown):
+            self._shown = shown
+            for layer, by_prompt in encoded.items():
+                pairs = [by_prompt[index] for index in shown]
+                self._states[layer] = [
+                    pad_sequence([pair[kind].transpose(0, 1) for pair in pairs], batch_first=True)
+                    .transpose(1, 2)
+                    .contiguous()
+                    for kind in (0, 1)
+                ]
+            sizes = torch.tensor([lengths[index] for index in shown])
+            self._outside = torch.arange(int(sizes.max())) >= sizes[:, None]
+        where = {index: position for position, index in enumerate(self._shown)}
+        place = torch.tensor([where[index] for index in shown])[place]
+        self._groups, self._width = len(self._shown), int(counts.max())
+        first = torch.zeros(self._groups, dtype=torch.long)
+        first[place.unique()] = counts.cumsum(0) - counts
+        grid = place * self._width + torch.arange(len(prompt)) - first[place]
+        # Where each row is in a grid of prompts by rows; None if the grid is full.
+        self._grid = None if self._groups * self._width == len(prompt) else grid
+        self.mask = _mask(self._outside[place])
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+        """Attention of each row to its prompt and to its response, whose keys and values are given."""
+        prompt_keys, prompt_values = self._states[layer]
+        per, length = query.shape[2], prompt_keys.shape[2]
+        # Keys times queries, and not the transpose, leaves the keys as they lie in memory.
+        own = (keys @ query.transpose(-1, -2)).transpose(-1, -2)
+        shared = (prompt_keys @ self._by_prompt(query).transpose(-1, -2)).transpose(-1, -2)
+        scores = torch.cat([self._by_row(shared, per), own], dim=-1)
+        weights = torch.softmax(torch.add(self.bias, scores, alpha=scaling), dim=-1).to(values.dtype)
+        output = weights[..., length:] @ values
+        output += self._by_row(self._by_prompt(weights[..., :length]) @ prompt_values, per)
+        return output
+
+    def _by_prompt(self, states: Tensor) -> Tensor:
+        """[n, key heads, queries, d] to [P, key heads, rows of a prompt times queries, d]."""
+        _, key_heads, per, size = states.shape
+        if self._grid is not None:
+            padded = states.new_zeros(self._groups * self._width, key_heads, per, size)
+            states = padded.index_copy_(0, self._grid, states)
+        states = states.reshape(self._groups, self._width, key_heads, per, size).transpose(1, 2)
+        return states.reshape(self._groups, key_heads, self._width * per, size)
+
+    def _by_row(self, states: Tensor, per: int) -> Tensor:
+        """The inverse of `_by_prompt`."""
+        states = states.reshape(self._groups, states.shape[1], self._width, per, -1).transpose(1, 2)
+        states = states.reshape(self._groups * self._width, *states.shape[2:])
+        return states if self._grid is None else states[self._grid]
 
 
-@cache
-def _has_operator(dtype: torch.dtype) -> bool:
-    """Whether torch's private operator that also returns the norm works here."""
-    try:
-        states = torch.ones(1, 1, 2, 16, dtype=dtype)
-        mask = torch.tensor([[[[0.0, float("-inf")]]]], dtype=dtype).expand(1, 1, 2, 2)
-        output, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            states, states, states, attn_mask=mask, scale=0.25
-        )
-        return torch.allclose(output, states) and torch.allclose(norm, torch.full_like(norm, 4.0))
-    except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-        return False
+def _mask(outside: Tensor) -> Tensor:
+    """0 inside and minus infinity outside, [rows, 1, 1, keys]."""
+    return torch.zeros(outside.shape).masked_fill_(outside, float("-inf"))[:, None, None]
 
 
 class CannotSample(Exception):

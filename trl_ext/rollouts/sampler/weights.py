@@ -22,14 +22,14 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @contextmanager
-def prepared(model: nn.Module, dtype: torch.dtype, rows: int) -> Iterator[None]:
+def prepared(model: nn.Module, dtype: torch.dtype | None, rows: int) -> Iterator[None]:
     """Within the block, a model computes with blocked weights, attends through `Rows` and is in evaluation mode.
 
     Its parameters are as before afterwards. The blocked weights take as much memory as those of the linear layers.
 
     Args:
         model: a transformers model, with adapters or without.
-        dtype: precision of the weights and products.
+        dtype: precision of the weights and products; None for each weight's own.
         rows: the approximate number of rows of a decoding step, for which the layout is chosen.
     """
     modules = list(model.modules())
@@ -40,10 +40,14 @@ def prepared(model: nn.Module, dtype: torch.dtype, rows: int) -> Iterator[None]:
     linears = [module for module in modules if type(module) is nn.Linear]
     blocked = {id(module.weight) for module in linears}
     embedded = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+    # Replaced in their modules: another dtype of the parameter itself would drop the hooks of its gradient.
     cast = [
-        (parameter, parameter.data)
-        for parameter in model.parameters()
-        if parameter.dtype != dtype and (id(parameter) not in blocked or id(parameter) in embedded)
+        (module._parameters, name, parameter)
+        for module in modules
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+        and parameter.dtype != (dtype or parameter.dtype)
+        and (id(parameter) not in blocked or id(parameter) in embedded)
     ]
     try:
         for module in modules:
@@ -51,7 +55,7 @@ def prepared(model: nn.Module, dtype: torch.dtype, rows: int) -> Iterator[None]:
                 layers = [getattr(module, name, None) for name in names]
                 if (
                     all(type(layer) is nn.Linear for layer in layers)
-                    and len({layer.bias is None for layer in layers}) == 1
+                    and len({(layer.bias is None, layer.weight.dtype) for layer in layers}) == 1
                 ):
                     fused = _Fused(_product(*layers, dtype=dtype, rows=rows), [layer.out_features for layer in layers])
                     for index, layer in enumerate(layers):
@@ -59,16 +63,19 @@ def prepared(model: nn.Module, dtype: torch.dtype, rows: int) -> Iterator[None]:
         for module in linears:
             if "forward" not in module.__dict__:
                 module.forward = _product(module, dtype=dtype, rows=rows)
-        for parameter, values in cast:
-            parameter.data = values.to(dtype)
+        copies: dict[int, nn.Parameter] = {}
+        for holder, name, parameter in cast:
+            if id(parameter) not in copies:
+                copies[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+            holder[name] = copies[id(parameter)]
         for module in training:
             module.training = False
         model.config._attn_implementation = ATTENTION
         yield
     finally:
         model.config._attn_implementation = attention
-        for parameter, values in cast:
-            parameter.data = values
+        for holder, name, parameter in cast:
+            holder[name] = parameter
         for module in linears:
             module.__dict__.pop("forward", None)
         for module, forward in replaced:
@@ -77,14 +84,16 @@ def prepared(model: nn.Module, dtype: torch.dtype, rows: int) -> Iterator[None]:
             module.training = True
 
 
-def _product(*layers: nn.Linear, dtype: torch.dtype, rows: int) -> Callable[[Tensor], Tensor]:
+def _product(*layers: nn.Linear, dtype: torch.dtype | None, rows: int) -> Callable[[Tensor], Tensor]:
     """The function that applies linear layers to one input and concatenates their outputs."""
+    dtype = dtype or layers[0].weight.dtype
     weight = torch.cat([layer.weight.detach().to(dtype) for layer in layers]).contiguous()
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach().to(dtype) for layer in layers])
+    # Adapters cast their input to the precision that their parameters have outside this block.
     if not packs(dtype):
-        return partial(linear, weight=weight, bias=bias)
+        return lambda states: linear(states.to(dtype), weight, bias)
     blocked = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return lambda states: torch.ops.mkldnn._linear_pointwise(states, blocked, bias, "none", [], "")
+    return lambda states: torch.ops.mkldnn._linear_pointwise(states.to(dtype), blocked, bias, "none", [], "")
 
 
 @cache

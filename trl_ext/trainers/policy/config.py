@@ -107,6 +107,13 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "nothing but the loss is averaged within micro-batches. on: always. off: never."
         },
     )
+    fast_rollouts: str = field(
+        default="auto",
+        metadata={
+            "help": "auto: on a CPU, responses are sampled several times as fast as by transformers, where the model "
+            "allows it and a check at the first batch agrees. off: transformers samples."
+        },
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
@@ -197,6 +204,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         check_choice("reward_errors", self.reward_errors, ("raise", "skip"))
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
+        check_choice("fast_rollouts", self.fast_rollouts, ("auto", "off"))
 
     def _check_group(self, objective: PolicyObjective) -> None:
         if self.num_generations == 1 and objective.group_relative:

@@ -29,15 +29,15 @@ from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.generation import PolicyGeneration
 from trl_ext.trainers.policy.greedy import greedy_rewards
 from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
-from trl_ext.trainers.policy.stop_strings import StopStrings
 from trl_ext.trainers.policy.vllm_server import watch_server
 
 
-class PolicyTrainer(StopStrings, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
+class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
     """Trains a policy on its own samples with any algorithm: `PolicyConfig(algorithm=...)`.
 
     Accepts the arguments of `trl.GRPOTrainer`, with a `PolicyConfig`, and keeps its features: generation with

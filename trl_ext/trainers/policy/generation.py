@@ -1,23 +1,27 @@
-"""Policy rollouts that end at stop strings, which TRL's own generation does not support."""
+"""Policy rollouts as TRL's own generation does not make them: sampled fast on a CPU, and ended by stop strings."""
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 from typing import Any
 
 import torch
 from accelerate.utils import gather
 
+from trl_ext.rollouts.sampler import Sampler, fast_rollouts, sampler_of
 from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
 from trl_ext.trainers.defaults import temporarily
 
 
-class StopStrings:
-    """Mixin for a subclass of TRL's `GRPOTrainer` whose `args.stop` lists texts that end a response, or is None.
+class PolicyGeneration:
+    """Mixin for a subclass of TRL's `GRPOTrainer` whose configuration has `fast_rollouts` and `stop`.
 
-    A response keeps its stop string, and no token after the one that completes it. If that token extends beyond the
-    stop string, reward functions receive the text only up to the string's end.
+    `args.stop` lists texts that end a response, or is None. A response keeps its stop string, and no token after the
+    one that completes it. If that token extends beyond the stop string, reward functions receive the text only up to
+    the string's end.
     """
+
+    _has_begun = False
 
     def has_ended(self, ids: list[int]) -> bool:
         """Whether a response, given as token ids, ended by itself or at a stop string, and not at the limit."""
@@ -26,12 +30,40 @@ class StopStrings:
         stop = self.args.stop
         return bool(stop) and end_of_stop(self._tokenizer.decode(ids, skip_special_tokens=True), stop) is not None
 
+    @property
+    def sampler(self) -> Sampler | None:
+        """What samples on a CPU in place of transformers; None for vLLM, a GPU, or `fast_rollouts off`."""
+        args, model = self.args, self.accelerator.unwrap_model(self.model)
+        others = self.use_vllm or args.use_transformers_continuous_batching or args.torch_compile
+        if others or args.fast_rollouts == "off" or model.device.type != "cpu":
+            return None
+        if not self._has_begun:
+            self._has_begun = True
+            return sampler_of(model) or fast_rollouts(model, dtype=torch.bfloat16 if args.bf16 else None)
+        return sampler_of(model)
+
+    def _samples_the_policy(self) -> bool:
+        """Whether responses are drawn from the policy's own distribution, without truncation or penalties."""
+        args = self.args
+        changed = set(args.generation_kwargs or {}) - {"stop_strings"}
+        whole = args.top_p == 1 and not args.top_k and args.min_p is None and args.repetition_penalty == 1
+        # Rollouts of several turns would be of several engines, if one of their turns is left to transformers.
+        return whole and not changed and not self.tools
+
     def _generate_single_turn(self, *args, **kwargs):
+        sampler = self.sampler
+        completion_ids, log_probs = self._generate_to_stop(*args, **kwargs)
+        if sampler is not None and sampler.log_probs is not None and self._samples_the_policy():
+            rows = sampler.log_probs.tolist()
+            log_probs = [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]
+        return completion_ids, log_probs
+
+    def _generate_to_stop(self, *args, **kwargs):
         if not self.args.stop:
             return super()._generate_single_turn(*args, **kwargs)
         # TRL's call of `generate` passes no tokenizer, which finding stop strings takes.
         model = self.accelerator.unwrap_model(self.model_wrapped)
-        with temporarily(model, generate=partial(model.generate, tokenizer=self._tokenizer)):
+        with temporarily(model, generate=functools.partial(model.generate, tokenizer=self._tokenizer)):
             completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
         # transformers pads a response that has met a stop string while others continue.
         cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]
