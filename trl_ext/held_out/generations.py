@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trl_ext.evaluation.methods.generations import PolicyComparison, compare_generations
 from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
 from trl_ext.models import score_responses
@@ -35,6 +37,23 @@ class GenerationSettings:
     temperature: float = 0.0
     batch_size: int = 32
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """What one state of the policy generated.
+
+    Attributes:
+        probe: its token log-probabilities of a fixed response. Two states with the same bits are the same policy.
+        own: its responses.
+        policy_log_probs: token log-probabilities of responses sampled at temperature 1, under the policy.
+        base_log_probs: the same under the base.
+    """
+
+    probe: torch.Tensor
+    own: list[Generation]
+    policy_log_probs: list[torch.Tensor]
+    base_log_probs: list[torch.Tensor]
 
 
 class GenerationEvaluation:
@@ -69,30 +88,32 @@ class GenerationEvaluation:
         self.score_function = score_function
         self.reward_columns = reward_columns
         self._base_generations: list[Generation] = []
+        self._base_probe: torch.Tensor | None = None
+        self._sampled: _Sampled | None = None
         # Values that are the same in every comparison of so many prompts: rewards of the base's responses and of the
         # references.
         self._fixed_rewards: dict[int, dict[str, dict[str, list[float | None]]]] = {}
 
-    def compare(self, count: int | None = None, *, progress: bool = False) -> PolicyComparison:
+    def compare(
+        self, count: int | None = None, *, progress: bool = False, generate: int | None = 0
+    ) -> PolicyComparison:
         """Generate for the first `count` prompts (None for all) and compare with the base.
 
-        The summary's `kl` is estimated from additional responses to the same prompts, sampled at temperature 1. The
-        base's responses are generated once and kept. Every process must call this; all return the same result.
+        The summary's `kl` is estimated from additional responses to the same prompts, sampled at temperature 1.
+        Responses are generated once: the base's are kept, those of a policy that has not been trained are the base's,
+        and a second comparison of the same policy uses those of the first. Every process must call this; all return
+        the same result.
+
+        Args:
+            count: prompts to compare on.
+            progress: whether to show progress bars.
+            generate: generate for at least so many prompts (None for all), for a later comparison of the same policy.
         """
-        count = len(self.prompts) if count is None else min(count, len(self.prompts))
-        prompts = [row["prompt"] for row in self.prompts[:count]]
-        temperature = self.settings.temperature
-        if missing := prompts[len(self._base_generations) :]:
-            with base_policy(self.trainer) as base:
-                self._base_generations += self._generate(base, missing, temperature, "base responses", progress)
-        with trained_policy(self.trainer) as policy:
-            own = self._generate(policy, prompts, temperature, "policy responses", progress)
-            samples = self._generate(policy, prompts, 1.0, "policy samples", progress)
-            policy_log_probs = recorded_log_probs(samples)
-            if policy_log_probs is None:
-                policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
-        with base_policy(self.trainer) as base:
-            base_log_probs = self._score(base, samples, "scoring under the base", progress)
+        count, generate = (
+            len(self.prompts) if number is None else min(number, len(self.prompts)) for number in (count, generate)
+        )
+        sampled = self._sample([row["prompt"] for row in self.prompts[: max(count, generate)]], count, progress)
+        own = sampled.own[:count]
         comparison = compare_generations(
             self.prompts[:count],
             own,
@@ -102,8 +123,36 @@ class GenerationEvaluation:
             score_function=self.score_function,
             rewards=self._rewards(own, count),
         )
-        comparison.summary["kl"] = approximate_kl(policy_log_probs, base_log_probs)
+        comparison.summary["kl"] = approximate_kl(sampled.policy_log_probs[:count], sampled.base_log_probs[:count])
         return comparison
+
+    def _sample(self, prompts: list, count: int, progress: bool) -> _Sampled:
+        """The policy's responses to at least the first `count` prompts; to all of them if they are generated now."""
+        temperature = self.settings.temperature
+        if missing := prompts[len(self._base_generations) : count]:
+            with base_policy(self.trainer) as base:
+                self._base_generations += self._generate(base, missing, temperature, "base responses", progress)
+        first = self._base_generations[:1]
+        if self._base_probe is None:
+            with base_policy(self.trainer) as base:
+                [self._base_probe] = self._score(base, first, "", False)
+        with trained_policy(self.trainer) as policy:
+            [probe] = self._score(policy, first, "", False)
+            if torch.equal(probe, self._base_probe):
+                same = [torch.zeros(1)] * count
+                return _Sampled(probe, self._base_generations, same, same)
+            kept = self._sampled
+            if kept is not None and len(kept.own) >= count and torch.equal(probe, kept.probe):
+                return kept
+            own = self._generate(policy, prompts, temperature, "policy responses", progress)
+            samples = self._generate(policy, prompts, 1.0, "policy samples", progress)
+            policy_log_probs = recorded_log_probs(samples)
+            if policy_log_probs is None:
+                policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
+        with base_policy(self.trainer) as base:
+            base_log_probs = self._score(base, samples, "scoring under the base", progress)
+        self._sampled = _Sampled(probe, own, policy_log_probs, base_log_probs)
+        return self._sampled
 
     def _rewards(self, own: list[Generation], count: int) -> dict[str, dict[str, list[float | None]]] | None:
         """Rewards by function name and by source: the policy's responses, the base's, and the dataset's references."""

@@ -218,5 +218,5 @@ def evaluate_generations(
 def show_generations(trainer, evaluation: GenerationEvaluation | None, arguments, every: int, **options: Any) -> None:
     """Write a table of generations every `every` steps; 0 for none. Options go to the callback."""
     if evaluation is not None and every:
-        prompts = arguments.num_generation_prompts
-        trainer.add_callback(GenerationTableCallback(evaluation, every=every, prompts=prompts, **options))
+        options |= {"prompts": arguments.num_generation_prompts, "final_prompts": arguments.num_eval_prompts}
+        trainer.add_callback(GenerationTableCallback(evaluation, every=every, **options))
