@@ -36,11 +36,11 @@ def run_recipe(recipe: str, output_dir: Path, seed: int, flags: Sequence[str] = 
     return json.loads((output_dir / "results.json").read_text())
 
 
-def run(method: str, seed: int, folder: Path) -> dict[str, Any]:
+def run(method: str, seed: int, folder: Path, bf16: bool = False) -> dict[str, Any]:
     """Results of one method; its reward model runs first."""
-    flags = ["--config", str(CONFIGS / f"{method}.yaml")]
+    flags = ["--config", str(CONFIGS / f"{method}.yaml"), "--bf16", str(bf16).lower()]
     if method in ONLINE:
-        run("reward_model", seed, folder)
+        run("reward_model", seed, folder, bf16)
         flags += ["--reward_model", str(folder / f"reward_model-{seed}")]
     return run_recipe(RECIPE_OF.get(method, method), folder / f"{method}-{seed}", seed, flags)
 
@@ -103,8 +103,11 @@ def main() -> None:
     parser.add_argument("methods", nargs="+", help="names of recipes, such as aot dpo ipo, or reward_model grpo")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--folder", type=Path, default=Path("runs/seeds"))
+    parser.add_argument("--bf16", action="store_true", help="train and sample in bfloat16; takes another --folder")
     given = parser.parse_args()
-    print_tables({method: {seed: run(method, seed, given.folder) for seed in given.seeds} for method in given.methods})
+    print_tables(
+        {name: {seed: run(name, seed, given.folder, given.bf16) for seed in given.seeds} for name in given.methods}
+    )
 
 
 if __name__ == "__main__":
