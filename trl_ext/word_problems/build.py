@@ -23,7 +23,7 @@ from trl_ext.word_problems.worked import number_text, work_out
 
 SEED = 0
 MAX_STEPS = 2
-HELD_OUT = {"test": 300, "validation": 150}
+HELD_OUT = {"test": 300, "validation": 200}
 # Two problems whose words overlap so far are variations of one.
 SAME_FAMILY = 0.5
 # The equations of these problems ignore a number that matters, or use the wrong operation.
