@@ -126,7 +126,7 @@ def test_a_folder_holds_splits(tmp_path):
     assert load_math(tmp_path, "test")[0]["row_id"] == "test:1"
     with pytest.raises(FileNotFoundError, match=r"no file train\.jsonl .* holds test\.jsonl"):
         load_math(tmp_path, "train")
-    with pytest.raises(FileNotFoundError, match="give toy, a folder"):
+    with pytest.raises(FileNotFoundError, match="give toy, word_problems, a folder"):
         load_math(tmp_path / "nowhere")
 
 

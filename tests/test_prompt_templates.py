@@ -27,7 +27,7 @@ def test_the_others():
     assert render(load_prompt_template("question_only"), "What?") == "What?"
     prompt = render(load_prompt_template("alpaca_sft"), "Name a colour.")
     assert prompt.endswith("\n\n### Instruction:\nName a colour.\n\n### Response:\n")
-    assert template_names() == ["alpaca_sft", "question_only", "r1_zero"]
+    assert template_names() == ["alpaca_sft", "boxed", "question_only", "r1_zero"]
 
 
 def test_a_users_own(tmp_path):
@@ -41,7 +41,7 @@ def test_a_users_own(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="alpaca_sft, question_only, r1_zero; did you mean 'r1_zero'"):
+    with pytest.raises(FileNotFoundError, match="alpaca_sft, boxed, question_only, r1_zero; did you mean 'r1_zero'"):
         load_prompt_template("r1-zero")
     path = tmp_path / "mine.txt"
     path.write_text("{Question}")

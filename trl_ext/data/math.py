@@ -1,4 +1,4 @@
-"""Math problems with known answers, from the embedded additions or from files, and their prompts and solutions."""
+"""Math problems with known answers, embedded or from files, and their prompts and solutions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trl_ext.data.templates import render
 from trl_ext.files import brief
 
 Row = dict[str, Any]
-SPLITS_OF_TOY = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
 VALIDATION_ROWS = 200
 _UNKNOWN = "no problem with an answer"
 _LAYOUTS = (
@@ -30,13 +30,14 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
     """Load problems with their answers, and check every row.
 
     Sources: `toy`, the embedded additions, with splits `train` (and worked traces to fine-tune on, a quarter of them
-    wrong), `validation` and `test`; a folder of `{split}.jsonl` files; or one JSONL file, whatever the split.
+    wrong), `validation` and `test`; `word_problems`, embedded too, with the same splits, all with solutions; a folder
+    of `{split}.jsonl` files; or one JSONL file, whatever the split.
 
-    A row of a file has one of these layouts: `prompt_text` and `answer`; GSM8K's `question` and `answer` with `####`;
-    MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` (or `\\boxed 5`, as in some of MATH's
-    solutions) is the answer; Countdown's `nums` (or `numbers`) and `target`; `prompt`, a whole prompt that is used
-    without a template, and `ground_truth`. A row may also have a `row_id` and a `response`, a demonstration that is
-    used verbatim after the prompt.
+    A row of a file has one of these layouts: `prompt_text`, `answer` and perhaps a `solution`; GSM8K's `question` and
+    `answer` with `####`; MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` (or `\\boxed 5`,
+    as in some of MATH's solutions) is the answer; Countdown's `nums` (or `numbers`) and `target`; `prompt`, a whole
+    prompt that is used without a template, and `ground_truth`. A row may also have a `row_id` and a `response`, a
+    demonstration that is used verbatim after the prompt.
 
     Returns:
         Rows with `row_id`, `prompt_text` (the question) and `answer` (text), and, if present, `response`, `solution`
@@ -47,8 +48,8 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
         FileNotFoundError: the file, folder or split does not exist.
         ValueError: a file has no rows or bad ones; the message gives file, line, row_id and field of up to five.
     """
-    if name_or_path == "toy":
-        return _load_toy(split)
+    if name_or_path in EMBEDDED:
+        return EMBEDDED[name_or_path](split)
     return _checked(read_jsonl(_path_of(Path(name_or_path).expanduser(), split)))
 
 
@@ -94,8 +95,7 @@ def _load_toy(split: str) -> list[Row]:
     from trl_ext.toy.traces import addition_trace
 
     split = split.removesuffix("_math")
-    if split not in SPLITS_OF_TOY:
-        raise FileNotFoundError(f"toy has no split {split!r} of additions: it has {', '.join(SPLITS_OF_TOY)}")
+    _check_split("toy", split)
     if split == "validation":
         prompts = prompt_pool(split)["add"][:VALIDATION_ROWS]
         return [
@@ -106,12 +106,29 @@ def _load_toy(split: str) -> list[Row]:
     return [{**row, "response": addition_trace(row["prompt_text"])} for row in rows] if split == "train" else rows
 
 
+def _load_word_problems(split: str) -> list[Row]:
+    from trl_ext.word_problems import DATA_DIR
+
+    _check_split("word_problems", split)
+    return _checked(read_jsonl(DATA_DIR / f"{split}.jsonl"))
+
+
+def _check_split(name: str, split: str) -> None:
+    if split not in SPLITS:
+        raise FileNotFoundError(f"{name} has no split {split!r} of problems: it has {', '.join(SPLITS)}")
+
+
+# The problems that come with the library, by name.
+EMBEDDED = {"toy": _load_toy, "word_problems": _load_word_problems}
+
+
 def _path_of(path: Path, split: str) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
         raise FileNotFoundError(
-            f"no problems at {brief(path, 200)!r}: give toy, a folder of {{split}}.jsonl, or a .jsonl file"
+            f"no problems at {brief(path, 200)!r}: give {', '.join(EMBEDDED)}, a folder of {{split}}.jsonl, or a "
+            ".jsonl file"
         )
     return split_file(path, split)
 
@@ -140,7 +157,7 @@ def _row(raw: Mapping[str, Any]) -> Row:
         prompt = text_field(raw, "prompt")
         row = {"prompt_text": prompt, "answer": _answer(raw, "ground_truth"), "prompt": prompt}
     elif "prompt_text" in raw:
-        row = {"prompt_text": text_field(raw, "prompt_text"), "answer": _answer(raw, "answer")}
+        row = {"prompt_text": text_field(raw, "prompt_text"), "answer": _answer(raw, "answer"), **_solution(raw)}
     else:
         raise ValueError(f"{_UNKNOWN}; this one has {brief(', '.join(raw) or 'nothing', 80)}")
     return row | ({"response": text_field(raw, "response")} if raw.get("response") is not None else {})
@@ -160,13 +177,17 @@ def _gsm8k(raw: Mapping[str, Any]) -> Row:
 
 def _math(raw: Mapping[str, Any]) -> Row:
     row = {"prompt_text": text_field(raw, "problem")}
-    solution = {} if raw.get("solution") is None else {"solution": text_field(raw, "solution")}
+    solution = _solution(raw)
     if raw.get("answer") is not None:
         return {**row, "answer": _answer(raw, "answer"), **solution}
     boxed = boxed_answer(solution.get("solution", ""))
     if boxed is None:
         raise ValueError("answer: missing, and there is no solution with a closed \\boxed{} to take it from")
     return {**row, "answer": boxed, **solution}
+
+
+def _solution(raw: Mapping[str, Any]) -> Row:
+    return {} if raw.get("solution") is None else {"solution": text_field(raw, "solution")}
 
 
 def _countdown(raw: Mapping[str, Any]) -> Row:

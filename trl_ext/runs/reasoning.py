@@ -10,7 +10,7 @@ from typing import Any
 from datasets import Dataset
 
 from trl_ext.data.math import demonstration, load_math, math_prompt
-from trl_ext.data.templates import load_prompt_template
+from trl_ext.data.templates import load_prompt_template, render
 from trl_ext.evaluation.reasoning import grader
 from trl_ext.processes import is_main_process
 from trl_ext.rollouts import SamplingSettings
@@ -18,6 +18,11 @@ from trl_ext.rollouts.engines import ANSWER_END
 from trl_ext.trainers.defaults import check_at_least
 
 CHAT = "chat"
+WITHIN_CHAT = f"{CHAT}+"
+# The prompt templates of embedded problems, which also have a split `validation`.
+TEMPLATE_OF_EMBEDDED = {"toy": CHAT, "word_problems": f"{WITHIN_CHAT}boxed"}
+# Templates whose answers are in a box.
+BOXED = ("question_only", "boxed")
 
 
 @dataclass
@@ -25,22 +30,24 @@ class ProblemArguments:
     """Problems, prompts and rewards, and how responses to held-out problems are sampled."""
 
     dataset_name: str = field(
-        default="toy", metadata={"help": "toy (additions), a folder of {split}.jsonl, or one .jsonl file."}
+        default="toy",
+        metadata={"help": "toy (additions), word_problems, a folder of {split}.jsonl, or one .jsonl file."},
     )
     eval_split: str = field(default="test", metadata={"help": "Problems to evaluate on."})
     prompt_template: str | None = field(
         default=None,
         metadata={
-            "help": "r1_zero, question_only, alpaca_sft, a text file with {question}, or chat for the model's chat "
-            "template. Default: chat on toy, r1_zero on everything else."
+            "help": "r1_zero, question_only, boxed, alpaca_sft or a text file with {question} for plain text; chat "
+            "for the model's chat template; chat+NAME for the template within a chat. Default: chat on toy, "
+            "chat+boxed on word_problems, r1_zero on everything else."
         },
     )
     reward: str | None = field(
         default=None,
         metadata={
             "help": "r1_zero (answer in tags), question_only (answer in a box), gsm8k (the last number) or countdown. "
-            "Default: countdown where problems have numbers and a target, question_only for the prompt of that name, "
-            "else r1_zero."
+            "Default: countdown where problems have numbers and a target, question_only for the prompts of that name "
+            "and boxed, else r1_zero."
         },
     )
     use_math_verify: bool = field(
@@ -99,7 +106,8 @@ class ValidatedProblems(TrainingProblems):
     """Problems to validate on, in addition to those for training and for the final comparison."""
 
     validation_split: str | None = field(
-        default=None, metadata={"help": "Problems to validate on. Default: validation on toy, else eval_split."}
+        default=None,
+        metadata={"help": "Problems to validate on. Default: validation on embedded problems, else eval_split."},
     )
     num_validation_prompts: int = field(default=128, metadata={"help": "The first so many are the fixed set."})
     num_train_problems: int | None = field(
@@ -192,13 +200,17 @@ def load_problems(arguments: ProblemArguments, split: str, count: int | None = N
     Raises:
         FileNotFoundError, ValueError: the problems, template or reward do not exist, or there are too few problems.
     """
-    name = arguments.prompt_template or (CHAT if arguments.dataset_name == "toy" else "r1_zero")
-    template = None if name == CHAT else load_prompt_template(name)
+    name = arguments.prompt_template or TEMPLATE_OF_EMBEDDED.get(arguments.dataset_name, "r1_zero")
+    within = name.removeprefix(WITHIN_CHAT)
+    template = None if name == CHAT else load_prompt_template(within)
     rows = first(load_math(arguments.dataset_name, split), count, f"{arguments.dataset_name}, split {split!r},")
+    if within != name:
+        rows = [{**row, "prompt_text": render(template, row["prompt_text"])} for row in rows]
+        template = None
     reward = arguments.reward
     if reward is None:
         has_numbers = all("numbers" in row for row in rows)
-        reward = "countdown" if has_numbers else "question_only" if name == "question_only" else "r1_zero"
+        reward = "countdown" if has_numbers else "question_only" if within in BOXED else "r1_zero"
     elif reward == "countdown" and not all("numbers" in row for row in rows):
         raise ValueError(f"the reward countdown needs problems with nums and target, which {split!r} has not")
     return Problems(rows, template, name, reward, grader(reward, fast=not arguments.use_math_verify))
@@ -212,7 +224,7 @@ def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems,
     """
     validation = arguments.validation_split
     if validation is None:
-        validation = "validation" if arguments.dataset_name == "toy" else arguments.eval_split
+        validation = "validation" if arguments.dataset_name in TEMPLATE_OF_EMBEDDED else arguments.eval_split
     wanted = (
         (arguments.train_split, arguments.num_train_problems),
         (validation, arguments.num_validation_prompts),

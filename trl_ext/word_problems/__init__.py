@@ -1,0 +1,9 @@
+"""Embedded word problems of one and two steps with worked answers, to fine-tune a small pretrained model on."""
+
+from pathlib import Path
+
+from trl_ext.word_problems.worked import number_text, work_out
+
+DATA_DIR = Path(__file__).parent / "data"
+
+__all__ = ["DATA_DIR", "number_text", "work_out"]
