@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 KNOWN_SPLITS = ("train_prefs", "validation_prefs", "test_prefs", "train_gen", "validation_gen", "test_gen")
 GENERIC_SPLITS = ("train", "validation", "test")
+# The benchmarks that come with the library, each a package with a `DATA_DIR`.
+EMBEDDED = {"toy": "trl_ext.toy", "instructions": "trl_ext.instructions"}
 
 
 def load_benchmark(
@@ -27,7 +30,7 @@ def load_benchmark(
 
     `name_or_path` is tried in this order:
 
-    - `"toy"`, the benchmark that comes with the library;
+    - `"toy"` or `"instructions"`, the benchmarks that come with the library; `"instructions"` has prompt splits alone;
     - a folder of `{split}.jsonl` files, from which the known splits are loaded: `train_prefs`, `validation_prefs`,
       `test_prefs`, `train_gen`, `validation_gen`, `test_gen`;
     - one JSONL file, which becomes `train_prefs` if its first row is a pair or a labelled response, and `train_gen` if
@@ -65,10 +68,8 @@ def load_benchmark(
 
 
 def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str, RawSplit]:
-    if name_or_path == "toy":
-        from trl_ext.toy import DATA_DIR
-
-        return _read_folder(Path(DATA_DIR), wanted)
+    if name_or_path in EMBEDDED:
+        return _read_folder(import_module(EMBEDDED[name_or_path]).DATA_DIR, wanted)
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return _read_folder(path, wanted)

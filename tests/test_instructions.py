@@ -1,0 +1,297 @@
+"""The benchmark of instructions: checkers on hand-written responses, the score, the reward, and the committed rows."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+
+from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts
+from trl_ext.instructions.build import PROMPT_ROWS, build_rows, read_topics
+from trl_ext.instructions.requirements import (
+    AVOIDED,
+    CLOSINGS,
+    INCLUDED,
+    OPENINGS,
+    REQUIREMENTS,
+    bullets_of,
+    meets,
+    sentences_of,
+    words_of,
+)
+
+RAIN = "Rain falls on the roof of the old house, and the street is wet."
+CASES = {
+    "at_most_words": [
+        (
+            {"count": 3},
+            True,
+            ["One two three.", "one — two three\n", "- one\n- two\n- three", "**Don't** well-known 3.5"],
+        ),
+        ({"count": 3}, False, ["one two three four", "one—two—three—four", "It is e.g. rain"]),
+    ],
+    "at_least_words": [
+        ({"count": 3}, True, ["One two three.", "one two three four"]),
+        ({"count": 3}, False, ["one two", "one two - * ...", "don’t well-known", "3.5 e.g."]),
+    ],
+    "sentences": [
+        (
+            {"count": 2},
+            True,
+            [
+                "It rains. We stay.\n",
+                "It rains! “Stay here.” ",
+                "We like fruit, e.g. apples. Dr. Lee and J. Bach agree.",
+                "It costs 3.50 dollars... Do you pay?!",
+                "It rains. We stay",
+                "**It rains.** We stay.",
+                "1. It rains.\n2. We stay.",
+                "A title\nA sentence.",
+                "We ate apples, pears, etc.\nThen we slept.",
+                "So did I. We left.",
+            ],
+        ),
+        (
+            {"count": 2},
+            False,
+            ["It rains.", "It rains. We stay. We sleep.", "One\n\nTwo\n\nThree", "It rains, e.g. here."],
+        ),
+    ],
+    "paragraphs": [
+        (
+            {"count": 2},
+            True,
+            ["One.\n\nTwo.", "One.\n \nTwo.\n\n", "One.\n\n\n\nTwo.\nStill two.", "One\n\n***\n\nTwo"],
+        ),
+        ({"count": 2}, False, ["One.\nTwo.", "One.", "One.\n\nTwo.\n\nThree."]),
+    ],
+    "bullets": [
+        (
+            {"count": 2},
+            True,
+            ["- one\n- two", "* one\n* **two**\n", "Here:\n\n• one\n• two\n\nDone.", "- one\n  - two"],
+        ),
+        ({"count": 2}, False, ["1. one\n2. two", "-one\n-two", "**one**\n**two**", "- one", "- one\n- ", "- a - b"]),
+    ],
+    "include_words": [
+        ({"first": "green", "second": "river"}, True, ["A green river.", '"River" is **green**', "GREEN\nriver"]),
+        ({"first": "green", "second": "river"}, False, ["greenish river", "rivers are green", "green"]),
+    ],
+    "avoid_word": [
+        ({"word": "it"}, True, ["Its bits fit.", "It's fine."]),
+        ({"word": "it"}, False, ["I like it.", "IT!", "“It” rains", "*it*"]),
+    ],
+    "begin_with": [
+        ({"word": "today"}, True, ["Today we sing.", "  **today**, we", '"Today', "- Today"]),
+        ({"word": "today"}, False, ["We sing today.", "Today's news", "Sure: today we sing"]),
+    ],
+    "end_with": [
+        (
+            {"phrase": "the end"},
+            True,
+            ["So they slept. The end.\n", "... **THE END!**", "the end", "“The end”", "The, end"],
+        ),
+        ({"phrase": "the end"}, False, ["The end of it", "end", "The ends", "the friend"]),
+    ],
+    "lowercase": [
+        ({}, True, ["it rains.", "it’s 5 o'clock", "straße\n", "é"]),
+        ({}, False, ["It rains.", "it raINs", "5 + 5", "É"]),
+    ],
+    "capitals": [
+        ({}, True, ["IT RAINS.", "IT’S 5 O'CLOCK\n", "É"]),
+        ({}, False, ["It RAINS.", "IT RAINs", "5 + 5"]),
+    ],
+    "no_commas": [
+        ({}, True, ["It rains; we stay.", "it’s 'fine'"]),
+        ({}, False, ["It rains, we stay.", "1,000", "雨，雨"]),
+    ],
+    "quotation": [
+        ({}, True, ['"It rains."', "“It rains.”\n", ' "It\'s fine.\n\nYes."', "«Il pleut»", "„Es regnet“"]),
+        (
+            {},
+            False,
+            ["'It rains.'", '"It rains.', 'It rains."', '"It" and "rain"', "”It rains“", '“It rains."', '"Rain" .'],
+        ),
+    ],
+    "title": [
+        ({}, True, ["[Rain]\nIt rains.", "\n**[A Wet Day]**\n\nIt rains.", "# [Rain]\nIt rains."]),
+        (
+            {},
+            False,
+            ["Rain\nIt rains.", "[Rain]", "[Rain] It rains.", "[]\nIt rains.", "[[Rain]]\nIt rains.", "A\n[B]\nC"],
+        ),
+    ],
+    "json_object": [
+        (
+            {"key": "text"},
+            True,
+            ['{"text": "It rains."}\n', '```json\n{"text": "rain"}\n```', '{\n "text": "“rain”"\n}'],
+        ),
+        (
+            {"key": "text"},
+            False,
+            [
+                '{"answer": "rain"}',
+                '{"text": ""}',
+                '{"text": ["rain"]}',
+                '{"text": "rain", "more": 1}',
+                'Here: {"text": "rain"}',
+                "{'text': 'rain'}",
+                '["text"]',
+                '{"text": "rain"',
+                "[" * 100_000 + "a",
+            ],
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_checker(name):
+    for parameters, expected, responses in CASES[name]:
+        for response in responses:
+            assert meets(response, name, parameters) is expected, response
+        assert not any(meets(nothing, name, parameters) for nothing in ("", " \n", "...", "- \n* ", '""', "—"))
+
+
+def test_what_words_are():
+    assert words_of("“Don’t” **stop** — well-known, e.g. 3.5 _x_!\n- & ...") == [
+        *("don't", "stop", "well-known", "e.g", "3.5", "x")
+    ]
+    assert sentences_of("So did I. We met at 5 p.m. in St. Ives!") == ["So did I.", "We met at 5 p.m. in St. Ives!"]
+    assert bullets_of("* a\n\n - b\n**c**") == ["a", "b"]
+
+
+# ---- The score ----
+
+
+def row(*requirements: dict, keywords: str = "rain wet") -> dict:
+    return {"keywords": keywords, "requirements": json.dumps(requirements)}
+
+
+def test_the_score_is_the_share_of_what_was_asked():
+    asked = row({"name": "no_commas"}, {"name": "at_most_words", "count": 20})
+    # The topic and the length, but there is a comma: two of three.
+    assert score_parts(asked, RAIN) == pytest.approx({"topic": 1 / 3, "no_commas": 0, "at_most_words": 1 / 3})
+    assert score(asked, RAIN) == pytest.approx(2 / 3)
+    assert score(asked, RAIN.replace(",", "")) == 1.0
+    # The same, cut at the limit: half of it.
+    assert score(asked, RAIN, finished=False) == pytest.approx(1 / 3)
+    assert score_parts(asked, RAIN, finished=False)["unfinished"] == pytest.approx(-1 / 3)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "Rain.",
+        "Rain rain rain rain rain rain rain rain rain rain",
+        # Eight different words in a loop: 8 of 23 pairs are distinct.
+        "the rain falls on my old wet roof " * 3,
+        "The sun shines on the roof of the old house and the street.",
+    ],
+)
+def test_a_mere_word_a_loop_and_another_topic_do_not_answer(response):
+    assert score_parts(row({"name": "no_commas"}), response) == {"topic": 0.0, "no_commas": 0.5}
+
+
+def test_a_response_without_words_scores_0():
+    for split in PROMPT_ROWS:
+        for asked in read(split):
+            assert [score(asked, nothing) for nothing in ("", " \n\n", "...")] == [0.0] * 3
+
+
+def test_the_reward_reads_the_columns_of_the_rows():
+    asked = [row({"name": "no_commas"}), row({"name": "lowercase"}), row({"name": "no_commas"})]
+    columns = {name: [one[name] for one in asked] for name in asked[0]}
+    texts = [RAIN, RAIN.lower(), RAIN]
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    for completions in (texts, messages):
+        assert requirements_met(prompts=texts, completions=completions, **columns) == [0.5, 1.0, 0.5]
+    assert requirements_met(texts, **columns, finished=[True, False, False], trainer_state=None) == [0.5, 0.5, 0.25]
+
+
+def test_recipes_load_the_rows_and_the_reward():
+    from trl_ext import load_benchmark
+    from trl_ext.registry import load_function
+
+    splits = load_benchmark("instructions")
+    assert {name: len(rows) for name, rows in splits.items()} == {f"{k}_gen": n for k, n in PROMPT_ROWS.items()}
+    assert {"row_id", "prompt", "topic", "keywords", "requirements"} <= {*splits["train_gen"].column_names}
+    reward = load_function("trl_ext.instructions:requirements_met", "reward function")
+    columns = splits["test_gen"][:4]
+    assert reward(prompts=columns.pop("prompt"), completions=[""] * 4, **columns) == [0.0] * 4
+
+
+def test_importing_the_task_loads_neither_torch_nor_transformers():
+    heavy = "{'torch', 'transformers', 'trl', 'datasets'}"
+    code = f"import sys, trl_ext.instructions.build; print(sorted({heavy} & set(sys.modules)))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+
+
+# ---- The rows ----
+
+
+def read(split: str) -> list[dict]:
+    return [json.loads(line) for line in (DATA_DIR / f"{split}_gen.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("split", PROMPT_ROWS)
+def test_rebuilding_gives_the_committed_rows(split):
+    rows = read(split)
+    assert rows == [*islice(build_rows(split), PROMPT_ROWS[split])]
+    for one in rows:
+        assert re.fullmatch("[0-9a-f]{32}", one["row_id"])
+        assert one["prompt_messages"] == [{"role": "user", "content": one["prompt_text"]}]
+        assert one["prompt_text"].startswith(one["topic"]) and "{" not in one["prompt_text"]
+
+
+def test_no_topic_and_no_prompt_is_in_two_splits():
+    topics = {split: {one["topic"] for one in read(split)} for split in PROMPT_ROWS}
+    assert sum(map(len, topics.values())) == len(set.union(*topics.values())) == len(read_topics())
+    assert len({one["row_id"] for split in PROMPT_ROWS for one in read(split)}) == sum(PROMPT_ROWS.values())
+
+
+def test_the_lists_of_words_share_none():
+    phrases = (" ".join(words).split() for words in (INCLUDED, AVOIDED, OPENINGS, CLOSINGS))
+    lists = [set(words) for words in phrases]
+    assert sum(map(len, lists)) == len(set.union(*lists))
+    assert not any(word.startswith(tuple(keys.split())) for _, keys in read_topics() for word in AVOIDED)
+
+
+def write(asked: dict) -> str:
+    """A response that meets all requirements of a row; they contradict each other if it fails."""
+    wanted = {one["name"]: one for one in json.loads(asked["requirements"])}
+    filler = ["we", "look", "at", "old", "things", "here", "because", "they", "please", "us", "today"]
+    included = [wanted["include_words"][name] for name in ("first", "second")] if "include_words" in wanted else []
+    words = [*filler, *included, asked["keywords"].split()[0]]
+    # Every word again with a number, so that a long text is no loop.
+    words += [f"{word}{n}" for n in range(7) for word in filler] if "at_least_words" in wanted else []
+    begin = wanted.get("begin_with", {}).get("word", "so")
+    end = wanted.get("end_with", {}).get("phrase", "at last")
+    parts = next((wanted[name]["count"] for name in ("sentences", "paragraphs", "bullets") if name in wanted), 1)
+    pieces = [" ".join(words), *(f"we add line {n}" for n in range(1, parts))]
+    pieces[0] = f"{begin} {pieces[0]}"
+    pieces[-1] = f"{pieces[-1]} {end}"
+    if "bullets" in wanted:
+        text = "\n".join(f"- {piece}" for piece in pieces)
+    else:
+        text = ("\n\n" if "paragraphs" in wanted else " ").join(f"{piece}." for piece in pieces)
+    text = f"[one]\n{text}" if "title" in wanted else f'"{text}"' if "quotation" in wanted else text
+    text = json.dumps({wanted["json_object"]["key"]: text}) if "json_object" in wanted else text
+    return text.upper() if "capitals" in wanted else text
+
+
+@pytest.mark.parametrize("split", PROMPT_ROWS)
+def test_every_prompt_has_a_response_that_meets_it_all(split):
+    for asked in read(split):
+        assert score(asked, write(asked)) == 1.0, (asked["prompt_text"], write(asked))
+
+
+def test_each_kind_of_requirement_is_frequent():
+    names = [one["name"] for asked in read("train") for one in json.loads(asked["requirements"])]
+    assert {*names} == {*REQUIREMENTS}
+    assert all(names.count(name) >= 53 for name in REQUIREMENTS)

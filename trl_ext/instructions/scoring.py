@@ -1,0 +1,84 @@
+"""The true score of a response: the share of what the prompt asks for, with a topic as one requirement more."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trl_ext.instructions.requirements import meets, words_of
+
+# A response with fewer different words says nothing about its topic, whatever its form is.
+DIFFERENT_WORDS = 8
+# The least share of its pairs of neighbouring words that may be distinct.
+DISTINCT_PAIRS = 0.6
+
+
+def is_on_topic(response: str, keywords: str) -> bool:
+    """Whether a response may pass for an answer: it is no mere word or loop, and mentions what was asked about.
+
+    It has eight different words, at least three in five of its pairs of neighbouring words are distinct, and one word
+    begins with one of the keywords. The test is cheap: it catches responses that meet the other requirements and say
+    nothing, but it does not read, so a text about another topic that mentions this one passes.
+
+    Args:
+        response: the text.
+        keywords: beginnings of words, in lower case and separated by spaces.
+    """
+    words = words_of(response)
+    pairs = [*zip(words, words[1:], strict=False)]
+    return (
+        len({*words}) >= DIFFERENT_WORDS
+        and len({*pairs}) >= DISTINCT_PAIRS * len(pairs)
+        and any(word.startswith(tuple(keywords.split())) for word in words)
+    )
+
+
+def score_parts(row: Mapping[str, Any], response: str, *, finished: bool = True) -> dict[str, float]:
+    """Return the named parts of a score.
+
+    `topic` and each requirement of the prompt have an equal share, which they earn or not.
+
+    Args:
+        row: a row of the benchmark, of which `keywords` and `requirements` are read.
+        response: the text of the response, without special tokens.
+        finished: False for a response that was cut at the token limit, before its end token. It then loses half of
+            what it earned, because a part of a response cannot show that the whole would meet a requirement.
+    """
+    requirements = json.loads(row["requirements"])
+    share = 1 / (1 + len(requirements))
+    parts = {"topic": share * is_on_topic(response, row["keywords"])}
+    for requirement in requirements:
+        name = requirement.pop("name")
+        parts[name] = share * meets(response, name, requirement)
+    if not finished:
+        parts["unfinished"] = 0.0 - sum(parts.values()) / 2
+    return parts
+
+
+def score(row: Mapping[str, Any], response: str, *, finished: bool = True) -> float:
+    """Grade a response in [0, 1]: the sum of `score_parts`. A response without a word scores 0."""
+    # Rounding removes floating-point error, so that equal responses tie exactly.
+    return round(sum(score_parts(row, response, finished=finished).values()), 9)
+
+
+def requirements_met(
+    completions: Sequence[str | Sequence[Mapping[str, Any]]],
+    keywords: Sequence[str],
+    requirements: Sequence[str],
+    finished: Sequence[bool] | None = None,
+    **columns: Any,
+) -> list[float]:
+    """The scores of completions, as a reward function for TRL's trainers.
+
+    Args:
+        completions: texts, or lists of messages of which the last one is graded.
+        keywords: the dataset's column of this name.
+        requirements: the dataset's column of this name.
+        finished: which completions ended by themselves; this library's trainers pass it. Default: all.
+        columns: the other columns and arguments that TRL passes; they are ignored.
+    """
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    finished = [True] * len(texts) if finished is None else finished
+    rows = [{"keywords": a, "requirements": b} for a, b in zip(keywords, requirements, strict=True)]
+    return [score(row, text, finished=end) for row, text, end in zip(rows, texts, finished, strict=True)]
