@@ -10,7 +10,9 @@ from itertools import islice
 
 import pytest
 
-from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts
+from trl_ext import load_benchmark, toy
+from trl_ext.data.benchmark import known_score
+from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts, score_row
 from trl_ext.instructions.build import PROMPT_ROWS, build_rows, read_topics
 from trl_ext.instructions.requirements import (
     AVOIDED,
@@ -177,10 +179,10 @@ def test_the_score_is_the_share_of_what_was_asked():
     asked = row({"name": "no_commas"}, {"name": "at_most_words", "count": 20})
     # The topic and the length, but there is a comma: two of three.
     assert score_parts(asked, RAIN) == pytest.approx({"topic": 1 / 3, "no_commas": 0, "at_most_words": 1 / 3})
-    assert score(asked, RAIN) == pytest.approx(2 / 3)
-    assert score(asked, RAIN.replace(",", "")) == 1.0
+    assert score_row(asked, RAIN) == pytest.approx(2 / 3)
+    assert score_row(asked, RAIN.replace(",", "")) == 1.0
     # The same, cut at the limit: half of it.
-    assert score(asked, RAIN, finished=False) == pytest.approx(1 / 3)
+    assert score_row(asked, RAIN, finished=False) == pytest.approx(1 / 3)
     assert score_parts(asked, RAIN, finished=False)["unfinished"] == pytest.approx(-1 / 3)
 
 
@@ -198,10 +200,21 @@ def test_a_mere_word_a_loop_and_another_topic_do_not_answer(response):
     assert score_parts(row({"name": "no_commas"}), response) == {"topic": 0.0, "no_commas": 0.5}
 
 
+def test_a_prompt_of_the_benchmark_is_known_by_its_text():
+    (asked, *_) = rows = load_benchmark("instructions", splits="test_gen")["test_gen"]
+    text = asked["prompt"][-1]["content"]
+    for finished in (True, False):
+        assert score(text, write(asked), finished=finished) == score_row(asked, write(asked), finished=finished) > 0
+    with pytest.raises(ValueError, match="no prompt of the benchmark instructions: 'Say it.'"):
+        score("Say it.", "It.")
+    assert known_score("instructions") is score and known_score("toy") is toy.score and known_score("x.jsonl") is None
+    assert len(rows) == 200
+
+
 def test_a_response_without_words_scores_0():
     for split in PROMPT_ROWS:
         for asked in read(split):
-            assert [score(asked, nothing) for nothing in ("", " \n\n", "...")] == [0.0] * 3
+            assert [score_row(asked, nothing) for nothing in ("", " \n\n", "...")] == [0.0] * 3
 
 
 def test_the_reward_reads_the_columns_of_the_rows():
@@ -215,8 +228,6 @@ def test_the_reward_reads_the_columns_of_the_rows():
 
 
 def test_recipes_load_the_rows_and_the_reward():
-    from trl_ext import load_benchmark
-    from trl_ext.registry import load_function
 
     splits = load_benchmark("instructions")
     assert {name: len(rows) for name, rows in splits.items()} == {f"{k}_gen": n for k, n in PROMPT_ROWS.items()}
@@ -288,7 +299,7 @@ def write(asked: dict) -> str:
 @pytest.mark.parametrize("split", PROMPT_ROWS)
 def test_every_prompt_has_a_response_that_meets_it_all(split):
     for asked in read(split):
-        assert score(asked, write(asked)) == 1.0, (asked["prompt_text"], write(asked))
+        assert score_row(asked, write(asked)) == 1.0, (asked["prompt_text"], write(asked))
 
 
 def test_each_kind_of_requirement_is_frequent():

@@ -226,7 +226,7 @@ def _goes_on(folder, results, options, monkeypatch, capsys):
         (["--few_shots", "-1"], "few_shots must be at least 0, got -1"),
         (["--few_shots", "2", "--few_shot_split", "none"], "no file none.jsonl for the split 'none'"),
         (["--few_shots", "2000"], "2000 examples and one to spare are more than the 1500 rows"),
-        (["--judge", "ground_truth", "--dataset_name", "nowhere"], "judge ground_truth is for toy"),
+        (["--judge", "ground_truth", "--dataset_name", "nowhere"], "judge ground_truth is for toy and instructions"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 KNOWN_SPLITS = ("train_prefs", "validation_prefs", "test_prefs", "train_gen", "validation_gen", "test_gen")
 GENERIC_SPLITS = ("train", "validation", "test")
-# The benchmarks that come with the library, each a package with a `DATA_DIR`.
+# The benchmarks that come with the library, each a package with `DATA_DIR`, `MAX_NEW_TOKENS` and `score`.
 EMBEDDED = {"toy": "trl_ext.toy", "instructions": "trl_ext.instructions"}
 
 
@@ -65,6 +65,11 @@ def load_benchmark(
             for name, split in raw.items()
         }
     )
+
+
+def known_score(name: str | os.PathLike) -> Callable[..., float] | None:
+    """The score `f(prompt_text, response, *, finished=True)` of an embedded benchmark; None for any other data."""
+    return import_module(EMBEDDED[name]).score if name in EMBEDDED else None
 
 
 def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str, RawSplit]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from trl_ext.instructions.requirements import meets, words_of
 
+DATA_DIR = Path(__file__).parent / "data"
 # A response with fewer different words says nothing about its topic, whatever its form is.
 DIFFERENT_WORDS = 8
 # The least share of its pairs of neighbouring words that may be distinct.
@@ -56,8 +59,26 @@ def score_parts(row: Mapping[str, Any], response: str, *, finished: bool = True)
     return parts
 
 
-def score(row: Mapping[str, Any], response: str, *, finished: bool = True) -> float:
-    """Grade a response in [0, 1]: the sum of `score_parts`. A response without a word scores 0."""
+def score(prompt_text: str, response: str, *, finished: bool = True) -> float:
+    """Grade a response to a prompt of the benchmark in [0, 1]: the sum of `score_parts`.
+
+    Raises:
+        ValueError: the benchmark has no such prompt.
+    """
+    if prompt_text not in (rows := _rows()):
+        raise ValueError(f"no prompt of the benchmark instructions: {prompt_text[:80]!r}")
+    return score_row(rows[prompt_text], response, finished=finished)
+
+
+@cache
+def _rows() -> dict[str, dict[str, Any]]:
+    """The rows of all splits by their prompt."""
+    lines = [line for file in DATA_DIR.glob("*_gen.jsonl") for line in file.read_text(encoding="utf-8").splitlines()]
+    return {row["prompt_text"]: row for row in map(json.loads, lines)}
+
+
+def score_row(row: Mapping[str, Any], response: str, *, finished: bool = True) -> float:
+    """Grade a response to a row in [0, 1]: the sum of `score_parts`. A response without a word scores 0."""
     # Rounding removes floating-point error, so that equal responses tie exactly.
     return round(sum(score_parts(row, response, finished=finished).values()), 9)
 
@@ -81,4 +102,4 @@ def requirements_met(
     texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
     finished = [True] * len(texts) if finished is None else finished
     rows = [{"keywords": a, "requirements": b} for a, b in zip(keywords, requirements, strict=True)]
-    return [score(row, text, finished=end) for row, text, end in zip(rows, texts, finished, strict=True)]
+    return [score_row(row, text, finished=end) for row, text, end in zip(rows, texts, finished, strict=True)]

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
 from trl_ext import SFTConfig, load_benchmark
+from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
 from trl_ext.held_out.table import GenerationTableCallback
@@ -209,9 +210,9 @@ def evaluate_generations(
         batch_size=batch_size,
         seed=trainer.args.seed,
     )
-    # Only the embedded benchmark has a known quality for every response.
-    judge = GroundTruthJudge() if arguments.dataset_name == "toy" else None
-    score_function = judge.score_function if judge else None
+    # Only the embedded benchmarks have a known quality for every response.
+    score_function = known_score(arguments.dataset_name)
+    judge = GroundTruthJudge(score_function) if score_function else None
     return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)
 
 

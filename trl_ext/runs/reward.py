@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from trl_ext import toy
 from trl_ext.data import encode_turn
+from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation import plot_reward_run, reward_metrics, reward_mistakes, true_order_metrics
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.judging.protocol import last_user_text
@@ -119,7 +120,7 @@ def main() -> None:
         results = {"run": describe_run(trainer, described), "selection": selected, "pairs": None, "true_order": None}
         margins: list[float] = []
         if scores is not None:
-            true_score = toy.score if arguments.dataset_name == "toy" else None
+            true_score = known_score(arguments.dataset_name)
             found, margins = evaluate_scores(run.folder, held_out, scores, true_score, arguments.num_mistakes)
             results |= found
         title = f"{described['objective']}, model {described['model']}, data {described['dataset']}"
@@ -181,10 +182,11 @@ def _selection_split(benchmark, arguments: RewardArguments, training: RewardConf
 
 def _samples(trainer: RewardTrainer, pairs, arguments: RewardArguments, model: ModelArguments) -> ScoredSamples:
     """Responses of the base model to the prompts of the pairs, with their known scores."""
-    if arguments.dataset_name != "toy":
+    score = known_score(arguments.dataset_name)
+    if score is None:
         raise ValueError(
-            "select_best best_of_n needs a known score of every response, which only toy has: choose accuracy, margin "
-            "or calibration"
+            "select_best best_of_n needs a known score of every response, which only the embedded benchmarks have: "
+            "choose accuracy, margin or calibration"
         )
     generator = AutoModelForCausalLM.from_pretrained(resolve_model_path(model.model_name_or_path), dtype="float32")
     generator.to(trainer.accelerator.device)
@@ -194,7 +196,7 @@ def _samples(trainer: RewardTrainer, pairs, arguments: RewardArguments, model: M
         generator,
         tokenizer,
         prompts,
-        max_new_tokens=toy.MAX_NEW_TOKENS,
+        max_new_tokens=import_module(EMBEDDED[arguments.dataset_name]).MAX_NEW_TOKENS,
         temperature=1.0,
         batch_size=100,
         seed=trainer.args.seed,
@@ -211,7 +213,7 @@ def _samples(trainer: RewardTrainer, pairs, arguments: RewardArguments, model: M
             max_response_tokens=trainer.args.max_response_tokens,
         )
         sequences.append([*ids[0], *ids[1]])
-        gold.append(toy.score(last_user_text(prompt), response.text, finished=response.finished))
+        gold.append(score(last_user_text(prompt), response.text, finished=response.finished))
     starts = range(0, len(prompts), count)
     return ScoredSamples(
         sequences=[sequences[start : start + count] for start in starts],

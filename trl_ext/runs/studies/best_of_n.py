@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trl_ext import toy
 from trl_ext.evaluation import best_of_n_curve, plot_best_of_n
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.methods.generations import compare_generations
@@ -148,8 +147,8 @@ def main() -> None:
             lambda rows: engine([row["prompt"] for row in rows], seed=arguments.seed), prompts, run.accelerator
         )
         if run.is_main_process:
-            if arguments.has_ground_truth:
-                add_true_scores(result.rows)
+            if score := arguments.score_function:
+                add_true_scores(result.rows, score)
                 # The same rows as before, now with the score.
                 write_json_lines(folder / SAMPLES, result.rows)
             results = _compare(arguments, result, prompts, base, judge, tokenizer, folder)
@@ -188,7 +187,7 @@ def _compare(
         [Generation([], response_ids(pick, tokenizer), pick["response_text"], pick["finished"]) for pick in own],
         other,
         max_new_tokens=arguments.max_new_tokens,
-        score_function=toy.score if arguments.has_ground_truth else None,
+        score_function=arguments.score_function,
     )
     for row, pick in zip(comparison.rows, own, strict=True):
         row |= {name: pick[name] for name in ("generated_num_tokens", "sample", "reward")}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trl_ext.data.benchmark import EMBEDDED
 from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
 from trl_ext.runs.studies import sweep
@@ -178,7 +179,7 @@ def check_metric(plan: Plan) -> None:
     for method in plan.methods:
         config = read_yaml(method.arguments["config"]) if "config" in method.arguments else None
         named = {**(config if isinstance(config, dict) else {}), **method.arguments}.get("dataset_name", "toy")
-        if plan.metric is None and method.evaluated_on == "prompts" and named != "toy":
+        if plan.metric is None and method.evaluated_on == "prompts" and named not in EMBEDDED:
             raise ValueError(
                 f"{named} comes with no judge, so that runs on it leave no score and no outcome to compare: name a "
                 "number in their generations.jsonl with --metric, or make the runs alone, with --stage reward_models "

@@ -145,8 +145,8 @@ def main() -> None:
             for number, setting in enumerate(settings, start=1)
         ]
         if run.is_main_process:
-            if arguments.has_ground_truth:
-                add_true_scores([row for result in sampled for row in result.rows])
+            if score := arguments.score_function:
+                add_true_scores([row for result in sampled for row in result.rows], score)
             found = [
                 {"setting": setting, **_figures(result, prompts, base, judge, tokenizer, run.folder)}
                 for setting, result in zip(settings, sampled, strict=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data import load_benchmark
+from trl_ext.data.benchmark import known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.methods.reward_models import reward_mistakes
 from trl_ext.evaluation.stages import compare_stages, mean_and_std
@@ -18,7 +19,6 @@ from trl_ext.files import write_json, write_json_lines
 from trl_ext.rewards import RewardModel
 from trl_ext.runs.studies.pipeline import REWARD_MODEL, SFT, Pipeline, RLHFArguments
 from trl_ext.runs.studies.sweep import find_shipped
-from trl_ext.toy import score as toy_score
 
 FOLDER = "evaluation"
 HELD_OUT, ADVERSARIAL = "held_out", "adversarial"
@@ -55,7 +55,7 @@ def evaluate_pipeline(given: RLHFArguments, pipeline: Pipeline) -> dict[str, Any
     found = {name: _evaluate_prompts(given, pipeline, name, path, folder) for name, path in files.items()}
     summary: dict[str, Any] = {"prompts": found}
     if given.eval_split in benchmark:
-        pairs, known = list(benchmark[given.eval_split]), _known_score(given)
+        pairs, known = list(benchmark[given.eval_split]), known_score(given.dataset_name)
         summary["mistakes"] = {
             name: mistakes_of(pairs, Path(path) / "scores.jsonl", count=given.num_mistakes, true_score=known)
             for name, path in pipeline.reward_models.items()
@@ -90,11 +90,6 @@ def find_adversarial(path: str) -> Path:
     return found
 
 
-def _known_score(given: RLHFArguments) -> Callable[..., float] | None:
-    """The true score, which only the embedded benchmark has."""
-    return toy_score if given.dataset_name == "toy" else None
-
-
 def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, path: Path, folder: Path) -> dict[str, Any]:
     prompts = load_prompts(path)
     comparison = compare_stages(
@@ -108,7 +103,7 @@ def _evaluate_prompts(given: RLHFArguments, pipeline: Pipeline, name: str, path:
         seed=given.seed,
         progress=True,
     )
-    _score_samples(pipeline, prompts, comparison.samples, given.eval_batch_size, _known_score(given))
+    _score_samples(pipeline, prompts, comparison.samples, given.eval_batch_size, known_score(given.dataset_name))
     for model, samples in comparison.samples.items():
         write_json_lines(folder / f"samples_{name}_{model}.jsonl", samples)
     models = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -14,7 +14,8 @@ from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import get_quantization_config
 
-from trl_ext import load_benchmark, toy
+from trl_ext import load_benchmark
+from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation import GroundTruthJudge, PairwiseJudge, WinRate, judge_pairs, win_rate
 from trl_ext.files import write_json, write_text
 from trl_ext.models import resolve_model_path
@@ -213,10 +214,10 @@ def name_of_reward(reward: Any) -> str:
     return getattr(reward, "__name__", type(reward).__name__)
 
 
-def add_true_scores(rows: Sequence[dict[str, Any]]) -> None:
-    """Add to sampled rows the `score` that only the embedded benchmark has."""
+def add_true_scores(rows: Sequence[dict[str, Any]], score: Callable[..., float]) -> None:
+    """Add to sampled rows their known `score`."""
     for row in rows:
-        row["score"] = toy.score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        row["score"] = score(row["prompt_text"], row["response_text"], finished=row["finished"])
 
 
 # ---- Prompts and judge ----
@@ -251,15 +252,17 @@ class SampledArguments(EngineArguments, RewardSources):
         counts = ("num_prompts", "save_every", "reward_batch_size", "max_new_tokens", "generation_batch_size")
         check_at_least(self, dict.fromkeys(counts, 1))
         if self.judge is None:
-            self.judge = "ground_truth" if self.dataset_name == "toy" else "none"
+            self.judge = "ground_truth" if self.score_function else "none"
         if self.judge not in JUDGES:
             raise ValueError(f"judge must be one of {', '.join(JUDGES)}, got {self.judge!r}")
-        if self.judge == "ground_truth" and self.dataset_name != "toy":
-            raise ValueError("judge ground_truth is for toy, the only benchmark whose responses have a known score")
+        if self.judge == "ground_truth" and self.score_function is None:
+            known = " and ".join(EMBEDDED)
+            raise ValueError(f"judge ground_truth is for {known}, the benchmarks whose responses have a known score")
 
     @property
-    def has_ground_truth(self) -> bool:
-        return self.dataset_name == "toy"
+    def score_function(self) -> Callable[..., float] | None:
+        """The known score of a response, `f(prompt_text, response, *, finished=True)`; None for none."""
+        return known_score(self.dataset_name)
 
 
 def load_prompts(arguments: SampledArguments) -> list[dict[str, Any]]:
@@ -290,7 +293,7 @@ def load_judge(arguments: SampledArguments) -> PairwiseJudge | None:
     if arguments.judge == "none":
         return None
     if arguments.judge == "ground_truth":
-        return GroundTruthJudge()
+        return GroundTruthJudge(arguments.score_function)
     from trl_ext.evaluation import OpenAIJudge
 
     return OpenAIJudge(arguments.judge_model, base_url=arguments.judge_base_url)
