@@ -25,6 +25,7 @@ from trl_ext.instructions.requirements import (
     sentences_of,
     words_of,
 )
+from trl_ext.names import load_function
 
 RAIN = "Rain falls on the roof of the old house, and the street is wet."
 CASES = {
@@ -228,7 +229,6 @@ def test_the_reward_reads_the_columns_of_the_rows():
 
 
 def test_recipes_load_the_rows_and_the_reward():
-
     splits = load_benchmark("instructions")
     assert {name: len(rows) for name, rows in splits.items()} == {f"{k}_gen": n for k, n in PROMPT_ROWS.items()}
     assert {"row_id", "prompt", "topic", "keywords", "requirements"} <= {*splits["train_gen"].column_names}
