@@ -16,12 +16,10 @@ from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts,
 from trl_ext.instructions.build import PROMPT_ROWS, build_rows, read_topics
 from trl_ext.instructions.requirements import (
     AVOIDED,
-    CLOSINGS,
     INCLUDED,
-    OPENINGS,
     REQUIREMENTS,
-    bullets_of,
     meets,
+    numbers_of,
     sentences_of,
     words_of,
 )
@@ -72,83 +70,41 @@ CASES = {
         ),
         ({"count": 2}, False, ["One.\nTwo.", "One.", "One.\n\nTwo.\n\nThree."]),
     ],
-    "bullets": [
+    "numbered": [
         (
             {"count": 2},
             True,
-            ["- one\n- two", "* one\n* **two**\n", "Here:\n\n• one\n• two\n\nDone.", "- one\n  - two"],
+            ["1. One\n2. Two", "Here:\n\n1) one\n\n2) two\n\nDone.", "**1.** one\n**2.** two", " 1. a\n - b\n 2. c"],
         ),
-        ({"count": 2}, False, ["1. one\n2. two", "-one\n-two", "**one**\n**two**", "- one", "- one\n- ", "- a - b"]),
+        (
+            {"count": 2},
+            False,
+            ["- one\n- two", "1. One 2. Two", "1. a\n2. b\n3. c", "1. a\n3. b", "1. a\n2. ", "1.5 a\n2. b"],
+        ),
     ],
-    "include_words": [
-        ({"first": "green", "second": "river"}, True, ["A green river.", '"River" is **green**', "GREEN\nriver"]),
-        ({"first": "green", "second": "river"}, False, ["greenish river", "rivers are green", "green"]),
+    "include_word": [
+        ({"word": "river"}, True, ["A green river.", '"River" is **green**', "GREEN\nriver"]),
+        ({"word": "river"}, False, ["riverside", "rivers are green", "green"]),
+    ],
+    "question": [
+        ({}, True, ["It rains. Do you stay?\n", "“Why?”", "It rains! Why not?)", "Is it 5 p.m.? or 6?", "**Why?**"]),
+        ({}, False, ["Why? It rains.", "It rains", "Do you stay", "It rains. ?", "Why? No!"]),
+    ],
+    "exclamation": [
+        ({}, True, ["It rains! We stay.", "“Stay!”", "Yes!!"]),
+        ({}, False, ["It rains.", "! It rains."]),
+    ],
+    "digits": [
+        ({}, True, ["We have 3 dogs.", "In 1999"]),
+        ({}, False, ["We have three dogs.", "Ⅳ"]),
     ],
     "avoid_word": [
         ({"word": "it"}, True, ["Its bits fit.", "It's fine."]),
         ({"word": "it"}, False, ["I like it.", "IT!", "“It” rains", "*it*"]),
     ],
-    "begin_with": [
-        ({"word": "today"}, True, ["Today we sing.", "  **today**, we", '"Today', "- Today"]),
-        ({"word": "today"}, False, ["We sing today.", "Today's news", "Sure: today we sing"]),
-    ],
-    "end_with": [
-        (
-            {"phrase": "the end"},
-            True,
-            ["So they slept. The end.\n", "... **THE END!**", "the end", "“The end”", "The, end"],
-        ),
-        ({"phrase": "the end"}, False, ["The end of it", "end", "The ends", "the friend"]),
-    ],
-    "lowercase": [
-        ({}, True, ["it rains.", "it’s 5 o'clock", "straße\n", "é"]),
-        ({}, False, ["It rains.", "it raINs", "5 + 5", "É"]),
-    ],
-    "capitals": [
-        ({}, True, ["IT RAINS.", "IT’S 5 O'CLOCK\n", "É"]),
-        ({}, False, ["It RAINS.", "IT RAINs", "5 + 5"]),
-    ],
     "no_commas": [
         ({}, True, ["It rains; we stay.", "it’s 'fine'"]),
         ({}, False, ["It rains, we stay.", "1,000", "雨，雨"]),
-    ],
-    "quotation": [
-        ({}, True, ['"It rains."', "“It rains.”\n", ' "It\'s fine.\n\nYes."', "«Il pleut»", "„Es regnet“"]),
-        (
-            {},
-            False,
-            ["'It rains.'", '"It rains.', 'It rains."', '"It" and "rain"', "”It rains“", '“It rains."', '"Rain" .'],
-        ),
-    ],
-    "title": [
-        ({}, True, ["[Rain]\nIt rains.", "\n**[A Wet Day]**\n\nIt rains.", "# [Rain]\nIt rains."]),
-        (
-            {},
-            False,
-            ["Rain\nIt rains.", "[Rain]", "[Rain] It rains.", "[]\nIt rains.", "[[Rain]]\nIt rains.", "A\n[B]\nC"],
-        ),
-    ],
-    "json_object": [
-        (
-            {"key": "text"},
-            True,
-            ['{"text": "It rains."}\n', '```json\n{"text": "rain"}\n```', '{\n "text": "“rain”"\n}'],
-        ),
-        (
-            {"key": "text"},
-            False,
-            [
-                '{"answer": "rain"}',
-                '{"text": ""}',
-                '{"text": ["rain"]}',
-                '{"text": "rain", "more": 1}',
-                'Here: {"text": "rain"}',
-                "{'text': 'rain'}",
-                '["text"]',
-                '{"text": "rain"',
-                "[" * 100_000 + "a",
-            ],
-        ),
     ],
 }
 
@@ -166,7 +122,7 @@ def test_what_words_are():
         *("don't", "stop", "well-known", "e.g", "3.5", "x")
     ]
     assert sentences_of("So did I. We met at 5 p.m. in St. Ives!") == ["So did I.", "We met at 5 p.m. in St. Ives!"]
-    assert bullets_of("* a\n\n - b\n**c**") == ["a", "b"]
+    assert numbers_of("1. a\n\n 2) b\n3.c\n4. ") == [1, 2]
 
 
 # ---- The score ----
@@ -219,9 +175,9 @@ def test_a_response_without_words_scores_0():
 
 
 def test_the_reward_reads_the_columns_of_the_rows():
-    asked = [row({"name": "no_commas"}), row({"name": "lowercase"}), row({"name": "no_commas"})]
+    asked = [row({"name": "no_commas"}), row({"name": "no_commas"}), row({"name": "no_commas"})]
     columns = {name: [one[name] for one in asked] for name in asked[0]}
-    texts = [RAIN, RAIN.lower(), RAIN]
+    texts = [RAIN, RAIN.replace(",", ""), RAIN]
     messages = [[{"role": "assistant", "content": text}] for text in texts]
     for completions in (texts, messages):
         assert requirements_met(prompts=texts, completions=completions, **columns) == [0.5, 1.0, 0.5]
@@ -267,33 +223,24 @@ def test_no_topic_and_no_prompt_is_in_two_splits():
 
 
 def test_the_lists_of_words_share_none():
-    phrases = (" ".join(words).split() for words in (INCLUDED, AVOIDED, OPENINGS, CLOSINGS))
-    lists = [set(words) for words in phrases]
-    assert sum(map(len, lists)) == len(set.union(*lists))
+    assert not {*INCLUDED} & {*AVOIDED}
     assert not any(word.startswith(tuple(keys.split())) for _, keys in read_topics() for word in AVOIDED)
 
 
 def write(asked: dict) -> str:
     """A response that meets all requirements of a row; they contradict each other if it fails."""
     wanted = {one["name"]: one for one in json.loads(asked["requirements"])}
-    filler = ["we", "look", "at", "old", "things", "here", "because", "they", "please", "us", "today"]
-    included = [wanted["include_words"][name] for name in ("first", "second")] if "include_words" in wanted else []
-    words = [*filler, *included, asked["keywords"].split()[0]]
-    # Every word again with a number, so that a long text is no loop.
-    words += [f"{word}{n}" for n in range(7) for word in filler] if "at_least_words" in wanted else []
-    begin = wanted.get("begin_with", {}).get("word", "so")
-    end = wanted.get("end_with", {}).get("phrase", "at last")
-    parts = next((wanted[name]["count"] for name in ("sentences", "paragraphs", "bullets") if name in wanted), 1)
-    pieces = [" ".join(words), *(f"we add line {n}" for n in range(1, parts))]
-    pieces[0] = f"{begin} {pieces[0]}"
-    pieces[-1] = f"{pieces[-1]} {end}"
-    if "bullets" in wanted:
-        text = "\n".join(f"- {piece}" for piece in pieces)
-    else:
-        text = ("\n\n" if "paragraphs" in wanted else " ").join(f"{piece}." for piece in pieces)
-    text = f"[one]\n{text}" if "title" in wanted else f'"{text}"' if "quotation" in wanted else text
-    text = json.dumps({wanted["json_object"]["key"]: text}) if "json_object" in wanted else text
-    return text.upper() if "capitals" in wanted else text
+    words = ["we", "look", "at", "old", "things", "here", "because", "they", asked["keywords"].split()[0]]
+    words += [wanted["include_word"]["word"]] if "include_word" in wanted else []
+    # Every word again with a letter, so that a long text is no loop.
+    words += [f"{word}{letter}" for letter in "bcdefg" for word in words[:8]] if "at_least_words" in wanted else []
+    parts = next((wanted[name]["count"] for name in ("sentences", "paragraphs", "numbered") if name in wanted), 1)
+    pieces = [f"{' '.join(words)}.", *(f"we add line {letter}." for letter in "bcdef"[: parts - 1])]
+    if "numbered" in wanted:
+        pieces = [f"{number}. {piece}" for number, piece in enumerate(pieces, start=1)]
+    pieces[0] = f"5 {pieces[0]}" if "digits" in wanted else pieces[0]
+    pieces[-1] = pieces[-1].removesuffix(".") + "?" * ("question" in wanted) + "!" * ("exclamation" in wanted)
+    return ("\n" if "numbered" in wanted else "\n\n" if "paragraphs" in wanted else " ").join(pieces)
 
 
 @pytest.mark.parametrize("split", PROMPT_ROWS)
@@ -305,4 +252,4 @@ def test_every_prompt_has_a_response_that_meets_it_all(split):
 def test_each_kind_of_requirement_is_frequent():
     names = [one["name"] for asked in read("train") for one in json.loads(asked["requirements"])]
     assert {*names} == {*REQUIREMENTS}
-    assert all(names.count(name) >= 53 for name in REQUIREMENTS)
+    assert all(names.count(name) >= 70 for name in REQUIREMENTS)

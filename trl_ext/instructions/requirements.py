@@ -8,13 +8,12 @@ What the checkers count:
 - A *sentence* has a letter and ends at `.`, `!` or `?` before a space, at a line break, or with the text. The full
   stop of an abbreviation (`ABBREVIATIONS`) or of a single letter, as in `J. Bach`, ends no sentence within a line.
 - A *paragraph* has a word. Blank lines separate paragraphs.
-- A *bullet point* is a line that begins with `-`, `*` or `•` and a space, and that has a word. A text may stand before
-  and after the list.
+- A *point* of a numbered list is a line that begins with its number, `.` or `)`, and a space, and that has a word. The
+  numbers count from 1. A text may come before and after the list.
 """
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Callable
@@ -23,8 +22,8 @@ from dataclasses import dataclass
 Parameters = dict[str, str | int]
 
 ABBREVIATIONS = ("e.g.", "i.e.", "etc.", "vs.", "mr.", "mrs.", "ms.", "dr.", "st.", "a.m.", "p.m.", "u.s.", "u.k.")
-# Words that may have to appear, words that responses are full of, and words and phrases for the two ends. The lists
-# share no word, so that no draw contradicts another.
+# Words that may have to appear, and words that responses are full of. The lists share no word, so that no draw
+# contradicts another.
 INCLUDED = (
     "green",
     "window",
@@ -48,10 +47,7 @@ INCLUDED = (
     "early",
 )
 AVOIDED = ("and", "is", "it", "that", "with", "but", "can", "for")
-OPENINGS = ("today", "sometimes", "imagine", "first", "here", "usually", "well", "yes")
-CLOSINGS = ("thank you", "good luck", "the end", "see you soon", "have fun", "so they say")
 COMMAS = ",，、،"
-QUOTATION_MARKS = {'"': '"', "“": "”", "„": "“", "«": "»"}
 
 
 def words_of(text: str) -> list[str]:
@@ -81,32 +77,10 @@ def paragraphs_of(text: str) -> list[str]:
     return [paragraph for paragraph in re.split(r"\n\s*\n", text) if words_of(paragraph)]
 
 
-def bullets_of(text: str) -> list[str]:
-    """The bullet points of a text, without their marks."""
-    bullets = re.findall(r"^[ \t]*[-*•][ \t]+(.*)$", text, flags=re.MULTILINE)
-    return [bullet for bullet in bullets if words_of(bullet)]
-
-
-def _in_quotation_marks(response: str) -> bool:
-    text = response.strip()
-    marks = {*QUOTATION_MARKS, *QUOTATION_MARKS.values()}
-    # A mark inside would close the quotation before its end.
-    return len(text) > 2 and QUOTATION_MARKS.get(text[0]) == text[-1] and not marks & {*text[1:-1]}
-
-
-def _has_title(response: str) -> bool:
-    first, _, rest = response.strip().partition("\n")
-    title = re.fullmatch(r"[#*_\s]*\[([^\[\]]+)\][*_\s]*", first)
-    return title is not None and bool(words_of(title[1])) and bool(words_of(rest))
-
-
-def _is_json(response: str, key: str) -> bool:
-    fenced = re.fullmatch(r"```(?:json)?\s*\n(.*)\n\s*```", response.strip(), flags=re.DOTALL)
-    try:
-        value = json.loads(fenced[1] if fenced else response)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(value, dict) and [*value] == [key] and isinstance(value[key], str) and bool(words_of(value[key]))
+def numbers_of(text: str) -> list[int]:
+    """The numbers at the beginning of the points of a numbered list."""
+    points = re.findall(r"^[ \t]*[*_]*(\d{1,3})[.)][*_]*[ \t]+(.*)$", text, flags=re.MULTILINE)
+    return [int(number) for number, point in points if words_of(point)]
 
 
 @dataclass(frozen=True)
@@ -142,13 +116,13 @@ REQUIREMENTS: dict[str, Requirement] = {
             "Stay within {count} words.",
         ),
         lambda response, count: len(words_of(response)) <= count,
-        _count(20, 25, 30, 35, 40, 45, 50),
+        _count(15, 20, 25, 30, 35, 40),
         frozenset({"length"}),
     ),
     "at_least_words": Requirement(
         ("Use at least {count} words.", "Your answer must have {count} words or more."),
         lambda response, count: len(words_of(response)) >= count,
-        _count(50, 55, 60, 65, 70, 75, 80),
+        _count(30, 35, 40, 45, 50),
         frozenset({"length"}),
     ),
     "sentences": Requirement(
@@ -166,72 +140,39 @@ REQUIREMENTS: dict[str, Requirement] = {
         _count(2, 3),
         frozenset({"length", "layout"}),
     ),
-    "bullets": Requirement(
-        ("Answer with exactly {count} bullet points.", "Give your answer as a list of {count} bullet points."),
-        lambda response, count: len(bullets_of(response)) == count,
+    "numbered": Requirement(
+        ("Answer with a numbered list of {count} points.", "Give {count} points, and number them."),
+        lambda response, count: numbers_of(response) == [*range(1, count + 1)],
         _count(2, 3, 4, 5),
-        frozenset({"length", "layout", "opening"}),
+        frozenset({"length", "layout", "digits"}),
     ),
-    "include_words": Requirement(
-        ('Use the words "{first}" and "{second}".', 'The words "{first}" and "{second}" must appear in your answer.'),
-        lambda response, first, second: {first, second} <= {*words_of(response)},
-        lambda generator: dict(zip(("first", "second"), generator.sample(INCLUDED, 2), strict=True)),
+    "include_word": Requirement(
+        ('Use the word "{word}".', 'The word "{word}" must appear in your answer.'),
+        lambda response, word: word in words_of(response),
+        _text("word", INCLUDED),
     ),
     "avoid_word": Requirement(
         ('Do not use the word "{word}".', 'Write it without the word "{word}".'),
         lambda response, word: word not in words_of(response),
         _text("word", AVOIDED),
     ),
-    "begin_with": Requirement(
-        ('Begin with the word "{word}".', 'The first word of your answer must be "{word}".'),
-        lambda response, word: words_of(response)[0] == word,
-        _text("word", OPENINGS),
-        frozenset({"opening"}),
-    ),
-    "end_with": Requirement(
-        ('End with the words "{phrase}".', 'The last words of your answer must be "{phrase}".'),
-        lambda response, phrase: words_of(response)[-len(phrase.split()) :] == phrase.split(),
-        _text("phrase", CLOSINGS),
-        frozenset({"ending"}),
-    ),
-    "lowercase": Requirement(
-        ("Use lower case letters only.", "Write everything in lower case, without a single capital letter."),
-        lambda response: response == response.lower() != response.upper(),
-        concerns=frozenset({"case"}),
-    ),
-    "capitals": Requirement(
-        ("USE CAPITAL LETTERS ONLY.", "Write everything in capital letters."),
-        lambda response: response == response.upper() != response.lower(),
-        concerns=frozenset({"case"}),
-    ),
     "no_commas": Requirement(
         ("Do not use commas.", "Write it without a single comma."),
         lambda response: not {*COMMAS} & {*response},
     ),
-    "quotation": Requirement(
-        (
-            "Put your whole answer in double quotation marks.",
-            "Your answer must begin and end with a double quotation mark.",
-        ),
-        _in_quotation_marks,
-        concerns=frozenset({"layout"}),
+    "question": Requirement(
+        ("End with a question.", "Your last sentence must be a question."),
+        lambda response: re.search(r"\w\W*\?\W*$", response.rpartition(".")[2]) is not None,
+        concerns=frozenset({"ending", "layout"}),
     ),
-    "title": Requirement(
-        (
-            "Begin with a line that holds a title in square brackets.",
-            "The first line must be a title in square brackets.",
-        ),
-        _has_title,
-        concerns=frozenset({"layout", "opening"}),
+    "exclamation": Requirement(
+        ("Use an exclamation mark.", "Put at least one exclamation mark into your answer."),
+        lambda response: re.search(r"\w\W*!", response) is not None,
     ),
-    "json_object": Requirement(
-        (
-            'Answer with a JSON object whose only key is "{key}".',
-            'Give your answer as JSON, under the single key "{key}".',
-        ),
-        _is_json,
-        _text("key", ("answer", "text", "response")),
-        frozenset({"length", "layout", "opening", "ending", "case"}),
+    "digits": Requirement(
+        ("Mention a number in digits.", "Your answer must contain a number in digits."),
+        lambda response: re.search(r"\d", response) is not None,
+        concerns=frozenset({"digits"}),
     ),
 }
 

@@ -78,6 +78,8 @@ def _convert(file: Path, folder: Path) -> None:
         if (index := getattr(config, f"{name}_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
     tokenizer.model_max_length = config.max_position_embeddings
+    # Has no effect on a byte-level tokenizer but a warning at every load.
+    tokenizer.clean_up_tokenization_spaces = False
     # A model marked as quantized refuses to be saved, although its weights are in float32 by now.
     del config.quantization_config
     config._name_or_path = ""
