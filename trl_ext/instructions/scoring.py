@@ -45,14 +45,15 @@ def score_parts(row: Mapping[str, Any], response: str, *, finished: bool = True)
     `topic` and each requirement of the prompt have an equal share, which they earn or not.
 
     Args:
-        row: a row of the benchmark, of which `prompt_text`, `keywords` and `requirements` are read.
+        row: a row of the benchmark, of which `keywords`, `requirements` and `prompt` (or `prompt_text`) are read.
         response: the text of the response, without special tokens.
         finished: False for a response that was cut at the token limit, before its end token. It then loses half of
             what it earned, because a part of a response cannot show that the whole would meet a requirement.
     """
     requirements = json.loads(row["requirements"])
     share = 1 / (1 + len(requirements))
-    parts = {"topic": share * is_on_topic(response, row["keywords"], row["prompt_text"])}
+    prompt_text = row["prompt_text"] if "prompt_text" in row else _text(row["prompt"])
+    parts = {"topic": share * is_on_topic(response, row["keywords"], prompt_text)}
     for requirement in requirements:
         name = requirement.pop("name")
         parts[name] = share * meets(response, name, requirement)
@@ -103,10 +104,12 @@ def requirements_met(
         finished: which completions ended by themselves; this library's trainers pass it. Default: all.
         columns: the other columns and arguments that TRL passes; they are ignored.
     """
-    asked, texts = (
-        [one if isinstance(one, str) else one[-1]["content"] for one in given] for given in (prompts, completions)
-    )
-    finished = [True] * len(texts) if finished is None else finished
-    names = ("prompt_text", "keywords", "requirements")
-    rows = [dict(zip(names, values, strict=True)) for values in zip(asked, keywords, requirements, strict=True)]
+    finished = [True] * len(completions) if finished is None else finished
+    names = ("prompt", "keywords", "requirements")
+    rows = [dict(zip(names, values, strict=True)) for values in zip(prompts, keywords, requirements, strict=True)]
+    texts = map(_text, completions)
     return [score_row(row, text, finished=end) for row, text, end in zip(rows, texts, finished, strict=True)]
+
+
+def _text(message: str | Sequence[Mapping[str, Any]]) -> str:
+    return message if isinstance(message, str) else message[-1]["content"]

@@ -73,8 +73,8 @@ class SweepArguments(SampledArguments):
         default=None, metadata={"help": "Longest responses, in tokens. Default: max_new_tokens."}
     )
     templates: list[str] = _axis(
-        "chat for the model's chat template; r1_zero, question_only, alpaca_sft or a text file with {question} for "
-        "plain text; chat+NAME for the template within a chat.",
+        "chat for the model's chat template; r1_zero, question_only, boxed, alpaca_sft or a text file with {question} "
+        "for plain text; chat+NAME for the template within a chat.",
         [CHAT],
     )
     few_shots: list[int] = _axis("Numbers of examples before the prompt.", [0])
