@@ -48,8 +48,8 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
         FileNotFoundError: the file, folder or split does not exist.
         ValueError: a file has no rows or bad ones; the message gives file, line, row_id and field of up to five.
     """
-    if name_or_path in EMBEDDED:
-        return EMBEDDED[name_or_path](split)
+    if name_or_path in EMBEDDED_PROBLEMS:
+        return EMBEDDED_PROBLEMS[name_or_path](split)
     return _checked(read_jsonl(_path_of(Path(name_or_path).expanduser(), split)))
 
 
@@ -119,7 +119,7 @@ def _check_split(name: str, split: str) -> None:
 
 
 # The problems that come with the library, by name.
-EMBEDDED = {"toy": _load_toy, "word_problems": _load_word_problems}
+EMBEDDED_PROBLEMS = {"toy": _load_toy, "word_problems": _load_word_problems}
 
 
 def _path_of(path: Path, split: str) -> Path:
@@ -127,8 +127,8 @@ def _path_of(path: Path, split: str) -> Path:
         return path
     if not path.is_dir():
         raise FileNotFoundError(
-            f"no problems at {brief(path, 200)!r}: give {', '.join(EMBEDDED)}, a folder of {{split}}.jsonl, or a "
-            ".jsonl file"
+            f"no problems at {brief(path, 200)!r}: give {', '.join(EMBEDDED_PROBLEMS)}, a folder of {{split}}.jsonl, "
+            "or a .jsonl file"
         )
     return split_file(path, split)
 
