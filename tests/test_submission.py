@@ -80,11 +80,11 @@ class TestModelNames:
 
     @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "models/aot"])
     def test_mistyped(self, name):
-        with pytest.raises(FileNotFoundError, match=f"no model folder '{name}': give a folder, a hub name such as"):
+        with pytest.raises(FileNotFoundError, match=f"no model folder '{name}': give a folder, a GGUF file, a hub name such as"):
             resolve_model_path(name)
 
     def test_its_neighbours_are_named(self):
-        with pytest.raises(FileNotFoundError, match="or toy; models holds aot-toy$"):
+        with pytest.raises(FileNotFoundError, match="or smollm2; models holds aot-toy$"):
             resolve_model_path("models/aot")
 
     @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen2.5-1.5B-Instruct", "models/aot-toy"])
