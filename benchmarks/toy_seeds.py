@@ -38,7 +38,7 @@ def run_recipe(recipe: str, output_dir: Path, seed: int, flags: Sequence[str] = 
 
 def run(method: str, seed: int, folder: Path, bf16: bool = False) -> dict[str, Any]:
     """Results of one method; its reward model runs first."""
-    flags = ["--config", str(CONFIGS / f"{method}.yaml"), "--bf16", str(bf16).lower()]
+    flags = ["--config", str(CONFIGS / f"{method}.yaml"), *(["--bf16", "true"] if bf16 else [])]
     if method in ONLINE:
         run("reward_model", seed, folder, bf16)
         flags += ["--reward_model", str(folder / f"reward_model-{seed}")]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import numpy
 import pytest
@@ -106,13 +107,13 @@ def test_a_converted_file_is_the_same_model(file, llama, cache):
 
 def test_the_folder_is_an_ordinary_one_and_made_once(file, cache, monkeypatch):
     folder = resolve_model_path(str(file))
-    assert "quantization_config" not in json.loads((module.Path(folder) / "config.json").read_text())
+    assert "quantization_config" not in json.loads((Path(folder) / "config.json").read_text())
     AutoModelForCausalLM.from_pretrained(folder).save_pretrained(cache / "again")
     assert AutoTokenizer.from_pretrained(folder).eos_token == "<|im_end|>"
     monkeypatch.setattr(module, "_convert", lambda *_: pytest.fail("it was converted already"))
     (file.parent / "deeper").mkdir()
     assert resolve_model_path(str(file.rename(file.parent / "deeper" / file.name))) == folder
-    assert {path.name for path in cache.iterdir() if path.is_dir()} == {"again", module.Path(folder).name}
+    assert {path.name for path in cache.iterdir() if path.is_dir()} == {"again", Path(folder).name}
 
 
 def test_the_base_of_an_adapter_from_another_cache_is_found(monkeypatch, tmp_path):

@@ -191,7 +191,7 @@ def test_recipes_load_the_rows_and_the_reward():
     assert {name: len(rows) for name, rows in splits.items()} == {f"{k}_gen": n for k, n in PROMPT_ROWS.items()}
     assert {"row_id", "prompt", "topic", "keywords", "requirements"} <= {*splits["train_gen"].column_names}
     reward = load_function("trl_ext.instructions:requirements_met", "reward function")
-    assert score_row(splits["test_gen"][0], "Nothing.") < 1
+    assert score_row(splits["test_gen"][0], write(splits["test_gen"][0])) == 1.0
     columns = splits["test_gen"][:4]
     assert reward(prompts=columns.pop("prompt"), completions=[""] * 4, **columns) == [0.0] * 4
 
