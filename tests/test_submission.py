@@ -78,7 +78,7 @@ class TestModelNames:
         (tmp_path / "models" / "log").mkdir()
         monkeypatch.chdir(tmp_path)
 
-    @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "models/aot"])
+    @pytest.mark.parametrize("name", ["runs/no", "./no", "/no/such", "~/no", "a/b/c", "no/", "no.gguf", "models/aot"])
     def test_mistyped(self, name):
         with pytest.raises(FileNotFoundError, match=f"no model folder '{name}': give a folder, a GGUF file"):
             resolve_model_path(name)

@@ -53,7 +53,7 @@ def resolve_model_path(name_or_path: str) -> str:
 
 def _looks_like_path(name: str) -> bool:
     path = Path(name)
-    is_no_hub_name = name.startswith((".", "/", "~", "runs/")) or name.endswith("/") or name.count("/") > 1
+    is_no_hub_name = name.startswith((".", "/", "~", "runs/")) or name.endswith(("/", ".gguf")) or name.count("/") > 1
     return is_no_hub_name or path.exists() or ("/" in name and path.parent.is_dir())
 
 
