@@ -271,6 +271,14 @@ def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     assert not compare.calls and not Path("runs").exists()
 
 
+def test_a_reward_in_the_configuration_needs_no_reward_model(compare, capsys):
+    Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
+    Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}}\n")
+    compare.main("--config", "methods.yaml", "--seeds", "0", "--dry_run")
+    printed = capsys.readouterr().out
+    assert "# runs, grpo-0: new" in printed and "reward_model" not in printed
+
+
 def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_path, monkeypatch):
     """A stand-in for sbatch notes what it is given; its wrapped commands, run in turn, leave the report."""
     Path("settings.yaml").write_text("seeds: [7]\ngrid: {learning_rate: [0.1, 0.2]}\n")

@@ -14,6 +14,7 @@ from trl_ext import load_benchmark, toy
 from trl_ext.data.benchmark import known_score
 from trl_ext.instructions import DATA_DIR, requirements_met, score, score_parts, score_row
 from trl_ext.instructions.build import PROMPT_ROWS, build_rows, read_topics
+from trl_ext.instructions.pairs import build_pairs, pair_up
 from trl_ext.instructions.requirements import (
     AVOIDED,
     INCLUDED,
@@ -257,3 +258,52 @@ def test_each_kind_of_requirement_is_frequent():
     names = [one["name"] for asked in read("train") for one in json.loads(asked["requirements"])]
     assert {*names} == {*REQUIREMENTS}
     assert all(names.count(name) >= 70 for name in REQUIREMENTS)
+
+
+# ---- The pairs ----
+
+
+def sampled(*rewards: float, cut: tuple[int, ...] = (), row_id: str = "a") -> list[dict]:
+    """Samples of one prompt; those in `cut` reached the token limit."""
+    return [
+        {"row_id": row_id, "response_text": f"text {number}", "reward": reward, "finished": number not in cut}
+        for number, reward in enumerate(rewards)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "expected"),
+    [
+        (sampled(0.5, 1.0, 0.0, 0.5), [(1, 2), (0, 2)]),
+        (sampled(1.0, 0.0), [(0, 1)]),
+        (sampled(0.5, 0.5, 0.5), []),
+        (sampled(1.0, 0.5, 0.0, cut=(0,)), [(1, 2)]),
+        (sampled(0.0, 1.0, 0.5, cut=(0, 2)), [(1, 0), (1, 2)]),
+    ],
+    ids=["widest differences", "one pair", "ties", "cut responses are not chosen", "cut responses are rejected"],
+)
+def test_samples_are_paired_by_their_difference(samples, expected):
+    numbers = {sample["response_text"]: number for number, sample in enumerate(samples)}
+    pairs = pair_up(samples)
+    assert [tuple(numbers[one["response_text"]] for one in pair) for pair in pairs] == expected
+
+
+def test_samples_of_another_split_are_refused():
+    known = {"row_id": "a", "prompt_messages": [], "prompt_text": "Say a word."}
+    assert [row["chosen_text"] for row in build_pairs(sampled(0.0, 1.0), [known])] == ["text 1"]
+    with pytest.raises(ValueError, match="row_id b is of no prompt of this split"):
+        list(build_pairs(sampled(0.0, 1.0, row_id="b"), [known]))
+
+
+@pytest.mark.parametrize(("split", "least"), [("train", 800), ("validation", 80), ("test", 160)])
+def test_committed_pairs_are_ordered_by_the_score(split, least):
+    prompts = {one["prompt_text"] for one in read(split)}
+    rows = [json.loads(line) for line in (DATA_DIR / f"{split}_prefs.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert len({one["row_id"] for one in rows}) == len(rows) >= least
+    for one in rows:
+        assert one["prompt_text"] in prompts
+        assert one["chosen_score"] > one["rejected_score"]
+        assert one["chosen_score"] == score(one["prompt_text"], one["chosen_text"])
+        # A rejected response may have been cut at the limit, which halves its score.
+        whole = score(one["prompt_text"], one["rejected_text"])
+        assert one["rejected_score"] == pytest.approx(whole) or one["rejected_score"] == pytest.approx(whole / 2)

@@ -158,6 +158,39 @@ def test_the_importance_ratio_of_another_sampler_weighs_the_surrogate_alone(per_
     assert relative_difference(uncorrected, gradient) > 0.1
 
 
+@pytest.mark.parametrize("kind", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_a_sampler_correction_weighs_the_surrogate_alone(kind, ready, policy_path):
+    """The ratio of the trainer's to the sampler's probability, here from 0.74 to 1.35 a token; the KL term goes
+    without it."""
+    settings = {"sampler_correction": kind, "sampler_correction_min": 0.8, "sampler_correction_max": 1.2}
+    trainer, output = ready(**CLIP, beta=0.2, **settings)
+    inputs, old = off_policy(trainer, output)
+    offsets = 0.3 * torch.cos(2.3 * torch.arange(8 * 8)).double().view(8, 8)
+    rows = rows_of(inputs)
+    inputs["sampling_per_token_logps"] = (
+        inputs["old_per_token_logps"] - offsets[:, : output["completion_ids"].shape[1]]
+    )
+    policy, reference = weights_in_float64(trainer), model_in_float64(policy_path)
+    losses, all_weights = [], []
+    for index, row in enumerate(rows):
+        new = log_probs(policy, *row)
+        with torch.no_grad():
+            of_reference = log_probs(reference, *row)
+        difference = offsets[index, : len(new)]
+        weights = (difference if kind.startswith("token") else difference.sum()).exp().expand(len(new))
+        inside = ((weights >= 0.8) & (weights <= 1.2)).double()
+        weights = weights.clamp(0.8, 1.2) if kind.endswith("truncate") else weights * inside
+        all_weights += weights.tolist()
+        surrogate = clip(torch.exp(new - old[index]), ADVANTAGES[index])
+        losses.append(weights * surrogate + 0.2 * KINDS["k3"](new - of_reference))
+    assert {*all_weights} & {0.0, 0.8, 1.2} and not {*all_weights} <= {0.0, 0.8, 1.2}
+    expected = mean_of_means(losses)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
+    gradient = gradient_of(policy, expected)
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_load_balancing_loss_of_a_mixture_of_experts(training, accumulation, ready, monkeypatch):

@@ -2,6 +2,7 @@
 
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import masked_mean, masked_normalize, masked_sum
+from trl_ext.losses.mismatch import mismatch_weights
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.losses.policy import (
     PolicyScores,
@@ -66,6 +67,7 @@ __all__ = [
     "masked_mean",
     "masked_normalize",
     "masked_sum",
+    "mismatch_weights",
     "nca",
     "orpo",
     "quadratic_ratio",

@@ -39,7 +39,14 @@ class Method:
 
     @property
     def needs_reward_model(self) -> bool:
-        return self.recipe in ONLINE_RECIPES and not {"reward_model", "reward_function"} & set(self.arguments)
+        return self.recipe in ONLINE_RECIPES and not {"reward_model", "reward_function"} & set(self.settings)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments, and what their configuration file adds."""
+        config = read_yaml(self.arguments["config"]) if "config" in self.arguments else None
+        # The recipe itself reports a malformed file.
+        return {**(config if isinstance(config, dict) else {}), **self.arguments}
 
     @property
     def evaluated_on(self) -> str:
@@ -177,8 +184,7 @@ def check_metric(plan: Plan) -> None:
         ValueError: the prompts are from another benchmark, and no metric is named.
     """
     for method in plan.methods:
-        config = read_yaml(method.arguments["config"]) if "config" in method.arguments else None
-        named = {**(config if isinstance(config, dict) else {}), **method.arguments}.get("dataset_name", "toy")
+        named = method.settings.get("dataset_name", "toy")
         if plan.metric is None and method.evaluated_on == "prompts" and named not in EMBEDDED:
             raise ValueError(
                 f"{named} comes with no judge, so that runs on it leave no score and no outcome to compare: name a "

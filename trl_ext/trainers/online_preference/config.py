@@ -26,6 +26,10 @@ _NOT_READ = {
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
     ),
+    **dict.fromkeys(
+        ("sampler_correction", "sampler_correction_min", "sampler_correction_max"),
+        "a preference loss has no importance weights of tokens",
+    ),
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
 # Here beta belongs to the preference loss.

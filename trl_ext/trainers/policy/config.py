@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from trl import GRPOConfig as TRLGRPOConfig
 
 from trl_ext.algorithms import PolicyObjective
+from trl_ext.losses.mismatch import CORRECTIONS
 from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.registry import Algorithm
 from trl_ext.rollouts.stopping import check_stop
@@ -114,6 +115,19 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "allows it and a check at the first batch agrees. off: transformers samples."
         },
     )
+    sampler_correction: str | None = field(
+        default=None,
+        metadata={
+            "help": "Weigh tokens by the trainer's over the sampler's probability at sampling: "
+            f"{', '.join(CORRECTIONS)}. Default: none, and for vLLM what vllm_importance_sampling_mode says."
+        },
+    )
+    sampler_correction_min: float | None = field(
+        default=None, metadata={"help": "Lower bound on that ratio. Default: the correction's own."}
+    )
+    sampler_correction_max: float | None = field(
+        default=None, metadata={"help": "Upper bound on that ratio. Default: the correction's own."}
+    )
     disable_dropout: bool = field(
         default=True,
         metadata={"help": "With dropout, the ratio is not 1 before the first update: two passes draw two masks."},
@@ -205,6 +219,30 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
         check_choice("fast_rollouts", self.fast_rollouts, ("auto", "off"))
+
+        self._check_sampler_correction()
+
+    def _check_sampler_correction(self) -> None:
+        low, high = bounds = (self.sampler_correction_min, self.sampler_correction_max)
+        if self.sampler_correction is None:
+            if bounds != (None, None):
+                raise ValueError("sampler_correction_min and _max bound nothing without sampler_correction: name one")
+            return
+        check_choice("sampler_correction", self.sampler_correction, tuple(CORRECTIONS))
+        _, _, lowest, highest = CORRECTIONS[self.sampler_correction]
+        low, high = lowest if low is None else low, highest if high is None else high
+        if low is None or high is None:
+            raise ValueError(
+                f"sampler_correction {self.sampler_correction} has no default bounds: give sampler_correction_min and "
+                "sampler_correction_max, such as 0.999 and 1.001"
+            )
+        if not 0 <= low < high:
+            raise ValueError(f"sampler_correction keeps ratios from {low} to {high}: give 0 <= min < max")
+        if self.fast_rollouts == "off" and not self.use_vllm:
+            raise ValueError(
+                "sampler_correction reads what the sampler recorded, and transformers records nothing: leave "
+                "fast_rollouts auto, or use vLLM"
+            )
 
     def _check_group(self, objective: PolicyObjective) -> None:
         if self.num_generations == 1 and objective.group_relative:

@@ -7,8 +7,6 @@ replaces the loss.
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +29,7 @@ from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.generation import PolicyGeneration
 from trl_ext.trainers.policy.greedy import greedy_rewards
+from trl_ext.trainers.policy.mismatch import log_disagreement, surrogate_weights
 from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
@@ -50,7 +49,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), and for a greedy baseline `greedy/reward` and `greedy/mean_length`. `kl` is the mean of k3 per token.
+    gradient), `sampling/log_ratio_mean`, `/log_ratio_max` and `/effective_sample_size` (how far the probabilities
+    recorded at sampling are from the trainer's; 0, 0 and 1 if they agree), and for a greedy baseline `greedy/reward`
+    and `greedy/mean_length`. `kl` is the mean of k3 per token.
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -82,7 +83,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._rollout: tuple[Tensor, list[bool]] | None = None
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
-        self._seen_signal = False
+        self._seen_signal = self.has_told_of_sampler = False
         self.rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         super().__init__(model, guarded, args, **kwargs)
@@ -315,20 +316,22 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             advantages=advantages,
             ratio=self.objective.ratio,
         )
-        log_clamped(self, scores, inputs.get("ref_per_token_logps"), "train" if training else "eval")
+        mode = "train" if training else "eval"
+        log_clamped(self, scores, inputs.get("ref_per_token_logps"), mode)
+        log_disagreement(self, inputs, scores, mode)
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
         loss = self.objective(
             scores,
             ref_log_probs=inputs.get("ref_per_token_logps"),
-            weights=self._weights(inputs, scores, entropy_mask),
+            weights=surrogate_weights(self, inputs, scores, entropy_mask),
             token_count=inputs.get("mean_tokens"),
             constant=self.max_completion_length,
         )
         if self._entropy_bonus_enabled:
             # Replace the value that TRL has logged for its own loss.
-            self._metrics["train" if training else "eval"]["policy_loss"][-1] = gather(loss.detach()).nanmean().item()
+            self._metrics[mode]["policy_loss"][-1] = gather(loss.detach()).nanmean().item()
         if entropy_coefficient:
             counted = mask if entropy_mask is None else mask * entropy_mask
             loss = loss - entropy_coefficient * (entropies * counted).sum() / counted.sum().clamp(min=1)
@@ -346,23 +349,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
             return 0.0
         return self.entropy_coef
-
-    def _weights(self, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
-        """TRL's factors of the surrogate: masks of tokens and sequences, and vLLM's importance ratio."""
-        factors = [] if entropy_mask is None else [entropy_mask]
-        if self.off_policy_mask_threshold is not None:
-            factors.append(
-                self.get_off_policy_mask(
-                    advantages=scores.advantages,
-                    per_token_logps=scores.log_probs,
-                    sampling_per_token_logps=inputs.get("sampling_per_token_logps", scores.old_log_probs),
-                    mask=scores.mask,
-                    off_policy_threshold=self.off_policy_mask_threshold,
-                )
-            )
-        if self.use_vllm and self.vllm_importance_sampling_correction:
-            factors.append(inputs["importance_sampling_ratio"])
-        return functools.reduce(operator.mul, factors) if factors else None
 
     # ---- Checkpoints ----
 

@@ -192,7 +192,8 @@ class PPOTrainer(PolicyTrainer):
         return "scored" if super()._loss_weight() == "tokens" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        own = dict.fromkeys(("value_loss", "value_clip_ratio", "approx_kl", "log_ratio/clamped"), "scored")
+        names = ("value_loss", "value_clip_ratio", "approx_kl", "log_ratio/clamped")
+        own = dict.fromkeys((*names, "sampling/log_ratio_mean", "sampling/effective_sample_size"), "scored")
         return {**super()._step_metrics(mode), **own}
 
     @property
