@@ -288,6 +288,12 @@ def test_samples_are_paired_by_their_difference(samples, expected):
     assert [tuple(numbers[one["response_text"]] for one in pair) for pair in pairs] == expected
 
 
+def test_equal_responses_make_one_pair():
+    samples = sampled(1.0, 0.0, 0.0)
+    samples[2]["response_text"] = samples[1]["response_text"]
+    assert len(pair_up(samples)) == 1
+
+
 def test_samples_of_another_split_are_refused():
     known = {"row_id": "a", "prompt_messages": [], "prompt_text": "Say a word."}
     assert [row["chosen_text"] for row in build_pairs(sampled(0.0, 1.0), [known])] == ["text 1"]

@@ -25,11 +25,12 @@ def pair_up(samples: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
     """Up to two pairs (chosen, rejected) of the samples of one prompt: those whose rewards differ most.
 
     A response that was cut at the token limit is never chosen, because training would teach the model to end where the
-    limit was.
+    limit was. Equal responses count once.
 
     Args:
-        samples: rows with `reward` and `finished`.
+        samples: rows with `response_text`, `reward` and `finished`.
     """
+    samples = {sample["response_text"]: sample for sample in samples}.values()
 
     def difference(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> float:
         return pair[0]["reward"] - pair[1]["reward"]
