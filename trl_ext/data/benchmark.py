@@ -30,7 +30,7 @@ def load_benchmark(
 
     `name_or_path` is tried in this order:
 
-    - `"toy"` or `"instructions"`, the benchmarks that come with the library; `"instructions"` has prompt splits alone;
+    - `"toy"` or `"instructions"`, the benchmarks that come with the library;
     - a folder of `{split}.jsonl` files, from which the known splits are loaded: `train_prefs`, `validation_prefs`,
       `test_prefs`, `train_gen`, `validation_gen`, `test_gen`;
     - one JSONL file, which becomes `train_prefs` if its first row is a pair or a labelled response, and `train_gen` if
