@@ -36,9 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with one_line_errors():
         parser = CommandParser(prog="python -m trl_ext.published.page", description=__doc__)
         parser.add_argument("study", help="name of the study, such as smollm2-instructions")
-        parser.add_argument(
-            "--out", default="results.html", help="HTML file; Markdown and curves beside it (%(default)s)"
-        )
+        parser.add_argument("--out", default="results.html", help="HTML file, with others beside it (%(default)s)")
         parser.add_argument("--docs", metavar="FILE", help="Markdown page with the study's markers")
         given = parser.parse_args(arguments)
         print(", ".join(map(str, write_page(given.study, given.out, given.docs))))
@@ -97,15 +95,15 @@ def by_method(runs: Sequence[Run]) -> dict[str, dict[int, Run]]:
 def study_table(runs: Sequence[Run]) -> Table:
     """One row for each method: its figures over seeds and prompts, and its cost."""
     rows = [_method_cells(method, own) for method, own in by_method(runs).items()]
-    prompts = max(cells["prompts"].value for cells in rows)
+    about, prompts = runs[0].results.run, max(cells["prompts"].value for cells in rows)
     records = [run.results.model_extra.get("kept", {}) for run in runs]
     processors = ", ".join(sorted({str(record["processor"]) for record in records if record.get("processor")}))
     commits = ", ".join(sorted({str(record["commit"]) for record in records if record.get("commit")}))
     note = (
-        f"The model {runs[0].results.run.model} on {runs[0].results.run.dataset}, {prompts:.0f} held-out prompts. Gain "
-        "is in score over the untrained model. Brackets after it and after the win rate hold 95% intervals over prompts "
-        "and seeds; those after KL and tokens, the lowest and the highest seed. Hours are of one run, evaluation "
-        f"included{f', on {processors}' if processors else ''}.{f' Commit: {commits}.' if commits else ''}"
+        f"The model {about.model} on {about.dataset}, {prompts:.0f} held-out prompts. Gain is in score over the "
+        "untrained model. Brackets after it and after the win rate hold 95% intervals over "
+        "prompts and seeds; those after KL and tokens, the lowest and the highest seed. Hours are of one run with its "
+        f"evaluation{f', on {processors}' if processors else ''}.{f' Commit: {commits}.' if commits else ''}"
     )
     columns = [name for name in rows[0] if name != "prompts" and any(cells[name].text != "-" for cells in rows)]
     return Table("study", "Methods of the study", note, columns, [[cells[name] for name in columns] for cells in rows])
@@ -116,10 +114,11 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
     rows = [read_method_run(run.folder, method, seed) for seed, run in runs.items()]
     kl = [row["kl"]["value"] for row in found if row["kl"]]
     tokens = [row["tokens"]["policy"] for row in found if row["tokens"]["policy"] is not None]
+    rate = rows[0].settings.get("learning_rate")
     hours = [row["total_seconds"] / 3600 for row in found if row["total_seconds"] is not None]
     return {
         "method": Cell(method),
-        "objective": Cell(found[0]["objective"] or "-"),
+        "learning rate": Cell("-" if rate is None else f"{rate:g}", rate),
         "steps": count(found[0]["steps"]),
         "seeds": Cell(", ".join(map(str, sorted(runs)))),
         "gain in score": _over_prompts_and_seeds(rows, "gain"),
@@ -193,8 +192,8 @@ def worst_table(runs: Sequence[Run]) -> Table:
         if "worst" in row.model_extra
     ]
     note = (
-        "The responses of each run with the lowest gain in score, of all held-out prompts. The browser below shows them "
-        "too, and the responses to the first prompts by row_id, which were not chosen by their results."
+        "The responses of each run with the lowest gain in score, among all held-out prompts. The browser below shows "
+        "them too, and the responses to the first prompts by row_id, which were not chosen by their results."
     )
     return Table("worst", "Worst responses", note, columns, rows)
 
