@@ -26,7 +26,7 @@ from trl_ext.files import existing_file, read_json, read_yaml, write_text
 # Responses whose texts are kept, and how many of them are the run's worst.
 TEXTS, WORST = 10, 3
 # Rows of metrics.jsonl that are kept: those with figures of held-out rows, and those of training alone.
-HELD_OUT_ROWS, TRAINING_ROWS = 20, 30
+HELD_OUT_ROWS, TRAINING_ROWS = 20, 24
 KEPT_METRICS = {"step", "seconds", "collapsed", "sampled_kl", *HELD_OUT_TITLES, *TRAINING_TITLES}
 KEPT_OF_PROMPT = ("row_id", "score", "base_score", "generated_num_tokens", "finished", "outcome")
 # Settings that say where a run wrote and whom it told, and nothing about its method.
