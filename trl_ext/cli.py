@@ -26,6 +26,10 @@ MODULES = {
     "grade": ("public_eval.grade", "grade a submission against the thresholds"),
     "tournament": ("public_eval.tournament", "rank several submissions by their matches"),
     "report": ("trl_ext.evaluation.report", "one page about any number of runs"),
+    "compare-with-published": (
+        "trl_ext.published.compare",
+        "place a run among the published runs of its method",
+    ),
     "stages": ("trl_ext.evaluation.stages", "base, SFT and policy, the stages of a training, on the same prompts"),
     "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
@@ -80,7 +84,7 @@ def _help() -> str:
         "configs [NAME]": "list the configurations that come along, or print the path of one",
         **{name: text for name, (_, text) in {**STUDIES, **MODULES}.items()},
     }
-    lines = [f"  {name:16}  {text}" for name, text in described.items()]
+    lines = [f"  {name:22}  {text}" for name, text in described.items()]
     return "\n".join(
         [
             "usage: trl-ext COMMAND ... (every command has --help)\n",

@@ -17,6 +17,8 @@ from trl_ext.files import read_yaml
 # The value of a row of generations.jsonl for a win rate, with ties as half.
 CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 METRICS = ("score", "win_rate")
+# Published runs have the values of all prompts here, and texts of a few in generations.jsonl.
+PROMPTS_NAME = "prompts.jsonl"
 # The number of samples that a run learned from, and their unit.
 _SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
@@ -30,7 +32,7 @@ class MethodRun:
         folder: its folder.
         results: its results.json.
         settings: its config.yaml; empty if missing.
-        rows: its generations.jsonl, by row_id.
+        rows: its generations.jsonl, or a published run's prompts.jsonl, by row_id.
     """
 
     method: str
@@ -49,7 +51,9 @@ def read_method_run(folder: str | Path, method: str, seed: int) -> MethodRun:
         ValueError: the run has another seed.
     """
     folder = Path(folder)
-    config, generations = folder / "config.yaml", folder / "generations.jsonl"
+    config, generations = folder / "config.yaml", folder / PROMPTS_NAME
+    if not generations.is_file():
+        generations = folder / "generations.jsonl"
     results = read_results(folder / "results.json")
     if results.run.seed != seed:
         raise ValueError(f"{folder}: results.json is of seed {results.run.seed}, not {seed}")

@@ -70,7 +70,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         if key in OF_A_METHOD and len(methods) > 1:
             alike = {f"{title}, {method}": [run for run in runs if run.method == method] for method in methods}
         for name, own in alike.items():
-            training = _curves(own, lambda row, key=key: None if _is_of_held_out_prompts(row) else row.get(key))
+            training = _curves(own, lambda row, key=key: None if is_of_held_out_prompts(row) else row.get(key))
             held_out = _curves(own, lambda row, key=key: row.get(f"eval_{key}"))
             found.append(Panel(name, "training", training, held_out))
     return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
@@ -107,10 +107,10 @@ def _held_out(row: Row, key: str) -> float | None:
     """
     if f"eval_{key}" in row and "eval_loss" not in row:
         return row[f"eval_{key}"]
-    return row.get(f"sampled_{key}", row.get(key)) if _is_of_held_out_prompts(row) else None
+    return row.get(f"sampled_{key}", row.get(key)) if is_of_held_out_prompts(row) else None
 
 
-def _is_of_held_out_prompts(row: Row) -> bool:
+def is_of_held_out_prompts(row: Row) -> bool:
     """Whether names without `eval_` refer to responses to held-out prompts.
 
     Trainers on pairs log these apart from their own metrics. Policy trainers also log `collapsed` for each rollout,

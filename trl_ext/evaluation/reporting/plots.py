@@ -183,10 +183,12 @@ def _draw_curves(
     """Draw metrics over steps into one panel, with the band from `_low` to `_high` if these were logged."""
     axis.set_title(title)
     axis.set_xlabel(x_label)
-    for label, name in curves.items():
+    for index, (label, name) in enumerate(curves.items()):
         points = [(row["step"], row[name]) for row in metrics if row.get(name) is not None]
         if points:
-            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label)
+            # Curves keep their colours where another has no points; there are ten colours.
+            style = {"color": f"C{index % 10}", "linestyle": "-" if index < 10 else "--"}
+            axis.plot(*zip(*points, strict=True), marker="." if len(points) < 30 else None, label=label, **style)
         band = [(row["step"], row[f"{name}_low"], row[f"{name}_high"]) for row in metrics if f"{name}_low" in row]
         if band:
             axis.fill_between(*zip(*band, strict=True), color=axis.lines[-1].get_color(), alpha=0.15)
