@@ -238,6 +238,8 @@ SEVERAL_ROLLOUTS = "an update spans several rollouts"
             [SEVERAL_ROLLOUTS],
         ),
         ({"algorithm": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 1}, []),
+        ({"algorithm": "kl_cov", "gradient_accumulation_steps": 2}, ["kl_cov chooses tokens within each micro-batch"]),
+        ({"algorithm": "clip_cov"}, []),
         (
             # 3 micro-batches, in updates of 2: three updates of two rollouts, one of which holds parts of both.
             {"algorithm": "opo", "gradient_accumulation_steps": 2, "steps_per_generation": 3},
