@@ -80,3 +80,63 @@ def differences(function, values, step=1e-6):
             gradient[i][t] = (above - function(values)) / (2 * step)
             row[t] = middle
     return gradient
+
+
+def surrogate_by_loops(name, new, old, sampler, mask, advantages, options):
+    """Token losses of surrogates of 2025 and 2026, as lists of scalar tensors for each response.
+
+    `new` holds scalar tensors and `advantages` one number for each token. `item()` is where a gradient stops.
+    """
+    exp, places = torch.exp, [(i, t) for i, row in enumerate(mask) for t, counts in enumerate(row) if counts]
+    low, high = options.get("epsilon", 1.0), options.get("epsilon_high", 1.0)
+    losses = [[None] * sum(row) for row in mask]
+    mean_advantage = sum(advantages[i][t] for i, t in places) / len(places)
+    mean_log_prob = sum(new[i][t].item() for i, t in places) / len(places)
+    covariance = {(i, t): (advantages[i][t] - mean_advantage) * (new[i][t].item() - mean_log_prob) for i, t in places}
+    ranked = sorted(places, key=covariance.get, reverse=True)
+    count = max(1, int(options.get("share", 0) * len(places)))
+
+    def clipped(ratio, advantage):
+        if advantage >= 0:
+            return -advantage * ratio if ratio.item() <= 1 + high else ratio * 0 - advantage * (1 + high)
+        return -advantage * ratio if ratio.item() >= 1 - low else ratio * 0 - advantage * (1 - low)
+
+    for i, t in places:
+        lp, advantage, row = new[i][t], advantages[i][t], [s for j, s in places if j == i]
+        log_ratios = {s: new[i][s] - old[i][s] for s in row}
+        ratio = exp(log_ratios[t])
+        product = math.exp(sum(x.item() for x in log_ratios.values()))
+        if name == "sapo":
+            tau = options["temperature_pos" if advantage > 0 else "temperature_neg"]
+            loss = -advantage * 4 / tau / (1 + exp(-tau * (ratio - 1)))
+        elif name == "gmpo":
+            bound, total = options["log_clip"], 0 * lp
+            for x in log_ratios.values():
+                beyond = x.item() > bound if advantage > 0 else x.item() < -bound
+                total = total + (math.copysign(bound, advantage) if beyond else x)
+            loss = -advantage * exp(total / len(row))
+        elif name == "clip":
+            loss = clipped(exp(sum(log_ratios.values()) / len(row)), advantage)
+        elif name == "gspo_token":
+            loss = clipped(product ** (1 / len(row)) * exp(lp - lp.item()), advantage)
+        elif name == "vespo":
+            k, decay = (options[f"{key}_{'pos' if advantage >= 0 else 'neg'}"] for key in ("k", "lambda"))
+            loss = -(product**k) * math.exp(decay * (1 - product)) * advantage * lp
+        elif name.startswith("dppo"):
+            p, q = math.exp(lp.item()), math.exp(sampler[i][t])
+            distance = abs(p - q)
+            if name == "dppo_kl":
+                distance = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+            further = p > q if advantage > 0 else p < q
+            limit = options["delta_high" if advantage > 0 else "delta_low"]
+            kept = 0.0 if further and distance > limit else 1.0
+            loss = -advantage * kept * min(p / q, options["ratio_cap"]) * lp
+        elif name == "clip_cov":
+            loss, window = clipped(ratio, advantage), options["cov_low"] < covariance[i, t] < options["cov_high"]
+            is_clipped = ratio.item() > 1 + high if advantage > 0 else ratio.item() < 1 - low
+            loss = loss * 0 if window and not is_clipped else loss
+        elif name == "kl_cov":
+            penalty = options["coefficient"] * abs(log_ratios[t]) if (i, t) in ranked[:count] else 0
+            loss = -advantage * ratio + penalty
+        losses[i][row.index(t)] = loss
+    return losses

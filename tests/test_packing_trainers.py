@@ -125,6 +125,7 @@ def test_policy(name, policy_path, tmp_path):
     [
         ({}, True),
         ({"keep_groups": "off"}, False),
+        ({"algorithm": "kl_cov"}, False),
         ({"packing": "off"}, False),
         ({"packing": "off", "keep_groups": "on"}, True),
         # Two optimizer steps to a rollout: which responses each sees would change.

@@ -47,7 +47,8 @@ def configure(tmp_path):
             {"algorithm": "gspo", "aggregation": "token_mean"},
             ["--algorithm gspo", "--aggregation token_mean", "contradict", "sequence_mean", "--algorithm grpo"],
         ),
-        ({"loss_type": "sapo"}, ["loss_type 'sapo' has no equivalent in PolicyConfig", "grpo, dapo, dr_grpo, luspo"]),
+        ({"loss_type": "bnpo"}, ["loss_type 'bnpo' has no equivalent in PolicyConfig", "grpo, dapo, dr_grpo, luspo"]),
+        ({"loss_type": "sapo", "epsilon": 0.2}, ["--epsilon 0.2 and --surrogate sapo contradict", "loss_type 'sapo'"]),
         ({"loss_type": "dapo", "aggregation": "sum"}, ["'dapo' selects aggregation token_mean", "sum: give"]),
         (
             {"algorithm": "dr_grpo", "scale_rewards": "group"},
@@ -59,7 +60,12 @@ def configure(tmp_path):
         ),
         ({"algorithm": "rloo", "loss_type": "grpo"}, ["--ratio none and --surrogate clip contradict", "loss_type"]),
         ({"delta": 1.1}, ["delta must be at least 1 + epsilon_high, 1.2", "1.1"]),
-        ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "trl.GRPOTrainer"]),
+        ({"sapo_temperature_pos": 2.0}, ["sapo_temperature_pos is not used", "--loss_type sapo"]),
+        ({"algorithm": "sapo", "vespo_k_neg": 2.0}, ["vespo_k_neg is not used", "--loss_type vespo"]),
+        (
+            {"algorithm": "dppo_tv", "sampler_correction": "token_mask"},
+            ["sampler_correction token_mask", "the sampler twice", "dppo_tv"],
+        ),
         ({"multi_objective_aggregation": "normalize_then_sum"}, ["multi_objective_aggregation", "RewardEnsemble"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
         ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
@@ -232,6 +238,8 @@ SEVERAL_ROLLOUTS = "an update spans several rollouts"
             [SEVERAL_ROLLOUTS],
         ),
         ({"algorithm": "dr_grpo", "gradient_accumulation_steps": 2, "steps_per_generation": 1}, []),
+        ({"algorithm": "kl_cov", "gradient_accumulation_steps": 2}, ["kl_cov chooses tokens within each micro-batch"]),
+        ({"algorithm": "clip_cov"}, []),
         (
             # 3 micro-batches, in updates of 2: three updates of two rollouts, one of which holds parts of both.
             {"algorithm": "opo", "gradient_accumulation_steps": 2, "steps_per_generation": 3},

@@ -25,6 +25,8 @@ OBJECTIVES = {
     "kl token mean": {"epsilon": 0.01, "beta": 0.2, "kl_aggregation": "token_mean"},
     "batch normalized": {"algorithm": "reinforce_plus_plus_baseline", "epsilon": 0.01},
     "length weighted": {"algorithm": "opo"},
+    "product ratio": {"algorithm": "vespo"},
+    "smooth gate": {"algorithm": "sapo"},
     "greedy baseline": {"algorithm": "remax", "num_generations": 2},
     # With two processes of four, the group of eight straddles them.
     "one group": {"epsilon": 0.01, "num_generations": 8, "aggregation": "token_mean"},

@@ -191,6 +191,33 @@ def test_a_sampler_correction_weighs_the_surrogate_alone(kind, ready, policy_pat
     assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
 
 
+@pytest.mark.parametrize("use_vllm", [False, True])
+def test_dppo_takes_its_ratio_to_what_the_sampler_recorded(use_vllm, ready):
+    """The sampler lies up to 0.3 off the old policy, and vLLM's ratio, here 100, is left out: it is in there already."""
+    trainer, output = ready(algorithm="dppo_tv", algorithm_kwargs={"delta_low": 2e-4, "delta_high": 2e-4})
+    inputs, old = off_policy(trainer, output)
+    rows, policy = rows_of(inputs), weights_in_float64(trainer)
+    offsets = 0.3 * torch.cos(2.3 * torch.arange(8 * 8)).double().view(8, 8)
+    inputs["sampling_per_token_logps"] = (
+        inputs["old_per_token_logps"] - offsets[:, : output["completion_ids"].shape[1]]
+    )
+    inputs["importance_sampling_ratio"] = torch.full_like(inputs["old_per_token_logps"], 100.0)
+    trainer.use_vllm = trainer.vllm_importance_sampling_correction = use_vllm
+    losses, kept = [], []
+    for index, row in enumerate(rows):
+        new = log_probs(policy, *row)
+        p, q = new.detach().exp(), (old[index] - offsets[index, : len(new)]).exp()
+        inside = ~(((p - q).abs() > 2e-4) & ((p - q) * ADVANTAGES[index] > 0))
+        kept += inside.tolist()
+        losses.append((-(p / q) * inside * ADVANTAGES[index] * new).sum())
+    assert 0.1 < sum(kept) / len(kept) < 0.9
+    expected = sum(losses) / 8 / trainer.max_completion_length
+    loss = trainer._compute_loss(trainer.model, inputs)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
+    gradient = gradient_of(policy, expected)
+    assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("training", [True, False])
 def test_the_load_balancing_loss_of_a_mixture_of_experts(training, accumulation, ready, monkeypatch):

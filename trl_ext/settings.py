@@ -67,7 +67,11 @@ ADVANTAGE_SETTINGS = {
     "advantage_clip": Setting(float, "Advantages are clipped to plus and minus this.", within=_POSITIVE),
 }
 LOSS_SETTINGS = {
-    "surrogate": Setting(str, "clip, no_clip, cispo, reinforce or quadratic_ratio."),
+    "surrogate": Setting(
+        str,
+        "clip, no_clip, cispo, reinforce, quadratic_ratio, sapo, gmpo, gspo_token, vespo, dppo_tv, dppo_kl, clip_cov "
+        "or kl_cov.",
+    ),
     "ratio": Setting(str, "Importance ratio: token, sequence or none.", "token", ("token", "sequence", "none")),
     "aggregation": Setting(str, "sequence_mean, token_mean, constant or sum.", "sequence_mean"),
     "epsilon": Setting(float, "The ratio is clipped below 1 - epsilon.", within=_FROM_0, option="clip_low"),
@@ -78,7 +82,7 @@ LOSS_SETTINGS = {
         within=_ABOVE_1,
         option="dual_clip",
     ),
-    "ratio_cap": Setting(float, "Cap on the ratio of cispo.", within=_FROM_1, option="ratio_cap"),
+    "ratio_cap": Setting(float, "Cap on the ratio of cispo, dppo_tv and dppo_kl.", within=_FROM_1, option="ratio_cap"),
     "loss_constant": Setting(
         float,
         "Tokens that `constant` divides by. Default: max_completion_length, the token budget.",

@@ -45,6 +45,13 @@ _GSPO = {
         "surrogate": (("clip",), "GSPO clips its ratio"),
     },
 }
+_DPPO = {
+    "advantage": "group_centered",
+    "aggregation": "constant",
+    "ratio_cap": 10.0,
+    "group_size": 16,
+    "title": "Rethinking the Trust Region in LLM Reinforcement Learning",
+}
 _BERKELEY = {**_CLIP, "advantage_clip": 5.0, "beta": 0.01, "kl_aggregation": "token_mean"}
 
 
@@ -56,6 +63,13 @@ def _add(name: str, summary: str, paper: str, *, surrogate: str, **settings: Any
 def _advantage(name: str, reason: str) -> dict[str, Any]:
     """The advantage that defines an algorithm, and why no other may be used under its name."""
     return {"advantage": name, "fixed": {"advantage": ((name,), reason)}}
+
+
+def _own_loss(name: str, surrogate: str, **settings: str) -> dict[str, Any]:
+    """The surrogate that defines an algorithm, and other settings that its name fixes."""
+    settings = {"surrogate": surrogate, **settings}
+    fixed = {flag: ((value,), f"{name} is defined with {value}") for flag, value in settings.items()}
+    return {**settings, "fixed": fixed}
 
 
 # fmt: off
@@ -104,6 +118,33 @@ _add("opo", "On-policy with the length-weighted optimal baseline", "2505.23585",
 _add("reinforce_plus_plus_baseline", "Group mean as baseline, then normalised over the batch", "2501.03262", **_CLIP,
      **_TOKENS, **_advantage("batch_normalized", "REINFORCE++ normalises over the batch"), std_ddof=0,
      advantage_eps=1e-8, advantage_options={"std_of": "advantages"}, beta=0.01, kl_estimator="k2")
+_add("sapo", "A gate on the ratio that closes smoothly in place of the clip", "2511.20347", **_POPULATION,
+     **_own_loss("SAPO", "sapo", ratio="token", aggregation="sequence_mean"),
+     title="Soft Adaptive Policy Optimization")
+_add("gmpo", "Geometric mean of a response's clipped ratios", "2507.20673", **_POPULATION,
+     **_own_loss("GMPO", "gmpo", ratio="token", aggregation="sequence_mean"),
+     title="Geometric-Mean Policy Optimization")
+_add("gspo_token", "GSPO with an advantage for each token, as your own advantages may have", "2507.18071",
+     **_own_loss("GSPO-token", "gspo_token", ratio="sequence", aggregation="sequence_mean"), **_POPULATION,
+     epsilon=3e-4, epsilon_high=4e-4, title="Group Sequence Policy Optimization")
+# The clip that TRL reads in its section 5.1.
+_add("luspo", "GSPO with each response's loss times its length", "2602.05261", **_POPULATION,
+     **_own_loss("LUSPO", "clip", ratio="sequence", aggregation="sum"), epsilon=2e-3, epsilon_high=2.5e-3,
+     title="Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation in RLVR")
+_add("vespo", "A smooth weight from the product of a response's ratios", "2602.10693", **_POPULATION,
+     **_own_loss("VESPO", "vespo", ratio="token", aggregation="token_mean"),
+     title="VESPO: Variational Sequence-Level Soft Policy Optimization for Stable Off-Policy LLM Training")
+# The advantage, the reduction, the group and the bounds are those of its example in verl.
+_add("dppo_tv", "A token that moved too far from the sampler, by total variation, is dropped", "2602.04879",
+     **_own_loss("DPPO", "dppo_tv", ratio="token"), **_DPPO)
+_add("dppo_kl", "A token that moved too far from the sampler, by KL divergence, is dropped", "2602.04879",
+     **_own_loss("DPPO", "dppo_kl", ratio="token"), **_DPPO)
+_add("clip_cov", "A few tokens of high covariance are dropped at random", "2505.22617", **_POPULATION,
+     **_own_loss("Clip-Cov", "clip_cov", ratio="token", aggregation="token_mean"), epsilon=1.0,
+     title="The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models")
+_add("kl_cov", "A penalty on the log-ratio of the tokens of highest covariance", "2505.22617", **_POPULATION,
+     **_own_loss("KL-Cov", "kl_cov", ratio="token", aggregation="token_mean"),
+     title="The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models")
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,

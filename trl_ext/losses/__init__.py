@@ -1,19 +1,26 @@
 """Losses as pure functions of tensors, independent of any trainer."""
 
 from trl_ext.losses.kl import kl_estimate
-from trl_ext.losses.masking import masked_mean, masked_normalize, masked_sum
+from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.mismatch import mismatch_weights
 from trl_ext.losses.objective import PreferenceObjective
 from trl_ext.losses.policy import (
     PolicyScores,
-    aggregate,
     cispo,
+    clip_cov,
     clipped_surrogate,
+    dppo_kl,
+    dppo_tv,
+    gmpo,
+    gspo_token,
+    kl_cov,
     quadratic_ratio,
     reinforce,
+    sapo,
     sequence_log_ratio,
     token_log_ratio,
     unclipped_surrogate,
+    vespo,
 )
 from trl_ext.losses.policy_objective import PolicyLoss
 from trl_ext.losses.preference import (
@@ -53,15 +60,21 @@ __all__ = [
     "bradley_terry",
     "cdpo",
     "cispo",
+    "clip_cov",
     "clipped_surrogate",
     "clipped_value_loss",
     "confidence",
     "cpo",
     "dpo",
     "dpop",
+    "dppo_kl",
+    "dppo_tv",
     "explained_variance",
+    "gmpo",
+    "gspo_token",
     "hinge",
     "ipo",
+    "kl_cov",
     "kl_estimate",
     "kto",
     "masked_mean",
@@ -74,11 +87,13 @@ __all__ = [
     "reinforce",
     "repo",
     "robust_dpo",
+    "sapo",
     "sequence_log_ratio",
     "simpo",
     "sppo",
     "token_log_ratio",
     "unclipped_surrogate",
+    "vespo",
     "whiten",
     "wpo",
 ]

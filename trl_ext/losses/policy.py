@@ -1,8 +1,8 @@
-"""Policy-gradient losses: from token log-probabilities and advantages to token losses, and their reduction.
+"""Policy-gradient losses: from token log-probabilities and advantages to token losses.
 
 Shapes: B responses of up to T tokens. A log-ratio is new minus old: [B, T] for one per token, [B, 1] for one per
 response. Advantages are [B], [B, 1] or [B, T]. Every loss is minimised and returned unreduced; at ratio 1 its gradient
-is `-advantage` times that of the log-probability.
+is `-advantage` times that of the log-probability, but for the tokens that `clip_cov` drops.
 """
 
 from __future__ import annotations
@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from trl_ext.losses.kl import MAX_EXPONENT
-from trl_ext.losses.masking import masked_sum
-from trl_ext.registry import nearest
-
-AGGREGATIONS = ("sequence_mean", "token_mean", "constant", "sum")
+from trl_ext.losses.masking import masked_mean, masked_sum
 
 
 @dataclass
@@ -31,6 +28,7 @@ class PolicyScores:
         mask: 1 where a token counts, [B, T].
         advantages: [B, 1] or [B, T]; [B] is treated as [B, 1].
         ratio: the unit of `log_ratio`: each `token`, the whole `sequence`, or `none`.
+        sampler_log_probs: `old_log_probs` as the sampler itself recorded them, [B, T]: NaN where it did not, or None.
     """
 
     log_probs: Tensor
@@ -38,6 +36,7 @@ class PolicyScores:
     mask: Tensor
     advantages: Tensor
     ratio: str = "token"
+    sampler_log_probs: Tensor | None = None
 
     def __post_init__(self):
         self.advantages = _column(self.advantages)
@@ -58,6 +57,20 @@ class PolicyScores:
             return sequence_log_ratio(self.log_probs, self.old_log_probs, self.mask)
         return token_log_ratio(self.log_probs, self.old_log_probs)
 
+    @property
+    def behaviour_log_probs(self) -> Tensor:
+        """`sampler_log_probs` where recorded, and `old_log_probs` elsewhere. [B, T]."""
+        if self.sampler_log_probs is None:
+            return self.old_log_probs
+        return torch.where(self.sampler_log_probs.isnan(), self.old_log_probs, self.sampler_log_probs)
+
+    @property
+    def covariance(self) -> Tensor:
+        """Each token's `(advantage - mean) (log_prob - mean)`, the means over all tokens; without gradient. [B, T]."""
+        log_probs = self.log_probs.detach()
+        advantages = self.advantages.expand_as(log_probs)
+        return (advantages - masked_mean(advantages, self.mask)) * (log_probs - masked_mean(log_probs, self.mask))
+
 
 def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
     """Log of each token's new over old probability. [B, T]."""
@@ -76,6 +89,15 @@ def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -
 def _column(advantages: Tensor) -> Tensor:
     """Advantages of shape [B] as [B, 1]; others unchanged."""
     return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+
+
+def _choose(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
+    """One number where the condition holds and the other elsewhere, in the dtype of `like`."""
+    return torch.full_like(like, other).masked_fill(condition, one)
 
 
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
@@ -107,9 +129,7 @@ def clipped_surrogate(
     Schulman et al. 2017, arXiv 1707.06347, equation 7.
     """
     advantages = _column(advantages)
-    ratio = bounded_ratio(log_ratio)
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    losses = -torch.minimum(ratio * advantages, clipped * advantages)
+    losses = _clipped(bounded_ratio(log_ratio), advantages, clip_low, clip_high)
     if dual_clip is None:
         return losses
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
@@ -153,6 +173,203 @@ def quadratic_ratio(log_ratio: Tensor, advantages: Tensor, *, strength: float) -
     return -ratio * _column(advantages) + strength / 2 * (ratio - 1).square()
 
 
+def sapo(
+    log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float = 1.0, temperature_neg: float = 1.05
+) -> Tensor:
+    """SAPO: `-4 / tau sigmoid(tau (ratio - 1)) A`: a gate that closes smoothly as the ratio leaves 1.
+
+    With p the sigmoid, the gradient is `4 p (1 - p)` times that of `-ratio A`. Tau is `temperature_pos` where the
+    advantage is positive and `temperature_neg` elsewhere. At ratio 1 the loss is `-2 A / tau`, and the gradient -A.
+
+    Args:
+        log_ratio: [B, T] or [B, 1].
+        advantages: [B], [B, 1] or [B, T].
+
+    arXiv 2511.20347.
+    """
+    advantages = _column(advantages)
+    temperature = _choose(advantages > 0, temperature_pos, temperature_neg, advantages)
+    return -4 / temperature * torch.sigmoid(temperature * (bounded_ratio(log_ratio) - 1)) * advantages
+
+
+def gmpo(log_ratio: Tensor, mask: Tensor, advantages: Tensor, *, log_clip: float = 0.4) -> Tensor:
+    """GMPO: `-A exp(mean(clipped log-ratio))`: the geometric mean of a response's clipped ratios. [B, 1].
+
+    Each token's log-ratio is clipped to plus and minus `log_clip`, in the direction that the advantage favours. A
+    clipped token has no gradient, and still scales that of the others.
+
+    Args:
+        log_ratio, mask: [B, T].
+        advantages: one for each response, [B] or [B, 1].
+
+    arXiv 2507.20673.
+    """
+    advantages = _column(advantages)
+    clipped = log_ratio.clamp(-log_clip, log_clip)
+    log_ratio = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
+    mean = masked_sum(log_ratio, mask, dim=-1) / (mask != 0).sum(-1).clamp(min=1)
+    return -advantages * bounded_ratio(mean.unsqueeze(-1))
+
+
+def gspo_token(
+    log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, clip_low: float = 3e-4, clip_high: float = 4e-4
+) -> Tensor:
+    """GSPO-token: GSPO's clip of `s exp(log_prob - sg[log_prob])` at each token, s the sequence's ratio, detached.
+
+    Its values are GSPO's. Its gradient is too if all tokens of a response have one advantage; they may also differ.
+
+    Args:
+        log_ratio: of the sequence, [B, 1].
+        log_probs: [B, T].
+        advantages: [B], [B, 1] or [B, T].
+
+    Zheng et al. 2025, arXiv 2507.18071.
+    """
+    ratio = bounded_ratio(log_ratio.detach()) * (log_probs - log_probs.detach()).exp()
+    return _clipped(ratio, _column(advantages), clip_low, clip_high)
+
+
+def vespo(
+    log_ratio: Tensor,
+    log_probs: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    *,
+    k_pos: float = 2.0,
+    lambda_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lambda_neg: float = 2.0,
+) -> Tensor:
+    """VESPO: `-w^k exp(lambda (1 - w)) A log_prob`, with w the product of a response's ratios, without gradient.
+
+    The factor is 1 at w = 1 and falls to 0 for small and large w. k and lambda are `_neg` where the advantage is
+    negative. Log-ratios are clamped at plus and minus 20.
+
+    Args:
+        log_ratio, log_probs, mask: [B, T].
+        advantages: [B], [B, 1] or [B, T].
+
+    arXiv 2602.10693.
+    """
+    advantages = _column(advantages)
+    log_w = masked_sum(log_ratio.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT), mask, dim=-1).unsqueeze(-1)
+    log_w = log_w.clamp(-MAX_EXPONENT, MAX_EXPONENT)
+    k = _choose(advantages >= 0, k_pos, k_neg, advantages)
+    decay = _choose(advantages >= 0, lambda_pos, lambda_neg, advantages)
+    return -(k * log_w + decay * (1 - log_w.exp())).exp() * advantages * log_probs
+
+
+def dppo_tv(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    delta_low: float = 0.15,
+    delta_high: float = 0.15,
+    ratio_cap: float = 10.0,
+) -> Tensor:
+    """DPPO, total variation: `-min(p / q, ratio_cap) A log_prob`, and 0 where `|p - q|` is above delta.
+
+    p is a token's probability and q that of the policy that sampled it, as its sampler recorded it if it did. Only
+    tokens that have moved in the direction that their advantage favours become 0. p / q has no gradient.
+
+    Args:
+        log_probs, behaviour_log_probs: [B, T].
+        advantages: [B], [B, 1] or [B, T].
+        delta_low, delta_high: the largest divergence where the advantage is negative, and where it is positive.
+
+    Qi et al. 2026, arXiv 2602.04879.
+    """
+    divergence = (log_probs.detach().exp() - behaviour_log_probs.exp()).abs()
+    return _dppo(divergence, log_probs, behaviour_log_probs, advantages, delta_low, delta_high, ratio_cap)
+
+
+def dppo_kl(
+    log_probs: Tensor,
+    behaviour_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    delta_low: float = 0.05,
+    delta_high: float = 0.05,
+    ratio_cap: float = 10.0,
+) -> Tensor:
+    """DPPO, KL: `dppo_tv` with `q log(q / p) + (1 - q) log((1 - q) / (1 - p))` in place of `|p - q|`.
+
+    This is the KL divergence between distributions over two events: this token, and any other. arXiv 2602.04879.
+    """
+    # A probability that rounds to 1 has a finite logarithm of the rest.
+    p, q = (values.detach().exp().clamp(max=1 - 1e-7) for values in (log_probs, behaviour_log_probs))
+    divergence = q * (behaviour_log_probs - log_probs.detach()) + (1 - q) * ((1 - q) / (1 - p)).log()
+    return _dppo(divergence, log_probs, behaviour_log_probs, advantages, delta_low, delta_high, ratio_cap)
+
+
+def _dppo(divergence, log_probs, behaviour_log_probs, advantages, delta_low, delta_high, ratio_cap) -> Tensor:
+    advantages = _column(advantages)
+    change = log_probs.detach() - behaviour_log_probs
+    limit = _choose(advantages > 0, delta_high, delta_low, advantages)
+    dropped = (advantages * change > 0) & (divergence > limit)
+    weights = bounded_ratio(change).clamp(max=ratio_cap).masked_fill(dropped, 0)
+    return -weights * advantages * log_probs
+
+
+def clip_cov(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    covariance: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 1.0,
+    share: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
+) -> Tensor:
+    """Clip-Cov: PPO's clip, and 0 for a few random tokens of high covariance, which lower the entropy most.
+
+    Of N tokens, `max(1, share N)` are drawn among those that the clip leaves alone and whose covariance lies between
+    the bounds. They are drawn with torch's random numbers, so that a run's seed gives the same tokens again.
+
+    Args:
+        log_ratio, covariance, mask: [B, T]; the covariance is that of `PolicyScores`, over these B responses.
+        advantages: [B], [B, 1] or [B, T].
+        clip_low, clip_high: 1 is the clip of the authors' runs, which cuts little.
+
+    Cui et al. 2025, arXiv 2505.22617.
+    """
+    losses = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
+    unclipped = losses <= unclipped_surrogate(log_ratio, advantages)
+    candidates = ((mask != 0) & (covariance > cov_low) & (covariance < cov_high) & unclipped).nonzero()
+    count = max(1, int(share * (mask != 0).sum()))
+    drawn = candidates[torch.randperm(len(candidates), device=candidates.device)[:count]]
+    return losses.index_put(tuple(drawn.T), losses.new_zeros(()))
+
+
+def kl_cov(
+    log_ratio: Tensor,
+    advantages: Tensor,
+    covariance: Tensor,
+    mask: Tensor,
+    *,
+    share: float = 2e-3,
+    coefficient: float = 1.0,
+) -> Tensor:
+    """KL-Cov: `-ratio A`, and `coefficient |log_ratio|` more for the tokens of the highest covariance.
+
+    These are `max(1, share N)` of N tokens. While the policy is the one that sampled, the penalty has no gradient.
+
+    Args:
+        log_ratio, covariance, mask: [B, T]; the covariance is that of `PolicyScores`, over these B responses.
+        advantages: [B], [B, 1] or [B, T].
+        share: the share of tokens; the paper has 2e-3 for a model of 7B and 2e-4 for one of 32B.
+
+    Cui et al. 2025, arXiv 2505.22617.
+    """
+    count = max(1, int(share * (mask != 0).sum()))
+    highest = covariance.masked_fill(mask == 0, -torch.inf).flatten().topk(min(count, mask.numel())).indices
+    chosen = torch.zeros_like(covariance).flatten().index_fill(0, highest, coefficient).view_as(covariance)
+    return unclipped_surrogate(log_ratio, advantages) + chosen * log_ratio.abs()
+
+
 # Values of the setting `surrogate`. Positional parameters are attributes of `PolicyScores`.
 SURROGATES: dict[str, Callable[..., Tensor]] = {
     "clip": clipped_surrogate,
@@ -160,51 +377,17 @@ SURROGATES: dict[str, Callable[..., Tensor]] = {
     "cispo": cispo,
     "reinforce": reinforce,
     "quadratic_ratio": quadratic_ratio,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "gspo_token": gspo_token,
+    "vespo": vespo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
 }
-
-
-def aggregate(
-    losses: Tensor,
-    mask: Tensor,
-    kind: str,
-    *,
-    constant: float | None = None,
-    token_count: Tensor | float | None = None,
-) -> Tensor:
-    """Reduce token losses to the scalar that is minimised.
-
-    - `sequence_mean`: the mean over each response's tokens, then over the B responses (GRPO). A token weighs less in
-      a longer response, so long wrong responses are pushed down less.
-    - `token_mean`: the sum over all tokens, divided by their number (DAPO).
-    - `constant`: the sum over all tokens, divided by `B constant` (Dr.GRPO).
-    - `sum`: the mean over responses of the sum over their tokens, the form of the policy-gradient theorem.
-
-    A response without tokens counts as 0 and as one of the B.
-
-    Args:
-        losses: [B, T], or [B, 1] for the same loss at each of a response's tokens.
-        mask: 1 where a token counts, [B, T].
-        kind: one of the four.
-        constant: the divisor of `constant`: the generation budget in tokens.
-        token_count: the divisor of `token_mean` instead of `mask.sum()`, if these rows are one part of an optimizer
-            batch: the token count of the whole batch if the parts are summed, or that count divided by the number of
-            parts if they are averaged.
-
-    Raises:
-        ValueError: an unknown kind, or `constant` without a positive constant.
-    """
-    if kind == "sequence_mean":
-        lengths = (mask != 0).sum(-1).clamp(min=1)
-        return (masked_sum(losses, mask, dim=-1) / lengths).mean()
-    if kind == "token_mean":
-        count = (mask != 0).sum().clamp(min=1) if token_count is None else token_count
-        return masked_sum(losses, mask) / count
-    if kind == "constant":
-        if constant is None or constant <= 0:
-            raise ValueError(f"the aggregation 'constant' divides by constant, which must be positive, got {constant}")
-        return masked_sum(losses, mask, dim=-1).mean() / constant
-    if kind == "sum":
-        return masked_sum(losses, mask, dim=-1).mean()
-    raise ValueError(
-        f"unknown aggregation {kind!r}{nearest(str(kind), list(AGGREGATIONS))} Known: {', '.join(AGGREGATIONS)}"
-    )
+# The unit of the ratio of surrogates that are defined for one alone.
+RATIO_OF = {
+    "gspo_token": "sequence",
+    **dict.fromkeys(("gmpo", "vespo", "dppo_tv", "dppo_kl", "clip_cov", "kl_cov"), "token"),
+}

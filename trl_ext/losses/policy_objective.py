@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
-from trl_ext.losses.masking import masked_sum
-from trl_ext.losses.policy import AGGREGATIONS, SURROGATES, PolicyScores, aggregate, bounded_ratio
+from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
+from trl_ext.losses.policy import RATIO_OF, SURROGATES, PolicyScores, bounded_ratio
 from trl_ext.names import check_choice
 from trl_ext.registry import Entry
 from trl_ext.settings import LOSS_SETTINGS, LossFields
@@ -47,7 +47,7 @@ class PolicyLoss(LossFields):
 
     Attributes:
         options: keyword options of the surrogate that are not settings: those of your own function, or `strength` of
-            `quadratic_ratio`.
+            `quadratic_ratio` or the temperatures of `sapo`.
         function: the surrogate; if given, your own `f(scores, ...)`, which makes the setting `surrogate` `own`.
 
     Raises:
@@ -89,6 +89,16 @@ class PolicyLoss(LossFields):
         """Whether reference log-probabilities are read, by the loss or for the reward."""
         return self.beta > 0
 
+    @property
+    def batch_coupled(self) -> bool:
+        """Whether a token's loss depends on the other responses of the same call."""
+        return "covariance" in self._inputs
+
+    @property
+    def reads_sampler(self) -> bool:
+        """Whether the ratio is to the sampler's own probabilities, so that no weight for the sampler belongs to it."""
+        return "behaviour_log_probs" in self._inputs
+
     def __call__(
         self,
         scores: PolicyScores,
@@ -116,6 +126,7 @@ class PolicyLoss(LossFields):
             scores,
             log_probs=_blank(scores.log_probs, padding),
             old_log_probs=_blank(scores.old_log_probs, padding),
+            sampler_log_probs=_blank(scores.sampler_log_probs, padding),
             advantages=_blank(scores.advantages, padding),
             ratio=self.ratio,
         )
@@ -172,7 +183,7 @@ class PolicyLoss(LossFields):
 
     @property
     def _reads_ratio(self) -> bool:
-        return "log_ratio" in self._inputs
+        return "log_ratio" in self._inputs or self.reads_sampler
 
     @property
     def _function_name(self) -> str:
@@ -215,6 +226,10 @@ class PolicyLoss(LossFields):
             self._refuse("surrogate", "ratio", reason)
         if self.ratio == "none" and self._reads_ratio:
             reason = "this surrogate is of the importance ratio; use --ratio token, or --surrogate reinforce"
+            self._refuse("ratio", "surrogate", reason)
+        unit = RATIO_OF.get(self.surrogate, self.ratio)
+        if self.ratio != unit:
+            reason = f"this surrogate is of the {unit}'s ratio; use --ratio {unit}, or --surrogate clip"
             self._refuse("ratio", "surrogate", reason)
         if self.ratio == "sequence" and self.aggregation == "token_mean":
             reason = (

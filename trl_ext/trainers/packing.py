@@ -43,7 +43,8 @@ def keeps_groups(trainer) -> bool:
     packing = packing_of(trainer.model)
     whole = args.gradient_accumulation_steps % args.steps_per_generation == 0
     averaged_apart = trainer._entropy_bonus_enabled or trainer.top_entropy_quantile < 1 or trainer.aux_loss_enabled
-    return packing is not None and packing.active and whole and not averaged_apart
+    coupled = averaged_apart or trainer.objective.batch_coupled
+    return packing is not None and packing.active and whole and not coupled
 
 
 def can_regroup(batches: list[dict[str, Any]]) -> bool:

@@ -34,6 +34,8 @@ POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
         "dr_grpo": {"surrogate": "clip", "aggregation": "constant"},
         "luspo": {"surrogate": "clip", "aggregation": "sum"},
         "cispo": {"surrogate": "cispo", "aggregation": "token_mean"},
+        "sapo": {"surrogate": "sapo", "aggregation": "sequence_mean"},
+        "vespo": {"surrogate": "vespo", "aggregation": "token_mean"},
     },
     "importance_sampling_level": {"token": {"ratio": "token"}, "sequence": {"ratio": "sequence"}},
     "scale_rewards": {

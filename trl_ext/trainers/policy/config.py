@@ -27,11 +27,11 @@ from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refus
 _NOT_CARRIED = {
     "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "train stock `trl.GRPOTrainer` for SAPO"),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        "train stock `trl.GRPOTrainer` for VESPO",
-    ),
+}
+# TRL's fields for options of a surrogate, whose names they begin with.
+_OPTION_FIELDS = {
+    "sapo": ("temperature_pos", "temperature_neg"),
+    "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 }
 
 
@@ -141,6 +141,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         if self.num_generations is None:
             self.num_generations = objective.algorithm.group_size
         self._check_values()
+        self._check_sampler_correction(objective)
         self._check_group(objective)
         self._give_generation_limits()
         resolve_device_defaults(self)
@@ -168,6 +169,9 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         given = merge(given, translated)
         try:
             objective = PolicyObjective(algorithm, options=self.algorithm_kwargs, **given)
+            options = self._options_in_trl_fields(objective.surrogate)
+            if options:
+                objective = PolicyObjective(algorithm, options={**options, **objective.options}, **given)
         except ValueError as error:
             error.args = (explain(error, translated),)
             raise
@@ -182,6 +186,17 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"{self.delta}"
             )
         return objective
+
+    def _options_in_trl_fields(self, surrogate: str) -> dict[str, float]:
+        """The surrogate's options that TRL has fields for, such as `sapo_temperature_pos`, where they are given."""
+        given = {}
+        for owner, options in _OPTION_FIELDS.items():
+            fields = {f"{owner}_{option}": option for option in options}
+            if owner != surrogate:
+                refuse_given(self, dict.fromkeys(fields, f"it is for --loss_type {owner} or --algorithm {owner}"))
+                continue
+            given = {o: getattr(self, f) for f, o in fields.items() if getattr(self, f) != getattr(type(self), f)}
+        return given
 
     @property
     def updates_per_rollout(self) -> int:
@@ -220,15 +235,18 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
         check_choice("fast_rollouts", self.fast_rollouts, ("auto", "off"))
 
-        self._check_sampler_correction()
-
-    def _check_sampler_correction(self) -> None:
+    def _check_sampler_correction(self, objective: PolicyObjective) -> None:
         low, high = bounds = (self.sampler_correction_min, self.sampler_correction_max)
         if self.sampler_correction is None:
             if bounds != (None, None):
                 raise ValueError("sampler_correction_min and _max bound nothing without sampler_correction: name one")
             return
         check_choice("sampler_correction", self.sampler_correction, tuple(CORRECTIONS))
+        if objective.reads_sampler:
+            raise ValueError(
+                f"sampler_correction {self.sampler_correction} would count the sampler twice: the ratio of "
+                f"{self.algorithm} is already to the sampler's probabilities; leave it out"
+            )
         _, _, lowest, highest = CORRECTIONS[self.sampler_correction]
         low, high = lowest if low is None else low, highest if high is None else high
         if low is None or high is None:
@@ -298,6 +316,11 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             warn_once_per_run(
                 f"{self.algorithm} has no importance ratio, and a rollout serves {self.updates_per_rollout} updates: "
                 "all but the first are off-policy; num_iterations 1 and a generation_batch_size of one update avoid it"
+            )
+        if objective.batch_coupled and (self.gradient_accumulation_steps > 1 or world_size() > 1):
+            warn_once_per_run(
+                f"{self.algorithm} chooses tokens within each micro-batch of {self.per_device_train_batch_size} "
+                "responses, not within the whole batch of an update: its updates depend on per_device_train_batch_size"
             )
         means = (objective.aggregation, objective.kl_aggregation if objective.needs_reference else None)
         if "token_mean" in means and self.steps_per_generation % self.gradient_accumulation_steps:

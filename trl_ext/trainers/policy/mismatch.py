@@ -33,7 +33,7 @@ def surrogate_weights(trainer, inputs: dict, scores: PolicyScores, entropy_mask:
     if args.sampler_correction is not None and sampled is not None:
         bounds = {"low": args.sampler_correction_min, "high": args.sampler_correction_max}
         factors.append(mismatch_weights(scores.old_log_probs, sampled, scores.mask, args.sampler_correction, **bounds))
-    elif trainer.use_vllm and trainer.vllm_importance_sampling_correction:
+    elif trainer.use_vllm and trainer.vllm_importance_sampling_correction and not trainer.objective.reads_sampler:
         factors.append(inputs["importance_sampling_ratio"])
     return functools.reduce(operator.mul, factors) if factors else None
 

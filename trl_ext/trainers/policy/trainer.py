@@ -104,14 +104,17 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _fit_trl_to_objective(self) -> None:
         """Choose settings that make TRL's metrics describe this algorithm; TRL's loss is discarded."""
         objective = self.objective
-        self.loss_type = "cispo" if objective.surrogate == "cispo" else "grpo"
+        self.loss_type = objective.surrogate if objective.surrogate in ("cispo", "vespo") else "grpo"
         self.scale_rewards = "group"
         self.importance_sampling_level = "sequence" if objective.ratio == "sequence" else "token"
-        clips = objective.surrogate == "clip"
+        clips = objective.epsilon is not None
         self.epsilon_low = objective.epsilon if clips else float("inf")
         self.epsilon_high = objective.epsilon_high if clips else float("inf")
         if objective.surrogate == "cispo":
             self.epsilon_high = objective.ratio_cap
+        if objective.surrogate == "vespo":
+            for option, value in objective.options.items():
+                setattr(self.args, f"vespo_{option}", value)
 
     def _check_greedy(self, given: dict[str, Any]) -> None:
         named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
@@ -315,6 +318,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             mask=mask,
             advantages=advantages,
             ratio=self.objective.ratio,
+            sampler_log_probs=inputs.get("sampling_per_token_logps"),
         )
         mode = "train" if training else "eval"
         log_clamped(self, scores, inputs.get("ref_per_token_logps"), mode)
