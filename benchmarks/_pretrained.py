@@ -11,7 +11,8 @@ from typing import Any
 from benchmarks.toy_seeds import run_recipe
 from trl_ext.files import write_json
 
-# For few hundred pairs: every parameter is trained, the last weights are kept, and a run loses at most 20 steps.
+DATA = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", "data"))
+# For a few hundred pairs: every parameter is trained, the last weights are kept, and a run loses at most 20 steps.
 TRAINING = {
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
@@ -30,7 +31,6 @@ def flags_of(parser: argparse.ArgumentParser, source: str) -> argparse.Namespace
 
     A folder holds one set of flags, as its results are kept and read again.
     """
-    parser.add_argument("--data", type=Path, default=Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", "data")))
     parser.add_argument("--model", default="smollm2", help="of the recipes' --model_name_or_path")
     parser.add_argument("--seed", type=int, default=0, help="of the split and of the training")
     given, recipe = parser.parse_known_args()

@@ -17,7 +17,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks._pretrained import flags_of, train
+from benchmarks._pretrained import DATA, flags_of, train
 from benchmarks.toy_seeds import figure, print_table
 from trl_ext.evaluation import best_of_n, mean_with_interval, wilson_interval
 from trl_ext.evaluation.reasoning.samples import majority_at_k
@@ -94,6 +94,7 @@ def compare(train: list[dict[str, Any]], test: list[dict[str, Any]], scores: lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--folder", type=Path, default=Path("runs/gsm8k-verifier"))
     parser.add_argument("--questions", type=int, help="half to train on and half held out; all by default")
     given = flags_of(parser, "gsm8k/example_model_solutions.jsonl")

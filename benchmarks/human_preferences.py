@@ -11,26 +11,22 @@ Flags that are not listed go to both recipes.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from pathlib import Path
 from typing import Any
 
-from benchmarks._pretrained import flags_of, train
+from benchmarks._pretrained import DATA, flags_of, train
 from benchmarks.toy_seeds import figure, print_table
-from trl_ext.data import encode_turn
 from trl_ext.data.formats import convert_file
 from trl_ext.data.rows import read_jsonl
 from trl_ext.evaluation import mean_with_interval
 from trl_ext.files import write_json, write_json_lines
-from trl_ext.models import resolve_model_path, score_responses, share_prefixes
 
 LIMITS = {"max_prompt_tokens": 192, "max_response_tokens": 96}
 SETTINGS = {
     "reward_model": {"learning_rate": 2e-5, "select_best": "none"},
     "dpo": {"learning_rate": 5e-6, "beta": 0.1, "generation_eval_every": 0},
 }
-SIDES = ("chosen", "rejected")
 
 
 def split_pairs(rows: list[dict[str, Any]], sizes: tuple[int, int], seed: int) -> list[list[dict[str, Any]]]:
@@ -58,21 +54,6 @@ def length_margins(rows: list[dict[str, Any]], sign: int = 1) -> list[float]:
     return [sign * (len(row["chosen"][0]["content"]) - len(row["rejected"][0]["content"])) for row in rows]
 
 
-def log_probs(model_path: str, rows: list[dict[str, Any]], kept: Path) -> list[list[float]]:
-    """The summed log-probabilities of the chosen and of the rejected responses, computed once."""
-    if not kept.is_file():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(model_path)
-        model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")
-        share_prefixes(model, quiet=True)
-        turns = [encode_turn(tokenizer, row["prompt"], row[side], **LIMITS) for side in SIDES for row in rows]
-        found = score_responses(model, *zip(*turns, strict=True), progress=f"log-probabilities, {kept.stem}")
-        sums = [float(tokens.double().sum()) for tokens in found]
-        write_json(kept, [sums[: len(rows)], sums[len(rows) :]])
-    return json.loads(kept.read_text())
-
-
 def compare(margins: dict[str, list[float]]) -> dict[str, Any]:
     """Each one's accuracy, what it is more than that of length, and how both fare where they disagree."""
     right = {name: [margin > 0 for margin in own] for name, own in margins.items()}
@@ -90,6 +71,7 @@ def compare(margins: dict[str, list[float]]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--folder", type=Path, default=Path("runs/human-preferences"))
     parser.add_argument("--train_pairs", type=int, default=600)
     parser.add_argument("--test_pairs", type=int, default=500)
@@ -103,16 +85,16 @@ def main() -> None:
     longer, shorter = (sum(margin > 0 for margin in length_margins(trained, sign)) for sign in (1, -1))
     sign = 1 if longer > shorter else -1
     reward_model = train("reward_model", given, data, SETTINGS["reward_model"] | LIMITS)
-    # Training pairs alone: the held-out ones are scored below, one by one.
-    policy = train("dpo", given, data / "train_prefs.jsonl", SETTINGS["dpo"] | LIMITS)
-    before = log_probs(resolve_model_path(given.model), held_out, given.folder / "base.json")
-    after = log_probs(str(policy), held_out, given.folder / "policy.json")
-    base, own = ([c - r for c, r in zip(*sides, strict=True)] for sides in (before, after))
+    policy = train("dpo", given, data, SETTINGS["dpo"] | LIMITS)
+    scored = [row for _, row in read_jsonl(policy / "scores.jsonl").rows]
+    own, base = (
+        [row[f"{who}chosen_log_prob"] - row[f"{who}rejected_log_prob"] for row in scored] for who in ("", "base_")
+    )
     margins = {
         "length": length_margins(held_out, sign),
         "base, log-probability": base,
         "DPO, log-probability": own,
-        "DPO, implicit reward": [a - b for a, b in zip(own, base, strict=True)],
+        "DPO, implicit reward": [after - before for after, before in zip(own, base, strict=True)],
         "reward model": [row["margin"] for _, row in read_jsonl(reward_model / "scores.jsonl").rows],
     }
     results = compare(margins)
