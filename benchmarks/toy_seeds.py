@@ -35,7 +35,7 @@ def run_recipe(
     if not (output_dir / "results.json").is_file():
         print(f"running {output_dir.name}", file=sys.stderr)
         begin = (
-            ["--overwrite_output_dir", "true"] if last_checkpoint(output_dir) is None else ["--resume_from_checkpoint"]
+            ["--resume_from_checkpoint", "last"] if last_checkpoint(output_dir) else ["--overwrite_output_dir", "true"]
         )
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
         command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml"), str(REPOSITORY / "recipes" / f"{recipe}.py")]
@@ -43,9 +43,7 @@ def run_recipe(
         output = {"stdout": sys.stderr} if show else {"capture_output": True}
         done = subprocess.run(command, text=True, **output)
         if done.returncode:
-            raise SystemExit(
-                f"{output_dir.name} failed:\n{done.stderr[-2000:]}" if done.stderr else f"{output_dir.name} failed"
-            )
+            raise SystemExit(f"{output_dir.name} failed\n{(done.stderr or '')[-2000:]}")
     return json.loads((output_dir / "results.json").read_text())
 
 

@@ -92,12 +92,12 @@ class TestVerifier:
         assert (found["pairs"]["accuracy"], found["pairs"]["n"]) == (pytest.approx(6 / 7), 7)
 
     @pytest.mark.slow
-    def test_a_run_that_is_finished_is_read_again(self, tmp_path, monkeypatch, capsys):
+    def test_a_run_that_is_finished_is_read_again(self, tmp_path, monkeypatch, capfd):
         source = tmp_path / "gsm8k" / "example_model_solutions.jsonl"
         write_json_lines(source, [question(i, i % 2 == 0, i % 3 == 0) for i in range(24)])
         flags = ["--data", tmp_path, "--model", "toy", "--folder", tmp_path / "run", "--max_steps", 2]
         run(monkeypatch, gsm8k_verifier, *flags)
-        table = capsys.readouterr().out
+        table = capfd.readouterr().out
         results = json.loads((tmp_path / "run" / "results.json").read_text())
         assert results["questions"] == 12
         assert results["accuracy"]["random"]["mean"] <= results["accuracy"]["oracle"]["mean"]
@@ -105,15 +105,15 @@ class TestVerifier:
 
         monkeypatch.setattr("benchmarks.toy_seeds.subprocess.run", lambda *_, **__: pytest.fail("it ran again"))
         run(monkeypatch, gsm8k_verifier, *flags)
-        assert capsys.readouterr().out == table
+        assert capfd.readouterr().out == table
         with pytest.raises(SystemExit):
             run(monkeypatch, gsm8k_verifier, *flags[:-1], 3)
-        assert "holds a run with other flags: give another --folder" in capsys.readouterr().err
+        assert "holds a run with other flags: give another --folder" in capfd.readouterr().err
 
-    def test_without_the_data(self, tmp_path, monkeypatch, capsys):
+    def test_without_the_data(self, tmp_path, monkeypatch, capfd):
         with pytest.raises(SystemExit):
             run(monkeypatch, gsm8k_verifier, "--data", tmp_path, "--folder", tmp_path / "run")
-        assert "example_model_solutions.jsonl: no such file; give the folder that holds" in capsys.readouterr().err
+        assert "example_model_solutions.jsonl: no such file; give the folder that holds" in capfd.readouterr().err
         assert not (tmp_path / "run").exists()
 
 
@@ -139,12 +139,12 @@ class TestHumanPreferences:
         assert (found["only_this_right"], found["only_length_right"]) == (2, 1)
 
     @pytest.mark.slow
-    def test_a_run(self, tmp_path, monkeypatch, capsys):
+    def test_a_run(self, tmp_path, monkeypatch, capfd):
         write_json_lines(tmp_path / "hh_harmless" / "test.jsonl", transcripts(32))
         folder = tmp_path / "run"
         flags = ["--data", tmp_path, "--model", "toy", "--folder", folder, "--max_steps", 2]
         run(monkeypatch, human_preferences, *flags, "--train_pairs", 16, "--test_pairs", 10)
-        assert "length prefers the longer response" in capsys.readouterr().out
+        assert "length prefers the longer response" in capfd.readouterr().out
         results = json.loads((folder / "results.json").read_text())["results"]
         assert results["length"]["accuracy"]["mean"] == 1
         own = json.loads((folder / "dpo" / "results.json").read_text())["pairs"]
