@@ -147,7 +147,7 @@ class TestHumanPreferences:
         assert "length prefers the longer response" in capfd.readouterr().out
         results = json.loads((folder / "results.json").read_text())["results"]
         assert results["length"]["accuracy"]["mean"] == 1
-        own = json.loads((folder / "dpo" / "results.json").read_text())["pairs"]
+        own = json.loads((folder / "dpo" / "results.json").read_text())["preferences"]
         for name, metrics in (
             ("base, log-probability", own["before"]["summed"]),
             ("DPO, log-probability", own["after"]["summed"]),
