@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trl_ext.resilience.checkpoints import last_checkpoint
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 CONFIGS = REPOSITORY / "recipes" / "configs" / "toy"
 ONLINE = ("grpo", "dr_grpo", "gspo", "rloo", "remax", "ppo", "online_preference", "online_preference_replay")
@@ -23,16 +25,25 @@ RECIPE_OF = {"online_preference_replay": "online_preference"}
 Results = dict[str, dict[int, dict[str, Any]]]
 
 
-def run_recipe(recipe: str, output_dir: Path, seed: int, flags: Sequence[str] = ()) -> dict[str, Any]:
-    """Results of one run of a recipe, which runs if they are missing."""
+def run_recipe(
+    recipe: str, output_dir: Path, seed: int, flags: Sequence[str] = (), *, show: bool = False
+) -> dict[str, Any]:
+    """Results of one run of a recipe, which runs if they are missing, from its last checkpoint if there is one.
+
+    `show` passes on what the recipe prints, for runs that take longer than a minute.
+    """
     if not (output_dir / "results.json").is_file():
         print(f"running {output_dir.name}", file=sys.stderr)
+        begin = (
+            ["--resume_from_checkpoint", "last"] if last_checkpoint(output_dir) else ["--overwrite_output_dir", "true"]
+        )
         command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file"]
         command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml"), str(REPOSITORY / "recipes" / f"{recipe}.py")]
-        command += ["--seed", str(seed), "--output_dir", str(output_dir), "--overwrite_output_dir", "true", *flags]
-        done = subprocess.run(command, capture_output=True, text=True)
+        command += ["--seed", str(seed), "--output_dir", str(output_dir), *begin, *flags]
+        output = {"stdout": sys.stderr} if show else {"capture_output": True}
+        done = subprocess.run(command, text=True, **output)
         if done.returncode:
-            raise SystemExit(f"{output_dir.name} failed:\n{done.stderr[-2000:]}")
+            raise SystemExit(f"{output_dir.name} failed\n{(done.stderr or '')[-2000:]}")
     return json.loads((output_dir / "results.json").read_text())
 
 

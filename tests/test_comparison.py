@@ -256,7 +256,7 @@ class TestBasePolicy:
         """
         from tests.tiny import pairs
         from tests.train_once import build
-        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, evaluate_pairs
+        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, pair_metrics, score_pairs
         from trl_ext.trainers import defaults
         from trl_ext.trainers.policies import remember_base
 
@@ -273,7 +273,7 @@ class TestBasePolicy:
         summary = comparison.compare().summary
         assert summary["kl"]["mean"] == pytest.approx(0.0, abs=1e-9)
         assert summary["win_rate"]["n_ties"] == 4
-        pairs_metrics = evaluate_pairs(trainer, trainer.train_dataset)
+        pairs_metrics = pair_metrics(score_pairs(trainer, trainer.train_dataset))
         assert pairs_metrics["before"]["summed"] == pairs_metrics["after"]["summed"]
         assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0
 

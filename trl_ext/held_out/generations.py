@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +11,7 @@ from accelerate.utils import broadcast_object_list
 
 from trl_ext.evaluation.methods.generations import PolicyComparison, compare_generations
 from trl_ext.evaluation.methods.preferences import approximate_kl, join_pair_scores, preference_metrics
+from trl_ext.losses import PreferenceScores
 from trl_ext.models import score_responses
 from trl_ext.rollouts import Generation, generate_responses, map_over_ranks
 from trl_ext.rollouts.generation import recorded_log_probs
@@ -204,8 +205,8 @@ class GenerationEvaluation:
         return score_rows(self.trainer, model, rows, self.settings.batch_size, label if progress else None)
 
 
-def evaluate_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = False) -> dict[str, Any]:
-    """Preference metrics of the base (`before`) and of the trained policy (`after`) on a tokenized preference dataset.
+def score_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = False) -> PreferenceScores:
+    """Scores of a tokenized preference dataset under the trained policy, with its base as the reference.
 
     Args:
         trainer: a `PreferenceTrainer`.
@@ -222,9 +223,13 @@ def evaluate_pairs(trainer, dataset, *, batch_size: int = 16, progress: bool = F
     with base_policy(trainer) as base:
         other = score_rows(trainer, base, rows, batch_size, "pairs under the base" if progress else None)
     half = len(prompts)
-    before = join_pair_scores(other[:half], other[half:])
-    after = join_pair_scores(own[:half], own[half:], other[:half], other[half:])
-    return {"before": preference_metrics(before), "after": preference_metrics(after)}
+    return join_pair_scores(own[:half], own[half:], other[:half], other[half:])
+
+
+def pair_metrics(scores: PreferenceScores) -> dict[str, Any]:
+    """Preference metrics of the base (`before`) and of the trained policy (`after`), from `score_pairs`."""
+    base = replace(scores, chosen=scores.ref_chosen, rejected=scores.ref_rejected, ref_chosen=None, ref_rejected=None)
+    return {"before": preference_metrics(base), "after": preference_metrics(scores)}
 
 
 def score_rows(trainer, model, rows: list[tuple[list[int], list[int]]], batch_size: int, progress: str | None) -> list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +11,9 @@ from datasets import Dataset
 
 from trl_ext.data.formats import convert_file
 from trl_ext.data.rows import read_jsonl
-from trl_ext.held_out.generations import evaluate_pairs
+from trl_ext.files import write_json_lines
+from trl_ext.held_out.generations import pair_metrics, score_pairs
+from trl_ext.losses import PreferenceScores
 from trl_ext.runs.arguments import one_line_errors
 from trl_ext.runs.loading import (
     EvaluatedArguments,
@@ -81,9 +84,24 @@ def main(
     pairs = None
     if trainer.eval_dataset is not None:
         batch_size = training.per_device_eval_batch_size
-        pairs = evaluate_pairs(trainer, trainer.eval_dataset, batch_size=batch_size, progress=True)
+        scores = score_pairs(trainer, trainer.eval_dataset, batch_size=batch_size, progress=True)
+        pairs = pair_metrics(scores)
+        if trainer.accelerator.is_main_process:
+            write_pair_scores(run.folder / "scores.jsonl", held_out["row_id"], scores)
     described = {"loss": training.loss, "objective": trainer.objective.describe()}
     end_with_results(run, trainer, evaluation, pairs=pairs, train_pairs=len(trainer.train_dataset), **described)
+
+
+def write_pair_scores(path: Path, row_ids: Sequence[str], scores: PreferenceScores) -> None:
+    """Write the log-probability of each response, in nats, under the policy and under its base."""
+    sides = {
+        "chosen_log_prob": scores.chosen,
+        "rejected_log_prob": scores.rejected,
+        "base_chosen_log_prob": scores.ref_chosen,
+        "base_rejected_log_prob": scores.ref_rejected,
+    }
+    rows = zip(row_ids, *[values.tolist() for values in sides.values()], strict=True)
+    write_json_lines(path, [dict(zip(("row_id", *sides), row, strict=True)) for row in rows])
 
 
 # ---- Demonstrations ----
