@@ -30,7 +30,7 @@ def lengthy(completion_ids, row_id, **_) -> list[float]:
 
 
 def rollout_func(prompts, trainer) -> dict:
-    """Responses, log-probabilities and masks of tool results that follow from the prompt and the place in its group."""
+    """Responses, log-probabilities and masks of tool results that follow from the prompt and place in its group."""
     encode = trainer.processing_class.apply_chat_template
     found = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
     for index, prompt in enumerate(prompts):
@@ -264,6 +264,7 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
         torch.testing.assert_close(parameter.detach() - after[name], parameter.grad, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
     """Rollouts of three groups, the second of which lies on both processes; two updates."""
     common = {"model": policy_path, "fixed": True, "perturb": 1, "prompts": PROMPTS, "rewards": ["at_odd_rows"]}
@@ -279,6 +280,7 @@ def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
     assert sum(entry.get("resampling/replaced", 0) for entry in whole.logs) > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_straight_one(policy_path, tmp_path):
     args = {**ARGS, "shuffle_dataset": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     args |= {"optim": "adamw_torch", "learning_rate": 0.001}
@@ -299,7 +301,7 @@ def test_a_resumed_run_is_the_straight_one(policy_path, tmp_path):
 @pytest.mark.parametrize(
     "config, settings, message",
     [
-        (PolicyConfig, {"resample_groups": -1}, "resample_groups must be at least 0"),
+        (PolicyConfig, {"resample_groups": -1}, "resample_groups must be a number from 0 up"),
         (PolicyConfig, {"resample_groups": 1, "algorithm": "remax"}, "'remax' learns from them too: leave it 0"),
         (PolicyConfig, {"resample_groups": 1, "algorithm": "reinforce"}, "'reinforce' learns from them too"),
         (PolicyConfig, {"group_filter": "f.py:hard"}, "set resample_groups"),
