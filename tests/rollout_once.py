@@ -77,7 +77,12 @@ def not_a_number(completion_ids, row_id, **_) -> list[float]:
     ]
 
 
-REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number)}
+def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
+    """`thirds` for row1, row3, ..., and 0 for all others."""
+    return [reward * (int(row[3:]) % 2) for row, reward in zip(row_id, thirds(completion_ids), strict=True)]
+
+
+REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows)}
 
 
 class FixedRollouts:

@@ -37,6 +37,9 @@ class ShapedReward:
         reward: a function with TRL's signature, a `RewardModel` or a `RewardEnsemble`.
         steps: steps of `trl_ext.rewards.shaping_steps`, or their settings: see `parse_shaping`.
 
+    Attributes:
+        unshaped: the inner rewards of the latest call, [N], NaN where there is none; None after a call that failed.
+
     Raises:
         ValueError: there are no steps, settings are invalid, or the reward is shaped already.
     """
@@ -52,6 +55,7 @@ class ShapedReward:
         self.inner_name = getattr(reward, "__name__", type(reward).__name__)
         self.__name__ = "+".join([self.inner_name, *(step.kind for step in self.steps)])
         self._reference_rewards: dict[str, float] = {}
+        self.unshaped: Tensor | None = None
 
     @property
     def of_batch(self) -> bool:
@@ -79,12 +83,14 @@ class ShapedReward:
         given = {"prompts": prompts, "completions": completions, **kwargs}
         if log_metric is not None:
             given["log_metric"] = log_metric
+        self.unshaped = None
         try:
             raw = as_tensor(self.reward(**given), len(completions), "the reward")
             references = self._references(given) if self._per_prompt else None
         except Exception:
             self._shape(torch.empty(0), Batch(_of_all_ranks, [], torch.empty(0)))
             raise
+        self.unshaped = raw
         known = raw[raw.isfinite()]
         if log_metric is not None and len(known):
             log_metric(f"rewards/{self.inner_name}/mean", known.mean().item())

@@ -30,6 +30,9 @@ _NOT_READ = {
         ("sampler_correction", "sampler_correction_min", "sampler_correction_max"),
         "a preference loss has no importance weights of tokens",
     ),
+    **dict.fromkeys(
+        ("resample_groups", "group_filter"), "prompts whose responses tie make no pair and take no part in the mean"
+    ),
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
 # Here beta belongs to the preference loss.

@@ -10,6 +10,7 @@ from trl import GRPOConfig as TRLGRPOConfig
 
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses.mismatch import CORRECTIONS
+from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run, world_size
 from trl_ext.registry import Algorithm
 from trl_ext.rollouts.stopping import check_stop
@@ -106,6 +107,20 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "help": "Whether a group's responses stay in one micro-batch, where packing encodes their prompt once. "
             "auto: where that leaves the update as it is, since a whole rollout goes into one optimizer step and "
             "nothing but the loss is averaged within micro-batches. on: always. off: never."
+        },
+    )
+    resample_groups: int = field(
+        default=0,
+        metadata={
+            "help": "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of "
+            "further prompts, in at most this many further rollouts. 0: off."
+        },
+    )
+    group_filter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Which groups resample_groups keeps: your own file.py:function(rewards [G]) -> bool, of rewards "
+            "before shaping and penalties. Default: those with two different rewards."
         },
     )
     fast_rollouts: str = field(
@@ -215,7 +230,13 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _check_values(self) -> None:
         check_training(
-            self, num_generations=1, num_iterations=1, max_completion_length=1, reward_timeout=0, missing_eos_penalty=0
+            self,
+            num_generations=1,
+            num_iterations=1,
+            max_completion_length=1,
+            reward_timeout=0,
+            missing_eos_penalty=0,
+            resample_groups=0,
         )
         if self.max_completion_length is None:
             raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
@@ -268,6 +289,15 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"the algorithm {self.algorithm!r} compares the responses to one prompt, and num_generations 1 leaves "
                 "nothing to compare: use at least 2, or --algorithm remax or reinforce"
             )
+        if self.resample_groups and not objective.group_relative:
+            raise ValueError(
+                f"resample_groups replaces groups of equal rewards, and the algorithm {self.algorithm!r} learns from "
+                "them too: leave it 0"
+            )
+        if self.group_filter is not None:
+            if not self.resample_groups:
+                raise ValueError("group_filter says which groups resample_groups replaces: set resample_groups")
+            load_function(self.group_filter, "group filter")
 
     def _give_generation_limits(self) -> None:
         """Pass on `min_new_tokens` and `stop` under the names that transformers or vLLM uses for them."""

@@ -30,6 +30,7 @@ from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.generation import PolicyGeneration
 from trl_ext.trainers.policy.greedy import greedy_rewards
 from trl_ext.trainers.policy.mismatch import log_disagreement, surrogate_weights
+from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
@@ -51,7 +52,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
     gradient), `sampling/log_ratio_mean`, `/log_ratio_max` and `/effective_sample_size` (how far the probabilities
     recorded at sampling are from the trainer's; 0, 0 and 1 if they agree), and for a greedy baseline `greedy/reward`
-    and `greedy/mean_length`. `kl` is the mean of k3 per token.
+    and `greedy/mean_length`. `kl` is the mean of k3 per token. With `resample_groups`, `resampling/rounds`, `/prompts`
+    and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups).
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -77,6 +79,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             )
         self._check_greedy(kwargs)
         self._check_prompts(kwargs.get("train_dataset"), args)
+        self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
         # The latest rollout's rewards and which responses ended, and the latest forward pass.
@@ -196,7 +199,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         return self.args.missing_eos_penalty * gather(cut)
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+        output = sample_rollout(self, super()._generate_and_score_completions, inputs)
         mode = "train" if self.model.training else "eval"
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]

@@ -52,6 +52,9 @@ _NOT_USED = {
         ("advantage", "std_ddof", "advantage_eps", "scale_rewards"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
+    **dict.fromkeys(
+        ("resample_groups", "group_filter"), "a value function learns from groups of equal rewards too: leave it out"
+    ),
     "use_vllm": "the value head would be sent to vLLM with the policy's weights",
     "torch_compile": "the value head reads the hidden states inside the forward pass",
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
