@@ -22,6 +22,7 @@ from trl_ext.trainers.defaults import (
     parse_json_option,
     resolve_device_defaults,
 )
+from trl_ext.trainers.policy.mismatch import check_sampler_correction
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
 # Settings of TRL's loss without an equivalent: field -> what to use.
@@ -156,7 +157,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         if self.num_generations is None:
             self.num_generations = objective.algorithm.group_size
         self._check_values()
-        self._check_sampler_correction(objective)
+        check_sampler_correction(self, objective)
         self._check_group(objective)
         self._give_generation_limits()
         resolve_device_defaults(self)
@@ -255,33 +256,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         check_choice("share_backbone", self.share_backbone, ("auto", "always", "never"))
         check_choice("keep_groups", self.keep_groups, ("auto", "on", "off"))
         check_choice("fast_rollouts", self.fast_rollouts, ("auto", "off"))
-
-    def _check_sampler_correction(self, objective: PolicyObjective) -> None:
-        low, high = bounds = (self.sampler_correction_min, self.sampler_correction_max)
-        if self.sampler_correction is None:
-            if bounds != (None, None):
-                raise ValueError("sampler_correction_min and _max bound nothing without sampler_correction: name one")
-            return
-        check_choice("sampler_correction", self.sampler_correction, tuple(CORRECTIONS))
-        if objective.reads_sampler:
-            raise ValueError(
-                f"sampler_correction {self.sampler_correction} would count the sampler twice: the ratio of "
-                f"{self.algorithm} is already to the sampler's probabilities; leave it out"
-            )
-        _, _, lowest, highest = CORRECTIONS[self.sampler_correction]
-        low, high = lowest if low is None else low, highest if high is None else high
-        if low is None or high is None:
-            raise ValueError(
-                f"sampler_correction {self.sampler_correction} has no default bounds: give sampler_correction_min and "
-                "sampler_correction_max, such as 0.999 and 1.001"
-            )
-        if not 0 <= low < high:
-            raise ValueError(f"sampler_correction keeps ratios from {low} to {high}: give 0 <= min < max")
-        if self.fast_rollouts == "off" and not self.use_vllm:
-            raise ValueError(
-                "sampler_correction reads what the sampler recorded, and transformers records nothing: leave "
-                "fast_rollouts auto, or use vLLM"
-            )
 
     def _check_group(self, objective: PolicyObjective) -> None:
         if self.num_generations == 1 and objective.group_relative:

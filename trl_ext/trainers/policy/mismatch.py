@@ -4,16 +4,55 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from trl_ext.losses import PolicyScores, mismatch_weights
-from trl_ext.losses.mismatch import disagreement
+from trl_ext.losses.mismatch import CORRECTIONS, disagreement
 from trl_ext.processes import warn_once_per_run
+from trl_ext.trainers.defaults import check_choice
+
+if TYPE_CHECKING:
+    from trl_ext.algorithms import PolicyObjective
+    from trl_ext.trainers.policy.config import PolicyConfig
 
 # Where the effective sample size of a micro-batch's tokens is below this share of them, it is said once.
 LOW_SAMPLE_SIZE = 0.9
+
+
+def check_sampler_correction(args: PolicyConfig, objective: PolicyObjective) -> None:
+    """Reject an unknown correction, bounds that do not fit it, and one that nothing recorded could feed.
+
+    Raises:
+        ValueError: names the setting and what to use instead.
+    """
+    low, high = bounds = (args.sampler_correction_min, args.sampler_correction_max)
+    if args.sampler_correction is None:
+        if bounds != (None, None):
+            raise ValueError("sampler_correction_min and _max bound nothing without sampler_correction: name one")
+        return
+    check_choice("sampler_correction", args.sampler_correction, tuple(CORRECTIONS))
+    if objective.reads_sampler:
+        raise ValueError(
+            f"sampler_correction {args.sampler_correction} would count the sampler twice: the ratio of "
+            f"{args.algorithm} is already to the sampler's probabilities; leave it out"
+        )
+    _, _, lowest, highest = CORRECTIONS[args.sampler_correction]
+    low, high = lowest if low is None else low, highest if high is None else high
+    if low is None or high is None:
+        raise ValueError(
+            f"sampler_correction {args.sampler_correction} has no default bounds: give sampler_correction_min and "
+            "sampler_correction_max, such as 0.999 and 1.001"
+        )
+    if not 0 <= low < high:
+        raise ValueError(f"sampler_correction keeps ratios from {low} to {high}: give 0 <= min < max")
+    if args.fast_rollouts == "off" and not args.use_vllm:
+        raise ValueError(
+            "sampler_correction reads what the sampler recorded, and transformers records nothing: leave "
+            "fast_rollouts auto, or use vLLM"
+        )
 
 
 def surrogate_weights(trainer, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
