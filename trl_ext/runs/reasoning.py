@@ -194,8 +194,8 @@ class Problems:
         )
 
 
-def load_problems(arguments: ProblemArguments, split: str, count: int | None = None) -> Problems:
-    """The first `count` problems of a split (None for all), with their template and reward.
+def load_problems(arguments: ProblemArguments, split: str, setting: str | None = None) -> Problems:
+    """The first problems of a split, as many as a setting says (None for all), with their template and reward.
 
     Raises:
         FileNotFoundError, ValueError: the problems, template or reward do not exist, or there are too few problems.
@@ -203,7 +203,9 @@ def load_problems(arguments: ProblemArguments, split: str, count: int | None = N
     name = arguments.prompt_template or TEMPLATE_OF_EMBEDDED.get(arguments.dataset_name, "r1_zero")
     within = name.removeprefix(WITHIN_CHAT)
     template = None if name == CHAT else load_prompt_template(within)
-    rows = first(load_math(arguments.dataset_name, split), count, f"{arguments.dataset_name}, split {split!r},")
+    rows = load_math(arguments.dataset_name, split)
+    if setting is not None:
+        rows = first(rows, arguments, setting, f"{arguments.dataset_name}, split {split!r},")
     if within != name:
         rows = [{**row, "prompt_text": render(template, row["prompt_text"])} for row in rows]
         template = None
@@ -226,21 +228,22 @@ def load_problem_sets(arguments: ValidatedProblems) -> tuple[Problems, Problems,
     if validation is None:
         validation = "validation" if arguments.dataset_name in TEMPLATE_OF_EMBEDDED else arguments.eval_split
     wanted = (
-        (arguments.train_split, arguments.num_train_problems),
-        (validation, arguments.num_validation_prompts),
-        (arguments.eval_split, arguments.num_eval_prompts),
+        (arguments.train_split, "num_train_problems"),
+        (validation, "num_validation_prompts"),
+        (arguments.eval_split, "num_eval_prompts"),
     )
-    return tuple(load_problems(arguments, split, count) for split, count in wanted)
+    return tuple(load_problems(arguments, split, setting) for split, setting in wanted)
 
 
-def first(rows: list, count: int | None, what: str) -> list:
-    """The first `count` rows, or all for None.
+def first(rows: list, arguments: ProblemArguments, setting: str, what: str) -> list:
+    """The first rows, as many as a setting says, or all for None.
 
     Raises:
         ValueError: there are fewer rows.
     """
+    count = getattr(arguments, setting)
     if count is not None and count > len(rows):
-        raise ValueError(f"{what} has {len(rows)} problems, and {count} were asked for: ask for fewer")
+        raise ValueError(f"{what} has {len(rows)} problems, and {count} were asked for: lower --{setting}")
     return rows[:count]
 
 
@@ -292,7 +295,7 @@ def choose_demonstrations(arguments: SFTArguments, problems: Problems) -> tuple[
                 "--prompt_template and --reward"
             )
         pairs = right
-    pairs = first(pairs, arguments.num_examples, f"what is left of {arguments.train_split!r} to train on")
+    pairs = first(pairs, arguments, "num_examples", f"what is left of {arguments.train_split!r} to train on")
     prompts = [(row, math_prompt(row, problems.template), response) for row, response in pairs]
     rows = [
         # Prompt and completion must both be messages or both be text.

@@ -53,7 +53,7 @@ def main() -> None:
             files=FILES,
         )
         arguments = run.arguments
-        problems = load_problems(arguments, arguments.eval_split, arguments.num_eval_prompts)
+        problems = load_problems(arguments, arguments.eval_split, "num_eval_prompts")
         settings = sampling_settings(arguments, reward=problems.reward)
         run.open()
         engine, tokenizer = run.load_engine(settings)

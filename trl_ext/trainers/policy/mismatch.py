@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,16 +13,16 @@ from trl_ext.losses.mismatch import CORRECTIONS, disagreement
 from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.defaults import check_choice
 
-if TYPE_CHECKING:
-    from trl_ext.algorithms import PolicyObjective
-    from trl_ext.trainers.policy.config import PolicyConfig
-
 # Where the effective sample size of a micro-batch's tokens is below this share of them, it is said once.
 LOW_SAMPLE_SIZE = 0.9
 
 
-def check_sampler_correction(args: PolicyConfig, objective: PolicyObjective) -> None:
-    """Reject an unknown correction, bounds that do not fit it, and one that nothing recorded could feed.
+def check_sampler_correction(args, objective) -> None:
+    """Reject an unknown correction, bounds that do not fit it, and one for which a sampler records nothing.
+
+    Args:
+        args: a `PolicyConfig`.
+        objective: its algorithm.
 
     Raises:
         ValueError: names the setting and what to use instead.
