@@ -18,24 +18,24 @@ from typing import Any
 from trl_ext.files import write_json_lines
 from trl_ext.instructions.scoring import DATA_DIR
 
-PAIRS_OF_A_PROMPT = 2
+PAIRS_OF_A_PROMPT = 3
 
 
 def pair_up(samples: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Up to two pairs (chosen, rejected) of the samples of one prompt: those whose rewards differ most.
+    """Up to three pairs (chosen, rejected) of the samples of one prompt: those whose rewards differ most.
 
-    A response that was cut at the token limit is never chosen, because training would teach the model to end where the
-    limit was. Equal responses count once.
+    Responses that were cut at the token limit are left out. Otherwise most pairs would differ in that alone, and
+    training on them shortens responses instead of making them meet their requirements. Equal responses count once.
 
     Args:
         samples: rows with `response_text`, `reward` and `finished`.
     """
-    samples = {sample["response_text"]: sample for sample in samples}.values()
+    samples = {sample["response_text"]: sample for sample in samples if sample["finished"]}.values()
 
     def difference(pair: tuple[Mapping[str, Any], Mapping[str, Any]]) -> float:
         return pair[0]["reward"] - pair[1]["reward"]
 
-    pairs = [pair for pair in permutations(samples, 2) if pair[0]["finished"] and difference(pair) > 0]
+    pairs = [pair for pair in permutations(samples, 2) if difference(pair) > 0]
     return sorted(pairs, key=difference, reverse=True)[:PAIRS_OF_A_PROMPT]
 
 
