@@ -105,7 +105,8 @@ def test_the_disagreement_of_our_sampler_is_logged(policy_path, tmp_path):
     trainer, output = rollout(policy_path, tmp_path)
     trainer._compute_loss(trainer.model, output)
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items() if name.startswith("sampling/")}
-    assert 0 <= metrics["sampling/log_ratio_mean"] <= metrics["sampling/log_ratio_max"] < 1e-5
+    difference = "sampling/sampling_logp_difference"
+    assert 0 <= metrics[f"{difference}/mean"] <= metrics[f"{difference}/max"] < 1e-5
     assert metrics["sampling/effective_sample_size"] == pytest.approx(1, abs=1e-8)
 
 
@@ -115,6 +116,19 @@ def test_a_sampler_that_disagrees_is_told_once(policy_path, tmp_path, caplog):
     for _ in range(2):
         trainer._compute_loss(trainer.model, output)
     assert caplog.text.count("sampler_correction token_truncate weighs by the ratio") == 1
+
+
+def test_weights_of_a_correction_are_logged(policy_path, tmp_path):
+    """Half of the responses have a ratio of e at each token, which the default bounds of IcePop allow, half one of
+    e^2, which they do not."""
+    trainer, output = rollout(policy_path, tmp_path, sampler_correction="token_mask")
+    output["sampling_per_token_logps"] = output["sampling_per_token_logps"] - torch.tensor([1.0, 2.0] * 4)[:, None]
+    trainer._compute_loss(trainer.model, output)
+    tokens = output["completion_mask"].sum(dim=1)
+    dropped = (tokens[1::2].sum() / tokens.sum()).item()
+    metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert metrics["sampling/dropped"] == pytest.approx(dropped)
+    assert metrics["sampling/weight_mean"] == pytest.approx((1 - dropped) * math.e, rel=1e-4)
 
 
 def test_nothing_recorded_is_told(policy_path, tmp_path, caplog):
@@ -128,9 +142,9 @@ def test_nothing_recorded_is_told(policy_path, tmp_path, caplog):
     ("settings", "expected"),
     [
         ({"sampler_correction": "token_trunkate"}, "token_truncate"),
-        ({"sampler_correction": "geometric_mask"}, "no default bounds: give sampler_correction_min"),
-        ({"sampler_correction": "token_mask", "sampler_correction_min": 6.0}, "0 <= min < max"),
-        ({"sampler_correction_max": 2.0}, "bound nothing without sampler_correction"),
+        ({"sampler_correction": "geometric_mask"}, "geometric_mask has no default bounds"),
+        ({"sampler_correction": "token_mask", "sampler_correction_min": 6.0}, "give 0 <= lower bound < upper bound"),
+        ({"sampler_correction_max": 2.0}, "need sampler_correction: name one"),
         ({"sampler_correction": "token_mask", "fast_rollouts": "off"}, "transformers records nothing"),
     ],
 )

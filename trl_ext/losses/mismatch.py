@@ -16,7 +16,7 @@ from trl_ext.losses.kl import MAX_EXPONENT
 from trl_ext.losses.masking import masked_sum
 
 
-def token_truncated(ratio: Tensor, low: float, high: float) -> Tensor:
+def truncated(ratio: Tensor, low: float, high: float) -> Tensor:
     """The ratio, kept within bounds. With `low` 0: truncated importance sampling (TIS), Yao et al. 2025."""
     return ratio.clamp(low, high)
 
@@ -28,13 +28,28 @@ def masked_outside(ratio: Tensor, low: float, high: float) -> Tensor:
 
 # Name -> whose ratio (each token's, or the product or geometric mean of a response's), function, default bounds.
 CORRECTIONS: dict[str, tuple[str, Callable[[Tensor, float, float], Tensor], float | None, float | None]] = {
-    "token_truncate": ("token", token_truncated, 0.0, 2.0),
+    "token_truncate": ("token", truncated, 0.0, 2.0),
     "token_mask": ("token", masked_outside, 0.5, 5.0),
-    "sequence_truncate": ("product", token_truncated, 0.0, 2.0),
+    "sequence_truncate": ("product", truncated, 0.0, 2.0),
     "sequence_mask": ("product", masked_outside, 0.0, 3.0),
     # Useful bounds are very close to 1, and depend on the sampler's precision.
     "geometric_mask": ("mean", masked_outside, None, None),
 }
+
+
+def bounds_of(kind: str, low: float | None = None, high: float | None = None) -> tuple[float, float]:
+    """The bounds on the ratio, by default those of the kind.
+
+    Raises:
+        ValueError: the kind has no default bounds and one is missing, or they are not in order.
+    """
+    _, _, lowest, highest = CORRECTIONS[kind]
+    low, high = lowest if low is None else low, highest if high is None else high
+    if low is None or high is None:
+        raise ValueError(f"{kind} has no default bounds on the ratio: give both, such as 0.999 and 1.001")
+    if not 0 <= low < high:
+        raise ValueError(f"{kind} keeps ratios from {low} to {high}: give 0 <= lower bound < upper bound")
+    return low, high
 
 
 def mismatch_weights(
@@ -58,12 +73,10 @@ def mismatch_weights(
         low, high: bounds on the ratio. Default: those of the kind.
 
     Raises:
-        ValueError: `geometric_mask` without both bounds.
+        ValueError: see `bounds_of`.
     """
-    unit, function, lowest, highest = CORRECTIONS[kind]
-    low, high = lowest if low is None else low, highest if high is None else high
-    if low is None or high is None:
-        raise ValueError(f"{kind} has no default bounds: give both, such as 0.999 and 1.001")
+    unit, function, _, _ = CORRECTIONS[kind]
+    low, high = bounds_of(kind, low, high)
     difference = _difference(old_log_probs, sampler_log_probs, mask)
     if unit != "token":
         difference = difference.sum(dim=1, keepdim=True)

@@ -156,6 +156,10 @@ class RewardMetrics(StepMetrics):
         return {"min_reward": "min", "max_reward": "max", "mean_reward": "pairs", **by_pair}
 
 
+# Of a sampler that records log-probabilities.
+SAMPLING_MEANS = ("sampling_logp_difference/mean", "effective_sample_size", "weight_mean", "dropped")
+
+
 class RolloutMetrics(StepMetrics):
     """For a policy's responses; a metric of clipped sequence ratios is weighted by responses.
 
@@ -177,9 +181,8 @@ class RolloutMetrics(StepMetrics):
             "entropy": "tokens",
             "cispo_clip_ratio": "tokens",
             "log_ratio/clamped": "tokens",
-            "sampling/log_ratio_mean": "tokens",
-            "sampling/log_ratio_max": "max",
-            "sampling/effective_sample_size": "tokens",
+            **{f"sampling/{name}": "tokens" for name in SAMPLING_MEANS},
+            "sampling/sampling_logp_difference/max": "max",
             **{f"clip_ratio/{name}_mean": by for name in ("low", "high", "region")},
             "clip_ratio/low_min": "min",
             "clip_ratio/high_max": "max",

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trl_ext.losses import PolicyScores, mismatch_weights
-from trl_ext.losses.mismatch import CORRECTIONS, disagreement
+from trl_ext.losses.masking import masked_sum
+from trl_ext.losses.mismatch import CORRECTIONS, bounds_of, disagreement
 from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.defaults import check_choice
 
@@ -30,23 +31,15 @@ def check_sampler_correction(args, objective) -> None:
     low, high = bounds = (args.sampler_correction_min, args.sampler_correction_max)
     if args.sampler_correction is None:
         if bounds != (None, None):
-            raise ValueError("sampler_correction_min and _max bound nothing without sampler_correction: name one")
+            raise ValueError("sampler_correction_min and sampler_correction_max need sampler_correction: name one")
         return
     check_choice("sampler_correction", args.sampler_correction, tuple(CORRECTIONS))
     if objective.reads_sampler:
-        raise ValueError(
-            f"sampler_correction {args.sampler_correction} would count the sampler twice: the ratio of "
-            f"{args.algorithm} is already to the sampler's probabilities; leave it out"
-        )
-    _, _, lowest, highest = CORRECTIONS[args.sampler_correction]
-    low, high = lowest if low is None else low, highest if high is None else high
-    if low is None or high is None:
-        raise ValueError(
-            f"sampler_correction {args.sampler_correction} has no default bounds: give sampler_correction_min and "
-            "sampler_correction_max, such as 0.999 and 1.001"
-        )
-    if not 0 <= low < high:
-        raise ValueError(f"sampler_correction keeps ratios from {low} to {high}: give 0 <= min < max")
+        raise ValueError(f"{args.algorithm} already uses the sampler's probabilities: leave sampler_correction out")
+    try:
+        bounds_of(args.sampler_correction, low, high)
+    except ValueError as error:
+        raise ValueError(f"sampler_correction (and its _min and _max): {error}") from None
     if args.fast_rollouts == "off" and not args.use_vllm:
         raise ValueError(
             "sampler_correction reads what the sampler recorded, and transformers records nothing: leave "
@@ -79,9 +72,10 @@ def surrogate_weights(trainer, inputs: dict, scores: PolicyScores, entropy_mask:
 def log_disagreement(trainer, inputs: dict, scores: PolicyScores, mode: str) -> None:
     """Log how far the log-probabilities recorded at sampling are from the trainer's, over a micro-batch's tokens.
 
-    Nothing is logged for a sampler that records none.
+    Nothing is logged for a sampler that records none. With a sampler correction, its mean weight and the share of
+    dropped tokens are logged as well.
     """
-    sampled, args = inputs.get("sampling_per_token_logps"), trainer.args
+    args, sampled, mask = trainer.args, inputs.get("sampling_per_token_logps"), scores.mask
     if sampled is None:
         if args.sampler_correction is not None:
             _tell_once(
@@ -89,22 +83,36 @@ def log_disagreement(trainer, inputs: dict, scores: PolicyScores, mode: str) -> 
                 f"sampler_correction {args.sampler_correction} does nothing: no log-probabilities were recorded at "
                 "sampling, as is the case for generation by transformers, and with top_p, top_k or penalties",
             )
-        return
-    found = disagreement(scores.old_log_probs, sampled, scores.mask)
+        if trainer.accelerator.num_processes == 1:
+            return
+        # Each process has a sampler of its own, and the others may have recorded theirs.
+        sampled, mask = scores.old_log_probs, torch.zeros_like(mask)
+    found = disagreement(scores.old_log_probs, sampled, mask)
+    if args.sampler_correction is not None:
+        bounds = {"low": args.sampler_correction_min, "high": args.sampler_correction_max}
+        given = mismatch_weights(scores.old_log_probs, sampled, mask, args.sampler_correction, **bounds)
+        found["given"], found["dropped"] = masked_sum(given, mask), masked_sum((given == 0).to(given), mask)
     largest = trainer.accelerator.gather(found.pop("largest").float()).max().item()
     sums = trainer.accelerator.reduce(torch.stack([*found.values()]).double(), reduction="sum").tolist()
-    tokens, absolute, weights, squared_weights = sums
-    metrics, share = trainer._metrics[mode], 1.0
-    if tokens:
-        share = weights**2 / (tokens * squared_weights)
-    metrics["sampling/log_ratio_mean"].append(absolute / max(tokens, 1))
-    metrics["sampling/log_ratio_max"].append(largest)
+    total = dict(zip(found, sums, strict=True))
+    if not total["tokens"]:
+        return
+    mean, metrics = total["absolute"] / total["tokens"], trainer._metrics[mode]
+    share = total["weights"] ** 2 / (total["tokens"] * total["squared_weights"])
     metrics["sampling/effective_sample_size"].append(share)
-    if share < LOW_SAMPLE_SIZE and args.sampler_correction is None:
+    corrected_by_trl = trainer.use_vllm and trainer.vllm_importance_sampling_correction
+    if not corrected_by_trl:
+        # Else TRL has logged both for the rollout.
+        metrics["sampling/sampling_logp_difference/mean"].append(mean)
+        metrics["sampling/sampling_logp_difference/max"].append(largest)
+    if args.sampler_correction is not None:
+        metrics["sampling/weight_mean"].append(total["given"] / total["tokens"])
+        metrics["sampling/dropped"].append(total["dropped"] / total["tokens"])
+    elif share < LOW_SAMPLE_SIZE and not corrected_by_trl and not trainer.objective.reads_sampler:
         _tell_once(
             trainer,
-            f"the sampler's probabilities differ from the trainer's: by {absolute / tokens:.2g} in the logarithm on "
-            f"average and by {largest:.2g} at most, which leaves {share:.0%} of the tokens as an effective sample; "
+            f"the sampler's probabilities differ from the trainer's: by {mean:.2g} in the logarithm on average and by "
+            f"{largest:.2g} at most, which leaves {share:.0%} of the tokens as an effective sample; "
             "sampler_correction token_truncate weighs by the ratio",
         )
 

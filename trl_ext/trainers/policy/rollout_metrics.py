@@ -51,7 +51,12 @@ def log_clamped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mod
     clamped = trainer.objective.clamped(scores, ref_log_probs)
     counts = torch.stack([clamped.sum(), (scores.mask != 0).sum()]).float()
     beyond, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
-    trainer._metrics[mode]["log_ratio/clamped"].append(beyond / max(tokens, 1))
+    metrics = trainer._metrics[mode]
+    metrics["log_ratio/clamped"].append(beyond / max(tokens, 1))
+    if trainer.objective.surrogate in ("gmpo", "dppo_tv", "dppo_kl"):
+        # TRL knows only the clip of the ratio, which these surrogates do not have, and has just logged zeros.
+        for name in [name for name in metrics if name.startswith("clip_ratio/")]:
+            del metrics[name]
 
 
 def log_advantages(trainer, mode: str, advantages: Tensor) -> None:

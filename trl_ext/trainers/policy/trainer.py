@@ -50,9 +50,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     Logged in addition to TRL's metrics: `reward_min`, `reward_max`, `advantages/mean`, `/std`, `/min` and `/max`,
     `shaped_reward` (after penalties) where it differs from `reward`, `unscorable`, `distinct_2` and `collapsed` of the
     rollout, `skipped_updates`, `log_ratio/clamped` (share of tokens with a log-ratio beyond 20, where the loss has no
-    gradient), `sampling/log_ratio_mean`, `/log_ratio_max` and `/effective_sample_size` (how far the probabilities
-    recorded at sampling are from the trainer's; 0, 0 and 1 if they agree), and for a greedy baseline `greedy/reward`
-    and `greedy/mean_length`. `kl` is the mean of k3 per token. With `resample_groups`, `resampling/rounds`, `/prompts`
+    gradient), TRL's `sampling/sampling_logp_difference` for any sampler that records log-probabilities, with
+    `sampling/effective_sample_size` (1 if it agrees with the trainer), and for a greedy baseline `greedy/reward` and
+    `greedy/mean_length`. `kl` is the mean of k3 per token. With `resample_groups`, `resampling/rounds`, `/prompts`
     and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups).
 
     Raises:

@@ -14,6 +14,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, moments
+from trl_ext.trainers.metrics import SAMPLING_MEANS
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 from trl_ext.trainers.ppo.config import LARGEST_ERROR, PPOConfig
@@ -193,7 +194,7 @@ class PPOTrainer(PolicyTrainer):
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
         names = ("value_loss", "value_clip_ratio", "approx_kl", "log_ratio/clamped")
-        own = dict.fromkeys((*names, "sampling/log_ratio_mean", "sampling/effective_sample_size"), "scored")
+        own = dict.fromkeys((*names, *(f"sampling/{name}" for name in SAMPLING_MEANS)), "scored")
         return {**super()._step_metrics(mode), **own}
 
     @property
