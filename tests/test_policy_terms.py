@@ -193,7 +193,7 @@ def test_a_sampler_correction_weighs_the_surrogate_alone(kind, ready, policy_pat
 
 @pytest.mark.parametrize("use_vllm", [False, True])
 def test_dppo_takes_its_ratio_to_what_the_sampler_recorded(use_vllm, ready):
-    """The sampler lies up to 0.3 off the old policy, and vLLM's ratio, here 100, is left out."""
+    """The sampler lies up to 0.3 off the old policy, and vLLM's ratio, here 100, is not applied a second time."""
     trainer, output = ready(algorithm="dppo_tv", algorithm_kwargs={"delta_low": 2e-4, "delta_high": 2e-4})
     inputs, old = off_policy(trainer, output)
     rows, policy = rows_of(inputs), weights_in_float64(trainer)

@@ -68,7 +68,7 @@ def _advantage(name: str, reason: str) -> dict[str, Any]:
 def _own_loss(name: str, surrogate: str, **settings: str) -> dict[str, Any]:
     """The surrogate that defines an algorithm, and other settings that its name fixes."""
     settings = {"surrogate": surrogate, **settings}
-    fixed = {flag: ((value,), f"{name} is defined with {value}") for flag, value in settings.items()}
+    fixed = {flag: ((value,), f"{name} has {flag} {value}") for flag, value in settings.items()}
     return {**settings, "fixed": fixed}
 
 

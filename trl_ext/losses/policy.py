@@ -91,10 +91,6 @@ def _column(advantages: Tensor) -> Tensor:
     return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-
-
 def _choose(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
     """One number where the condition holds and the other elsewhere, in the dtype of `like`."""
     return torch.full_like(like, other).masked_fill(condition, one)
@@ -129,7 +125,9 @@ def clipped_surrogate(
     Schulman et al. 2017, arXiv 1707.06347, equation 7.
     """
     advantages = _column(advantages)
-    losses = _clipped(bounded_ratio(log_ratio), advantages, clip_low, clip_high)
+    ratio = bounded_ratio(log_ratio)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    losses = -torch.minimum(ratio * advantages, clipped * advantages)
     if dual_clip is None:
         return losses
     return torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
@@ -226,7 +224,8 @@ def gspo_token(
     Zheng et al. 2025, arXiv 2507.18071.
     """
     ratio = bounded_ratio(log_ratio.detach()) * (log_probs - log_probs.detach()).exp()
-    return _clipped(ratio, _column(advantages), clip_low, clip_high)
+    advantages = _column(advantages)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
 def vespo(
