@@ -98,7 +98,8 @@ def log_disagreement(trainer, inputs: dict, scores: PolicyScores, mode: str) -> 
     if not total["tokens"]:
         return
     mean, metrics = total["absolute"] / total["tokens"], trainer._metrics[mode]
-    share = total["weights"] ** 2 / (total["tokens"] * total["squared_weights"])
+    # Rounding may exceed 1.
+    share = min(total["weights"] ** 2 / (total["tokens"] * total["squared_weights"]), 1.0)
     metrics["sampling/effective_sample_size"].append(share)
     corrected_by_trl = trainer.use_vllm and trainer.vllm_importance_sampling_correction
     if not corrected_by_trl:
