@@ -28,7 +28,7 @@ MODEL_LINE = 'MODEL, DATA = "toy", "toy"\n# On a GPU: MODEL, DATA = "'
 PRETRAINED = 'MODEL, DATA = "smollm2", "instructions"'
 # What the notebooks that name the pretrained model change for it, so that a test runs them in a minute or two.
 SHORT = {
-    "01_quickstart": "HELD_OUT, SAMPLED_PROMPTS = 3, (8, 6)",
+    "01_quickstart": "HELD_OUT, TRAIN_PAIRS, TEST_PAIRS = 3, 8, 6",
     "03_reward_hacking": "BATCH, STEPS, EVERY, HELD_OUT = 8, 1, 1, 3",
 }
 # Folders of one machine; commands and names of hub models have none of them.
