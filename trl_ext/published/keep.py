@@ -29,7 +29,7 @@ TEXTS, WORST = 10, 3
 HELD_OUT_ROWS, TRAINING_ROWS = 20, 24
 KEPT_METRICS = {"step", "seconds", "collapsed", "sampled_kl", *HELD_OUT_TITLES, *TRAINING_TITLES}
 KEPT_OF_PROMPT = ("row_id", "score", "base_score", "generated_num_tokens", "finished", "outcome")
-# Settings that say where a run wrote and whom it told, and nothing about its method.
+# Settings that say where a run wrote and where it reported, and nothing about its method.
 NOT_KEPT = ("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_")
 # The folders of an absolute path. The slashes of an address or of `and/or` are preceded by other characters.
 FOLDERS = re.compile(r"(?<![\w./\\~-])(?:~|[A-Za-z]:)?[/\\](?![/\\])(?:[^\s/\\:]+[/\\])*")
