@@ -35,7 +35,10 @@ def check_sampler_correction(args, objective) -> None:
         return
     check_choice("sampler_correction", args.sampler_correction, tuple(CORRECTIONS))
     if objective.reads_sampler:
-        raise ValueError(f"{args.algorithm} already uses the sampler's probabilities: leave sampler_correction out")
+        raise ValueError(
+            f"sampler_correction {args.sampler_correction} would weigh the sampler twice: {args.algorithm} already "
+            "compares with its probabilities. Leave sampler_correction out"
+        )
     try:
         bounds_of(args.sampler_correction, low, high)
     except ValueError as error:
