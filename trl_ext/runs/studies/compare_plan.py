@@ -14,10 +14,13 @@ from trl_ext.runs.studies import sweep
 from trl_ext.runs.studies.processes import launcher_options
 
 PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
+# Methods that learn from demonstrations.
+DEMONSTRATION_RECIPES = ("rlhf_sft",)
 # Methods that need a reward model.
 ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft")
+RECIPES = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
 CONFIG_KEYS = ("baseline", "common", "reward_model", "methods")
 SWEEP_KEYS = ("seeds", "validation", "grid", "methods")
 # The split on which settings are chosen, by kind of evaluation.
@@ -149,7 +152,7 @@ def read_tuning(path: str, methods: Sequence[Method], seeds: Sequence[int]) -> T
         raise ValueError(f"{path}: methods must hold `name: grid` lines")
     for name in own:
         sweep.read_arguments(Path(path), f"methods, {name}", own[name])
-        if name not in (*names, *PAIR_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES):
+        if name not in (*names, *RECIPES):
             raise ValueError(f"{path}: methods: no method {brief(name)!r}{nearest(brief(name), names)}")
     tuning_seeds = content.get("seeds", [100])
     if not isinstance(tuning_seeds, list) or not all(isinstance(seed, int) for seed in tuning_seeds):
@@ -199,8 +202,7 @@ def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]
     own = known.get(name) or {}
     arguments = sweep.read_arguments(path, f"methods, {name}", own) if own else {}
     recipe = str(arguments.get("recipe", name))
-    recipes = (*PAIR_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
-    if recipe not in recipes:
-        raise ValueError(f"no method {recipe!r}{nearest(recipe, recipes)} Known: {', '.join(recipes)}")
+    if recipe not in RECIPES:
+        raise ValueError(f"no method {recipe!r}{nearest(recipe, RECIPES)} Known: {', '.join(RECIPES)}")
     arguments = {key: value for key, value in arguments.items() if key != "recipe"}
     return Method(name, recipe, sweep.with_config_found(path, {**common, **arguments}))
