@@ -155,7 +155,8 @@ class TestServer:
             judge_pairs(judge_of(server), *pairs(30), cache=cache, max_concurrency=4)
         assert "\n" not in str(caught.value)
         assert kept(cache) == sum(server.answered.values()) == 6
-        assert len(server.calls) <= 6 + 2 * 4
+        # Of the failures in a row, a late answer can interrupt three; a request for each thread is open at the end.
+        assert len(server.calls) <= 6 + 3 + 3 + 4
         assert max(server.asked.values()) == 1, "nothing is asked again"
 
     def test_a_server_that_is_gone(self, tmp_path):

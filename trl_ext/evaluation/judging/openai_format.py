@@ -36,14 +36,19 @@ SCHEMA = JudgeAnswer.model_json_schema()
 
 
 def question_text(prompt: Messages | str, response_a: str, response_b: str) -> str:
-    """The judge's input: the conversation and both responses, between markers that a response cannot guess."""
+    """A pairwise judge's input: the conversation and both responses."""
+    return sections_text(prompt, ("response A", response_a), ("response B", response_b))
+
+
+def sections_text(prompt: Messages | str, *sections: tuple[str, str]) -> str:
+    """The conversation and named texts, between markers that no text can guess."""
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     conversation = "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+    names, texts = zip(("conversation", conversation), *sections, strict=True)
     # Model output may contain unpaired surrogates, which cannot be sent.
-    parts = [text.encode("utf-8", "replace").decode() for text in (conversation, response_a, response_b)]
+    parts = [text.encode("utf-8", "replace").decode() for text in texts]
     code = hashlib.sha256("\x00".join(parts).encode()).hexdigest()[:12]
-    sections = zip(("conversation", "response A", "response B"), parts, strict=True)
-    return "\n".join([*(f"[{name} {code}]\n{text}" for name, text in sections), f"[end {code}]"])
+    return "\n".join([*(f"[{name} {code}]\n{text}" for name, text in zip(names, parts, strict=True)), f"[end {code}]"])
 
 
 def read_answer(text: str) -> Judgement:

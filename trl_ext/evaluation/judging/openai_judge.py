@@ -2,80 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import threading
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer, read_reply
-from trl_ext.evaluation.judging.prices import find_price, load_prices
-from trl_ext.evaluation.judging.protocol import JudgeError, Judgement, JudgeUnavailable, Messages, Usage
-
-KEY_VARIABLE = "OPENAI_API_KEY"
-OPENAI_URL = "https://api.openai.com/v1"
-MAX_OUTPUT_TOKENS = 2048
-# Each attempt costs as much as a valid answer.
-BAD_ANSWER_RETRIES = 2
-# Seconds within which a server must accept the first connection. Later requests wait longer.
-FIRST_CONNECTION = 5.0
-# Error codes of a 429 for which waiting does not help.
-_SPENT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-_ADVICE = {
-    401: "the key is missing or refused: set OPENAI_API_KEY to a valid one for this server",
-    402: "the account has no credit left: add some, and run again; what is judged already is not asked again",
-    404: "check the name of the model and the address of the server",
-}
-_NO_STRUCTURE = (
-    "if all answers do, the model cannot produce structured output, or its server does not enforce the schema: choose "
-    "a model and a server that do"
-)
-_OTHER_API = {
-    "responses": "a server that speaks only Chat Completions needs --api chat",
-    "chat": "a server that speaks only the Responses API needs --api responses",
-}
+from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text, read_answer
+from trl_ext.evaluation.judging.openai_model import OpenAIModel
+from trl_ext.evaluation.judging.protocol import Judgement, Messages, Usage
 
 
-class Failure(NamedTuple):
-    """Why a request produced no verdict.
-
-    Attributes:
-        kind: "answer" for a reply without a verdict; "server" for an error that may pass; "row" for a request that the
-            server rejects; "all" for an error that affects every request.
-        reason: a few words.
-        advice: what the user can do if every request fails this way.
-    """
-
-    kind: Literal["answer", "server", "row", "all"]
-    reason: str
-    advice: str = ""
-
-
-class OpenAIJudge:
+class OpenAIJudge(OpenAIModel):
     """Asks a model behind an OpenAI-compatible API which response is better. The answers have a fixed schema.
-
-    The key is read only from the environment variable OPENAI_API_KEY. If the variable is not set, a server at your own
-    `base_url` is called without a key. The SDK retries a request after a rate limit (429), a server error (408, 409,
-    5xx), a broken connection or a timeout. It waits longer each time, or as long as `Retry-After` requests. After an
-    invalid answer (not JSON, outside the schema, empty, truncated or a refusal), the question is asked up to two more
-    times. The judge may be called from several threads.
 
     Args:
         model: the model's name on the server.
-        base_url: the API's address, such as `http://localhost:8000/v1`; None for OpenAI's, or the value of
-            OPENAI_BASE_URL.
-        api: "responses", or "chat" for servers that only have Chat Completions.
         instructions: the rubric, as a string or as the `Path` of a file; None for the package's own. It must ask for
             the same fields as the package's.
-        timeout: seconds to wait for the next part of an answer; a streamed answer may take longer in total.
-        max_retries: how often a failed request is sent again.
-        max_output_tokens: maximum length of an answer, including reasoning. A truncated answer gives no verdict.
-        temperature, reasoning_effort: None for the server's default; not every model accepts them.
-        prices: file or mapping of prices in addition to the package's, in the format of `load_prices`.
+        settings: the other arguments of `OpenAIModel`, such as `base_url` and `api`. An answer that was cut at
+            `max_output_tokens` gives no verdict.
 
     Raises:
         ImportError: the openai package is missing.
@@ -83,54 +27,14 @@ class OpenAIJudge:
         FileNotFoundError: the file of instructions or prices does not exist.
     """
 
-    def __init__(
-        self,
-        model: str = "gpt-5.4",
-        *,
-        base_url: str | None = None,
-        api: Literal["responses", "chat"] = "responses",
-        instructions: str | Path | None = None,
-        timeout: float = 60.0,
-        max_retries: int = 6,
-        max_output_tokens: int = MAX_OUTPUT_TOKENS,
-        temperature: float | None = None,
-        reasoning_effort: str | None = None,
-        prices: str | Path | Mapping[str, Any] | None = None,
-    ):
-        _import_openai()
-        if api not in ("responses", "chat"):
-            raise ValueError(f"api must be 'responses' or 'chat', got {api!r}")
-        self.model = model
-        self.base_url = base_url
-        self.api = api
+    def __init__(self, model: str = "gpt-5.4", *, instructions: str | Path | None = None, **settings: Any):
+        super().__init__(model, **settings)
         self.instructions = _read_instructions(instructions)
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self.max_output_tokens = max_output_tokens
-        self.temperature = temperature
-        self.reasoning_effort = reasoning_effort
-        self.price = find_price(model, load_prices(prices))
-        self._lock = threading.Lock()
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Everything that a verdict depends on other than the question.
-
-        It includes whether the server was your own, so that verdicts of a stand-in are not mistaken for those of the
-        model it imitates. It excludes the address, since addresses change. A non-default token limit is included,
-        because it decides which answers are complete and therefore which rows have a verdict.
-        """
-        settings: dict[str, Any] = {"temperature": self.temperature, "reasoning_effort": self.reasoning_effort}
-        if self.max_output_tokens != MAX_OUTPUT_TOKENS:
-            settings["max_output_tokens"] = self.max_output_tokens
-        if self.base_url or os.environ.get("OPENAI_BASE_URL"):
-            settings["server"] = "own"
-        return {
-            "kind": "openai",
-            "model": self.model,
-            "instructions": self.instructions,
-            **{name: value for name, value in settings.items() if value is not None},
-        }
+        """Everything that a verdict depends on other than the question: `OpenAIModel.identity`, and the rubric."""
+        return {**super().identity, "instructions": self.instructions}
 
     def judge(self, prompt: Messages | str, response_a: str, response_b: str) -> Judgement:
         """Judge one question.
@@ -144,138 +48,13 @@ class OpenAIJudge:
 
     def ask(self, prompt: Messages | str, response_a: str, response_b: str) -> tuple[Judgement, Usage]:
         """Judge one question as `judge` does; also return the usage."""
-        request = self._request(question_text(prompt, response_a, response_b))
-        usage = Usage()
-        for attempt in range(1 + BAD_ANSWER_RETRIES):
-            outcome, cost = self._send(request)
-            usage = replace(usage + cost, retries=attempt)
-            if isinstance(outcome, Judgement):
-                return outcome, usage
-            if outcome.kind != "answer":
-                break
-        advice = f"; {outcome.advice}" if outcome.advice else ""
-        if outcome.kind == "all":
-            raise JudgeUnavailable(f"{self._server} gives no verdicts: {outcome.reason}{advice}")
-        attempts = f" ({usage.calls} attempts)" if usage.calls > 1 else ""
-        # Advice about an answer is for a model or server that always answers in this way.
-        server_failed = outcome.kind == "server" or bool(outcome.kind == "answer" and advice)
-        raise JudgeError(f"{outcome.reason}{attempts}{advice}", usage=usage, server_failed=server_failed)
+        return self.complete(self.instructions, question_text(prompt, response_a, response_b), SCHEMA, read_answer)
 
     def estimate_tokens(self, prompt: Messages | str, response_a: str, response_b: str) -> int:
         """Approximate input tokens of a question: a quarter of its UTF-8 bytes."""
         # The schema is sent with the question, and the model reads it.
         sent = (self.instructions, question_text(prompt, response_a, response_b), str(SCHEMA))
         return sum(len(text.encode("utf-8", "replace")) // 4 + 1 for text in sent)
-
-    @property
-    def _server(self) -> str:
-        return self.base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI_URL
-
-    @cached_property
-    def _client(self):
-        """The SDK's client. Raises an error if the server does not accept a connection, since retries take long."""
-        key = os.environ.get(KEY_VARIABLE, "").strip()
-        if not (key.isascii() and key.isprintable()):
-            raise JudgeUnavailable(f"{KEY_VARIABLE} holds characters that a key cannot have: set it again")
-        if not key and self._server == OPENAI_URL:
-            raise JudgeUnavailable(
-                f"{KEY_VARIABLE} is not set: export the key, or give the base_url of your own server"
-            )
-        openai = _import_openai()
-        client = openai.OpenAI(
-            api_key=key or "none", base_url=self.base_url, timeout=self.timeout, max_retries=self.max_retries
-        )
-        problem = None
-        try:
-            client.with_options(max_retries=0, timeout=FIRST_CONNECTION).get("/", cast_to=str)
-        except openai.APIConnectionError as error:
-            problem = type(error.__cause__ or error).__name__
-        except openai.APIError:
-            pass  # any answer will do
-        if problem in ("ConnectError", "ConnectTimeout"):
-            raise JudgeUnavailable(
-                f"{self._server} cannot be reached: {problem}: check the address, and that the server is up"
-            )
-        return client
-
-    def _request(self, question: str) -> dict[str, Any]:
-        schema = {"name": "verdict", "strict": True, "schema": SCHEMA}
-        if self.api == "responses":
-            request = {
-                "instructions": self.instructions,
-                "input": question,
-                "text": {"format": {"type": "json_schema", **schema}},
-                "max_output_tokens": self.max_output_tokens,
-                "store": False,
-                "reasoning": self.reasoning_effort and {"effort": self.reasoning_effort},
-            }
-        else:
-            request = {
-                "messages": [
-                    {"role": "system", "content": self.instructions},
-                    {"role": "user", "content": question},
-                ],
-                "response_format": {"type": "json_schema", "json_schema": schema},
-                "max_completion_tokens": self.max_output_tokens,
-                "reasoning_effort": self.reasoning_effort,
-            }
-        request |= {"model": self.model, "temperature": self.temperature}
-        return {name: value for name, value in request.items() if value is not None}
-
-    def _send(self, request: dict[str, Any]) -> tuple[Judgement | Failure, Usage]:
-        """Send one request. Errors of the SDK are caught here, since they carry the request and thus the key."""
-        openai = _import_openai()
-        with self._lock:
-            client = self._client
-        path = "/responses" if self.api == "responses" else "/chat/completions"
-        try:
-            # Not `client.responses.create`: it validates every field, which takes as long as the rest of a call.
-            body = client.post(path, body=request, cast_to=str)
-        except openai.APIStatusError as error:
-            return self._status_failure(error.status_code, error.body), Usage(calls=1)
-        except openai.APITimeoutError:
-            return Failure("server", f"no answer within {self.timeout:g} s"), Usage(calls=1)
-        except openai.APIConnectionError as error:
-            name = type(error.__cause__ or error).__name__
-            return Failure("server", f"{self._server} cannot be reached: {name}"), Usage(calls=1)
-        return self._read(body)
-
-    def _read(self, body: str) -> tuple[Judgement | Failure, Usage]:
-        """Parse the body of a response with status 200 into the judgement and its usage."""
-        try:
-            reply = read_reply(json.loads(body), self.api)
-        except json.JSONDecodeError:
-            advice = f"check the address, which ends in /v1 for most servers; {_OTHER_API[self.api]}"
-            return Failure("answer", "the reply is not JSON", advice), Usage(calls=1)
-        except (KeyError, IndexError, TypeError, AttributeError):
-            reason = f"the reply is not one of the {self.api} API"
-            return Failure("answer", reason, _OTHER_API[self.api]), Usage(calls=1)
-        dollars = None if self.price is None else self.price.dollars(**reply.tokens)
-        cost = Usage(calls=1, dollars=dollars, **reply.tokens)
-        if reply.problem is not None:
-            return Failure("answer", self._without_key(reply.problem)), cost
-        try:
-            return read_answer(reply.text), cost
-        except ValueError as error:
-            reason = self._without_key(f"the answer breaks the schema: {error}")
-            return Failure("answer", reason, _NO_STRUCTURE), cost
-
-    def _status_failure(self, status: int, body: Any) -> Failure:
-        """Interpret an error status; `body` is the error object in the response's JSON, or any other content."""
-        body = body if isinstance(body, Mapping) else {}
-        reason = self._without_key(f"{status} {body.get('message') or ''}".strip())
-        if status == 429 and not {body.get("code"), body.get("type")}.isdisjoint(_SPENT):
-            status = 402
-        if status in _ADVICE:
-            return Failure("all", reason, _ADVICE[status])
-        return Failure("server" if status in (408, 409, 429) or status >= 500 else "row", reason)
-
-    def _without_key(self, text: str) -> str:
-        """A server's message in one short line, without the key, which some servers repeat when they reject it."""
-        key = os.environ.get(KEY_VARIABLE, "")
-        line = " ".join(text.split())
-        # A placeholder such as "x" is not a secret, and occurs in many words.
-        return (line.replace(key, "[key]") if len(key) >= 8 else line)[:300]
 
 
 def _read_instructions(instructions: str | Path | None) -> str:
@@ -288,11 +67,3 @@ def _read_instructions(instructions: str | Path | None) -> str:
     if len(instructions.split()) < 2:
         raise ValueError(f"instructions must be a text, or the Path of a file that holds one, got {instructions!r}")
     return instructions
-
-
-def _import_openai():
-    try:
-        import openai
-    except ImportError as error:
-        raise ImportError("OpenAIJudge needs the openai package: pip install 'trl_ext[judge]'") from error
-    return openai

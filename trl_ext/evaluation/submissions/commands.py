@@ -160,7 +160,8 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
     """
     check_judge_arguments(options)
     if options.judge == "openai":
-        from trl_ext.evaluation.judging.openai_judge import MAX_OUTPUT_TOKENS, OpenAIJudge
+        from trl_ext.evaluation.judging.openai_judge import OpenAIJudge
+        from trl_ext.evaluation.judging.openai_model import MAX_OUTPUT_TOKENS
 
         return OpenAIJudge(
             options.model,
