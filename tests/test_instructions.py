@@ -264,10 +264,16 @@ def test_each_kind_of_requirement_is_frequent():
 # ---- The pairs ----
 
 
-def sampled(*rewards: float, cut: tuple[int, ...] = (), row_id: str = "a") -> list[dict]:
+def sampled(*rewards: float, cut: tuple[int, ...] = (), tokens: tuple[int, ...] = (), row_id: str = "a") -> list[dict]:
     """Samples of one prompt; those in `cut` reached the token limit."""
     return [
-        {"row_id": row_id, "response_text": f"text {number}", "reward": reward, "finished": number not in cut}
+        {
+            "row_id": row_id,
+            "response_text": f"text {number}",
+            "generated_num_tokens": tokens[number] if tokens else 20,
+            "reward": reward,
+            "finished": number not in cut,
+        }
         for number, reward in enumerate(rewards)
     ]
 
@@ -280,8 +286,16 @@ def sampled(*rewards: float, cut: tuple[int, ...] = (), row_id: str = "a") -> li
         (sampled(0.5, 0.5, 0.5), []),
         (sampled(1.0, 0.5, 0.0, cut=(0,)), [(1, 2)]),
         (sampled(0.0, 1.0, 0.5, cut=(0,)), [(1, 2)]),
+        (sampled(1.0, 0.0, 0.5, tokens=(30, 19, 20)), [(0, 2), (2, 1)]),
     ],
-    ids=["widest differences", "one pair", "ties", "a cut response is not chosen", "a cut response is not rejected"],
+    ids=[
+        "widest differences",
+        "one pair",
+        "ties",
+        "a cut response is not chosen",
+        "a cut response is not rejected",
+        "length does not tell the chosen response",
+    ],
 )
 def test_samples_are_paired_by_their_difference(samples, expected):
     numbers = {sample["response_text"]: number for number, sample in enumerate(samples)}
