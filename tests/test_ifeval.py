@@ -287,6 +287,7 @@ def run(capsys, *flags) -> tuple[str, str]:
 
 
 class TestRun:
+    @pytest.mark.slow
     def test_a_killed_run_goes_on_and_is_compared(self, tmp_path, monkeypatch, capsys):
         write_json_lines(tmp_path / "ifeval" / "input_data.jsonl", ROWS)
         flags = ["toy", "--data", tmp_path, "--max_new_tokens", 8, "--batch_size", 1, "--output_dir"]
