@@ -82,7 +82,7 @@ TABLE = [
     ("group_rank", TIES, {"scale": 2.0}, [1.333333, 1.333333, -1.333333, -1.333333]),
     # Baseline (2 * 3 + 4 * 1 + 3 * 0 - 1) / 10 = 0.9.
     ("length_weighted", G, {"lengths": torch.tensor([2, 4, 3, 1])}, [2.1, 0.1, -0.9, -1.9]),
-    # Of one step, and of one function: those of group_normalized. Others are in test_step_credit.py.
+    # Of one step, and of one function: those of group_normalized. Others are in test_step_advantages.py.
     ("process_normalized", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
     ("turn_level", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
     ("reward_decoupled", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),

@@ -151,7 +151,8 @@ _add("gdpo", "Each reward function normalised by itself within the group, then t
      advantage_eps=1e-4,
      title="GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization")
 _add("mt_grpo", "The first step or turn has an advantage of its own, added to the outcome's", "2505.11821", **_CLIP,
-     **_advantage("turn_level", "MT-GRPO gives the first turn its own advantage"), std_ddof=1, advantage_eps=1e-4)
+     **_advantage("turn_level", "MT-GRPO gives the first turn its own advantage"), std_ddof=1, advantage_eps=1e-4,
+     title="Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment")
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
