@@ -9,7 +9,7 @@ import zlib
 import pytest
 import torch
 
-from tests.rollout_once import build, prompts, train
+from tests.rollout_once import build, by_step, prompts, train, train_in_processes
 from tests.tiny import build_tokenizer
 from tests.train_once import largest_difference, parameters, result
 from trl_ext.advantages import reward_decoupled
@@ -99,11 +99,6 @@ def rollout_func(prompts, trainer) -> dict:
     return found
 
 
-def graded(steps, **_) -> list[list[float]]:
-    """A number for each step that follows from its text."""
-    return [[zlib.crc32(text.encode()) % 7 / 7 for text in texts] for texts in steps]
-
-
 def length(completion_ids, **_) -> list[float]:
     return [len(ids) / 10 for ids in completion_ids]
 
@@ -137,7 +132,7 @@ def step_of_tokens(ids, separator) -> tuple[list[str], list[int]]:
 def advantages_by_loops(ids_of_group, weights, settings) -> list[list[float]]:
     """Advantages of the tokens of a group's responses; the second reward function rewards whole responses."""
     found = [step_of_tokens(ids, settings.get("step_separator")) for ids in ids_of_group]
-    steps = [[weights[0] * number for number in graded([texts])[0]] for texts, _ in found]
+    steps = [[weights[0] * number for number in by_step([texts])[0]] for texts, _ in found]
     whole = [weights[1] * number for number in length(ids_of_group)]
 
     def statistics(values, ddof):
@@ -182,7 +177,7 @@ def test_the_update_is_that_of_plain_arithmetic(settings, policy_path, tmp_path)
         {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
         {"shuffle_dataset": True, "seed": 3},
     ]
-    options = {"reward_funcs": [graded, length], "rollout_func": rollout_func}
+    options = {"reward_funcs": [by_step, length], "rollout_func": rollout_func}
     model = build({**spec, "args": args}, str(tmp_path / "fresh"), **dict(options)).model
     encode, total, expected, most = TOKENIZER.apply_chat_template, 0.0, 0.0, 0
     for row in prompts(2):
@@ -215,12 +210,12 @@ def test_one_step_is_plain_grpo(policy_path, tmp_path):
     options = {"rollout_func": rollout_func}
     plain = train({**spec, "args": {**ARGS, "advantage": None}}, str(tmp_path / "a"), reward_funcs=length, **options)
     steps = {**ARGS, "step_separator": "~~"}
-    by_step = train({**spec, "args": steps}, str(tmp_path / "b"), reward_funcs=lambda completion_ids, **_: [
+    in_steps = train({**spec, "args": steps}, str(tmp_path / "b"), reward_funcs=lambda completion_ids, **_: [
         [reward] for reward in length(completion_ids)
     ], **options)  # fmt: skip
-    assert largest_difference(parameters(plain), parameters(by_step)) < 1e-6
+    assert largest_difference(parameters(plain), parameters(in_steps)) < 1e-6
     names = ("reward", "reward_std", "frac_reward_zero_std", "advantages/std", "advantages/max")
-    logs = [{name: result(run).logs[0][name] for name in names} for run in (plain, by_step)]
+    logs = [{name: result(run).logs[0][name] for name in names} for run in (plain, in_steps)]
     assert logs[0] == pytest.approx(logs[1], abs=1e-6)
 
 
@@ -237,7 +232,7 @@ def test_dynamic_sampling_carries_the_steps(policy_path, tmp_path):
 
     def reward(prompts, steps, **_):
         return [
-            [1.0] + [0.0] * (len(texts) - 1) if json.dumps(prompt) in first else graded([texts])[0]
+            [1.0] + [0.0] * (len(texts) - 1) if json.dumps(prompt) in first else by_step([texts])[0]
             for prompt, texts in zip(prompts, steps, strict=True)
         ]
 
@@ -260,7 +255,7 @@ def test_a_failing_step_reward_leaves_its_response_out(policy_path, tmp_path):
     """Steps are kept where a call fails and rows are scored one by one; an infinite step is no reward."""
 
     def reward(completion_ids, steps, **_):
-        rewards = graded(steps)
+        rewards = by_step(steps)
         for ids, numbers in zip(completion_ids, rewards, strict=True):
             if ids == response(prompts(2)[0]["prompt"], 1):
                 raise RuntimeError("no")
@@ -289,11 +284,11 @@ def test_what_a_reward_function_must_return(policy_path, tmp_path):
 
 
 def test_reward_columns_outside_of_a_rollout(policy_path, tmp_path):
-    trainer, _ = rollout(policy_path, tmp_path, graded)
+    trainer, _ = rollout(policy_path, tmp_path, by_step)
     texts = ["ab\ncd", "ef"]
     ids = [TOKENIZER(text)["input_ids"] for text in texts]
     columns = reward_columns(trainer, prompts(2), texts, [True, True], ids)
-    assert columns["graded"] == pytest.approx([sum(graded([text.split("\n")])[0]) for text in texts])
+    assert columns["by_step"] == pytest.approx([sum(by_step([text.split("\n")])[0]) for text in texts])
 
 
 def test_gdpo_in_a_trainer(policy_path, tmp_path):
@@ -308,3 +303,19 @@ def test_gdpo_in_a_trainer(policy_path, tmp_path):
     settings["multi_objective_aggregation"] = "normalize_then_sum"
     trainer, same = rollout(policy_path, tmp_path, rewards, algorithm="grpo", advantage=None, **settings)
     assert same["advantages"].equal(output["advantages"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("in_float64")
+def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
+    """One group lies on each process, whose responses have different numbers of steps at most."""
+    spec = {"model": policy_path, "fixed": True, "perturb": 1, "prompts": 2, "rewards": ["by_step"]}
+    spec |= {"fault": "line_breaks"}
+    args = {**ARGS, "max_steps": 2, "learning_rate": 0.05}
+    whole = result(train({**spec, "args": args}, str(tmp_path / "whole")))
+    (spread,) = train_in_processes([{**spec, "args": {**args, "per_device_train_batch_size": 4}}], 2, tmp_path)
+    assert largest_difference(spread.parameters, whole.parameters) < 1e-12
+    assert whole.logs[0]["advantages/std"] > 0
+    for entry, expected in zip(spread.logs, whole.logs, strict=True):
+        names = [name for name in expected if name.startswith(("advantages/", "reward"))]
+        assert {name: entry[name] for name in names} == pytest.approx({name: expected[name] for name in names})
