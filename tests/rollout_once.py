@@ -82,7 +82,12 @@ def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
     return [reward * (int(row[3:]) % 2) for row, reward in zip(row_id, thirds(completion_ids), strict=True)]
 
 
-REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows)}
+def by_step(steps, **_) -> list[list[float]]:
+    """A number for each step that follows from its text."""
+    return [[zlib.crc32(text.encode()) % 7 / 7 for text in texts] for texts in steps]
+
+
+REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows, by_step)}
 
 
 class FixedRollouts:
@@ -159,7 +164,16 @@ class LossFaultOnTheLastRank:
         return super()._compute_loss(model, inputs)
 
 
-FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
+class LineBreaks:
+    """Half of the tokens are line breaks."""
+
+    def _generate_single_turn(self, *args, **kwargs):
+        responses, log_probs = super()._generate_single_turn(*args, **kwargs)
+        (line_break,) = self.processing_class("\n")["input_ids"]
+        return [[line_break if token % 2 else token for token in ids] for ids in responses], log_probs
+
+
+FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank, "line_breaks": LineBreaks}
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):

@@ -44,6 +44,11 @@ def call(name, rewards, group_size, **options):
         options.setdefault("lengths", lengths_of(len(rewards)))
     if name == "greedy_baseline":
         options.setdefault("greedy_rewards", torch.full((len(rewards) // group_size,), 0.25))
+    if name in ("process_normalized", "turn_level"):
+        # With one step, which is not rewarded by itself, an advantage of steps is that of the response.
+        return ADVANTAGES[name](rewards, group_size, torch.zeros(len(rewards), 1), **options)[:, 0]
+    if name == "reward_decoupled":
+        options |= {"components": rewards.unsqueeze(1), "weights": torch.ones(1)}
     return ADVANTAGES[name](rewards, group_size, **options)
 
 
@@ -56,6 +61,9 @@ COMPARING = [
     "batch_normalized",
     "mean_normalized",
     "length_weighted",
+    "reward_decoupled",
+    "process_normalized",
+    "turn_level",
 ]
 TABLE = [
     # 2.25 / 1.479020 and so on.
@@ -74,6 +82,10 @@ TABLE = [
     ("group_rank", TIES, {"scale": 2.0}, [1.333333, 1.333333, -1.333333, -1.333333]),
     # Baseline (2 * 3 + 4 * 1 + 3 * 0 - 1) / 10 = 0.9.
     ("length_weighted", G, {"lengths": torch.tensor([2, 4, 3, 1])}, [2.1, 0.1, -0.9, -1.9]),
+    # Of one step, and of one function: those of group_normalized. Others are in test_step_advantages.py.
+    ("process_normalized", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
+    ("turn_level", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
+    ("reward_decoupled", G, {}, [1.521277, 0.169031, -0.507092, -1.183215]),
     ("no_baseline", G, {}, G),
     # Mean 0.25; std sqrt(0.25 * 0.75) = 0.433013, or 0.5 of the sample.
     ("group_normalized", [1, 0, 0, 0], {}, [1.732047, -0.577349, -0.577349, -0.577349]),
@@ -145,7 +157,7 @@ def test_a_group_of_equal_rewards_has_no_signal(name, constant):
         advantages = call(name, torch.cat([group, other]).to(dtype), 3)
         assert advantages[:3].tolist() == [0.0, 0.0, 0.0]
         assert advantages[3:].any()
-        alone = ADVANTAGES[name](group, 3, **({"lengths": lengths_of(3)} if name == "length_weighted" else {}))
+        alone = call(name, group, 3)
         assert alone.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -207,7 +219,7 @@ def test_permuting_a_group_permutes_its_advantages(name):
     assert torch.allclose(call(name, SEVERAL[order], 4, **permuted), advantages[order], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"batch_normalized"}))
+@pytest.mark.parametrize("name", sorted(set(ADVANTAGES) - {"batch_normalized", "reward_decoupled"}))
 def test_groups_do_not_see_one_another(name):
     lengths = {"lengths": lengths_of(4)} if name == "length_weighted" else {}
     first = call(name, SEVERAL[:4], 4, **lengths)

@@ -51,6 +51,8 @@ ROWS = {
     "dppo_kl": {"advantage": "group_centered", "ratio": "token", "aggregation": "constant", "ratio_cap": 10.0},
     "clip_cov": {"epsilon": 1.0, "epsilon_high": 1.0, "ratio": "token", "aggregation": "token_mean"},
     "kl_cov": {"epsilon": None, "surrogate": "kl_cov", "ratio": "token", "aggregation": "token_mean"},
+    "gdpo": {"advantage": "reward_decoupled", "std_ddof": 1, "advantage_eps": 1e-4, "surrogate": "clip"},
+    "mt_grpo": {"advantage": "turn_level", "std_ddof": 1, "advantage_eps": 1e-4, "surrogate": "clip"},
     "berkeley_grpo": {"epsilon": 0.2, "beta": 0.01, "kl_aggregation": "token_mean", "advantage_clip": 5.0},
     "berkeley_dr_grpo": {"advantage": "group_centered", "aggregation": "constant", "kl_aggregation": "token_mean"},
     "berkeley_gspo": {"ratio": "sequence", "epsilon": 0.2, "epsilon_high": 0.2, "aggregation": "sequence_mean"},

@@ -10,7 +10,7 @@ from tests.train_once import largest_difference, result
 from trl_ext import OnlinePreferenceConfig
 from trl_ext.evaluation.judging.protocol import JudgeError
 from trl_ext.resilience.reward_guard import RewardError, RewardGuard
-from trl_ext.trainers.policy.judge_rewards import JudgeRewards
+from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_ext.advantages import clip_advantages, function_of, options_of
+from trl_ext.advantages import INPUTS, clip_advantages, function_of, options_of
 from trl_ext.losses.policy import SURROGATES
 from trl_ext.losses.policy_objective import PolicyLoss, check_setting, settings_of
 from trl_ext.registry import Algorithm, nearest, policy_algorithms
@@ -145,6 +145,14 @@ _add("clip_cov", "A few tokens of high covariance are dropped at random", "2505.
 _add("kl_cov", "A penalty on the log-ratio of the tokens of highest covariance", "2505.22617", **_POPULATION,
      **_own_loss("KL-Cov", "kl_cov", ratio="token", aggregation="token_mean"),
      title="The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models")
+# Only the advantages of these two were compared with the authors' code; the rest is GRPO's.
+_add("gdpo", "Each reward function normalised by itself within the group, then the sum over the batch", "2601.05242",
+     **_CLIP, **_advantage("reward_decoupled", "GDPO normalises each reward function by itself"), std_ddof=1,
+     advantage_eps=1e-4,
+     title="GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization")
+_add("mt_grpo", "The first step or turn has an advantage of its own, added to the outcome's", "2505.11821", **_CLIP,
+     **_advantage("turn_level", "MT-GRPO gives the first turn its own advantage"), std_ddof=1, advantage_eps=1e-4,
+     title="Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment")
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
@@ -186,28 +194,29 @@ class PolicyObjective(PolicyLoss):
         """Whether advantages need the reward of a greedy response to each prompt."""
         return "greedy_rewards" in self._parameters
 
-    def advantages(
-        self,
-        rewards: Tensor,
-        group_size: int,
-        *,
-        greedy_rewards: Tensor | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """Advantages, [N], of rewards, [N].
+    @property
+    def needs_steps(self) -> bool:
+        """Whether advantages need the rewards of the steps of each response."""
+        return "step_rewards" in self._parameters
+
+    @property
+    def needs_components(self) -> bool:
+        """Whether advantages need the rewards of each reward function."""
+        return "components" in self._parameters
+
+    def advantages(self, rewards: Tensor, group_size: int, **inputs: Tensor) -> Tensor:
+        """Advantages of rewards, [N]: [N], or [N, K] if `needs_steps`.
 
         Args:
             rewards: a reward that is not finite marks a response that could not be scored.
             group_size: responses per prompt.
-            greedy_rewards: [N / group_size], required if `needs_greedy` (otherwise a ValueError).
-            lengths: tokens of each response, [N], for an advantage that weights by length.
+            inputs: those of `trl_ext.advantages.INPUTS` that the advantage has a parameter for, such as
+                `greedy_rewards`, [N / group_size], if `needs_greedy` (otherwise a ValueError); others are ignored.
         """
-        known = {}
-        for name, value in (("greedy_rewards", greedy_rewards), ("lengths", lengths)):
-            if name in self._parameters:
-                if value is None:
-                    raise ValueError(f"the advantage {self.advantage!r} needs {name}, and there are none")
-                known[name] = value
+        known = {name: inputs.get(name) for name in INPUTS if name in self._parameters}
+        for name, value in known.items():
+            if value is None:
+                raise ValueError(f"the advantage {self.advantage!r} needs {name}, and there are none")
         advantages = self._advantage(rewards, group_size, **known, **self._advantage_options)
         return advantages if self.advantage_clip is None else clip_advantages(advantages, self.advantage_clip)
 
@@ -293,20 +302,27 @@ class PolicyObjective(PolicyLoss):
     def _compares_responses(self) -> bool:
         """Whether a group of one has no signal, found by calling the function, so user functions work too."""
         rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
-        lengths = torch.tensor([3, 5, 2, 4])
+        shape = (4, 2) if self.needs_steps else (4,)
+        made_up = {
+            "lengths": torch.tensor([3, 5, 2, 4]),
+            "components": rewards.unsqueeze(1),
+            "weights": torch.ones(1),
+            "step_rewards": torch.stack([rewards, rewards], dim=1),
+        }
         try:
-            advantages = self.advantages(rewards, 2, greedy_rewards=torch.zeros(2), lengths=lengths)
+            advantages = self.advantages(rewards, 2, greedy_rewards=torch.zeros(2), **made_up)
         except Exception as error:
             raise ValueError(
                 f"the advantage {self.advantage!r} fails on groups of two made-up rewards: {error}"
             ) from error
-        if not isinstance(advantages, Tensor) or advantages.shape != rewards.shape:
+        if not isinstance(advantages, Tensor) or advantages.shape != shape:
             got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
+            of = "4 rewards of 2 steps" if self.needs_steps else "4 rewards"
             raise ValueError(
-                f"the advantage {self.advantage!r} returned {got} for 4 rewards; it must return one advantage for each"
+                f"the advantage {self.advantage!r} returned {got} for {of}; it must return one advantage for each"
             )
         try:
-            advantages = self.advantages(rewards, 1, greedy_rewards=torch.zeros(4), lengths=lengths)
+            advantages = self.advantages(rewards, 1, greedy_rewards=torch.zeros(4), **made_up)
             return not bool(advantages[advantages.isfinite()].any())
         except Exception:
             # For example, it divides by the number of other responses.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import trl_ext
-from trl_ext.advantages import ADVANTAGES, function_of, options_of
+from trl_ext.advantages import ADVANTAGES, INPUTS, function_of, options_of
 from trl_ext.algorithms import PolicyObjective, algorithms
 from trl_ext.losses import aggregate, kl_estimate, sequence_log_ratio, token_log_ratio
 from trl_ext.names import load_function, nearest
@@ -140,7 +140,7 @@ def _defaults(function: Callable) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     if list(parameters)[:1] == ["rewards"]:
         parameters = options_of(function)
-        return {p.name: p.default for p in parameters.values() if p.name not in ("greedy_rewards", "lengths")}
+        return {p.name: p.default for p in parameters.values() if p.name not in INPUTS}
     return {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
 
 

@@ -33,7 +33,8 @@ class RewardGuard:
 
     A function may return None for a response that it cannot score. A number that is not finite is a fault: it is
     reported with its row and passed on as None, and its row is stored in `not_finite`. Rows on which a function failed
-    are in `failed`. Neither kind has a reward, whatever other functions return.
+    are in `failed`. Neither kind has a reward, whatever other functions return. If responses have steps, a function
+    may return a list with one number for each step: the sum is passed on, and the list is stored in `step_rewards`.
 
     If a function raises, it is called again with each row separately, to find the faulty ones. A function with a true
     attribute `scores_groups` cannot score separate rows, so it fails on all rows of the call. So does a call that does
@@ -44,16 +45,23 @@ class RewardGuard:
             on which it fails, which then have no reward.
         limit: seconds that a call may take (see `time_limit`); None or 0 for no limit. An asynchronous function is
             cancelled at an await.
+        has_steps: whether functions receive the texts of the steps of each response, `steps`.
+
+    Attributes:
+        step_rewards: by the id of a function, for each response its list, or None if it gave no list.
     """
 
-    def __init__(self, on_error: str, limit: float | None = None):
+    def __init__(self, on_error: str, limit: float | None = None, has_steps: bool = False):
         self.on_error = on_error
         self.limit = limit or None
+        self.has_steps = has_steps
+        self.step_rewards: dict[int, list[list[float] | None]] = {}
         self.failed: set[int] = set()
         self.not_finite: set[int] = set()
 
     def begin(self) -> None:
-        """Clear the previous rollout's faults."""
+        """Clear the previous rollout's faults and rewards of steps."""
+        self.step_rewards = {}
         self.failed = set()
         self.not_finite = set()
 
@@ -83,13 +91,16 @@ class RewardGuard:
                 own, fault = await call(function, row)
                 if fault is not None:
                     self._report(name, {index: row}, fault)
-                rewards.append(None if fault is not None else _numbers(name, own, 1)[0])
+                rewards.append(None if fault is not None else self._values(name, own, [row])[0])
             if self.on_error == "raise":
                 raise RewardError(
                     f"the reward function {name!r} failed on {len(rows)} responses together, though on none of them "
                     f"alone: {type(error).__name__}: {error}"
                 ) from error
-        values = _numbers(name, rewards, len(rows))
+        values = self._values(name, rewards, rows)
+        if self.has_steps:
+            self.step_rewards[id(function)] = [value if isinstance(value, list) else None for value in values]
+            values = [sum(value) if isinstance(value, list) else value for value in values]
         for index, value in enumerate(values):
             if value is not None and not math.isfinite(value):
                 logger.warning(f"the reward function {name!r} gave {value} for {_describe(rows[index])}")
@@ -111,6 +122,28 @@ class RewardGuard:
                 return await function(**arguments), None
         except Exception as error:
             return None, Stalled() if clock.expired() else error
+
+    def _values(self, name: str, rewards: Any, rows: list[dict[str, Any]]) -> list[float | list[float] | None]:
+        """The return value of a function, checked to be a number, a list for the steps or None for each response."""
+        try:
+            values = [_value(reward, self.has_steps) for reward in rewards]
+        except (TypeError, ValueError):
+            values = None
+        if values is None or len(values) != len(rows):
+            found = f"{len(values)} rewards" if values is not None else f"{str(rewards)[:100]}"
+            steps = ", a list with one number per step" if self.has_steps else ""
+            raise RewardError(
+                f"the reward function {name!r} must return one number{steps} or None for each of {len(rows)} "
+                f"responses, and returned {found}"
+                + ("" if self.has_steps or "[[" not in found else ": rewards of steps take an --advantage of steps")
+            )
+        for row, value in zip(rows, values, strict=True):
+            if isinstance(value, list) and len(value) != len(row["steps"][0]):
+                raise RewardError(
+                    f"the reward function {name!r} must return one number for each of the {len(row['steps'][0])} "
+                    f"texts in steps, and returned {len(value)} for {_describe(row)}"
+                )
+        return values
 
     def _report(self, name: str, rows: dict[int, dict[str, Any]], error: BaseException) -> None:
         """Raise a `RewardError` for rows, by their indices, or log it and record that they failed."""
@@ -158,19 +191,10 @@ def _rows(arguments: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _numbers(name: str, rewards: Any, count: int) -> list[float | None]:
-    """The return value of a function, checked to be a number or None for each response."""
-    try:
-        values = [None if reward is None else float(reward) for reward in rewards]
-    except (TypeError, ValueError):
-        values = None
-    if values is None or len(values) != count:
-        found = f"{len(values)} rewards" if values is not None else f"{str(rewards)[:100]}"
-        raise RewardError(
-            f"the reward function {name!r} must return one number or None for each of {count} responses, "
-            f"and returned {found}"
-        )
-    return values
+def _value(reward: Any, has_steps: bool) -> float | list[float] | None:
+    if has_steps and isinstance(reward, (list, tuple)):
+        return [float(number) for number in reward]
+    return None if reward is None else float(reward)
 
 
 def _describe(row: dict[str, Any]) -> str:

@@ -24,6 +24,7 @@ _NAMES_BY_MODULE = {
     "trl_ext.trainers.kto": ["KTOConfig", "KTOTrainer"],
     "trl_ext.trainers.reward.config": ["RewardConfig"],
     "trl_ext.trainers.reward.trainer": ["RewardTrainer"],
+    "trl_ext.trainers.reward.process": ["ProcessReward", "process_row"],
     "trl_ext.trainers.sft": ["SFTConfig", "SFTTrainer"],
     "trl_ext.trainers.expert_iteration": ["ExpertIterationConfig", "ExpertIterationTrainer"],
     "trl_ext.trainers.policy.config": ["PolicyConfig"],

@@ -43,6 +43,10 @@ POLICY_SETTINGS: dict[str, dict[Any, Settings]] = {
         "batch": {"advantage": "batch_normalized", **_SAMPLE_STD},
         "none": {"advantage": "group_centered"},
     },
+    "multi_objective_aggregation": {
+        "sum_then_normalize": {},
+        "normalize_then_sum": {"advantage": "reward_decoupled", **_SAMPLE_STD},
+    },
     "use_bias_correction_kl": {True: {"kl_ratio_correction": True}, False: {"kl_ratio_correction": False}},
 }
 

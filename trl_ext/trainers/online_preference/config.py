@@ -17,7 +17,7 @@ from trl_ext.trainers.trl_settings import refuse_given
 # Policy-gradient settings that a preference loss does not read: setting -> why.
 _NOT_READ = {
     **dict.fromkeys(
-        (*SETTINGS, "scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl"),
+        (*SETTINGS, "scale_rewards", "importance_sampling_level", "delta", "use_bias_correction_kl", "step_separator"),
         "a preference loss does not read it",
     ),
     **dict.fromkeys(("surrogate", "loss_type"), "name the loss with `loss`"),
@@ -33,6 +33,7 @@ _NOT_READ = {
     **dict.fromkeys(
         ("resample_groups", "group_filter"), "prompts whose responses tie make no pair and take no part in the mean"
     ),
+    "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
 # Here beta belongs to the preference loss.

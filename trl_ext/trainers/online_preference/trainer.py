@@ -30,7 +30,7 @@ from trl_ext.rollouts.replay import (
 )
 from trl_ext.trainers.defaults import check_configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
-from trl_ext.trainers.policy.judge_rewards import JudgeRewards
+from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer

@@ -23,12 +23,12 @@ from trl_ext.trainers.defaults import (
     resolve_device_defaults,
 )
 from trl_ext.trainers.policy.mismatch import check_sampler_correction
+from trl_ext.trainers.policy.step_credit import check_step_credit
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
 # Settings of TRL's loss without an equivalent: field -> what to use.
 _NOT_CARRIED = {
     "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
-    "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
 }
 # TRL's fields for options of a surrogate, whose names they begin with.
 _OPTION_FIELDS = {
@@ -124,6 +124,13 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "before shaping and penalties. Default: those with two different rewards."
         },
     )
+    step_separator: str = field(
+        default="\n",
+        metadata={
+            "help": "For an advantage of steps: the text that ends a step of a response, by default a line break, or "
+            "turns for the turns between results of tools."
+        },
+    )
     fast_rollouts: str = field(
         default="auto",
         metadata={
@@ -158,6 +165,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             self.num_generations = objective.algorithm.group_size
         self._check_values()
         check_sampler_correction(self, objective)
+        check_step_credit(self, objective)
         self._check_group(objective)
         self._give_generation_limits()
         resolve_device_defaults(self)

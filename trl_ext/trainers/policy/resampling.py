@@ -169,7 +169,8 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     """Rows of one of TRL's tensors, padded as TRL does."""
     if not rows[0].ndim:
         return torch.stack(rows)
-    value = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
+    ids = dict.fromkeys(("prompt_ids", "completion_ids"), pad_token_id)
+    value = {**ids, "tool_mask": 1, "step_rewards": float("nan")}.get(name, 0)
     side = "left" if name.startswith("prompt") else "right"
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 

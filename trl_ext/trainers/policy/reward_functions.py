@@ -7,11 +7,15 @@ import inspect
 import os
 from typing import Any
 
+from accelerate.utils import is_peft_model
 from torch.nn import Module
 
+from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
-from trl_ext.rewards import RewardEnsemble, RewardModel
+from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
+from trl_ext.trainers.policies import is_zero3
+from trl_ext.trainers.policy.step_credit import find_steps
 
 
 def as_reward_functions(given: Any, packing: str = "auto") -> list:
@@ -28,6 +32,27 @@ def reward_models(functions: list) -> list[RewardModel]:
     plain = [innermost(function) for function in functions]
     members = [m for f in plain for m in (f.members if isinstance(f, RewardEnsemble) else [f])]
     return [member for member in members if isinstance(member, RewardModel)]
+
+
+def place_reward_models(trainer, models: list[RewardModel]) -> None:
+    """Put reward models on the policy's backbone where that can be done, or load them beside it."""
+    if not models:
+        return
+    reason = None
+    if not is_peft_model(trainer.model):
+        reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
+    elif trainer.is_fsdp_enabled or is_zero3(trainer.accelerator):
+        reason = "the policy is sharded, and processes may score different numbers of responses"
+    elif trainer.use_vllm:
+        reason = "what vLLM receives of the policy has not been tried with further adapters on it"
+    for line in share_or_load(
+        models,
+        trainer.model if reason is None else None,
+        trainer.args.share_backbone,
+        policy_reason=reason,
+        device=trainer.accelerator.device,
+    ):
+        warn_once_per_run(f"reward model {line}")
 
 
 def named_and_guarded(functions: list, guard: RewardGuard) -> tuple[dict[str, Any], list]:
@@ -88,8 +113,10 @@ def reward_columns(
         "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
+    if trainer.objective.needs_steps:
+        arguments["steps"] = [texts for texts, _ in find_steps(trainer, completion_ids)]
     # A separate guard, since the trainer still needs the faults of its latest rollout.
-    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout)
+    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout, trainer.objective.needs_steps)
     columns: dict[str, list[float | None]] = {}
     for name, given in trainer.plain_reward_functions.items():
         # Without shaping: batch statistics mean nothing here, and running ones belong to training.

@@ -10,30 +10,36 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from accelerate.utils import gather, is_peft_model
+from accelerate.utils import gather
 from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.losses import PolicyScores
+from trl_ext.losses.masking import masked_mean
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.rewards import ShapedReward, share_or_load
+from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
-from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.generation import PolicyGeneration
 from trl_ext.trainers.policy.greedy import greedy_rewards
 from trl_ext.trainers.policy.mismatch import log_disagreement, surrogate_weights
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
-from trl_ext.trainers.policy.reward_functions import as_reward_functions, named_and_guarded, reward_models
+from trl_ext.trainers.policy.reward_functions import (
+    as_reward_functions,
+    named_and_guarded,
+    place_reward_models,
+    reward_models,
+)
 from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
+from trl_ext.trainers.policy.step_credit import add_step_rewards, find_steps, rewards_by_step, spread_over_tokens
 from trl_ext.trainers.policy.vllm_server import watch_server
 
 
@@ -81,7 +87,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._check_prompts(kwargs.get("train_dataset"), args)
         self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
-        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout)
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.needs_steps)
         # The latest rollout's rewards and which responses ended, and the latest forward pass.
         self._rollout: tuple[Tensor, list[bool]] | None = None
         self._forward: tuple | None = None
@@ -100,7 +106,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]
         count_from_the_first_token(*map(self.accelerator.unwrap_model, models))
-        self._place_reward_models()
+        place_reward_models(self, self._reward_models)
 
     # ---- Settings of TRL ----
 
@@ -134,25 +140,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
                 f"{needed}: give more prompts, or a smaller generation_batch_size and per_device_train_batch_size"
             )
 
-    def _place_reward_models(self) -> None:
-        if not self._reward_models:
-            return
-        reason = None
-        if not is_peft_model(self.model):
-            reason = "the policy is fully fine-tuned, so its weights do not stay those of a base"
-        elif self.is_fsdp_enabled or is_zero3(self.accelerator):
-            reason = "the policy is sharded, and processes may score different numbers of responses"
-        elif self.use_vllm:
-            reason = "what vLLM receives of the policy has not been tried with further adapters on it"
-        for line in share_or_load(
-            self._reward_models,
-            self.model if reason is None else None,
-            self.args.share_backbone,
-            policy_reason=reason,
-            device=self.accelerator.device,
-        ):
-            warn_once_per_run(f"reward model {line}")
-
     def _tokenize_prompts(self, prompts: list):
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
         limit = self.args.max_prompt_tokens
@@ -163,6 +150,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         finished = [self.has_ended(ids) for ids in completion_ids_list]
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
+        if self.objective.needs_steps:
+            self.steps = find_steps(self, completion_ids_list, self.tool_mask)
+            inputs = [{**row, "steps": texts} for row, (texts, _) in zip(inputs, self.steps, strict=True)]
         self.reward_guard.begin()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._watch_modules(rewards, len(prompts))
@@ -198,20 +188,29 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         cut = torch.tensor([not ended for ended in finished], dtype=rewards.dtype, device=rewards.device)
         return self.args.missing_eos_penalty * gather(cut)
 
+    def _sample(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        return add_step_rewards(self, output) if self.objective.needs_steps else output
+
     def _generate_and_score_completions(self, inputs):
-        output = sample_rollout(self, super()._generate_and_score_completions, inputs)
+        output = sample_rollout(self, self._sample, inputs)
         mode = "train" if self.model.training else "eval"
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
-        shaped = rewards - self._missing_end_penalty()
+        penalties = self._missing_end_penalty()
         if self.objective.kl_in == "reward" and self.beta != 0.0:
-            shaped = shaped - gather(self._kl_penalty(output))
+            penalties = penalties + gather(self._kl_penalty(output))
+        shaped = rewards - penalties
         log_rollout(self, mode, rewards, shaped, self._rollout[1], output)
         if group_size == 1:
             # TRL's share of groups with equal rewards is meaningless for groups of one.
             self._metrics[mode].pop("frac_reward_zero_std", None)
-        known = {"lengths": gather(self._token_mask(output).sum(dim=1))}
+        mask = self._token_mask(output)
+        known = {"lengths": gather(mask.sum(dim=1)), "components": self._rollout[0], "weights": self.reward_weights}
+        if self.objective.needs_steps:
+            whole, known["step_rewards"] = rewards_by_step(self, output)
+            shaped = whole - penalties
         if self.objective.needs_greedy:
             errors = len(self.reward_guard.failed)
             known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
@@ -222,6 +221,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         advantages = self.objective.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
+        if self.objective.needs_steps:
+            output["advantages"] = spread_over_tokens(output)
+            advantages = gather(masked_mean(output["advantages"], mask, dim=1).nan_to_num())
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
         output["group"] = (first + torch.arange(len(inputs), device=advantages.device)) // group_size
         log_advantages(self, mode, advantages)
