@@ -145,7 +145,7 @@ _add("clip_cov", "A few tokens of high covariance are dropped at random", "2505.
 _add("kl_cov", "A penalty on the log-ratio of the tokens of highest covariance", "2505.22617", **_POPULATION,
      **_own_loss("KL-Cov", "kl_cov", ratio="token", aggregation="token_mean"),
      title="The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models")
-# Only the advantages of these two were compared with the authors' code; the rest is GRPO's.
+# Only the advantages of these two were compared with the authors' code. The rest is a clipped surrogate without KL.
 _add("gdpo", "Each reward function normalised by itself within the group, then the sum over the batch", "2601.05242",
      **_CLIP, **_advantage("reward_decoupled", "GDPO normalises each reward function by itself"), std_ddof=1,
      advantage_eps=1e-4,
