@@ -36,6 +36,33 @@ DISTILLATION = Algorithm(
     group_size=1,
 )
 
+
+class DistillationObjective(PolicyObjective):
+    """The surrogate of the sampled tokens, which `full` leaves at 0, described with the teacher and the divergence.
+
+    Args:
+        objective: the surrogate.
+        teaching: settings of the distillation.
+    """
+
+    def __init__(self, objective: PolicyObjective, teaching: dict[str, Any]):
+        vars(self).update(vars(objective))
+        self.teaching = teaching
+
+    def describe(self) -> str:
+        """One line for logs and reports."""
+        settings = {**self.teaching, "aggregation": self.aggregation}
+        if self.teaching["divergence"] != "full":
+            settings |= {"ratio": self.ratio, "surrogate": self.surrogate}
+        return (
+            f"distillation ({', '.join(f'{name} {value}' for name, value in settings.items() if value is not None)})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The resolved settings, ready for JSON."""
+        return {**super().to_dict(), **self.teaching}
+
+
 _NO_REWARDS = "the teacher takes the place of rewards, which are only logged; leave it out"
 _NO_REFERENCE = "there is no KL term beside the teacher; leave it out"
 # Settings of `PolicyConfig` without an effect: setting -> why.
@@ -132,11 +159,13 @@ class DistillationConfig(PolicyConfig):
         # Where TRL and the policy trainer look for a coefficient of a reference, the objective has 0.
         self.beta = beta
 
-    def build_objective(self) -> PolicyObjective:
-        """The surrogate of the sampled tokens, which `full` leaves at 0.
+    def build_objective(self) -> DistillationObjective:
+        """The distillation's settings in the form that `PolicyTrainer` expects.
 
         Raises:
             ValueError: see the class.
         """
+        names = ("teacher_model_name_or_path", "teacher_prompt", "divergence", "divergence_top_k", "discount", "beta")
+        teaching = {name: getattr(self, name) for name in names}
         with temporarily(self, beta=None):
-            return self._objective_of(DISTILLATION)
+            return DistillationObjective(self._objective_of(DISTILLATION), teaching)
