@@ -8,9 +8,9 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.rollout_once import build, prompts, train
+from tests.rollout_once import build, prompts, train, train_in_processes
 from tests.tiny import perturbed, token_ids, token_log_probs
-from tests.train_once import largest_difference
+from tests.train_once import largest_difference, result
 from trl_ext import DistillationConfig
 from trl_ext.losses import distillation, generalized_jsd, reinforce, teacher_advantages, with_tail
 from trl_ext.losses.policy import unclipped_surrogate
@@ -277,6 +277,20 @@ def test_an_update_is_the_same_however_the_batch_is_split(name, policy_path, tmp
         trainer = train(spec, str(tmp_path / str(size)), train_dataset=Dataset.from_list(rows()), **given)
         splits.append({n: p.detach() for n, p in trainer.model.named_parameters()})
     assert largest_difference(*splits) < 1e-11
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
+    """With a teacher by its name, a prompt of its own, and rewards that are only logged."""
+    specs = {}
+    for size in (8, 4):
+        teaching = {"teacher_model_name_or_path": policy_path, "teacher_prompt": f"{__file__}:with_hint", "beta": 0.3}
+        specs[size] = specification(policy_path, **teaching, per_device_train_batch_size=size)
+    whole = result(train(specs[8], str(tmp_path / "whole")))
+    (spread,) = train_in_processes([specs[4]], 2, tmp_path)
+    assert largest_difference(spread.parameters, whole.parameters) < 1e-11
+    for name in ("divergence", "reward"):
+        assert spread.logs[0][name] == pytest.approx(whole.logs[0][name]) != 0
 
 
 @pytest.mark.parametrize("kind", ["base", "adapter"])

@@ -153,6 +153,9 @@ class DistillationTrainer(PolicyTrainer):
         with reading_hidden_states(policy) as read:
             # The surrogate is 0, since advantages are. What else TRL adds stays: an entropy bonus, a router's loss.
             loss = super()._compute_loss(model, inputs)
+        if not (self._entropy_bonus_enabled or self.aux_loss_enabled):
+            # Saves a backward pass through the head.
+            loss = loss.detach()
         mask = self._token_mask(inputs).bool()
         with self.accelerator.autocast():
             divergences = divergence_from_hidden_states(
