@@ -106,9 +106,9 @@ class Teacher:
     def _in_place(self) -> Iterator[None]:
         args = self._trainer.args
         with (
-            torch.no_grad(),
-            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
             self._adapter(),
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+            torch.no_grad(),
         ):
             yield
 
