@@ -54,14 +54,16 @@ class RewardSources:
     )
 
 
-def load_rewards(arguments: RewardSources, batch_size: int) -> list:
+def load_rewards(arguments: RewardSources, batch_size: int, *, needed: bool = True) -> list:
     """The reward models, combined into an ensemble if there are several, and the other reward functions.
+
+    With `needed` false there may be none.
 
     Raises:
         ValueError: there is no reward, or ensemble settings are given without an ensemble.
         FileNotFoundError: a folder or file does not exist.
     """
-    if not arguments.reward_model and not arguments.reward_function:
+    if needed and not arguments.reward_model and not arguments.reward_function:
         raise ValueError(f"nothing to reward responses with: {WAY_OUT}")
     models = [RewardModel(name, batch_size=batch_size) for name in arguments.reward_model or ()]
     functions = [load_function(name, "reward function") for name in arguments.reward_function or ()]
@@ -133,7 +135,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         train = splits[arguments.train_split]
         prompts = optional_split(splits, arguments.prompt_split, arguments, "no held-out evaluation")
-        plain = load_rewards(arguments, training.per_device_eval_batch_size)
+        plain = load_rewards(arguments, training.per_device_eval_batch_size, needed=trainer_class.needs_rewards)
         rewards = _shaped(plain, arguments, training)
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)
         if arguments.calibrate_rewards:

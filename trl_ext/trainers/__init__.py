@@ -34,6 +34,8 @@ _NAMES_BY_MODULE = {
     "trl_ext.trainers.ppo.trainer": ["PPOTrainer"],
     "trl_ext.trainers.online_preference.config": ["OnlinePreferenceConfig"],
     "trl_ext.trainers.online_preference.trainer": ["OnlinePreferenceTrainer"],
+    "trl_ext.trainers.distillation.config": ["DistillationConfig"],
+    "trl_ext.trainers.distillation.trainer": ["DistillationTrainer"],
     # Callbacks that record a run.
     "trl_ext.trainers.callbacks": ["MetricsFileCallback", "read_metrics"],
     "trl_ext.trainers.policies": ["remember_base"],

@@ -25,6 +25,7 @@ _COLUMNS = {
     "accuracy": (".3f", "rewards/accuracies", "accuracy"),
     "margin": (".3f", "rewards/margins", "margin"),
     "token accuracy": (".3f", "mean_token_accuracy"),
+    "divergence": (".4f", "divergence"),
     "kl": (".4f", "sampled_kl", "kl"),
     "entropy": (".3f", "entropy", "rollouts/entropy"),
     "length": (".1f", "completions/mean_length", "rollouts/mean_length"),

@@ -70,6 +70,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
+    needs_rewards = True
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
     carried_over = (*ResilientTraining.carried_over, "_seen_signal", "rollouts", "shaping_state")
 

@@ -1,0 +1,1 @@
+"""Distillation on the policy's own samples from a teacher."""

@@ -1,0 +1,188 @@
+"""The teacher of a distillation: another model, an adapter on the policy's base, that base, or the policy itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from accelerate.utils import is_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import add_fused_lm_head, use_adapter
+
+from trl_ext.models.loading import find_policy, resolve_model_path, with_adapter
+from trl_ext.models.packing import share_prefixes
+from trl_ext.models.packing.attention import PLAN_KEYWORD
+from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models.reward_adapter import policy_obstacle
+from trl_ext.models.shared_backbone import preserved_random_state, save_without
+from trl_ext.processes import warn_once_per_run
+from trl_ext.trainers.policy.scoring import count_from_the_first_token
+
+ADAPTER = "teacher"
+# Settings of models whose logits are not the output of their head.
+_SCALES = ("final_logit_softcapping", "logit_scale", "output_multiplier", "lm_head_multiplier", "logits_scaling")
+
+
+class Teacher:
+    """Scores responses of the policy, without gradient.
+
+    Args:
+        trainer: a `DistillationTrainer` that already has its policy.
+        given: a model, its name, or None for the policy itself.
+
+    Attributes:
+        model: the model that is called, which may be the policy.
+        name: for logs and results.
+
+    Raises:
+        FileNotFoundError: no such model.
+        ValueError: its tokens are not the policy's, or its logits cannot be compared.
+    """
+
+    def __init__(self, trainer, given):
+        self._trainer = trainer
+        policy = trainer.accelerator.unwrap_model(trainer.model)
+        self.model, self._adapter = policy, nullcontext
+        self.name = given if isinstance(given, str) else getattr(given, "name_or_path", "the policy")
+        if isinstance(given, str):
+            self._find(trainer, policy, given)
+        elif given is not None:
+            self.model = given.requires_grad_(False).eval().to(trainer.accelerator.device)
+        self.is_policy = self.model is policy
+        if not self.is_policy:
+            self._prepare(trainer)
+        self._check_logits(trainer.args.divergence)
+
+    def _find(self, trainer, policy, name: str) -> None:
+        args = trainer.args
+        path, base, is_adapter = find_policy(name)
+        has_tokenizer = not Path(path).is_dir() or (Path(path) / "tokenizer_config.json").is_file()
+        check_tokenizer(name, AutoTokenizer.from_pretrained(path if has_tokenizer else base), trainer._tokenizer)
+        own = is_peft_model(policy) and policy.peft_config[policy.active_adapters[0]].base_model_name_or_path
+        shares = own and base == resolve_model_path(own) and policy_obstacle(policy) is None and not trainer.use_vllm
+        if shares and not is_adapter:
+            self._adapter = lambda: use_adapter(policy, None)
+            return
+        if shares:
+            with preserved_random_state():
+                policy.load_adapter(path, ADAPTER, is_trainable=False)
+            save_without(policy, {ADAPTER: None})
+            self._adapter = lambda: use_adapter(policy, ADAPTER)
+            return
+        given = {
+            "dtype": policy.dtype,
+            "revision": args.teacher_model_revision,
+            **(args.teacher_model_init_kwargs or {}),
+        }
+        with preserved_random_state():
+            model = AutoModelForCausalLM.from_pretrained(base, **given)
+            self.model = with_adapter(model, path).merge_and_unload() if is_adapter else model
+        self.model.requires_grad_(False).eval().to(trainer.accelerator.device)
+
+    def _prepare(self, trainer) -> None:
+        add_fused_lm_head(
+            unwrapped(self.model), trainer.temperature, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32
+        )
+        count_from_the_first_token(self.model)
+        if trainer.packing is not None:
+            share_prefixes(self.model, quiet=True)
+
+    def _check_logits(self, divergence: str) -> None:
+        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
+        for model in (policy, self.model):
+            config = model.config.get_text_config()
+            scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
+            if scaled and divergence == "full":
+                raise ValueError(
+                    f"divergence full takes logits from the head, and {model.name_or_path} changes them by "
+                    f"{scaled[0]}: use divergence sampled_token"
+                )
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        args = self._trainer.args
+        with (
+            self._adapter(),
+            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
+            torch.no_grad(),
+        ):
+            yield
+
+    def log_probs(self, inputs: dict, batch_size: int) -> Tensor:
+        """Log-probabilities of the responses' tokens at the sampling temperature, [n, T]."""
+        with self._in_place():
+            return self._score(inputs, batch_size)
+
+    def hidden_states(self, inputs: dict) -> Tensor:
+        """Last hidden states before each token of the responses, [n, T, H]."""
+        with self._in_place(), reading_hidden_states(self.model) as read:
+            self._score(inputs, len(inputs["completion_ids"]))
+        return read(inputs["completion_ids"].shape[1])
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states."""
+        return apply_head(self.model, hidden)
+
+    def _score(self, inputs: dict, batch_size: int) -> Tensor:
+        # The response is at the end, however long the teacher's own prompt.
+        prompt = {name: inputs.get(f"teacher_prompt_{name}", inputs[f"prompt_{name}"]) for name in ("ids", "mask")}
+        log_probs, _, _ = self._trainer._get_per_token_logps_and_entropies(
+            self.model,
+            torch.cat([prompt["ids"], inputs["completion_ids"]], dim=1),
+            torch.cat([prompt["mask"], inputs["completion_mask"]], dim=1),
+            inputs["completion_ids"].shape[1],
+            batch_size=batch_size,
+        )
+        return log_probs
+
+
+def check_tokenizer(name: str, own, policy) -> None:
+    """Reject a teacher whose tokens have other ids than the policy's, and say if it knows another chat template.
+
+    Raises:
+        ValueError: names a token that differs.
+    """
+    known, wanted = own.get_vocab(), policy.get_vocab()
+    if known != wanted:
+        differing = min((token for token in {*known, *wanted} if known.get(token) != wanted.get(token)), key=len)
+        raise ValueError(
+            f"the teacher {name} reads other tokens than the policy: {differing!r} is {known.get(differing)} to it "
+            f"and {wanted.get(differing)} to the policy; give a teacher with the policy's tokenizer"
+        )
+    if own.chat_template != policy.chat_template:
+        warn_once_per_run(f"the teacher {name} has another chat template than the policy, whose prompts it is given")
+
+
+@contextmanager
+def reading_hidden_states(model) -> Iterator:
+    """Gives a function that returns the last hidden states of the passes within, once they are done.
+
+    The function takes a number of tokens T, and returns the states before each of the last T, [n, T, H].
+    """
+    passes: list[Tensor] = []
+    latest: list[Tensor] = []
+
+    def of_trunk(trunk, args, kwargs, output) -> None:
+        hidden, plan = output.last_hidden_state, kwargs.get(PLAN_KEYWORD)
+        latest[:] = [hidden if plan is None else hidden[0][plan.columns]]
+
+    # Packing's check of itself also runs the trunk; this hook marks the end of a requested pass.
+    hooks = [
+        unwrapped(model).base_model.register_forward_hook(of_trunk, with_kwargs=True),
+        model.register_forward_hook(lambda *_: passes.extend(latest)),
+    ]
+    try:
+        yield lambda count: torch.cat(passes)[:, -count - 1 : -1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def apply_head(model, hidden: Tensor) -> Tensor:
+    """Logits of hidden states, by the model's own head."""
+    head = unwrapped(model).get_output_embeddings()
+    return head(hidden.to(head.weight.dtype))
