@@ -20,7 +20,7 @@ from trl_ext.instructions.scoring import DATA_DIR
 
 PAIRS_OF_A_PROMPT = 3
 # The longer response of a pair has at most this many times the tokens of the other.
-LENGTH_RATIO = 1.5
+LENGTH_RATIO = 1.75
 
 
 def pair_up(samples: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
