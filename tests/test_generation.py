@@ -180,6 +180,12 @@ def test_an_empty_prompt_is_named(model, tokenizer):
         generate_responses(model, tokenizer, ["the cat", ""], max_new_tokens=4)
 
 
+@pytest.mark.parametrize("prompt", ["the cat", [{"role": "user", "content": "the cat"}]])
+def test_one_prompt_is_no_list_of_prompts(prompt, model, tokenizer):
+    with pytest.raises(ValueError, match=r"give \[prompt\]"):
+        generate_responses(model, tokenizer, prompt, max_new_tokens=4)
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_of_the_model_is_restored(training, model, tokenizer):
     modes = []

@@ -91,8 +91,11 @@ def generate_responses(
         One `Generation` per prompt, in order.
 
     Raises:
-        ValueError: the temperature is negative, a limit is below one token, or a prompt or stop string is empty.
+        ValueError: the temperature is negative, a limit is below one token, a prompt or stop string is empty, or there
+            is one prompt instead of a list.
     """
+    if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
+        raise ValueError("prompts is one prompt, and must be a list of prompts: give [prompt]")
     if temperature < 0:
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
     if max_new_tokens < 1 or (max_prompt_tokens is not None and max_prompt_tokens < 1):
