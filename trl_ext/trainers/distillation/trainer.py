@@ -28,6 +28,9 @@ class DistillationTrainer(PolicyTrainer):
     by `aggregation`. With `sampled_token`, a token's advantage is the teacher's log-probability less the sampler's,
     and the surrogate of `PolicyTrainer` does the rest. Sampling is not differentiated, nor is the teacher.
 
+    With `teacher_prompt` the teacher knows more than the policy: a solution, as in OPSD (arXiv 2601.18734), or a
+    demonstration, as in SDFT (arXiv 2601.19897).
+
     A teacher on the policy's own base, or the policy itself with another prompt, takes no memory for a second copy.
     Any other is loaded whole on each process. For `full` it scores each micro-batch when its turn comes, so that
     further iterations over a rollout score again; for `sampled_token` it scores a rollout once.
