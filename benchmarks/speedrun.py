@@ -64,6 +64,8 @@ def record(runs: list[MethodRun]) -> dict[str, Any]:
         for name, value in RULES.items():
             if run.settings.get(name) != value:
                 raise ValueError(f"{run.folder}: {name} is {run.settings.get(name)}, and the rules say {value}")
+        if (split := str(run.settings.get("train_split"))).startswith(("validation", "test")):
+            raise ValueError(f"{run.folder}: train_split is {split}, and the rules say train")
         if len(run.rows) != PROMPTS:
             raise ValueError(f"{run.folder} was evaluated on {len(run.rows)} prompts, and the rules say {PROMPTS}")
     scores = [run.results.score.policy for run in runs]
@@ -80,8 +82,9 @@ def record(runs: list[MethodRun]) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of this clone; None outside of one."""
-    done = subprocess.run(["git", "-C", REPOSITORY, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    """The commit of this clone, marked if files were changed; None outside of one."""
+    command = ["git", "-C", REPOSITORY, "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() or None
 
 

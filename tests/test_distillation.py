@@ -300,7 +300,9 @@ def test_a_teacher_on_the_policys_base_needs_no_copy(kind, divergence, policy_pa
     teacher, copy = policy_path, AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
     if kind == "adapter":
         torch.manual_seed(5)
-        lora = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+        # With the dropout of the teacher's own training, which it must not draw.
+        lora = LoraConfig(r=3, target_modules=["q_proj", "down_proj"], lora_dropout=0.5, task_type="CAUSAL_LM")
+        lora.init_lora_weights = False
         copy = PeftModel(copy, lora)
         copy.save_pretrained(tmp_path / "teacher")
         teacher = str(tmp_path / "teacher")
@@ -324,6 +326,22 @@ def test_a_teacher_on_the_policys_base_needs_no_copy(kind, divergence, policy_pa
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-11)
     for name, gradient in results[0][1].items():
         torch.testing.assert_close(gradient, results[1][1][name], rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("divergence", ["full", "sampled_token"])
+def test_rewards_are_only_logged(divergence, policy_path, tmp_path):
+    """A NaN does not skip the update, and no metric passes rewards off as advantages."""
+    trainer = built(policy_path, tmp_path, another(policy_path), divergence=divergence)
+    trainer.reward_funcs[0] = trainer.reward_guard.wrap(lambda completions, **_: [float("nan"), *[1.0] * 7])
+    output = trainer._generate_and_score_completions(rows())
+    metrics = trainer._metrics["train"]
+    assert trainer.reward_guard.not_finite == {0} and not output["bad_reward"].any()
+    if divergence == "full":
+        assert "advantages/mean" not in metrics
+    else:
+        mask = output["completion_mask"]
+        means = (output["advantages"] * mask).sum(1) / mask.sum(1)
+        assert metrics["advantages/max"] == pytest.approx([means.max().item()])
 
 
 def test_the_policy_itself_teaches_with_a_hint(policy_path, tmp_path):

@@ -134,6 +134,13 @@ def test_a_trainer_passes_the_rubric_on_and_logs_the_cost(tmp_path):
     assert "rewards/rubric_explicit/mean" in logged
 
 
+def test_the_last_text_of_the_assistant_is_judged():
+    """A response with tools may end in a call or in a tool's message."""
+    said = {"role": "assistant", "content": "why"}
+    completions = [[said, {"role": "tool", "content": "4"}], [{"role": "assistant", "tool_calls": []}]]
+    assert reward_with(Server())(["q", "q"], completions, rubric=[["says why"]] * 2) == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("rubric", "words"),
     [

@@ -54,6 +54,7 @@ def test_a_mean_above_the_target_may_be_luck(tmp_path, monkeypatch, capsys):
     [
         ({"prompt_split": "validation_gen"}, ["prompt_split is validation_gen", "test_gen"]),
         ({"max_new_tokens": 256}, ["max_new_tokens is 256", "96"]),
+        ({"train_split": "test_prefs"}, ["train_split is test_prefs", "train"]),
     ],
 )
 def test_runs_against_the_rules_are_refused(tmp_path, monkeypatch, capsys, changed, words):

@@ -272,6 +272,14 @@ def test_a_failing_step_reward_leaves_its_response_out(policy_path, tmp_path):
         assert row[: len(own)].tolist() == pytest.approx(own, abs=1e-4)
 
 
+def test_rewards_of_steps_by_an_environment(policy_path, tmp_path):
+    """TRL appends an environment's reward to the functions, so that it is not among those that were given."""
+    trainer, output = rollout(policy_path, tmp_path, by_step)
+    trainer.plain_reward_functions = {}
+    again = trainer._generate_and_score_completions([dict(row) for row in prompts(2) for _ in range(GROUP)])
+    assert torch.equal(again["advantages"], output["advantages"])
+
+
 def test_what_a_reward_function_must_return(policy_path, tmp_path):
     with pytest.raises(
         RewardError, match="one number for each of the [0-9] texts in steps, and returned 9 for row_id"

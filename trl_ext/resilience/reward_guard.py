@@ -77,6 +77,7 @@ class RewardGuard:
                 return _run_at_once(self._score(self._call, function, arguments))
 
         guarded.__name__ = function_name(function)
+        guarded.function = function
         return guarded
 
     async def _score(self, call: Callable, function: Callable, arguments: dict[str, Any]) -> list[float | None]:

@@ -101,7 +101,7 @@ class RubricReward:
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
     ) -> list[float | None]:
-        """One reward for each response. What the judge has cost so far is logged as `{name}/calls` and so on.
+        """One reward for each response. What the judge has cost each process so far is logged as `{name}/calls`.
 
         Raises:
             ValueError: the dataset has no column `rubric`, or a rubric cannot be read.
@@ -110,7 +110,7 @@ class RubricReward:
         """
         if rubric is None:
             raise ValueError("RubricReward reads the column 'rubric' of the dataset, a list of criteria; it has none")
-        texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+        texts = [last_answer(completion) for completion in completions]
         rubrics = [read_rubric(one) for one in rubric]
         questions = [
             (index, question)
@@ -186,6 +186,14 @@ class RubricReward:
     def _key(self, question: str) -> str:
         text = json.dumps([self.model.identity, INSTRUCTIONS[self.form], question], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def last_answer(completion: str | Sequence[Mapping[str, Any]]) -> str:
+    """The text of a response, or of its last message by the assistant that has one, as after calls of tools."""
+    if isinstance(completion, str):
+        return completion
+    texts = [message.get("content") for message in completion if message["role"] == "assistant"]
+    return next((text for text in reversed(texts) if text), "")
 
 
 def read_rubric(rubric: Sequence[str | Mapping[str, Any]] | None) -> list[tuple[str, float]]:

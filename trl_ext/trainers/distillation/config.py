@@ -81,7 +81,7 @@ _NOT_USED = {
 _OF_SAMPLED_TOKENS = (
     *(name for name in LOSS_SETTINGS if name not in ("beta", "aggregation", "loss_constant") and "kl_" not in name),
     *("loss_type", "advantage_clip", "importance_sampling_level", "delta", "top_entropy_quantile", "discount"),
-    *("sampler_correction", "sampler_correction_min", "sampler_correction_max"),
+    *("sampler_correction", "sampler_correction_min", "sampler_correction_max", "cast_lm_head_to_fp32"),
 )
 
 

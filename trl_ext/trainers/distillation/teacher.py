@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import is_peft_model
+from peft import PeftConfig
+from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.models.utils import disable_gradient_checkpointing
@@ -32,7 +34,7 @@ class Teacher:
 
     Args:
         trainer: a `DistillationTrainer` that already has its policy.
-        given: a model, its name, or None for the policy itself.
+        given: a model, its name, or None for the policy itself. A model is taken to have the policy's tokenizer.
 
     Attributes:
         model: the model that is called, which may be the policy.
@@ -51,8 +53,10 @@ class Teacher:
         if isinstance(given, str):
             self._find(trainer, policy, given)
         elif given is not None:
-            self.model = given.requires_grad_(False).eval().to(trainer.accelerator.device)
+            self.model = given
         self.is_policy = self.model is policy
+        if given is not None and not isinstance(given, str) and not self.is_policy:
+            self.model = given.requires_grad_(False).eval().to(trainer.accelerator.device)
         if not self.is_policy:
             self._prepare(trainer)
         self._check_logits(trainer.args.divergence)
@@ -64,12 +68,20 @@ class Teacher:
         check_tokenizer(name, AutoTokenizer.from_pretrained(path if has_tokenizer else base), trainer._tokenizer)
         own = is_peft_model(policy) and policy.peft_config[policy.active_adapters[0]].base_model_name_or_path
         shares = own and base == resolve_model_path(own) and policy_obstacle(policy) is None and not trainer.use_vllm
+        # An adapter with a head of its own would lend it to the teacher.
+        adapters = [policy.peft_config[policy.active_adapters[0]]] if own else []
+        adapters += [PeftConfig.from_pretrained(path)] if is_adapter else []
+        shares = shares and not any(adapter.modules_to_save for adapter in adapters)
         if shares and not is_adapter:
             self._adapter = lambda: use_adapter(policy, None)
             return
         if shares:
             with preserved_random_state():
                 policy.load_adapter(path, ADAPTER, is_trainable=False)
+            for module in policy.modules():
+                if isinstance(module, LoraLayer):
+                    # The policy is in training mode when the teacher scores.
+                    module.lora_dropout[ADAPTER] = torch.nn.Identity()
             save_without(policy, {ADAPTER: None})
             self._adapter = lambda: use_adapter(policy, ADAPTER)
             return

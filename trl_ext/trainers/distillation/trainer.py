@@ -11,12 +11,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.losses import PolicyScores, aggregate
 from trl_ext.losses.distillation import divergence_from_hidden_states, teacher_advantages
+from trl_ext.losses.masking import masked_mean
 from trl_ext.names import load_function
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import check_configuration
 from trl_ext.trainers.distillation.config import DistillationConfig
 from trl_ext.trainers.distillation.teacher import Teacher, apply_head, reading_hidden_states
 from trl_ext.trainers.policies import is_zero3
+from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 
 
@@ -38,7 +40,8 @@ class DistillationTrainer(PolicyTrainer):
     Logged in addition to the metrics of `PolicyTrainer`: `divergence`, per token; for `sampled_token` its estimate.
 
     Args:
-        teacher_model: a causal language model, or its name; None for `args.teacher_model_name_or_path`.
+        teacher_model: a causal language model with the policy's tokenizer, or its name; None for
+            `args.teacher_model_name_or_path`.
 
     Raises:
         TypeError: `args` is not a `DistillationConfig`.
@@ -93,15 +96,22 @@ class DistillationTrainer(PolicyTrainer):
     # ---- From samples to the teacher's view of them ----
 
     def _generate_and_score_completions(self, inputs):
+        seen_signal = self._seen_signal
         output = super()._generate_and_score_completions(inputs)
         if "pixel_values" in output:
             raise ValueError("distillation is for text: these prompts have images")
         mode = "train" if self.model.training else "eval"
+        # Rewards are only logged: neither a faulty one nor a signal in them concerns the update.
+        output["bad_reward"].zero_()
+        for name in ("mean", "std", "min", "max"):
+            self._metrics[mode][f"advantages/{name}"].pop()
         if self._teacher_prompt is not None:
             output |= self._teacher_prompts(inputs)
         if self._is_full:
             self._seen_signal = True
             output["advantages"] = torch.zeros_like(output["advantages"])
+            for name in ("mean", "std", "min", "max"):
+                del self._metrics[mode][f"advantages/{name}"]
             return output
         mask = self._token_mask(output)
         sampler, taught = self._sampler_log_probs(output), self.teacher.log_probs(output, self._batch_size)
@@ -109,7 +119,9 @@ class DistillationTrainer(PolicyTrainer):
         advantages = teacher_advantages(sampler, taught, mask, discount=self.args.discount)
         clip = self.objective.advantage_clip
         output["advantages"] = advantages if clip is None else advantages.clamp(-clip, clip)
-        self._seen_signal = self._seen_signal or bool(advantages.any())
+        means = self.accelerator.gather(masked_mean(output["advantages"], mask, dim=1).nan_to_num())
+        log_advantages(self, mode, means)
+        self._seen_signal = seen_signal or bool(means.any())
         return output
 
     @property

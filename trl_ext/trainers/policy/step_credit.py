@@ -107,8 +107,9 @@ def add_step_rewards(trainer, output: dict) -> dict:
     first = trainer.accelerator.process_index * len(trainer.steps)
     rewards = trainer._rollout[0][first : first + len(trainer.steps)].clone()
     of_steps = [torch.zeros(len(texts), dtype=torch.float64) for texts, _ in trainer.steps]
-    for column, name in enumerate(trainer.reward_func_names):
-        lists = trainer.reward_guard.step_rewards.get(id(trainer.plain_reward_functions.get(name)), [])
+    for column, guarded in enumerate(trainer.reward_funcs):
+        # TRL adds an environment's own reward to the functions that were given.
+        lists = trainer.reward_guard.step_rewards.get(id(getattr(guarded, "function", None)), [])
         for row, numbers in enumerate(lists):
             if numbers is not None and not rewards[row, column].isnan():
                 of_steps[row] += trainer.reward_weights[column].item() * torch.tensor(numbers, dtype=torch.float64)
