@@ -378,6 +378,8 @@ def test_teachers_that_are_refused(policy_path, tmp_path):
         built(policy_path, tmp_path, None, teacher_prompt="hunt")
     with pytest.raises(ValueError, match="the teacher toy reads other tokens than the policy"):
         built(policy_path, tmp_path, "toy")
+    with pytest.raises(ValueError, match="the teacher runs/nothing could not be loaded: no model folder"):
+        built(policy_path, tmp_path, "runs/nothing")
     # A prompt of its own that is too long is refused, not cut.
     with pytest.raises(ValueError, match="the model's context holds"):
         built(policy_path, tmp_path, None, teacher_prompt=f"{__file__}:endless")

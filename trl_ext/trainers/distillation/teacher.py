@@ -41,8 +41,7 @@ class Teacher:
         name: for logs and results.
 
     Raises:
-        FileNotFoundError: no such model.
-        ValueError: its tokens are not the policy's, or its logits cannot be compared.
+        ValueError: it cannot be loaded, its tokens are not the policy's, or its logits cannot be compared.
     """
 
     def __init__(self, trainer, given):
@@ -51,7 +50,11 @@ class Teacher:
         self.model, self._adapter = policy, nullcontext
         self.name = given if isinstance(given, str) else getattr(given, "name_or_path", "the policy")
         if isinstance(given, str):
-            self._find(trainer, policy, given)
+            try:
+                self._find(trainer, policy, given)
+            except OSError as error:
+                # The recipe would blame the policy.
+                raise ValueError(f"the teacher {given} could not be loaded: {error}") from error
         elif given is not None:
             self.model = given
         self.is_policy = self.model is policy

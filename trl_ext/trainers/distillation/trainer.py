@@ -103,16 +103,18 @@ class DistillationTrainer(PolicyTrainer):
         mode = "train" if self.model.training else "eval"
         # Rewards are only logged: neither a faulty one nor a signal in them concerns the update.
         output["bad_reward"].zero_()
-        for name in ("mean", "std", "min", "max"):
-            self._metrics[mode][f"advantages/{name}"].pop()
+        metrics = self._metrics[mode]
+        of_rewards = [name for name in metrics if name.startswith("advantages/")]
         if self._teacher_prompt is not None:
             output |= self._teacher_prompts(inputs)
         if self._is_full:
             self._seen_signal = True
             output["advantages"] = torch.zeros_like(output["advantages"])
-            for name in ("mean", "std", "min", "max"):
-                del self._metrics[mode][f"advantages/{name}"]
+            for name in of_rewards:
+                del metrics[name]
             return output
+        for name in of_rewards:
+            metrics[name].pop()
         mask = self._token_mask(output)
         sampler, taught = self._sampler_log_probs(output), self.teacher.log_probs(output, self._batch_size)
         self._log_divergence(mode, sampler - taught, mask)
