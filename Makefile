@@ -41,8 +41,8 @@ NUMERICAL := advantages aot_scope comparison course course_steps distillation ga
 	online_preference online_preference_judges online_preference_settings packing_attention packing_models \
 	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants \
 	policy_losses policy_surrogates policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses \
-	preference_scores preference_trainer replay resampling reward_checkpoints reward_ensemble reward_losses reward_pairs \
-	reward_sharing reward_trainer rewards sampler shaping shared_backbone splits toy trainer_contract trl_contract unpaired \
+	preference_scores preference_trainer process_reward replay resampling reward_checkpoints reward_ensemble reward_losses reward_pairs \
+	reward_sharing reward_trainer rewards sampler shaping shared_backbone splits step_advantages step_credit toy trainer_contract trl_contract unpaired \
 	weighting
 
 test-processors: $(STAMP)
