@@ -31,6 +31,7 @@ MODULES = {
         "place a run among the published runs of its method",
     ),
     "stages": ("trl_ext.evaluation.stages", "base, SFT and policy, the stages of a training, on the same prompts"),
+    "doctor": ("trl_ext.doctor", "why nothing is learned, from a configuration or a run's folder"),
     "chat": ("trl_ext.evaluation.chat", "talk to a trained model, beside the model that it was trained from"),
     "algorithms": ("trl_ext.algorithms", "the table of online algorithms"),
     "assignment": ("trl_ext.assignment", "write a course's assignment from a specification"),
@@ -132,15 +133,21 @@ def run_script(name: str, arguments: Sequence[str]) -> None:
         UsageError: a flag names a file that neither exists nor is shipped with the package.
     """
     script = RECIPES / f"{name}.py"
-    sys.argv = [str(script)]
+    sys.argv = _with_files([str(script), *arguments])
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def _with_files(arguments: Sequence[str]) -> list[str]:
+    """The arguments with the paths of the files that they name, which may be shipped with the package."""
+    found: list[str] = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if equals and flag in FILE_FLAGS:
             argument = f"{flag}={find_file(value)}"
-        elif sys.argv[-1] in FILE_FLAGS:
+        elif found and found[-1] in FILE_FLAGS:
             argument = find_file(argument)
-        sys.argv.append(argument)
-    runpy.run_path(str(script), run_name="__main__")
+        found.append(argument)
+    return found
 
 
 # ---- Configurations ----
@@ -189,5 +196,5 @@ def run_module(command: str, arguments: Sequence[str]) -> None:
     module, _ = MODULES[command]
     if module.startswith("public_eval."):
         sys.path.insert(0, str(SCRIPTS))
-    sys.argv = [f"trl-ext {command}", *arguments]
+    sys.argv = [f"trl-ext {command}", *(_with_files(arguments) if command == "doctor" else arguments)]
     runpy.run_module(module, run_name="__main__")

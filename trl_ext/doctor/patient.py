@@ -1,0 +1,213 @@
+"""A trainer, or the folder of a run, as the checks see it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from trl_ext.rollouts.generation import prompt_tokens
+
+# The class in a trainer's ancestry -> the kind of the trainer. TRL's and this library's share these names.
+_KINDS = {
+    "SFTTrainer": "sft",
+    "DPOTrainer": "preference",
+    "RewardTrainer": "reward",
+    "GRPOTrainer": "policy",
+    "RLOOTrainer": "policy",
+}
+# Rows that are read as text and tokens, and rows that are only compared with each other.
+SAMPLED_ROWS, COMPARED_ROWS = 48, 4000
+
+
+@dataclasses.dataclass
+class Example:
+    """A sequence as the model will see it.
+
+    Attributes:
+        ids: its tokens, without padding.
+        learned: for each token, whether the loss is taken on it.
+        cut: whether it was cut at a limit.
+        row: the row of the dataset that it comes from.
+    """
+
+    ids: list[int]
+    learned: list[bool]
+    cut: bool
+    row: dict[str, Any]
+
+
+class Patient:
+    """A built trainer, of TRL or of this library, and what it logged in its first steps.
+
+    Attributes:
+        trainer: the trainer; None for the folder of a run.
+        args: its configuration.
+        kind: `sft`, `preference`, `reward`, `policy` or `other`.
+        logs: rows of metrics of training steps, in order, each with its `step`.
+        moved: largest change of the watched weights of `policy` and `reference` over the watched steps.
+        max_steps: the length of the run in steps, if the trainer has computed it.
+        responses: the responses to held-out prompts that a run wrote.
+    """
+
+    def __init__(self, trainer: Any = None, *, args: Any = None, kind: str | None = None, logs=()):
+        self.trainer = trainer
+        self.args = args if trainer is None else trainer.args
+        names = [name.__name__ for name in type(trainer).__mro__]
+        self.kind = kind or next((_KINDS[name] for name in names if name in _KINDS), "other")
+        self.logs: list[dict[str, Any]] = list(logs)
+        self.moved: dict[str, float] = {}
+        self.max_steps: int | None = None
+        self.responses: list[str] = []
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        value = getattr(self.args, name, None)
+        return default if value is None else value
+
+    # ---- Model ----
+
+    @property
+    def model(self):
+        return self.trainer.model
+
+    @property
+    def reference(self):
+        return getattr(self.trainer, "ref_model", None)
+
+    @property
+    def is_adapter(self) -> bool:
+        return bool(getattr(self.model, "peft_config", None))
+
+    @cached_property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    # ---- Tokens ----
+
+    @cached_property
+    def tokenizer(self):
+        processor = self.trainer.processing_class
+        return getattr(processor, "tokenizer", processor)
+
+    @cached_property
+    def stop_ids(self) -> set[int]:
+        """Tokens that end a response in generation."""
+        generation = getattr(self.model, "generation_config", None)
+        ids = getattr(generation, "eos_token_id", None)
+        if ids is None:
+            ids = self.tokenizer.eos_token_id
+        return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
+
+    def tokens(self, example: Example) -> list[tuple[str, bool]]:
+        texts = [self.tokenizer.decode([token]) for token in example.ids]
+        return list(zip(texts, example.learned, strict=True))
+
+    def decode(self, example: Example) -> str:
+        return self.tokenizer.decode(example.ids, skip_special_tokens=False)
+
+    # ---- Data ----
+
+    @property
+    def dataset(self):
+        return self.trainer.train_dataset
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows spread evenly over the training data; the first ones of a stream."""
+        return _rows(self.dataset, SAMPLED_ROWS)
+
+    @cached_property
+    def many_rows(self) -> list[dict[str, Any]]:
+        return _rows(self.dataset, COMPARED_ROWS)
+
+    @cached_property
+    def held_out_rows(self) -> list[dict[str, Any]]:
+        held_out = self.trainer.eval_dataset
+        parts = held_out.values() if isinstance(held_out, dict) else [held_out]
+        return [row for part in parts if part is not None for row in _rows(part, COMPARED_ROWS)]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether one row of the dataset holds several documents, or one batch is one row."""
+        return bool(self.setting("packing") is True or self.setting("padding_free", False))
+
+    @cached_property
+    def examples(self) -> list[Example]:
+        """The sampled rows through the trainer's own collator; prompts as they are sampled from for a policy."""
+        if self.kind == "policy":
+            limit = self.setting("max_prompt_tokens", self.setting("max_prompt_length"))
+            ids = [prompt_tokens(self.tokenizer, row["prompt"], limit) for row in self.rows]
+            return [Example(one, [False] * len(one), False, row) for one, row in zip(ids, self.rows, strict=True)]
+        # In small batches, so that there is padding.
+        batches = [self.rows[start : start + 4] for start in range(0, len(self.rows), 4)]
+        return [example for rows in batches for example in self._collated(rows)]
+
+    def _collated(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
+        plain = [{name: value for name, value in row.items() if not _is_text(value)} for row in rows]
+        batch = self.trainer.data_collator(plain if any(name.endswith("ids") for name in plain[0]) else rows)
+        if "input_ids" not in batch or self.setting("padding_free", False):
+            return
+        mask = batch.get("completion_mask")
+        learned = batch["labels"].ne(-100) if "labels" in batch else mask
+        for index, ids in enumerate(batch["input_ids"]):
+            row = rows[index % len(rows)]
+            attended = batch["attention_mask"][index].bool() if "attention_mask" in batch else torch.ones_like(ids) > 0
+            length = _length(row, "chosen_ids" if index < len(rows) else "rejected_ids")
+            known = min(length, len(ids)) if length else int(attended.sum())
+            at = slice(len(ids) - known, None) if not attended[0] else slice(0, known)
+            on = attended[at] if learned is None else learned[index][at].bool() & attended[at]
+            yield Example(ids[at].tolist(), on.tolist(), self._is_cut(row, length, known), row)
+
+    def _is_cut(self, row: dict[str, Any], length: int, known: int) -> bool:
+        limit = self.setting("max_response_tokens")
+        sides = [row[name] for name in ("chosen_ids", "rejected_ids", "completion_ids") if name in row]
+        if limit and "prompt_ids" in row and any(len(side) >= limit for side in sides):
+            return True
+        limit = self.setting("max_length")
+        return length > known or bool(limit and known >= limit and self.kind != "reward")
+
+    # ---- Steps ----
+
+    @property
+    def planned_steps(self) -> int | None:
+        """The length of the run; None if it cannot be computed from the settings."""
+        if self.max_steps or self.setting("max_steps", -1) > 0:
+            return self.max_steps or self.args.max_steps
+        if self.trainer is None or self.kind == "policy" or not hasattr(self.dataset, "__len__"):
+            return None
+        processes = self.trainer.accelerator.num_processes
+        batches = math.ceil(len(self.dataset) / (self.setting("per_device_train_batch_size", 8) * processes))
+        per_epoch = max(math.ceil(batches / self.setting("gradient_accumulation_steps", 1)), 1)
+        return math.ceil(per_epoch * self.setting("num_train_epochs", 3))
+
+    def logged(self, name: str) -> list[float]:
+        """The values of a metric, one per row that has it; null in a file stands for a number that is not finite."""
+        values = [row[name] for row in self.logs if name in row]
+        return [math.nan if value is None else float(value) for value in values]
+
+
+def _rows(dataset: Any, count: int) -> list[dict[str, Any]]:
+    if dataset is None:
+        return []
+    if not hasattr(dataset, "__len__"):
+        return [row for row, _ in zip(dataset, range(min(count, SAMPLED_ROWS)), strict=False)]
+    total = len(dataset)
+    picked = sorted({index * total // min(count, total) for index in range(min(count, total))})
+    return [dataset[index] for index in picked]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | dict) or (
+        isinstance(value, list) and value[:1] and isinstance(value[0], str | dict)
+    )
+
+
+def _length(row: dict[str, Any], side: str) -> int:
+    """Tokens of a row before the collator cuts it; 0 if unknown."""
+    if side in row:
+        return len(row.get("prompt_ids", ())) + len(row[side])
+    return len(row.get("input_ids", ()))
