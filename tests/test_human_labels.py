@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
+from functools import partial
 
 import numpy
 import pytest
 
+from tests.public_evaluation import flags_of_course, one_line_error, run_command
+from tests.test_grading import plan, response_rows, write_lines, write_policy
 from trl_ext.evaluation import PairOutcome, corrected_rate, labels_needed, prediction_powered
 from trl_ext.evaluation.statistics.human_labels import judge_values, tuned_weight
 from trl_ext.evaluation.statistics.intervals import rate_interval
@@ -67,7 +71,7 @@ class TestPredictionPowered:
         alone = prediction_powered(LABELS, JUDGED, UNLABELLED, weight=0)
         assert (alone.low, alone.high) == (alone.labels_only.low, alone.labels_only.high) == rate_interval(LABELS)
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(3))
     def test_weight_has_the_least_variance(self, seed):
         """Against a search over weights, with one variance of the verdicts in both terms, as the formula has it."""
         labels, judged, unlabelled = drawn(seed)
@@ -78,19 +82,19 @@ class TestPredictionPowered:
             own = labels.var() - 2 * weight * covariance + weight**2 * of_judge
             return weight**2 * of_judge / 70 + own / 30
 
-        best = min(numpy.linspace(0, 1, 10_001), key=variance)
-        assert tuned_weight(labels, judged, unlabelled) == pytest.approx(best, abs=1e-4)
+        best = min(numpy.linspace(0, 1, 1001), key=variance)
+        assert tuned_weight(labels, judged, unlabelled) == pytest.approx(best, abs=1e-3)
 
     def test_every_sample_of_a_small_population(self):
         """The estimate with a fixed weight has no bias over all ways to label 3 of 6 prompts, whatever the judge."""
-        labels, judged = numpy.array([1, 1, 0, 1, 0.5, 0]), numpy.array([1, 0, 1, 1, 1, 0.5])
+        labels, judged = numpy.array([0.8, 0.8, 0.2, 0.8, 0.5, 0.2]), numpy.array([1, 0, 1, 1, 1, 0.5])
         found = []
         for chosen in itertools.combinations(range(6), 3):
             rest = [i for i in range(6) if i not in chosen]
             found.append(prediction_powered(labels[[*chosen]], judged[[*chosen]], judged[rest], weight=0.4).rate)
         assert numpy.mean(found) == pytest.approx(labels.mean())
 
-    @pytest.mark.parametrize("seed", range(5))
+    @pytest.mark.parametrize("seed", range(3))
     def test_symmetries(self, seed):
         columns = drawn(seed)
         found = prediction_powered(*columns)
@@ -125,7 +129,7 @@ class TestPredictionPowered:
     def test_equal_labels_have_wilsons_interval(self):
         found = prediction_powered([1] * 10, [1] * 9 + [0], [1] * 40)
         assert (found.weight, found.rate, found.standard_error) == (0, 1, 0)
-        assert (found.low, found.high) == (pytest.approx(0.722467, abs=1e-6), 1)
+        assert (found.low, found.high) == pytest.approx((0.722467, 1), abs=1e-6)
 
     @pytest.mark.parametrize(
         "columns, message",
@@ -207,3 +211,54 @@ def test_values_of_verdicts():
     outcomes = [PairOutcome(str(number), *verdicts) for number, verdicts in enumerate(rows)]
     outcomes += [PairOutcome("5", None, None, error="timeout"), PairOutcome("6", B, B, empty=True)]
     assert judge_values(outcomes) == [1, 0, 0.5, 0.5, 0.75, 0.5, 0]
+
+
+class TestCommand:
+    """`public_eval.judge --human_labels` on ten prompts, of which the judge gives the candidate 5 wins and 3 ties."""
+
+    @pytest.fixture
+    def judge(self, capsys, monkeypatch, tmp_path):
+        monkeypatch.chdir(tmp_path)
+        path = write_policy(tmp_path, "aot", response_rows(plan(win=5, tie=3, loss=2)))
+        return partial(run_command, capsys, "judge", "--candidate", path, *flags_of_course(tmp_path)["judging"])
+
+    @pytest.fixture
+    def row_ids(self):
+        return [row["row_id"] for row in response_rows(plan(win=10))]
+
+    def test_figures(self, judge, row_ids, tmp_path):
+        """The judge calls the four labelled rows two wins, a tie and a loss; a person only the first a win."""
+        told = {0: C, 1: B, 5: B, 9: B}
+        path = write_lines(tmp_path / "l.jsonl", [{"row_id": row_ids[i], "outcome": told[i]} for i in told])
+        code, out, err = judge("--human_labels", path, "--json", "--out", "j.json")
+        assert code == 0, err
+        expected = prediction_powered([1, 0, 0, 0], [1, 1, 0.5, 0], [1, 1, 1, 0.5, 0.5, 0])
+        found = json.loads(out)["human_labels"]
+        assert found == expected.to_dict() == json.loads((tmp_path / "j.json").read_text())["human_labels"]
+        assert 0 < found["weight"] < 1 and found["judge_rate"] == pytest.approx(0.65)
+        code, out, _ = judge("--human_labels", path)
+        assert f"human labels and judge: {expected.rate:.3f}  [{expected.low:.3f}, {expected.high:.3f}]" in out
+        assert f"like {expected.effective_n:.0f} labels; 4 labels alone: 0.250  [" in out
+        assert "judge alone: 0.650 over 10 prompts" in out
+
+    @pytest.mark.parametrize(
+        "rows, message",
+        [
+            ([], "l.jsonl: the file is empty"),
+            ([{"row_id": 0, "label": "win"}], "row-axe: outcome: Field required"),
+            ([{"row_id": 0, "outcome": "win"}], "outcome: Input should be 'candidate', 'base' or 'tie', got 'win'"),
+            ([{"row_id": "elsewhere", "outcome": C}], "row_id elsewhere: line 1: foreign: none of the 10 rows"),
+            ([{"row_id": 0, "outcome": C}] * 2, "duplicate: on lines 1 and 2"),
+        ],
+        ids=["empty", "wrong column", "wrong word", "unknown row", "duplicate"],
+    )
+    def test_errors_come_before_judging(self, judge, row_ids, tmp_path, monkeypatch, rows, message):
+        monkeypatch.setattr("public_eval.judge.judge_candidate", None)
+        rows = [{**row, "row_id": row_ids[0] if row["row_id"] == 0 else row["row_id"]} for row in rows]
+        assert message in one_line_error(judge("--human_labels", write_lines(tmp_path / "l.jsonl", rows)))
+
+    def test_several_candidates_and_no_file(self, judge, tmp_path):
+        assert "no file nowhere" in one_line_error(judge("--human_labels", "nowhere"))
+        more = write_policy(tmp_path, "dpo", response_rows(plan(win=10)))
+        line = one_line_error(judge("--human_labels", "l.jsonl", "--candidate", "aot.jsonl", more))
+        assert "give one --candidate" in line
