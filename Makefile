@@ -8,7 +8,7 @@ DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
 VLLM := .venv/vllm
 
-.PHONY: demo smollm2 speedrun test test-slow test-processors test-zero test-vllm test-gpu audit lint docs clean
+.PHONY: demo smollm2 speedrun test test-slow test-long test-processors test-zero test-vllm test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
@@ -29,14 +29,18 @@ speedrun: smollm2
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow' $(ARGS)
+	$(PYTEST) -m 'not slow and not long' $(ARGS)
 
 # Tests that take longer than a few seconds: whole recipes, several processes, kills.
 test-slow: $(STAMP)
-	$(PYTEST) -m slow --ignore tests/test_zero.py $(ARGS)
+	$(PYTEST) -m 'slow and not long' --ignore tests/test_zero.py $(ARGS)
+
+# Tests of minutes, before a release: default runs that must learn, notebooks, a pipeline, kills at random moments.
+test-long: $(STAMP)
+	$(PYTEST) -m long $(ARGS)
 
 # The numerical tests with other processors' instruction sets. PROCESSORS="A=1,B=2 C=3" runs them with A=1 and B=2, then with C=3.
-PROCESSORS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2,ONEDNN_MAX_CPU_ISA=AVX2,OMP_NUM_THREADS=2
+PROCESSORS ?= ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=AVX2
 NUMERICAL := advantages aot_scope comparison course course_steps distillation gae generation kl kto log_probs masking mismatch objective \
 	online_preference online_preference_judges online_preference_settings packing_attention packing_models \
 	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants \
@@ -48,7 +52,7 @@ NUMERICAL := advantages aot_scope comparison course course_steps distillation ga
 test-processors: $(STAMP)
 	@for settings in $(PROCESSORS); do \
 		echo "== $$settings"; \
-		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
+		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow and not long' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
 	done
 
 # Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so no other target installs it.

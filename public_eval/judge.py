@@ -11,6 +11,7 @@ from trl_ext.evaluation.submissions.candidates import (
     compare_candidates,
     estimate_cost,
     judge_candidate,
+    with_human_labels,
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
@@ -24,11 +25,13 @@ from trl_ext.evaluation.submissions.commands import (
     show_estimates,
     usage_line,
 )
+from trl_ext.evaluation.submissions.rows import read_human_labels
 from trl_ext.files import write_json, write_json_lines
 
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
-equal lengths, and with several candidates the paired differences between them on the same prompts.
+equal lengths, and with several candidates the paired differences between them on the same prompts. With --human_labels
+of a random part of the prompts, also a win rate without the judge's bias.
 
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
@@ -45,9 +48,19 @@ def main(arguments: list[str] | None = None) -> None:
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
+    parser.add_argument(
+        "--human_labels",
+        metavar="FILE",
+        help="JSONL with row_id and outcome: candidate, base or tie, of one candidate",
+    )
     with one_line_errors():
         options = parser.parse_args(arguments)
+        if options.human_labels and len(options.candidate) > 1:
+            raise ValueError("--human_labels are of one candidate's responses: give one --candidate")
         prompts, base, systems = load_systems(options, options.candidate)
+        labels = (
+            read_human_labels(options.human_labels, [row["row_id"] for row in prompts]) if options.human_labels else {}
+        )
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
@@ -64,6 +77,8 @@ def main(arguments: list[str] | None = None) -> None:
             "differences": compare_candidates(results, options.rule),
             "usage": sum((result.usage for result in results), Usage()).to_dict(),
         }
+        if labels:
+            summary["human_labels"] = with_human_labels(results[0].outcomes, labels).to_dict()
         if options.out:
             write_json(options.out, summary)
         if options.verdicts:
@@ -103,7 +118,18 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
+    if "human_labels" in summary:
+        print(_labels_line(summary["human_labels"]))
     print(usage_line(summary["usage"], summary["judge"]["kind"]))
+
+
+def _labels_line(found: dict) -> str:
+    alone = found["labels_only"]
+    return (
+        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
+        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(alone)}; judge alone: "
+        f"{found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
+    )
 
 
 def _row(result: CandidateResult) -> tuple:

@@ -112,7 +112,6 @@ def test_a_whole_loss_trains_as_the_library_s_algorithm_does(solved, tmp_path):
     [
         ("dpo", "implement dpo in my_rlhf/preference.py"),
         ("grpo", "implement group_normalized"),
-        ("reward_model", "implement bradley_terry"),
     ],
 )
 def test_training_on_the_starter_says_what_to_implement(recipe, part, tmp_path):
@@ -122,6 +121,7 @@ def test_training_on_the_starter_says_what_to_implement(recipe, part, tmp_path):
     assert done.returncode == 2 and len(errors) == 1 and part in errors[0] and "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_a_module_alone_can_be_the_implementation(tmp_path):
     """The preference module of a starter in which nothing else is written, and names that are not there."""
     folder = tmp_path / "course"

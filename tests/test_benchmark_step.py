@@ -64,7 +64,9 @@ def test_a_rollout_is_padded_as_the_trainer_pads_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("trainer", step.TRAINERS)
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(name, marks=[] if name == "policy" else pytest.mark.long) for name in step.TRAINERS]
+)
 def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_before):
     argv = ["--trainer", trainer, "--lengths", "toy", "--pairs", "2", "--batch_size", "4"]
     step.main([*argv, "--json", str(tmp_path / "out.json")])

@@ -71,7 +71,7 @@ def test_an_interrupted_evaluation_goes_on(cut, straight, monkeypatch, tmp_path,
     assert read(broken, "results.json")["reasoning"] == read(straight, "results.json")["reasoning"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kill_loses_what_was_not_saved_and_no_more(tmp_path, monkeypatch):
     """SIGKILL at some moment behind the first save, then the same command: the file of an uninterrupted run."""
     arguments = ["--num_eval_prompts=30", "--samples_per_prompt=8", "--generation_eval_batch_size=4", "--save_every=8"]

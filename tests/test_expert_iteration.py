@@ -310,7 +310,7 @@ def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
     assert all(one[name].equal(other[name]) for name in one)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_run_ends_as_the_straight_one(tmp_path):
     """SIGKILL while the second round is under way, then the same command with --resume_from_checkpoint."""
     arguments = [*SHORT, "--questions_per_step=80", "--rollouts_per_question=4"]
@@ -354,7 +354,7 @@ def test_bad_input_is_one_line(arguments, expected, tmp_path, monkeypatch, capsy
     assert expected in line
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_default_run_improves(tmp_path):
     """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
     recipes.launch("expert_iteration", folder=tmp_path, timeout=600)

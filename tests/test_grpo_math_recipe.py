@@ -307,7 +307,7 @@ def test_every_algorithm_of_the_table_runs_off_policy(algorithm, tmp_path, monke
     assert (results["run"]["algorithm"], results["run"]["updates_per_rollout"]) == (expected, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_default_run_improves(tmp_path):
     """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
     recipes.launch("grpo_math", folder=tmp_path, timeout=600)

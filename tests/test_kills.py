@@ -11,7 +11,7 @@ import pytest
 from tests.resume_once import REPOSITORY, environment
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_runs_killed_at_random_moments_end_as_the_straight_one():
     # The moments differ each time; the message of a failure names the seed that repeats it.
     seed = str(int(time.time()))

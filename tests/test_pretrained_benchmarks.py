@@ -91,7 +91,7 @@ class TestVerifier:
         # 1 beats 0 but not 2, 3 beats both, and 1 beats the three zeros: 6 of 7 pairs.
         assert (found["pairs"]["accuracy"], found["pairs"]["n"]) == (pytest.approx(6 / 7), 7)
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_a_run_that_is_finished_is_read_again(self, tmp_path, monkeypatch, capfd):
         source = tmp_path / "gsm8k" / "example_model_solutions.jsonl"
         write_json_lines(source, [question(i, i % 2 == 0, i % 3 == 0) for i in range(24)])
@@ -138,7 +138,7 @@ class TestHumanPreferences:
         assert found["minus_length"]["mean"] == 0.25
         assert (found["only_this_right"], found["only_length_right"]) == (2, 1)
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_a_run(self, tmp_path, monkeypatch, capfd):
         write_json_lines(tmp_path / "hh_harmless" / "test.jsonl", transcripts(32))
         folder = tmp_path / "run"

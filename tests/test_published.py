@@ -270,7 +270,7 @@ def test_the_documentation_has_the_table_of_the_shipped_runs(study, tmp_path, mo
     assert (tmp_path / "results.md").read_text() == text, "run python -m trl_ext.published.page with --docs"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_real_runs_are_kept_and_compared(tmp_path):
     short = ["--use_cpu=true", "--max_steps=2", "--num_eval_prompts=8", "--eval_strategy=no"]
     short += ["--generation_eval_every=0"]

@@ -64,7 +64,7 @@ def flags_for(command: str) -> list[str]:
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
     from tests.test_readme import README, TEXTS, blocks, commands
 

@@ -116,7 +116,7 @@ class TestARun:
         assert {**written[again], "output_dir": None} == {**written[path.parent], "output_dir": None}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     """Ctrl-C in the middle, then --resume_from_checkpoint: the parameters equal those of a run without the break."""
     from safetensors.torch import load_file

@@ -238,7 +238,7 @@ def kill_when(process: subprocess.Popen, exists: Path, seconds: float = 240) -> 
     assert exists.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
     short_pipeline(tmp_path)
     words = command("--config", "short.yaml", "--output_dir", "out")

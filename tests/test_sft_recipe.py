@@ -92,7 +92,7 @@ class TestARun:
         assert row["score_gain"]["n"] == 16 and not summary["problems"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_of_the_defaults_learns_to_add(tmp_path):
     """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
     recipes.launch("sft", folder=tmp_path)

@@ -239,7 +239,7 @@ def test_every_run_of_the_studies_has_arguments_that_its_recipe_takes(path, monk
             assert arguments.eval_split == "validation", "studies choose settings, and not on the test problems"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_off_policy_study_on_the_embedded_additions(monkeypatch, tmp_path, capfd):
     """Two of its points, cut to two rollouts: on-policy that is an update each, and with half a rollout to an update,
     twice over, four updates each. The comparison has the figures of both runs."""

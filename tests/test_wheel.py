@@ -167,6 +167,7 @@ def test_lists_what_comes_along(installed):
     assert "usage: trl-ext grade" in installed.command("grade", "--help")
 
 
+@pytest.mark.long
 def test_trains_judges_and_reports(installed):
     installed.command("train", "aot", "--config", "toy/aot.yaml", *SHORT)
     run_folder = installed.folder / "runs" / "aot-toy"

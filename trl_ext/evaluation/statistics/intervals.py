@@ -123,7 +123,7 @@ def wilson_interval(successes: float, n: float, confidence: float = CONFIDENCE) 
         raise ValueError(f"n must be a whole number of trials, got {n}")
     if not 0 <= successes <= n:
         raise ValueError(f"successes must lie between 0 and n = {n}, got {successes}")
-    return _score_bounds(successes / n, n, float(ndtri(0.5 + confidence / 2))) if n else (0.0, 1.0)
+    return score_bounds(successes / n, n, float(ndtri(0.5 + confidence / 2))) if n else (0.0, 1.0)
 
 
 def rate_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -136,11 +136,20 @@ def rate_interval(values: Sequence[float]) -> tuple[float, float]:
     Raises:
         ValueError: there are no values.
     """
+    return score_bounds(*rate_sample(values))
+
+
+def rate_sample(values: Sequence[float]) -> tuple[float, float, float]:
+    """The mean of values in [0, 1], and the sample size and the quantile of `rate_interval`.
+
+    Raises:
+        ValueError: there are no values.
+    """
     values = _array(values)
     rate, deviation, n = min(max(float(values.mean()), 0.0), 1.0), float(values.std()), len(values)
     if deviation < 1e-9 or numpy.isin(values, (0, 1)).all():
-        return _score_bounds(rate, n, NORMAL_95)
-    return _score_bounds(rate, (n - 1) * rate * (1 - rate) / deviation**2, critical_value(n - 1))
+        return rate, n, NORMAL_95
+    return rate, (n - 1) * rate * (1 - rate) / deviation**2, critical_value(n - 1)
 
 
 def rate_difference_interval(
@@ -168,8 +177,8 @@ def rate_difference_interval(
     # Continuity correction: a correlation that one outcome could change to 0 counts as 0.
     correlation = (max(joint - 0.5, 0.0) if joint > 0 else joint) / scale if scale > 0 else 0.0
     (rate, other_rate), (size, other_size) = rates.tolist(), counts.tolist()
-    low, high = _score_bounds(rate, size, NORMAL_95)
-    other_low, other_high = _score_bounds(other_rate, other_size, NORMAL_95)
+    low, high = score_bounds(rate, size, NORMAL_95)
+    other_low, other_high = score_bounds(other_rate, other_size, NORMAL_95)
 
     def combined(own: float, other: float) -> float:
         return math.sqrt(max(own**2 - 2 * correlation * own * other + other**2, 0.0))
@@ -192,7 +201,7 @@ def _array(values: Sequence[float]) -> numpy.ndarray:
     return values
 
 
-def _score_bounds(rate: float, n: float, quantile: float) -> tuple[float, float]:
+def score_bounds(rate: float, n: float, quantile: float) -> tuple[float, float]:
     """Wilson's bounds of a rate over n trials; n need not be an integer."""
     centre = rate + quantile**2 / (2 * n)
     half_width = quantile * math.sqrt(rate * (1 - rate) / n + quantile**2 / (4 * n**2))

@@ -13,6 +13,12 @@ from trl_ext.evaluation.judging.cost import Estimate, estimate
 from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
+from trl_ext.evaluation.statistics.human_labels import (
+    OUTCOME_VALUES,
+    PredictionPowered,
+    judge_values,
+    prediction_powered,
+)
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
@@ -100,6 +106,14 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     rates = {name: share * getattr(controlled, name) for name in ("rate", "low", "high", "raw")}
     note = f"{controlled.note}; {empty} empty responses as losses"
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
+
+
+def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, str]) -> PredictionPowered:
+    """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
+    values = list(zip(outcomes, judge_values(outcomes), strict=True))
+    labelled = [(OUTCOME_VALUES[labels[row.row_id]], value) for row, value in values if row.row_id in labels]
+    further = [value for row, value in values if row.row_id not in labels]
+    return prediction_powered(*zip(*labelled, strict=True), further)
 
 
 def judge_responses(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
@@ -35,6 +35,14 @@ class ScoreRow(BaseModel):
 
     chosen_score: FiniteFloat
     rejected_score: FiniteFloat
+
+
+class HumanLabelRow(BaseModel):
+    """The fields of a row of human labels, beside its row_id: the system that a person prefers."""
+
+    model_config = ConfigDict(strict=True)
+
+    outcome: Literal["candidate", "base", "tie"]
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,20 @@ def read_pair_scores(
     rows, problems = read_rows(path, ScoreRow, row_ids)
     good = [rows[row_id] for row_id in row_ids if row_id in rows]
     return ([row["chosen_score"] for row in good], [row["rejected_score"] for row in good]), problems
+
+
+def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, str]:
+    """Read `row_id, outcome` of the prompts that a person has judged; the outcome by row_id.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is empty, or a row is foreign, a duplicate or wrong.
+    """
+    rows, problems = read_rows(path, HumanLabelRow, row_ids, complete=False)
+    refuse_fatal(problems)
+    if not rows:
+        raise ValueError(f"{path}: {EMPTY_FILE}")
+    return {row_id: row["outcome"] for row_id, row in rows.items()}
 
 
 def refuse_fatal(problems: Iterable[RowProblem]) -> None:

@@ -1,0 +1,240 @@
+"""Win rates from many verdicts of a judge and a few human labels, or from the judge's known error rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from trl_ext.evaluation.statistics.intervals import NORMAL_95, rate_interval, rate_sample, score_bounds
+from trl_ext.evaluation.statistics.win_rate import Interval, PairOutcome
+
+OUTCOME_VALUES = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+LEAST_YOUDEN = 0.2
+# A weight is fitted to the labels; with two, the judge explains every label.
+LEAST_TO_WEIGH = 3
+
+
+@dataclass(frozen=True)
+class PredictionPowered:
+    """A win rate from human labels and a judge's verdicts on the same prompts, and on further ones.
+
+    Attributes:
+        rate: the estimate, in [0, 1].
+        low, high: its 95% interval.
+        standard_error: of the estimate, with population variances, as in the authors' package.
+        weight: lambda, what a verdict counts; at 0 the estimate is the mean of the labels.
+        n_labels: labelled prompts.
+        n_unlabelled: prompts with the judge's verdict alone.
+        effective_n: number of labels that alone would have this standard error; at most the number of prompts.
+        labels_only: the mean of the labels, with its interval.
+        judge_rate: mean of the judge's verdicts on all prompts, which has the judge's bias.
+    """
+
+    rate: float
+    low: float
+    high: float
+    standard_error: float
+    weight: float
+    n_labels: int
+    n_unlabelled: int
+    effective_n: float
+    labels_only: Interval
+    judge_rate: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and dictionaries, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True)
+class CorrectedRate:
+    """A judge's rate corrected for its error rates.
+
+    Attributes:
+        rate, low, high: the estimate and its 95% interval, in [0, 1].
+        standard_error: by the delta method.
+        truncated: True if the estimate was outside [0, 1]; then the error rates do not fit these prompts.
+    """
+
+    rate: float
+    low: float
+    high: float
+    standard_error: float
+    truncated: bool
+
+
+def judge_values(outcomes: Sequence[PairOutcome]) -> list[float]:
+    """For each prompt the mean of the verdicts in both orders; ties are 1/2, empty responses 0.
+
+    A prompt without a verdict has 1/2. The estimate remains valid, as the rule is the same with and without a label.
+    """
+    return [_judge_value(outcome) for outcome in outcomes]
+
+
+def tuned_weight(labels: Sequence[float], judged: Sequence[float], unlabelled: Sequence[float]) -> float:
+    """The weight with the least variance: Cov(Y, f) / ((1 + n/N) Var(f)), limited to [0, 1].
+
+    It is 0, so that the labels count alone, if the judge is constant or there are fewer than three labels.
+    """
+    labels, judged, unlabelled = _checked(labels, judged, unlabelled)
+    if len(labels) < LEAST_TO_WEIGH or not len(unlabelled):
+        return 0.0
+    variance = float(numpy.concatenate([judged, unlabelled]).var(ddof=1))
+    return float(_weights(_covariance(labels, judged), variance, len(labels) / len(unlabelled)))
+
+
+def prediction_powered(
+    labels: Sequence[float], judged: Sequence[float], unlabelled: Sequence[float], *, weight: float | None = None
+) -> PredictionPowered:
+    """Win rate by prediction-powered inference with power tuning, PPI++ (2311.01453; PPI: 2301.09633).
+
+    The estimate is weight * mean(f~) + mean(Y - weight * f), and its variance weight^2 Var(f~)/N +
+    Var(Y - weight * f)/n, with labels Y and verdicts f on n prompts and verdicts f~ on N further ones. The labelled
+    prompts must be a random sample of all, and the judge must be asked in the same way about each.
+
+    The interval is `rate_interval` of the labels at a sample size multiplied by what the judge saves, where the
+    residuals Y - weight * f have n - 2 degrees of freedom. With it, cross-fitting the weight at few labels is not
+    needed. `python -m benchmarks.judge_bias` measures its coverage, also at 20 labels.
+
+    Args:
+        labels: Y in [0, 1]: 1 for a win of the candidate, 1/2 for a tie, 0 for a loss.
+        judged: f in [0, 1], in the same order; see `judge_values`.
+        unlabelled: f~ in [0, 1].
+        weight: in [0, 1]; None for `tuned_weight`. 1 is PPI, which can be less precise than the labels alone.
+
+    Raises:
+        ValueError: there are no labels, a value is outside [0, 1], or the labels and their verdicts differ in number.
+    """
+    weight = tuned_weight(labels, judged, unlabelled) if weight is None else weight
+    labels, judged, unlabelled = _checked(labels, judged, unlabelled)
+    if not 0 <= weight <= 1 or (weight and not len(unlabelled)):
+        raise ValueError(f"weight must lie between 0 and 1, and be 0 without further verdicts, got {weight}")
+    n, further = len(labels), len(unlabelled)
+    mean, size, quantile = rate_sample(labels)
+    alone = float(labels.var()) / n
+    rate, residual, of_judge = mean, alone, 0.0
+    if weight:
+        rate = float(weight * unlabelled.mean() + (labels - weight * judged).mean())
+        residual = float((labels - weight * judged).var()) / n
+        of_judge = weight**2 * float(unlabelled.var()) / further
+
+    def saved(variance: float) -> float:
+        """The labels alone over this variance; labelling every prompt would be the best."""
+        most = (n + further) / n
+        return 1.0 if alone < 1e-15 else alone / max(variance, alone / most)
+
+    corrected = residual * (n / (n - 2) if weight and n > 2 else 1) + of_judge
+    rate = min(max(rate, 0.0), 1.0)
+    low, high = score_bounds(rate, size * saved(corrected), quantile)
+    return PredictionPowered(
+        rate=rate,
+        low=low,
+        high=high,
+        standard_error=math.sqrt(residual + of_judge),
+        weight=weight,
+        n_labels=n,
+        n_unlabelled=further,
+        effective_n=n * saved(residual + of_judge),
+        labels_only=Interval(mean, *rate_interval(labels), n),
+        judge_rate=float(numpy.concatenate([judged, unlabelled]).mean()),
+    )
+
+
+def labels_needed(labels: Sequence[float], judged: Sequence[float], unlabelled: Sequence[float], width: float) -> int:
+    """About how many further labels narrow the 95% interval to `width`, if the next are like these.
+
+    The labels are taken from the unlabelled prompts. A number larger than these needs further prompts as well.
+
+    Raises:
+        ValueError: see `prediction_powered`; or the width is not positive, or all labels are equal.
+    """
+    if not width > 0:
+        raise ValueError(f"width must be positive, got {width}")
+    labels, judged, unlabelled = _checked(labels, judged, unlabelled)
+    if labels.min() == labels.max():
+        raise ValueError(
+            f"all {len(labels)} labels are equal, which does not show how much they vary: label more first"
+        )
+    n, total, target = len(labels), len(labels) + len(unlabelled), (width / (2 * NORMAL_95)) ** 2
+    own, covariance = float(labels.var()), _covariance(labels, judged)
+    of_judge = float(numpy.concatenate([judged, unlabelled]).var())
+    counts = numpy.arange(n, total)
+    weights = _weights(covariance, of_judge, counts / (total - counts))
+    residuals = own - 2 * weights * covariance + weights**2 * of_judge
+    enough = numpy.flatnonzero(residuals / counts + weights**2 * of_judge / (total - counts) <= target)
+    return int(counts[enough[0]]) - n if len(enough) else max(math.ceil(own / target), total) - n
+
+
+def corrected_rate(
+    rate: float,
+    n: int,
+    sensitivity: float,
+    specificity: float,
+    *,
+    n_wins: int | None = None,
+    n_losses: int | None = None,
+) -> CorrectedRate:
+    """A judge's win rate corrected for its error rates: Rogan and Gladen (1978); for judges 2511.21140.
+
+    The estimate is (rate + specificity - 1) / J with J = sensitivity + specificity - 1. The error rates must be
+    measured on the same two systems, as they change with the length and style of responses.
+
+    Args:
+        rate: share of the `n` prompts that the judge calls a win.
+        sensitivity: P(the judge calls it a win | it is one), on `n_wins` labelled wins.
+        specificity: P(the judge calls it a loss | it is one), on `n_losses` labelled losses.
+        n_wins, n_losses: None if the error rate is known exactly.
+
+    Raises:
+        ValueError: a rate is outside [0, 1], a count is not positive, or J is below 0.2.
+    """
+    for name, value in (("rate", rate), ("sensitivity", sensitivity), ("specificity", specificity)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"{name} must lie between 0 and 1, got {value}")
+    for name, count in (("n", n), ("n_wins", n_wins), ("n_losses", n_losses)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    youden = sensitivity + specificity - 1
+    if youden < LEAST_YOUDEN:
+        raise ValueError(
+            f"sensitivity + specificity - 1 is {youden:.3f}, below {LEAST_YOUDEN}: this judge says too little"
+        )
+    found = (rate + specificity - 1) / youden
+    variance = rate * (1 - rate) / n
+    variance += found**2 * sensitivity * (1 - sensitivity) / n_wins if n_wins else 0.0
+    variance += (1 - found) ** 2 * specificity * (1 - specificity) / n_losses if n_losses else 0.0
+    error = math.sqrt(variance) / youden
+    kept, low, high = (
+        min(max(value, 0.0), 1.0) for value in (found, found - NORMAL_95 * error, found + NORMAL_95 * error)
+    )
+    return CorrectedRate(kept, low, high, error, truncated=kept != found)
+
+
+def _judge_value(outcome: PairOutcome) -> float:
+    if outcome.error is not None:
+        return 0.5
+    return 0.0 if outcome.empty else (OUTCOME_VALUES[outcome.first] + OUTCOME_VALUES[outcome.second]) / 2
+
+
+def _checked(*columns: Sequence[float]) -> list[numpy.ndarray]:
+    """Labels, their verdicts and the further verdicts as arrays."""
+    labels, judged, unlabelled = columns = [numpy.asarray(values, dtype=float) for values in columns]
+    if not len(labels) or len(labels) != len(judged):
+        raise ValueError(f"each label needs the judge's verdict, got {len(labels)} labels and {len(judged)} verdicts")
+    if not all(((values >= 0) & (values <= 1)).all() for values in columns):
+        raise ValueError("labels and verdicts must lie between 0 and 1")
+    return columns
+
+
+def _covariance(labels: numpy.ndarray, judged: numpy.ndarray) -> float:
+    return float(((labels - labels.mean()) * (judged - judged.mean())).mean())
+
+
+def _weights(covariance: float, variance: float, ratio: Any) -> Any:
+    """`tuned_weight` for ratios of labelled to further prompts."""
+    return numpy.clip(covariance / ((1 + ratio) * variance), 0.0, 1.0) if variance > 1e-12 else 0.0 * ratio
