@@ -11,7 +11,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import IntervalStrategy, SaveStrategy
+from transformers import IntervalStrategy
+from transformers.trainer_utils import SaveStrategy
 
 from trl_ext.doctor.examine import DoctorCallback, examine
 from trl_ext.doctor.patient import Patient
