@@ -50,6 +50,12 @@ def test_faults_in_logs(name):
     assert planted.logged(kind).names == []
 
 
+@pytest.mark.parametrize("name", [name for name in LOGS if name.startswith(("rewards-", "dead-"))])
+def test_a_distillation_needs_no_rewards(name):
+    kind, changed, moved = LOGS[name]
+    assert planted.logged(kind, changed, moved, divergence="full").names == []
+
+
 def test_an_adapter_without_effect():
     from peft import LoraConfig
 

@@ -18,10 +18,17 @@ def _always(values: list[float], holds) -> bool:
 
 def _rewards(patient: Patient) -> tuple[list[float], bool]:
     """The mean rewards, and whether all rewards of each step were equal."""
+    if _has_teacher(patient):
+        return [], False
     names = ("reward", "rollouts/reward")
     rewards = next((values for name in names if (values := patient.logged(name))), [])
     deviations = patient.logged("reward_std")
     return rewards, _always(deviations, lambda value: value <= 1e-7)
+
+
+def _has_teacher(patient: Patient) -> bool:
+    """Whether this is a distillation, which learns nothing from rewards and may have none."""
+    return patient.setting("divergence") is not None
 
 
 @check("rewards-all-zero", "error", "steps", "policy")
@@ -61,7 +68,8 @@ def rewards_constant(patient: Patient) -> Found | None:
 @check("dead-groups", "warning", "steps", "policy")
 def dead_groups(patient: Patient) -> Found | None:
     shares = patient.logged("frac_reward_zero_std")
-    if patient.setting("num_generations", 8) < 2 or _rewards(patient)[1] or not _always(shares, lambda v: v >= 0.9):
+    alone = _has_teacher(patient) or patient.setting("num_generations", 8) < 2
+    if alone or _rewards(patient)[1] or not _always(shares, lambda value: value >= 0.9):
         return None
     return Found(
         f"the rewards of a group were all equal in {min(shares):.0%} of the groups or more, in each of {len(shares)} "
