@@ -75,7 +75,8 @@ class DoctorCallback(TrainerCallback):
             return
         self.patient.logs.append({"step": state.global_step, **logs})
         if state.global_step == self._last:
-            for name, weights in self._watched.items():
+            # ZeRO-3 leaves nothing to watch on a process.
+            for name, weights in ((name, weights) for name, weights in self._watched.items() if weights):
                 changes = [(_part(weight) - before).abs().max().item() for weight, before in weights]
                 self.patient.moved[name] = max(changes, default=0.0)
             self._watched = {}

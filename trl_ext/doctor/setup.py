@@ -74,7 +74,8 @@ def dropout_on(patient: Patient) -> Found | None:
 def updates_round_to_nothing(patient: Patient) -> Found | None:
     rate, optimizer = patient.setting("learning_rate", 0.0), str(patient.setting("optim", "adamw")).lower()
     low = [weight for weight in patient.trainable if weight.dtype in (torch.bfloat16, torch.float16)]
-    if not low or not rate or "adam" not in optimizer:
+    # DeepSpeed's optimizer has copies in float32.
+    if not low or not rate or "adam" not in optimizer or getattr(patient.trainer, "is_deepspeed_enabled", False):
         return None
     # Adam's updates are about as large as the learning rate; less than half a unit in the last place is lost.
     lost = total = 0
@@ -94,7 +95,7 @@ def updates_round_to_nothing(patient: Patient) -> Found | None:
 @check("learning-rate-off", "warning", "model")
 def learning_rate_off(patient: Patient) -> Found | None:
     rate = patient.setting("learning_rate", 0.0)
-    size = sum(weight.numel() for weight in patient.model.parameters())
+    size = sum(getattr(weight, "ds_numel", weight.numel()) for weight in patient.model.parameters())
     if patient.is_adapter:
         what, low, high = "an adapter", 3e-6, 1e-2
     elif size < 100e6:
@@ -117,6 +118,8 @@ def learning_rate_off(patient: Patient) -> Found | None:
 def warmup_outlasts_run(patient: Patient) -> Found | None:
     steps, warmup = patient.planned_steps, patient.setting("warmup_steps", 0)
     ratio = patient.setting("warmup_ratio", 0.0) or (warmup if 0 < warmup < 1 else 0.0)
+    if str(patient.setting("lr_scheduler_type", "")).lower().endswith("constant"):
+        return None
     if not steps or (warmup < steps or warmup <= 1) and ratio < 1:
         return None
     return Found(

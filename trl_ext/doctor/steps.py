@@ -110,7 +110,7 @@ def stop_texts_never_occur(patient: Patient) -> Found | None:
     )
 
 
-@check("kl-explodes", "error", "steps", "policy preference other")
+@check("kl-explodes", "error", "steps", "policy")
 def kl_explodes(patient: Patient) -> Found | None:
     values = patient.logged("kl")
     if not any(value > 10 or math.isnan(value) for value in values):

@@ -9,8 +9,9 @@ from trl_ext.doctor.patient import Example, Patient
 from trl_ext.doctor.report import Found
 from trl_ext.doctor.table import check
 
-# What chat templates write around turns. Other texts rarely contain it.
-_MARKER = re.compile(r"<\|[a-zA-Z0-9_]{2,30}\|>|\[/?INST\]|<start_of_turn>|<end_of_turn>")
+# What chat templates write around turns, and other texts rarely contain. Some models spell `<|user|>` with ordinary
+# tokens.
+_MARKER = re.compile(r"<\|(?!user\||assistant\||system\|)[a-zA-Z0-9_]{2,30}\|>|<start_of_turn>|<end_of_turn>")
 # The end token may be followed by a line break or another token of the template.
 _TAIL = 4
 _LEARNS = "sft preference"
