@@ -29,13 +29,13 @@ speedrun: smollm2
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 test: $(STAMP)
-	$(PYTEST) -m 'not slow and not long' $(ARGS)
+	$(PYTEST) -m 'not slow' $(ARGS)
 
 # Tests that take longer than a few seconds: whole recipes, several processes, kills.
 test-slow: $(STAMP)
 	$(PYTEST) -m 'slow and not long' --ignore tests/test_zero.py $(ARGS)
 
-# Tests of minutes, before a release: default runs that must learn, notebooks, a pipeline, kills at random moments.
+# Tests that take minutes, for a release: default runs that must learn, notebooks, a pipeline, kills at random moments.
 test-long: $(STAMP)
 	$(PYTEST) -m long $(ARGS)
 
@@ -52,7 +52,7 @@ NUMERICAL := advantages aot_scope comparison course course_steps distillation ga
 test-processors: $(STAMP)
 	@for settings in $(PROCESSORS); do \
 		echo "== $$settings"; \
-		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow and not long' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
+		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
 	done
 
 # Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so no other target installs it.

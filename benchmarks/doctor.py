@@ -165,7 +165,10 @@ def _without_end(name: str):
 
 
 def _other_end(trainer, patch):
-    patch(trainer.model.generation_config, "eos_token_id", trainer.processing_class.pad_token_id)
+    """The tokenizer's own end token is not that of the template, as with many base models."""
+    tokenizer = trainer.processing_class
+    patch(trainer.model.generation_config, "eos_token_id", tokenizer.pad_token_id)
+    patch(tokenizer, "eos_token", tokenizer.pad_token)
 
 
 def _system(row):

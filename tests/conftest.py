@@ -115,6 +115,14 @@ def wildchat() -> Path:
     return folder
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What is long is slow, too."""
+    for item in items:
+        if item.get_closest_marker("long"):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_sessionstart(session):
     """One of several test processes ignores Ctrl-C, and what it starts would too, which some tests interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

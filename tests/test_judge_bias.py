@@ -42,7 +42,7 @@ def test_table_and_results(data, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["judge_bias", *map(str, flags)])
     judge_bias.main()
     results = json.loads((data / "out" / "results.json").read_text())["results"]
-    assert len(results) == 12 and len(capsys.readouterr().out.splitlines()) == 2 + 12
+    assert len(results) == 15 and len(capsys.readouterr().out.splitlines()) == 2 + 15
     assert results["LLMBar, a"]["5"]["effective_n"] > 0
 
 

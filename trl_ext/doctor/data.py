@@ -34,7 +34,7 @@ def chosen_equals_rejected(patient: Patient) -> Found | None:
     if same <= len(pairs) / 50:
         return None
     return Found(
-        f"chosen and rejected are equal in {same} of {len(pairs)} pairs, after any truncation",
+        f"chosen and rejected are equal in {same} of {len(pairs)} pairs",
         "drop these pairs; if they differ in the data, raise the length limit",
     )
 

@@ -95,12 +95,17 @@ class Patient:
 
     @cached_property
     def stop_ids(self) -> set[int]:
-        """Tokens that end a response in generation."""
+        """Tokens that end a response in generation: the model's, and the tokenizer's, which training adds to them."""
         generation = getattr(self.model, "generation_config", None)
         ids = getattr(generation, "eos_token_id", None)
-        if ids is None:
-            ids = self.tokenizer.eos_token_id
-        return set(ids) if isinstance(ids, list | tuple) else {ids} - {None}
+        ids = set(ids) if isinstance(ids, list | tuple) else {ids}
+        return (ids | {self.tokenizer.eos_token_id}) - {None}
+
+    @cached_property
+    def special_ids(self) -> set[int]:
+        """Also those that have no role, such as the end of a turn beside another end token."""
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        return {*self.tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
 
     def tokens(self, example: Example) -> list[tuple[str, bool]]:
         texts = [self.tokenizer.decode([token]) for token in example.ids]
@@ -137,14 +142,21 @@ class Patient:
 
     @cached_property
     def examples(self) -> list[Example]:
-        """The sampled rows through the trainer's own collator; prompts as they are sampled from for a policy."""
+        """The sampled rows through the trainer's own collator; prompts as they are sampled from for a policy.
+
+        Raises:
+            ValueError: the collator joins rows, or names their tokens in its own way.
+        """
         if self.kind == "policy":
             limit = self.setting("max_prompt_tokens", self.setting("max_prompt_length"))
             ids = [prompt_tokens(self.tokenizer, row["prompt"], limit) for row in self.rows]
             return [Example(one, [False] * len(one), False, row) for one, row in zip(ids, self.rows, strict=True)]
         # In small batches, so that there is padding.
         batches = [self.rows[start : start + 4] for start in range(0, len(self.rows), 4)]
-        return [example for rows in batches for example in self._collated(rows)]
+        examples = [example for rows in batches for example in self._collated(rows)]
+        if self.rows and not examples:
+            raise ValueError("the collator gives no row of tokens by itself")
+        return examples
 
     def _collated(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
         plain = [{name: value for name, value in row.items() if not _is_text(value)} for row in rows]
@@ -192,6 +204,9 @@ class Patient:
 
 def _rows(dataset: Any, count: int) -> list[dict[str, Any]]:
     if dataset is None:
+        return []
+    # Texts alone do not tell rows with images apart, and thousands of images fill the memory.
+    if count > SAMPLED_ROWS and {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
         return []
     if not hasattr(dataset, "__len__"):
         return [row for row, _ in zip(dataset, range(min(count, SAMPLED_ROWS)), strict=False)]

@@ -67,7 +67,10 @@ class Report:
 
     def text(self, *, color: bool = False) -> str:
         """The findings for a terminal; one line if there is none."""
-        skipped = "".join(f"; {name} could not be checked: {error}" for name, error in self.skipped.items())
+        by_error: dict[str, list[str]] = {}
+        for name, error in self.skipped.items():
+            by_error.setdefault(error, []).append(name)
+        skipped = "".join(f"; not checked: {', '.join(names)} ({error})" for error, names in by_error.items())
         if self.healthy:
             return f"doctor: no fault found by {len(self.checked)} checks{skipped}"
         lines = [f"doctor: {len(self.findings)} found by {len(self.checked)} checks{skipped}"]

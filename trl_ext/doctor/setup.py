@@ -70,7 +70,7 @@ def dropout_on(patient: Patient) -> Found | None:
     )
 
 
-@check("updates-round-to-nothing", "error", "model")
+@check("updates-round-to-nothing", "warning", "model")
 def updates_round_to_nothing(patient: Patient) -> Found | None:
     rate, optimizer = patient.setting("learning_rate", 0.0), str(patient.setting("optim", "adamw")).lower()
     low = [weight for weight in patient.trainable if weight.dtype in (torch.bfloat16, torch.float16)]

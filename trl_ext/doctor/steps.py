@@ -113,7 +113,8 @@ def stop_texts_never_occur(patient: Patient) -> Found | None:
 @check("kl-explodes", "error", "steps", "policy")
 def kl_explodes(patient: Patient) -> Found | None:
     values = patient.logged("kl")
-    if not any(value > 10 or math.isnan(value) for value in values):
+    # A single rare token can make the estimate of one step large.
+    if sum(value > 10 or math.isnan(value) for value in values) < _NEEDED:
         return None
     return Found(
         f"the KL to the reference reached {max(values, key=lambda v: math.inf if math.isnan(v) else v):g} nats",
@@ -164,7 +165,9 @@ def gradient_always_clipped(patient: Patient) -> Found | None:
 def no_gradient(patient: Patient) -> Found | None:
     norms = patient.logged("grad_norm")
     zero = _always(norms, lambda value: value == 0)
-    if not zero and not _always(norms, lambda value: not math.isfinite(value)):
+    # In float16 the first updates are skipped until the loss is scaled as it should be.
+    judged = not patient.setting("fp16", False) or len(norms) >= 20
+    if not zero and not (judged and _always(norms, lambda value: not math.isfinite(value))):
         return None
     return Found(
         f"the gradient was {'exactly 0' if zero else 'not finite'} in all {len(norms)} logged steps",
@@ -177,7 +180,8 @@ def no_gradient(patient: Patient) -> Found | None:
 @check("weights-do-not-move", "error", "steps")
 def weights_do_not_move(patient: Patient) -> Found | None:
     updates = [rate for rate in patient.logged("learning_rate") if rate > 0]
-    if patient.moved.get("policy") != 0 or len(updates) < 2 or not any(patient.logged("grad_norm")):
+    gradient = any(math.isfinite(norm) and norm > 0 for norm in patient.logged("grad_norm"))
+    if patient.moved.get("policy") != 0 or len(updates) < 2 or not gradient:
         return None
     return Found(
         f"the watched weights are the same after {len(updates)} updates with a learning rate up to {max(updates):g}",

@@ -31,7 +31,8 @@ def _share(some: list, of: list) -> str:
 @check("template-missing", "error", "data")
 def template_missing(patient: Patient) -> Found | None:
     first = patient.rows[0].get("prompt", patient.rows[0].get("messages")) if patient.rows else None
-    if not isinstance(first, list) or getattr(patient.tokenizer, "chat_template", None):
+    writers = (patient.tokenizer, patient.trainer.processing_class)
+    if not isinstance(first, list) or any(getattr(one, "chat_template", None) for one in writers):
         return None
     return Found(
         "the rows hold messages, and the tokenizer has no chat template to write them with",
@@ -97,7 +98,7 @@ def begin_token_doubled(patient: Patient) -> Found | None:
 
 @check("end-token-missing", "error", "data", _LEARNS)
 def end_token_missing(patient: Patient) -> Found | None:
-    ends = patient.stop_ids | set(patient.tokenizer.all_special_ids)
+    ends = patient.stop_ids | patient.special_ids
     rows = _complete(patient)
     found = [one for one in rows if not ends & set(one.ids[-_TAIL:])]
     if len(found) < max(1, len(rows) / 2):
@@ -134,7 +135,7 @@ def _learned_ends(patient: Patient, example: Example) -> bool:
 
 @check("end-token-not-stopped-at", "error", "data", _LEARNS)
 def end_token_not_stopped_at(patient: Patient) -> Found | None:
-    specials = set(patient.tokenizer.all_special_ids)
+    specials = patient.special_ids
     rows = _complete(patient)
     found = []
     for one in rows:

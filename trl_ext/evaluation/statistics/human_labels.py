@@ -30,7 +30,7 @@ class PredictionPowered:
         weight: lambda, what a verdict counts; at 0 the estimate is the mean of the labels.
         n_labels: labelled prompts.
         n_unlabelled: prompts with the judge's verdict alone.
-        effective_n: number of labels that alone would have this standard error; at most the number of prompts.
+        effective_n: number of labels that alone would have an interval as narrow; at most the number of prompts.
         labels_only: the mean of the labels, with its interval.
         judge_rate: mean of the judge's verdicts on all prompts, which has the judge's bias.
     """
@@ -97,9 +97,9 @@ def prediction_powered(
     Var(Y - weight * f)/n, with labels Y and verdicts f on n prompts and verdicts f~ on N further ones. The labelled
     prompts must be a random sample of all, and the judge must be asked in the same way about each.
 
-    The interval is `rate_interval` of the labels at a sample size multiplied by what the judge saves, where the
-    residuals Y - weight * f have n - 2 degrees of freedom. With it, cross-fitting the weight at few labels is not
-    needed. `python -m benchmarks.judge_bias` measures its coverage, also at 20 labels.
+    The interval is `rate_interval` of the labels at a sample size multiplied by what the judge saves. Few labels may
+    not show the errors of a good judge. So what it saves is computed with half a win more that it calls a loss, and
+    half a loss more that it calls a win. `python -m benchmarks.judge_bias` measures the coverage.
 
     Args:
         labels: Y in [0, 1]: 1 for a win of the candidate, 1/2 for a tie, 0 for a loss.
@@ -116,30 +116,25 @@ def prediction_powered(
         raise ValueError(f"weight must lie between 0 and 1, and be 0 without further verdicts, got {weight}")
     n, further = len(labels), len(unlabelled)
     mean, size, quantile = rate_sample(labels)
-    alone = float(labels.var()) / n
-    rate, residual, of_judge = mean, alone, 0.0
+    rate, residuals, of_judge = mean, labels, 0.0
     if weight:
-        rate = float(weight * unlabelled.mean() + (labels - weight * judged).mean())
-        residual = float((labels - weight * judged).var()) / n
+        residuals = labels - weight * judged
+        rate = min(max(float(weight * unlabelled.mean() + residuals.mean()), 0.0), 1.0)
         of_judge = weight**2 * float(unlabelled.var()) / further
-
-    def saved(variance: float) -> float:
-        """The labels alone over this variance; labelling every prompt would be the best."""
-        most = (n + further) / n
-        return 1.0 if alone < 1e-15 else alone / max(variance, alone / most)
-
-    corrected = residual * (n / (n - 2) if weight and n > 2 else 1) + of_judge
-    rate = min(max(rate, 0.0), 1.0)
-    low, high = score_bounds(rate, size * saved(corrected), quantile)
+    alone = _variance_and_two(labels, 1, 0)
+    variance = _variance_and_two(residuals, 1, -weight) + n * of_judge
+    # Labels on every prompt would be the best.
+    saved = min(alone / variance, (n + further) / n)
+    low, high = score_bounds(rate, size * saved, quantile)
     return PredictionPowered(
         rate=rate,
         low=low,
         high=high,
-        standard_error=math.sqrt(residual + of_judge),
+        standard_error=math.sqrt(float(residuals.var()) / n + of_judge),
         weight=weight,
         n_labels=n,
         n_unlabelled=further,
-        effective_n=n * saved(residual + of_judge),
+        effective_n=n * saved,
         labels_only=Interval(mean, *rate_interval(labels), n),
         judge_rate=float(numpy.concatenate([judged, unlabelled]).mean()),
     )
@@ -209,9 +204,8 @@ def corrected_rate(
     variance += found**2 * sensitivity * (1 - sensitivity) / n_wins if n_wins else 0.0
     variance += (1 - found) ** 2 * specificity * (1 - specificity) / n_losses if n_losses else 0.0
     error = math.sqrt(variance) / youden
-    kept, low, high = (
-        min(max(value, 0.0), 1.0) for value in (found, found - NORMAL_95 * error, found + NORMAL_95 * error)
-    )
+    kept = min(max(found, 0.0), 1.0)
+    low, high = max(kept - NORMAL_95 * error, 0.0), min(kept + NORMAL_95 * error, 1.0)
     return CorrectedRate(kept, low, high, error, truncated=kept != found)
 
 
@@ -229,6 +223,12 @@ def _checked(*columns: Sequence[float]) -> list[numpy.ndarray]:
     if not all(((values >= 0) & (values <= 1)).all() for values in columns):
         raise ValueError("labels and verdicts must lie between 0 and 1")
     return columns
+
+
+def _variance_and_two(values: numpy.ndarray, *two: float) -> float:
+    """The population variance of values and of two more that count half."""
+    values, counts = numpy.append(values, two), numpy.append(numpy.ones(len(values)), [0.5, 0.5])
+    return float(numpy.cov(values, aweights=counts, ddof=0))
 
 
 def _covariance(labels: numpy.ndarray, judged: numpy.ndarray) -> float:
