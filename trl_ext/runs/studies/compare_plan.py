@@ -103,14 +103,15 @@ def read_plan(given) -> Plan:
     if len(set(names)) < len(names):
         raise ValueError(f"--methods {given.methods}: a method is named twice")
     _check_one_kind(methods)
-    baseline = given.baseline or content.get("baseline")
-    if baseline is not None and baseline not in names:
-        raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(names)}")
+    baseline = given.baseline or content.get("baseline") or names[0]
+    choices = names if given.baseline else list(dict.fromkeys([*known, *names]))
+    if baseline not in choices:
+        raise ValueError(f"the baseline {baseline!r} is not among the methods: {', '.join(choices)}")
     reward_model = sweep.read_arguments(path, "common", content.get("reward_model") or {})
     seeds = read_seeds(given.seeds)
     return Plan(
         methods,
-        baseline or names[0],
+        baseline if baseline in names else names[0],  # A file's baseline may be none of those that --methods chose.
         seeds,
         Path(given.output_dir),
         reward_model=sweep.with_config_found(path, reward_model),
