@@ -82,8 +82,11 @@ def is_lost_process(error: BaseException) -> bool:
 def disk_message(error: BaseException, output_dir: str | None) -> str:
     """The message for a full disk: what could not be written, and how many MiB were free there."""
     where = Path(output_dir or ".")
-    # safetensors names no file, and removes the one that it has begun; other writers leave theirs, the newest.
+    # safetensors names no file, and removes the one that it has begun; other writers leave theirs, the newest. Files
+    # of one clock tick are equally new, so a file of torch is searched among those of torch.
     files = [path for path in (where / PARTIAL_FOLDER).rglob("*") if path.is_file()]
+    if re.search("PytorchStreamWriter|inline_container", str(error)):
+        files = [path for path in files if path.suffix == ".pt"] or files
     if type(error).__name__ == "SafetensorError" or not files:
         newest = "model.safetensors"
     else:
