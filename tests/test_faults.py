@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -18,8 +19,8 @@ from transformers import TrainerCallback
 from tests.faults_once import NAMES, build, end_of_processes
 from tests.recipes import RECIPES, environment
 from tests.train_once import largest_difference, launch, parameters
-from trl_ext.resilience.checkpoints import last_checkpoint
-from trl_ext.resilience.faults import TrainingFault, is_disk_full, is_lost_process, is_out_of_memory
+from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
+from trl_ext.resilience.faults import TrainingFault, disk_message, is_disk_full, is_lost_process, is_out_of_memory
 from trl_ext.resilience.reward_guard import Stalled, time_limit
 
 TRAINERS = sorted(NAMES)
@@ -82,6 +83,16 @@ def test_a_full_disk_ends_the_run_and_leaves_the_earlier_checkpoint(trainer, siz
     resumed = build(spec(trainer, args=SAVING), str(tmp_path / "run"))
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-1"))
     assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
+
+
+def test_torchs_file_is_named_among_files_of_the_same_clock_tick(tmp_path):
+    folder = tmp_path / PARTIAL_FOLDER / "checkpoint-2"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "optimizer.pt", "tokenizer.json"):
+        (folder / name).touch()
+        os.utime(folder / name, ns=(1, 1))
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing")
+    assert f"{folder / 'optimizer.pt'} could not be written" in disk_message(error, str(tmp_path))
 
 
 def test_what_is_a_full_disk():
