@@ -89,10 +89,11 @@ def _of_task(task: Task, looks: Looks) -> str:
         return f"<details><summary>{title}</summary>{table(name)}</details>" if tables[name].rows else ""
 
     compared = table("policies", level + 1) + _charts(dots["summary"]) + folded("policies-settings")
-    if tables["policies-settings"].rows and not tables["policies"].rows:
+    if tables["policies-settings"].rows and not tables["policies"].rows and not tables["tasks"].rows:
         compared = f'{table("policies-settings", level + 1)}<p class="note">{NOT_EVALUATED}</p>'
     trade_offs = f'<p class="note">{FRONT_NOTE}</p>{_charts(charts.trade_off_charts(task.summary["policies"], looks))}'
     sections = {
+        ("tasks", "Tasks"): table("tasks"),
         ("summary", "Summary"): compared,
         ("over-seeds", "Methods over seeds"): table("methods"),
         ("curves", "Curves"): _curves(task.policies + task.reward_models, end, level, looks),
