@@ -79,7 +79,7 @@ def task_tables(task: Task) -> dict[str, Table]:
     """The tables of a task by name, in their order in the Markdown; those without rows are empty."""
     policies, models = task.summary["policies"], task.summary["reward_models"]
     found = [
-        _tasks(task.policies),
+        _tasks(policies),
         _policies(policies),
         _settings("policies", policies),
         _over_seeds(task.summary["methods"]),
@@ -136,19 +136,19 @@ def run_figures(row: Row) -> dict[str, Cell]:
     }
 
 
-def _tasks(runs: Sequence[Run]) -> Table:
+def _tasks(rows: Sequence[Row]) -> Table:
     """One row per task, metric and run of `trl-ext evaluate` or lm-evaluation-harness."""
-    found = [(task, name, run) for run in runs for task, metrics in run.results.tasks.items() for name in metrics]
+    found = [(task, name, row) for row in rows for task, metrics in row["tasks"].items() for name in metrics]
     order = list(dict.fromkeys((task, name) for task, name, _ in found))
     cells = [
         {
             "metric": _text(f"{task}: {name}"),
-            "run": _text(run.label),
-            "model": _text(run.results.run.model),
-            "figure": estimate(run.results.tasks[task][name].figure()),
-            "n": count(run.results.tasks[task][name].n),
+            "run": _text(row["run"]),
+            "model": _text(row["model"]),
+            "figure": estimate(row["tasks"][task][name]),
+            "n": count((row["tasks"][task][name] or {}).get("n")),
         }
-        for task, name, run in sorted(found, key=lambda one: order.index(one[:2]))
+        for task, name, row in sorted(found, key=lambda one: order.index(one[:2]))
     ]
     return _table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", cells)
 

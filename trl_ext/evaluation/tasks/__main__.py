@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 (key, format_interval(one["mean"], one["low"], one["high"]), one["n"]) for key, one in found.items()
             ]
             print(f"{format_table((title, 'mean', 'n'), rows)}\n")
-    print(f"{folder}: {model} on {name}")
+    cut = results.get("generations", {}).get("policy", {}).get("truncated_fraction", 0)
+    print(f"{folder}: {model} on {name}" + f"; {cut:.1%} of the responses were cut at the token limit" * bool(cut))
 
 
 if __name__ == "__main__":

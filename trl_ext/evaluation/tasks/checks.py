@@ -9,7 +9,8 @@ from trl_ext.data.benchmark import EMBEDDED, known_score
 from trl_ext.evaluation.judging.protocol import last_user_text
 from trl_ext.evaluation.tasks import ifeval
 from trl_ext.evaluation.tasks.task import Row, Task
-from trl_ext.names import check_choice, load_function
+from trl_ext.names import load_function
+from trl_ext.registry import nearest
 from trl_ext.rewards.verified import KINDS, grader
 
 # The metrics of a response by name: a number, several, or None if the response is not counted.
@@ -29,7 +30,10 @@ def make_check(task: Task, rows: Sequence[Row]) -> Check:
     if ":" in name:
         own = load_function(name, "check")
         return each(lambda row, text, finished: named(own(text, row)))
-    check_choice("check", name, CHECKS)
+    if name not in CHECKS:
+        raise ValueError(
+            f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {', '.join(CHECKS)}, or your own file.py:function"
+        )
     if name in (*KINDS, "exact", "contains"):
         if task.answer is None:
             raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')

@@ -17,7 +17,7 @@ from trl_ext.models.loading import find_policy, load_policy, model_sha256
 from trl_ext.rollouts.generation import generate_responses
 from trl_ext.rollouts.saved_rows import sample_rows
 
-ROWS, SETTINGS = "generations.jsonl", "settings.json"
+ROWS, PAIR_ROWS, SETTINGS = "generations.jsonl", "scores.jsonl", "settings.json"
 # Metrics are kept in each row under this prefix, as rewards are, so that the report shows them beside the response.
 PREFIX = "reward/"
 
@@ -86,7 +86,7 @@ def evaluate(
 
     engine, end = (_pair_scorer(load, batch_size), _finish_pairs) if task.check == PAIRS else (respond, finish)
     items = [(row, row["prompt"] if check else row, 0) for row in rows]
-    kept = {"path": folder / ROWS, "save_every": batch_size, "accelerator": None}
+    kept = {"path": folder / (ROWS if check else PAIR_ROWS), "save_every": batch_size, "accelerator": None}
     done = sample_rows(items, engine, end, seed=0, progress=name, **kept)
     results: dict[str, Any] = {
         "run": {
@@ -153,7 +153,7 @@ def _rows_of(folder: Path, settings: Mapping[str, Any]) -> list[Row]:
     for name, value in settings.items():
         if name != "model_sha256" and earlier.get(name) != value:
             raise ValueError(f"--compare {folder}: its {name} is {earlier.get(name)!r}, not {value!r}")
-    return [row for _, row in read_jsonl(folder / ROWS).rows]
+    return [row for _, row in read_jsonl(folder / (PAIR_ROWS if settings["check"] == PAIRS else ROWS)).rows]
 
 
 def _as_input(tokenizer, prompt: Any) -> Any:
