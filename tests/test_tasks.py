@@ -51,7 +51,7 @@ class TestRows:
             pytest.skip(f"{task.data} is not here")
         rows = read_rows(task, [home, DATA], 3)
         assert len(rows) == 3 and len({row["row_id"] for row in rows}) == 3
-        assert all(row["prompt"] and "{" not in str(row["prompt"]) or "\\boxed{}" in row["prompt"] for row in rows)
+        assert all(row["prompt"] for row in rows)
         if name == "svamp":
             assert (rows[0]["answer"], rows[0]["prompt"][:20]) == ("51", "Each pack of dvds co")
         if task.check != "pairs":

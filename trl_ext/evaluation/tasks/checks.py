@@ -31,9 +31,8 @@ def make_check(task: Task, rows: Sequence[Row]) -> Check:
         own = load_function(name, "check")
         return each(lambda row, text, finished: named(own(text, row)))
     if name not in CHECKS:
-        raise ValueError(
-            f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {', '.join(CHECKS)}, or your own file.py:function"
-        )
+        known = f"{', '.join(CHECKS)}, or your own file.py:function"
+        raise ValueError(f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {known}")
     if name in (*KINDS, "exact", "contains"):
         if task.answer is None:
             raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
