@@ -21,7 +21,7 @@ from trl_ext.evaluation.statistics.sampled_labels import (
     weighted_prediction_powered,
 )
 from trl_ext.evaluation.submissions.candidates import with_human_labels
-from trl_ext.evaluation.submissions.labelling import LabelSession, Pair
+from trl_ext.evaluation.submissions.labelling import LabelSession
 from trl_ext.evaluation.submissions.rows import HumanLabel, read_human_labels
 
 LABELS = [1, 0, 1, 1, 0, 1, 0, 1]
@@ -136,21 +136,23 @@ class TestAgreement:
         """
         first, second = ["y"] * 25 + ["n"] * 25, ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15
         found = cohen_kappa(first, second)
-        assert (found.kappa, found.observed, found.by_chance, found.n) == pytest.approx((0.4, 0.7, 0.5, 50))
+        assert (found["kappa"], found["observed"], found["by_chance"], found["n"]) == pytest.approx(
+            (0.4, 0.7, 0.5, 50)
+        )
         p, (rows, columns) = numpy.array([[0.4, 0.1], [0.2, 0.3]]), (numpy.array([0.5, 0.5]), numpy.array([0.6, 0.4]))
         same = sum(p[i, i] * (1 - (rows[i] + columns[i]) * 0.6) ** 2 for i in (0, 1))
         other = 0.36 * (0.1 * (columns[0] + rows[1]) ** 2 + 0.2 * (columns[1] + rows[0]) ** 2)
-        assert found.standard_error == pytest.approx(((same + other - (0.4 - 0.5 * 0.6) ** 2) / (50 * 0.25)) ** 0.5)
-        assert (found.low, found.high) == pytest.approx((0.1308, 0.6143), abs=1e-4)
-        assert cohen_kappa(second, first).standard_error == pytest.approx(found.standard_error)
+        assert found["standard_error"] == pytest.approx(((same + other - (0.4 - 0.5 * 0.6) ** 2) / (50 * 0.25)) ** 0.5)
+        assert (found["low"], found["high"]) == pytest.approx((0.1308, 0.6143), abs=1e-4)
+        assert cohen_kappa(second, first)["standard_error"] == pytest.approx(found["standard_error"])
 
     def test_limits(self):
         """Perfect agreement has Wilson's lower bound, 3 / (3 + 1.959964^2) = 0.438503; one label has no kappa."""
         found = cohen_kappa(["a", "b", "tie"], ["a", "b", "tie"])
-        assert (found.kappa, found.high) == (1, 1)
-        assert found.low == pytest.approx((0.438503 - 1 / 3) / (2 / 3), abs=1e-6)
-        assert cohen_kappa(["a"], ["a"]).kappa is None
-        assert cohen_kappa(["a", "b"], ["b", "a"]).kappa == -1
+        assert (found["kappa"], found["high"]) == (1, 1)
+        assert found["low"] == pytest.approx((0.438503 - 1 / 3) / (2 / 3), abs=1e-6)
+        assert cohen_kappa(["a"], ["a"])["kappa"] is None
+        assert cohen_kappa(["a", "b"], ["b", "a"])["kappa"] == -1
         with pytest.raises(ValueError, match="got 1 and 2"):
             cohen_kappa(["a"], ["a", "b"])
 
@@ -175,7 +177,7 @@ class TestCommand:
     def test_a_session_goes_on_and_the_judge_reads_it(self, label, tmp_path):
         code, out, err = label("12q")
         assert code == 0, err
-        assert "2 labels in labels.jsonl" in out and "candidate" not in out.split("prompt ----", 1)[1]
+        assert "2 of 10 pairs labelled; labels.jsonl" in out and "candidate" not in out.split("prompt ----", 1)[1]
         first = read_human_labels(tmp_path / "labels.jsonl", label.row_ids)
         assert label("tus?1", "--json")[0] == 0
         rows = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
@@ -187,22 +189,21 @@ class TestCommand:
         assert "of other responses, or of another --seed or --verdicts" in message
 
     def test_choices_name_the_shown_response(self, tmp_path):
-        pairs = [Pair(str(row), "Q", "own", "other") for row in range(30)]
+        pairs = {str(row): {"prompt": "Q", "candidate": "own", "base": "other"} for row in range(30)}
         session = LabelSession(pairs, tmp_path / "l.jsonl", seed=3)
-        for pair in pairs:
-            session.label(pair.row_id, "1" if session.shown(pair.row_id)[0] == "candidate" else "2")
+        for row_id in pairs:
+            session.label(row_id, "1" if session.shown(row_id)[0] == "candidate" else "2")
         assert {row["outcome"] for row in session.rows()} == {"candidate"}
-        first = [session.shown(pair.row_id)[0] for pair in pairs]
+        first = [session.shown(row_id)[0] for row_id in pairs]
         assert 5 < first.count("base") < 25 and session.next() is None
-        assert session.undo() and session.next() == pairs[-1]
+        session.undo()
+        assert session.next() == "29"
 
     def test_uncertain_rows_come_first_with_weights(self, label, tmp_path):
         """The judge's orders agree on the wins and losses; the ties are as uncertain as can be."""
         assert label.judge("--verdicts", "v.jsonl")[0] == 0
         assert label("1" * 9 + "q", "--verdicts", "v.jsonl")[0] == 0
         labels = read_human_labels("labels.jsonl", label.row_ids)
-        session = LabelSession([], None)
-        assert session.rows() == []
         assert len(labels) == 9 and all(one.weight >= 1 for one in labels.values())
         ties = {one.weight for row, one in labels.items() if row in label.row_ids[5:8]}
         others = {one.weight for row, one in labels.items() if row not in label.row_ids[5:8]}
@@ -235,7 +236,7 @@ class TestCommand:
         from public_eval.label import ask
 
         monkeypatch.setattr("sys.stdin", io.StringIO("t\n"))
-        ask(LabelSession([Pair("a", HOSTILE, HOSTILE, " ")], tmp_path / "l.jsonl"))
+        ask(LabelSession({"a": {"prompt": HOSTILE, "candidate": HOSTILE, "base": " "}}, tmp_path / "l.jsonl"))
         out = capsys.readouterr().out
         assert "\\x1b[2J" in out and "\x1b" not in out and "(empty)" in out
 
@@ -246,13 +247,14 @@ def test_page_in_a_browser(tmp_path):
     """The page keeps each label, takes one back, goes on after it was closed, and gives the terminal's file."""
     from playwright.sync_api import sync_playwright
 
-    pairs = [Pair(str(row), HOSTILE, f"{HOSTILE} own {row}", f"other {row}") for row in range(4)]
+    texts = {"prompt": HOSTILE, "candidate": HOSTILE}
+    pairs = {str(row): {**texts, "base": f"other {row}"} for row in range(4)}
     sizes = {"0": 1.0, "1": 2.0, "2": 3.0, "3": 0.5}
     session = LabelSession(pairs, tmp_path / "expected.jsonl", seed=5, sizes=sizes)
     path = tmp_path / "labels.html"
     path.write_text(session.page("Which is better?"), encoding="utf-8")
-    for choice in ("1", "skip", "tie"):
-        session.label(session.next().row_id, choice)
+    for choice in "1st":
+        session.label(session.next(), choice)
     said = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
