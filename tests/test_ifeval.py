@@ -14,7 +14,7 @@ import pytest
 
 from tests.recipes import REPOSITORY
 from trl_ext.evaluation.tasks import ifeval as instructions
-from trl_ext.evaluation.tasks.evaluate import difference, summarize
+from trl_ext.evaluation.tasks.evaluate import _metrics, difference, summarize
 from trl_ext.evaluation.tasks.task import read_rows, read_task
 
 # Of each type: arguments, responses that follow it, and responses that do not.
@@ -260,7 +260,7 @@ class TestFigures:
         loosely 2 of 2. Response 9 has a comma: 0 of 1, and its prompt is not counted.
         """
         after = results_of({7: "Yes", 8: 'Sure:\n"Yes"', 9: "Ja, ja"})
-        found = summarize(after)
+        found = summarize(map(_metrics, after))
         assert {name: (own["n"], own["mean"]) for name, own in found.items()} == {
             "strict prompts": (2, 0.5),
             "loose prompts": (2, 1.0),

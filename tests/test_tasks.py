@@ -19,6 +19,7 @@ from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks.checks import make_check
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
 from trl_ext.files import write_json, write_json_lines
+from trl_ext.rollouts import Generation
 
 DATA = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
 ROWS = [{"q": "What is 2 + 3?", "a": 5.0, "tags": ["x"]}, {"q": "What is 12 + 30?", "a": 42.0, "tags": []}]
@@ -31,6 +32,10 @@ def own(tmp_path) -> Path:
     write_json(tmp_path / "rows.json", ROWS)
     (tmp_path / "mine.yaml").write_text(TASK)
     return tmp_path / "mine.yaml"
+
+
+def said(text: str) -> Generation:
+    return Generation([1], [2], text, True)
 
 
 def run(capsys, *flags) -> tuple[str, str]:
@@ -57,7 +62,7 @@ class TestRows:
         if task.check != "pairs":
             answers = [row.get("answer", "") for row in rows]
             texts = [f"<answer> {a} </answer> \\boxed{{{a}}} {a}" for a in answers]
-            metrics = make_check(task, rows)(rows, [f"</think> {text}" for text in texts], [True] * 3)
+            metrics = make_check(task, rows)(rows, [said(f"</think> {text}") for text in texts])
             assert all(one.get("accuracy", 1) == 1 for one in metrics), "the right answers are right"
 
     def test_columns(self):
@@ -108,12 +113,12 @@ class TestChecks:
     def test_built_in(self, check, text, expected):
         answer = "42" if check == "gsm8k" else "forty two"
         task = Task(data="", prompt="", check=check, answer="{a}")
-        assert make_check(task, [])([{"answer": answer}], [text], [True]) == [expected]
+        assert make_check(task, [])([{"answer": answer}], [said(text)]) == [expected]
 
     def test_a_function_of_a_file(self, tmp_path):
         (tmp_path / "own.py").write_text("def short(text, row):\n    return len(text) < row['limit']\n")
         task = Task(data="", prompt="", check=f"{tmp_path / 'own.py'}:short")
-        assert make_check(task, [])([{"limit": 3}] * 2, ["ab", "abc"], [True] * 2) == [
+        assert make_check(task, [])([{"limit": 3}] * 2, [said("ab"), said("abc")]) == [
             {"accuracy": 1},
             {"accuracy": 0},
         ]
@@ -130,7 +135,7 @@ class TestChecks:
             data="", prompt="", check="rubric", judge="m", base_url="http://x/v1", rubric=["is kind", "is polite"]
         )
         rows = [{"prompt": "Q"}, {"prompt": "Q", "rubric": ["is polite"]}]
-        assert make_check(task, rows)(rows, ["Hi", "Ho"], [True] * 2) == [{"rubric": 0.5}, {"rubric": 1.0}]
+        assert make_check(task, rows)(rows, [said("Hi"), said("Ho")]) == [{"rubric": 0.5}, {"rubric": 1.0}]
 
 
 class TestRun:
