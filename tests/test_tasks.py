@@ -219,9 +219,8 @@ def test_the_harness_runs_a_trained_model(tmp_path, capsys):
     from trl_ext.toy import DATA_DIR
 
     model = tmp_path / "run"
-    recipes.launch(
-        "dpo", "--generation_eval_every", "0", "--max_steps", "1", "--output_dir", str(model), folder=tmp_path
-    )
+    short = "--max_steps 1 --num_eval_prompts 4 --generation_eval_every 0 --eval_strategy no --save_strategy no"
+    recipes.launch("dpo", *short.split(), "--output_dir", str(model), folder=tmp_path)
     lines = (DATA_DIR / "test_math.jsonl").read_text().splitlines(keepends=True)[:12]
     (tmp_path / "rows.jsonl").write_text("".join(lines))
     (tmp_path / "additions.yaml").write_text(HARNESS_TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
