@@ -1,10 +1,10 @@
 """Whether labels go further where the judge is uncertain: widths against labels of random prompts, and coverage.
 
-`python -m benchmarks.label_order --data FOLDER` uses the recorded verdicts of `benchmarks.judge_bias`. It draws samples
-of `--rows` prompts, and labels `--labels` of each: at random, and by `draw_order` in proportion to the uncertainty of
-the judge's own verdicts in both orders (`own`) or of all of LLMBar's judges (`all`). It adds a simulated judge, which
-is right on 99% of the prompts on which its orders agree, and wrong or right by chance where they do not. Prints a table
-and writes `results.json`. `bias` is the mean error in standard errors of one estimate.
+`python -m benchmarks.label_order --data FOLDER` uses the recorded verdicts of `benchmarks.judge_bias`. It draws
+samples of `--rows` prompts, and labels `--labels` of each: at random, and by `draw_order` in proportion to the
+uncertainty of the judge's own verdicts in both orders (`own`) or of all of LLMBar's judges (`all`). It adds a
+simulated judge, which is right on 99% of the prompts on which its orders agree. Prints a table and writes
+`results.json`. `bias` is the mean error in standard errors of one estimate.
 """
 
 from __future__ import annotations
@@ -83,7 +83,9 @@ def main() -> None:
     }
     write_json(given.folder / "results.json", {"rows": given.rows, "samples": given.samples, "results": results})
     lines = [
-        [name, n, *(f"{value:.3f}" for value in row.values())] for name, own in results.items() for n, row in own.items()
+        [name, n, *(f"{value:.3f}" for value in row.values())]
+        for name, own in results.items()
+        for n, row in own.items()
     ]
     print_table("judge, uncertainty | labels | coverage | at random | width | to random | bias", lines)
 

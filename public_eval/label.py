@@ -76,6 +76,10 @@ def open_session(options) -> LabelSession:
         pairs[row["row_id"]] = {"prompt": asked, "candidate": own.text, "base": other.text}
     name = Path(options.candidate).stem
     sizes = read_uncertainty(options.verdicts, name, list(pairs)) if options.verdicts else None
+    if sizes:
+        # That equal responses tie is known without a label.
+        equal = [row_id for row_id, pair in pairs.items() if pair["candidate"] == pair["base"]]
+        sizes |= dict.fromkeys(equal, min(sizes.values()))
     return LabelSession(pairs, None if options.page else options.out, seed=options.seed, sizes=sizes)
 
 

@@ -200,18 +200,25 @@ class TestCommand:
         assert session.next() == "29"
 
     def test_uncertain_rows_come_first_with_weights(self, label, tmp_path):
-        """The judge's orders agree on the wins and losses; the ties are as uncertain as can be."""
-        assert label.judge("--verdicts", "v.jsonl")[0] == 0
+        """The judge's orders disagree on two rows, and the responses of three are equal; sizes are 0.5 and 0.373."""
+        outcomes = ["disagree"] * 2 + ["candidate"] * 3 + ["tie"] * 3 + ["base"] * 2
+        rows = [{"candidate": "aot", "row_id": i, "outcome": o} for i, o in zip(label.row_ids, outcomes, strict=True)]
+        write_lines(tmp_path / "v.jsonl", rows)
         assert label("1" * 9 + "q", "--verdicts", "v.jsonl")[0] == 0
         labels = read_human_labels("labels.jsonl", label.row_ids)
         assert len(labels) == 9 and all(one.weight >= 1 for one in labels.values())
-        ties = {one.weight for row, one in labels.items() if row in label.row_ids[5:8]}
-        others = {one.weight for row, one in labels.items() if row not in label.row_ids[5:8]}
-        assert min(others) >= max(ties)
+        sizes = dict(zip(label.row_ids, uncertainty([1, 1] + [2] * 8, [2] * 10), strict=True))
+        order = draw_order(sizes, 0)
+        assert list(labels) == list(order)[:9]
+        assert {row: one.weight for row, one in labels.items()} == pytest.approx(
+            draw_weights(sizes, order, list(labels))
+        )
         code, out, _ = label.judge("--human_labels", "labels.jsonl", "--json")
         assert json.loads(out)["human_labels"]["n_unlabelled"] == 1
         assert label("1", "--verdicts", "v.jsonl")[0] == 0
         assert {one.weight for one in read_human_labels("labels.jsonl", label.row_ids).values()} == {1.0}
+        write_lines(tmp_path / "v.jsonl", [{**row, "candidate": "dpo"} for row in rows])
+        assert "no verdicts on aot" in one_line_error(label("1", "--verdicts", "v.jsonl"))
 
     def test_agreement_of_two_people(self, label, tmp_path, capsys):
         rows = [[("a", "candidate"), ("b", "base"), ("c", "tie")], [("b", "base"), ("a", "candidate"), ("d", "tie")]]

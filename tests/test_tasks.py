@@ -87,6 +87,7 @@ class TestRows:
             (TASK.replace('answer: "{a}"\n', ""), "the check contains needs the key answer"),
             (TASK.replace("rows.json", "none.json"), "no file none.json in"),
             (TASK.replace("contains", "rubric"), "the check rubric needs the key judge"),
+            (TASK.replace("contains", "pairs"), "the check pairs needs the columns chosen and rejected"),
             ("- 1", "a task is a mapping of data, layout"),
         ],
     )
@@ -207,7 +208,7 @@ doc_to_target: "{{answer}}"
 generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 64}
 filter_list:
   - name: tags
-    filter: [{function: regex, regex_pattern: "<answer> (\\\\d+) </answer>"}, {function: take_first}]
+    filter: [{function: regex, regex_pattern: "<answer>(\\\\d+)</answer>"}, {function: take_first}]
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """
 

@@ -17,7 +17,7 @@ from trl_ext.evaluation.tasks.task import task_names
 
 DESCRIPTION = """\
 Evaluates a model on a task: answers its prompts greedily, or scores its pairs, checks the responses, and prints each
-metric with its 95%% interval. A task is a name ({names}) or your own YAML file of one row.
+metric with its 95% interval. A task is a name ({names}) or your own YAML file of one row.
 
 writes  into --output_dir the responses as they come, from which the same command goes on, and results.json, which the
         report reads.

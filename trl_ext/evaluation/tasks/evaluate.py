@@ -54,6 +54,8 @@ def evaluate(
     task = task.model_copy(update={"max_new_tokens": max_new_tokens or task.max_new_tokens})
     rows = read_rows(task, [home, *([data] if data else [])], limit)
     of_pairs = task.check == PAIRS
+    if of_pairs and not all({"chosen", "rejected"} <= row.keys() for row in rows):
+        raise ValueError("the check pairs needs the columns chosen and rejected in every row of the data")
     check = None if of_pairs else make_check(task, rows)
     saved = "scores.jsonl" if of_pairs else "generations.jsonl"
     find_policy(model)
