@@ -64,9 +64,11 @@ class TestWeightedWinRate:
         assert found.rate == pytest.approx(prediction_powered(LABELS, JUDGED, UNLABELLED, weight=0.5).rate)
         alone = weighted_prediction_powered(LABELS, JUDGED, UNLABELLED, [3.5] * 8, weight=0)
         expected = prediction_powered(LABELS, JUDGED, UNLABELLED, weight=0)
-        for name in ("rate", "low", "high", "standard_error", "effective_n", "labels_only"):
-            own, other = getattr(alone, name), getattr(expected, name)
-            assert own == (other if name == "labels_only" else pytest.approx(other)), name
+        for name in ("rate", "low", "high", "standard_error", "effective_n"):
+            assert getattr(alone, name) == pytest.approx(getattr(expected, name)), name
+        assert alone.labels_only.low == pytest.approx(expected.labels_only.low)
+        ties = weighted_prediction_powered([1, 0.5, 0.5, 0], [1, 1, 0, 0], [0] * 4, [2] * 4, weight=0)
+        assert ties.effective_n == pytest.approx(4), "ties vary less than wins and losses"
 
     def test_by_hand(self):
         """Labels 1, 0, 1 with weights 1, 2, 1 are 1/2; verdicts 1, 1, 0 are 3/4; four prompts have 1, 1, 0, 0.

@@ -96,17 +96,18 @@ def weighted_prediction_powered(
     # A win more that the judge calls a loss, and a loss that it calls a win; each counts half.
     counts = numpy.append(numpy.ones(n), [0.5, 0.5]) * n / (n + 1)
     with_two = (numpy.append(labels, [1, 0]), numpy.append(judged, [0, 1]), numpy.append(w, [w.mean()] * 2))
-    spread = _mean(with_two[0], with_two[2] * counts)
+    share = _mean(with_two[0], with_two[2] * counts)
+    alone = _mean((with_two[0] - share) ** 2, with_two[2] * counts)
 
     def estimate(by: float) -> tuple[float, float, float, float]:
-        """Rate and bounds at a lambda, and the number of labels alone that would vary as much."""
+        """Rate and bounds at a lambda, and the number of random labels alone that would vary as much."""
         rate = float(by * everywhere.mean() + _mean(labels - by * judged, w))
         rate = min(max(rate, 0.0), 1.0)
-        size = spread * (1 - spread) / _variance(*with_two, counts, everywhere, by)
-        size = min(size, len(everywhere))
-        return rate, *score_bounds(rate, size, rate_sample(labels)[2]), size
+        effective = min(alone / _variance(*with_two, counts, everywhere, by), len(everywhere))
+        # The interval is Wilson's, at the number of zeros and ones whose mean would vary as much.
+        return rate, *score_bounds(rate, effective * share * (1 - share) / alone, rate_sample(labels)[2]), effective
 
-    rate, low, high, size = estimate(weight)
+    rate, low, high, effective = estimate(weight)
     return PredictionPowered(
         rate=rate,
         low=low,
@@ -115,7 +116,7 @@ def weighted_prediction_powered(
         weight=weight,
         n_labels=n,
         n_unlabelled=len(unlabelled),
-        effective_n=size,
+        effective_n=effective,
         labels_only=Interval(*estimate(0.0)[:3], n),
         judge_rate=float(everywhere.mean()),
     )
