@@ -1,11 +1,10 @@
-"""IFEval: the functions that check instructions, the figures, and a run on `toy`.
+"""IFEval: the functions that check instructions, and the figures.
 
 The tests of the data read `ifeval/input_data.jsonl` in the folder that TRL_EXT_BENCHMARK_DATA names.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import types
@@ -13,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _ifeval_instructions as instructions
-from benchmarks import ifeval
 from tests.recipes import REPOSITORY
-from trl_ext.files import write_json_lines
+from trl_ext.evaluation.tasks import ifeval as instructions
+from trl_ext.evaluation.tasks.evaluate import _metrics, difference, summarize
+from trl_ext.evaluation.tasks.task import read_rows, read_task
 
 # Of each type: arguments, responses that follow it, and responses that do not.
 CASES = {
@@ -246,105 +245,59 @@ ROWS = [
 ]
 
 
+def results_of(responses: dict[int, str]) -> list[dict]:
+    """Rows as an evaluation saves them."""
+    rows = {one["key"]: one for one in ROWS}
+    checked = {key: instructions.metrics(rows[key], text) for key, text in responses.items()}
+    return [{"row_id": key, **{f"reward/{name}": v for name, v in own.items()}} for key, own in checked.items()]
+
+
 class TestFigures:
-    def test_by_hand(self, tmp_path, no_languages):
+    def test_by_hand(self, no_languages):
         """Three prompts, of which the third asks for a language that is not detected.
 
         Response 7 has no comma: 1 of 1. Response 8 has none and is not quoted, but is without its first line: 1 of 2,
         loosely 2 of 2. Response 9 has a comma: 0 of 1, and its prompt is not counted.
         """
-        rows = [{**one, "row_id": one["key"]} for one in ROWS]
-        texts = {7: "Yes", 8: 'Sure:\n"Yes"', 9: "Ja, ja"}
-        followed = ifeval.check(rows, [{"row_id": key, "response_text": text} for key, text in texts.items()])
-        found = ifeval.summarize(rows, followed)
-        assert {name: (own["n"], own["strict"]["mean"], own["loose"]["mean"]) for name, own in found.items()} == {
-            "prompts": (2, 0.5, 1.0),
-            "instructions": (4, 0.5, 0.75),
-            COMMA: (3, pytest.approx(2 / 3), pytest.approx(2 / 3)),
-            QUOTED: (1, 0.0, 1.0),
+        after = results_of({7: "Yes", 8: 'Sure:\n"Yes"', 9: "Ja, ja"})
+        found = summarize(map(_metrics, after))
+        assert {name: (own["n"], own["mean"]) for name, own in found.items()} == {
+            "strict prompts": (2, 0.5),
+            "loose prompts": (2, 1.0),
+            "strict instructions": (4, 0.5),
+            "loose instructions": (4, 0.75),
+            f"strict {COMMA}": (3, pytest.approx(2 / 3)),
+            f"loose {COMMA}": (3, pytest.approx(2 / 3)),
+            f"strict {QUOTED}": (1, 0.0),
+            f"loose {QUOTED}": (1, 1.0),
         }
-        assert (found["prompts"]["strict"]["low"], found["prompts"]["strict"]["high"]) == pytest.approx(
-            (0.0945, 0.9055), abs=1e-4
-        )
+        bounds = [found["strict prompts"][name] for name in ("low", "high")]
+        assert bounds == pytest.approx((0.0945, 0.9055), abs=1e-4)
 
-        before = ifeval.check(rows, [{"row_id": 8, "response_text": "No, no"}, {"row_id": 9, "response_text": "Nein"}])
-        change = ifeval.compare(before, followed)
+        change = difference(results_of({8: "No, no", 9: "Nein"}), after)
         # On prompts 8 and 9: prompt 8 fails both times; its comma is gone, and prompt 9 gained one.
-        assert change["prompts"]["strict"]["mean"] == 0
-        assert change["prompts"]["loose"]["mean"] == 1
-        assert (change["instructions"]["n"], change["instructions"]["strict"]["mean"]) == (3, 0)
-        assert change["instructions"]["loose"]["mean"] == pytest.approx(1 / 3)
+        assert (change["strict prompts"]["mean"], change["loose prompts"]["mean"]) == (0, 1)
+        assert (change["strict instructions"]["n"], change["strict instructions"]["mean"]) == (3, 0)
+        assert change["loose instructions"]["mean"] == pytest.approx(1 / 3)
 
-
-def run(capsys, *flags) -> tuple[str, str]:
-    """What the command prints and how it fails, if it does."""
-    try:
-        ifeval.main([str(flag) for flag in flags])
-    except SystemExit as end:
-        assert end.code == 2
-    captured = capsys.readouterr()
-    return captured.out, captured.err
-
-
-class TestRun:
-    @pytest.mark.slow
-    def test_a_killed_run_goes_on_and_is_compared(self, tmp_path, monkeypatch, capsys):
-        write_json_lines(tmp_path / "ifeval" / "input_data.jsonl", ROWS)
-        flags = ["toy", "--data", tmp_path, "--max_new_tokens", 8, "--batch_size", 1, "--output_dir"]
-        run(capsys, *flags, tmp_path / "all")
-        whole = (tmp_path / "all" / "responses.jsonl").read_bytes()
-        results = json.loads((tmp_path / "all" / "results.json").read_text())
-        assert (results["prompts"], results["model"], results["results"]["prompts"]["n"] >= 2) == (3, "toy", True)
-
-        # Two lines were written, and the third partly.
-        folder = tmp_path / "killed"
-        (folder).mkdir()
-        first, second, third = whole.splitlines(keepends=True)
-        (folder / "responses.jsonl").write_bytes(first + second + third[:20])
-        (folder / "settings.json").write_bytes((tmp_path / "all" / "settings.json").read_bytes())
-        table, _ = run(capsys, *flags, folder, "--compare", tmp_path / "all")
-        assert (folder / "responses.jsonl").read_bytes() == whole
-        assert "| prompts | " in table and f"| minus {tmp_path / 'all'} | n | strict | loose |" in table
-        difference = json.loads((folder / "results.json").read_text())["difference"]
-        assert difference["instructions"]["strict"]["mean"] == 0
-
-        # A finished run is read again without the model.
-        monkeypatch.setattr("trl_ext.models.loading.load_policy", lambda *_: pytest.fail("the model was loaded"))
-        again, _ = run(capsys, *flags, folder, "--compare", tmp_path / "all")
-        assert again == table
-        _, error = run(capsys, "toy", "--data", tmp_path, "--max_new_tokens", 9, "--output_dir", folder)
-        assert error.startswith("error: ") and "another model or length: give another --output_dir" in error
-        other = ["toy", "--data", tmp_path, "--max_new_tokens", 9, "--output_dir", tmp_path / "new"]
-        _, error = run(capsys, *other, "--compare", folder)
-        assert "have up to 8 tokens: give --max_new_tokens 8" in error
-        _, error = run(capsys, *other, "--compare", tmp_path)
-        assert "--compare takes the --output_dir of an earlier call" in error
-        assert not (tmp_path / "new").exists()
-
-    def test_wrong_data_or_model(self, tmp_path, capsys):
-        flags = ["--data", tmp_path, "--output_dir", tmp_path / "run"]
-        _, error = run(capsys, "toy", *flags)
-        assert "input_data.jsonl: no such file; give the folder that holds ifeval/input_data.jsonl" in error
-        write_json_lines(tmp_path / "ifeval" / "input_data.jsonl", [row(1, "count:numbers")])
-        _, error = run(capsys, "toy", *flags)
-        assert "count:numbers is no instruction of IFEval" in error
-        write_json_lines(tmp_path / "ifeval" / "input_data.jsonl", ROWS)
-        _, error = run(capsys, tmp_path / "missing", *flags)
-        assert error.startswith("error: ")
-        assert not (tmp_path / "run").exists()
+    def test_wrong_data(self):
+        with pytest.raises(ValueError, match="count:numbers is no instruction of IFEval"):
+            instructions.check_rows([row(1, "count:numbers")])
+        with pytest.raises(ValueError, match="needs the columns instruction_id_list and kwargs"):
+            instructions.check_rows([{"prompt": "Q"}])
 
 
 def test_every_row_of_the_data_can_be_checked(no_languages):
     data = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
-    if not (data / ifeval.SOURCE).is_file():
+    _, task, _ = read_task("ifeval")
+    if not (data / task.data).is_file():
         pytest.skip("IFEval's prompts are not here")
-    rows = ifeval.read_prompts(data / ifeval.SOURCE, None)
+    rows = read_rows(task, [data], None)
     assert len(rows) == len({one["row_id"] for one in rows}) == 541
     assert {name for one in rows for name in one["instruction_id_list"]} == set(instructions.CHECKS)
-    responses = [{"row_id": one["row_id"], "response_text": one["prompt"]} for one in rows]
-    followed = ifeval.check(rows, responses)
-    assert sum(None in one["strict"] for one in followed.values()) == 31
-    assert ifeval.summarize(rows, followed)["instructions"]["n"] == 834 - 31
+    found = [instructions.metrics(one, one["prompt"]) for one in rows]
+    assert [one["strict prompts"] for one in found].count(None) == 31
+    strict, loose = ([m for one in found for m in one[f"{kind} instructions"]] for kind in ("strict", "loose"))
+    assert len(strict) == 834 - 31
     # What the strict accuracy counts, the loose one does too.
-    for one in followed.values():
-        assert all(loose or not strict for strict, loose in zip(one["strict"], one["loose"], strict=True))
+    assert all(a <= b for a, b in zip(strict, loose, strict=True))

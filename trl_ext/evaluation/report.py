@@ -95,7 +95,9 @@ def _print_summary(summary: dict[str, list[dict[str, Any]]]) -> None:
     for task in by_task(summary):
         tables = task_tables(task)
         ends = f": {task.title}" if task.end else ""
-        found += [(tables[name].title + ends, tables[name]) for name in ("policies", "methods", "reward-models")]
+        found += [
+            (tables[name].title + ends, tables[name]) for name in ("tasks", "policies", "methods", "reward-models")
+        ]
     found = [
         (title, table) for title, table in [*found, *((table.title, table) for table in faults(summary))] if table.rows
     ]

@@ -8,9 +8,11 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from trl_ext.files import brief
+from trl_ext.evaluation.statistics.intervals import NORMAL_95
+from trl_ext.files import brief, read_json
 
 RESULTS_NAME = "results.json"
+HARNESS_NAMES = "results_*.json"
 MAX_SHOWN = 43
 
 
@@ -147,6 +149,8 @@ class Results(Part):
     reasoning: Reasoning | None = None
     pairs: Pairs | None = None
     true_order: TrueOrder | None = None
+    # Metrics by task and name.
+    tasks: dict[str, dict[str, Estimate]] = {}
 
 
 class Logged(Part):
@@ -194,6 +198,34 @@ def read_results(path: str | Path) -> Results:
         raise FileNotFoundError(f"no file {path}")
     try:
         return Results.model_validate_json(Path(path).read_bytes())
+    except ValidationError as error:
+        raise ValueError(f"{path}: {first_fault(error)}") from None
+
+
+def read_harness(path: Path) -> Results:
+    """The results file of lm-evaluation-harness, whose intervals are its standard errors times 1.96.
+
+    Raises:
+        ValueError: the file is damaged, or of another program.
+    """
+    tasks: dict[str, dict[str, dict[str, Any]]] = {}
+    try:
+        found = read_json(path)
+        for task, metrics in found["results"].items():
+            samples = found.get("n-samples", {}).get(task, {}).get("effective")
+            for key, value in metrics.items():
+                name, _, how = key.partition(",")
+                if not isinstance(value, (int, float)) or name.endswith("_stderr"):
+                    continue
+                error = metrics.get(f"{name}_stderr,{how}")
+                margin = NORMAL_95 * error if isinstance(error, (int, float)) else None
+                bounds = {} if margin is None else {"low": value - margin, "high": value + margin}
+                title = name if how in ("", "none") else f"{name} ({how})"
+                tasks.setdefault(task, {})[title] = {"mean": float(value), **bounds, "n": samples}
+        run = {"objective": "lm-evaluation-harness", "model": found.get("model_name"), "dataset": ", ".join(tasks)}
+        return Results.model_validate({"run": run, "tasks": tasks})
+    except (KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: these are no results of lm-evaluation-harness ({error!r})") from None
     except ValidationError as error:
         raise ValueError(f"{path}: {first_fault(error)}") from None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import re
@@ -14,12 +15,14 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from trl_ext.evaluation.reporting.results import (
+    HARNESS_NAMES,
     RESULTS_NAME,
     Logged,
     Mistake,
     Response,
     Results,
     first_fault,
+    read_harness,
     read_results,
 )
 
@@ -68,6 +71,8 @@ class Run:
     @property
     def task(self) -> str:
         """The data that the figures are based on. Figures are comparable only between runs of one task."""
+        if self.results.tasks:
+            return "Evaluations"
         kind, data = "Verified problems" if self.is_verified else "Preferences", self.results.run.dataset
         return f"{kind} on {data}" if data else kind
 
@@ -119,7 +124,7 @@ def _walk(folders: Sequence[Path]) -> list[Path]:
                 continue
             seen.add(os.path.realpath(path))
             names[:] = sorted(name for name in names if not name.startswith((".", "checkpoint-")))
-            if not {RESULTS_NAME, *STARTED_NAMES}.isdisjoint(files):
+            if not {RESULTS_NAME, *STARTED_NAMES}.isdisjoint(files) or fnmatch.filter(files, HARNESS_NAMES):
                 found.append(Path(path))
     return found
 
@@ -143,6 +148,10 @@ def _read_run(label: str, folder: Path) -> Run:
     """Read a run; ValueError says why it has no figures."""
     problems: Faults = []
     metrics = _read_metrics(folder / "metrics.jsonl", problems)
+    # Their names end in the time of writing.
+    of_harness = sorted(folder.glob(HARNESS_NAMES))
+    if not (folder / RESULTS_NAME).is_file() and of_harness:
+        return Run(label, folder, read_harness(of_harness[-1]))
     if not (folder / RESULTS_NAME).is_file():
         logged = f"last logged at step {metrics[-1]['step']}" if metrics else "nothing logged"
         raise ValueError(f"no {RESULTS_NAME}, {logged}")

@@ -70,6 +70,7 @@ def policy_row(run: Run) -> Row:
         **_what_was_run(run),
         "win_rate": {rule: _figure(win_rate and getattr(win_rate, rule)) for rule in ("half", "agreed")},
         "judge_errors": win_rate and win_rate.n_errors,
+        "tasks": {task: {key: _figure(one) for key, one in own.items()} for task, own in results.tasks.items()},
         "score_name": run.score_name,
         "accuracy": _accuracy(run),
         "score": {"base": score and score.base, "policy": score and score.policy},

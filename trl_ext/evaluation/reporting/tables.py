@@ -79,6 +79,7 @@ def task_tables(task: Task) -> dict[str, Table]:
     """The tables of a task by name, in their order in the Markdown; those without rows are empty."""
     policies, models = task.summary["policies"], task.summary["reward_models"]
     found = [
+        _tasks(policies),
         _policies(policies),
         _settings("policies", policies),
         _over_seeds(task.summary["methods"]),
@@ -133,6 +134,23 @@ def run_figures(row: Row) -> dict[str, Cell]:
         "accuracy on held-out pairs": estimate(row["pair_accuracy"]),
         "tokens": figure(row["tokens"]["policy"], 1),
     }
+
+
+def _tasks(rows: Sequence[Row]) -> Table:
+    """One row per task, metric and run of `trl-ext evaluate` or lm-evaluation-harness."""
+    found = [(task, name, row) for row in rows for task, metrics in row["tasks"].items() for name in metrics]
+    order = list(dict.fromkeys((task, name) for task, name, _ in found))
+    cells = [
+        {
+            "metric": _text(f"{task}: {name}"),
+            "run": _text(row["run"]),
+            "model": _text(row["model"]),
+            "figure": estimate(row["tasks"][task][name]),
+            "n": count((row["tasks"][task][name] or {}).get("n")),
+        }
+        for task, name, row in sorted(found, key=lambda one: order.index(one[:2]))
+    ]
+    return _table("tasks", "Tasks", "Evaluations on tasks. Brackets hold 95% intervals.", cells)
 
 
 def _policies(rows: Sequence[Row]) -> Table:

@@ -21,8 +21,9 @@ from trl_ext.evaluation.statistics.human_labels import (
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
+from trl_ext.evaluation.statistics.sampled_labels import weighted_prediction_powered
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
-from trl_ext.evaluation.submissions.rows import Response
+from trl_ext.evaluation.submissions.rows import HumanLabel, Response
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,17 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
 
 
-def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, str]) -> PredictionPowered:
+def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, HumanLabel]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = list(zip(outcomes, judge_values(outcomes), strict=True))
-    labelled = [(OUTCOME_VALUES[labels[row.row_id]], value) for row, value in values if row.row_id in labels]
+    labelled = [(labels[row.row_id], value) for row, value in values if row.row_id in labels]
     further = [value for row, value in values if row.row_id not in labels]
-    return prediction_powered(*zip(*labelled, strict=True), further)
+    told = [OUTCOME_VALUES[label.outcome] for label, _ in labelled]
+    judged = [value for _, value in labelled]
+    weights = [label.weight for label, _ in labelled]
+    if None in weights:
+        return prediction_powered(told, judged, further)
+    return weighted_prediction_powered(told, judged, further, weights)
 
 
 def judge_responses(

@@ -184,3 +184,30 @@ def follow(row: Mapping[str, Any], response: str, *, loose: bool = False) -> lis
     texts = variants_of(response) if loose else [response]
     instructions = zip(row["instruction_id_list"], row["kwargs"], strict=True)
     return [met(texts, name, arguments) for name, arguments in instructions]
+
+
+def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError if the rows are not IFEval's, or an instruction is not known."""
+    if not all({"instruction_id_list", "kwargs"} <= row.keys() for row in rows):
+        raise ValueError("the check ifeval needs the columns instruction_id_list and kwargs in every row of the data")
+    unknown = {name for row in rows for name in row["instruction_id_list"]} - set(CHECKS)
+    if unknown:
+        raise ValueError(f"{min(unknown)} is no instruction of IFEval")
+
+
+def metrics(row: Mapping[str, Any], response: str) -> dict[str, Any]:
+    """Strict and loose accuracy of a prompt and of its instructions, as published, and of each type of instruction.
+
+    A prompt is followed if all its instructions are, and not counted (None) if one of them cannot be checked.
+    """
+    found: dict[str, Any] = {}
+    for kind in ("strict", "loose"):
+        marks = follow(row, response, loose=kind == "loose")
+        known = [float(mark) for mark in marks if mark is not None]
+        found[f"{kind} prompts"] = None if None in marks else float(all(marks))
+        # Instructions of one prompt are not independent, so that their intervals are a little too narrow.
+        found[f"{kind} instructions"] = known
+        for name, mark in zip(row["instruction_id_list"], marks, strict=True):
+            if mark is not None:
+                found.setdefault(f"{kind} {name}", []).append(float(mark))
+    return found

@@ -1,0 +1,84 @@
+"""The checks of tasks: functions from responses to metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trl_ext.data.benchmark import EMBEDDED, known_score
+from trl_ext.evaluation.judging.protocol import last_user_text
+from trl_ext.evaluation.tasks import ifeval
+from trl_ext.evaluation.tasks.task import Row, Task
+from trl_ext.names import load_function
+from trl_ext.registry import nearest
+from trl_ext.rewards.verified import KINDS, grader
+
+# The metrics of a response by name: a number, a list of them, or None if the response is not counted.
+Metrics = dict[str, Any]
+PAIRS = "pairs"
+CHECKS = (*KINDS, "exact", "contains", "ifeval", "rubric", PAIRS, *EMBEDDED)
+
+
+def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Any]], list[Metrics]]:
+    """The function `f(rows, generations)` that checks responses of a task.
+
+    Raises:
+        ValueError, FileNotFoundError: an unknown check, or the rows or the task lack what it needs.
+    """
+    name = task.check
+    if name not in CHECKS and ":" not in name:
+        known = f"{', '.join(CHECKS)}, or your own file.py:function"
+        raise ValueError(f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {known}")
+    if name in (*KINDS, "exact", "contains") and task.answer is None:
+        raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
+    if name == "rubric":
+        return _rubric(task)
+    if name == "ifeval":
+        ifeval.check_rows(rows)
+    check = _check_of_one(name)
+    return lambda rows, found: [check(row, one) for row, one in zip(rows, found, strict=True)]
+
+
+def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
+    if name in KINDS:
+        grade, names = grader(name), {"accuracy": "answer_reward", "format": "format_reward"}
+        return lambda row, one: {key: grade(one.text, row)[reward] for key, reward in names.items()}
+    if name in ("exact", "contains"):
+        same = str.__eq__ if name == "exact" else str.__contains__
+        return lambda row, one: {"accuracy": float(same(_plain(one.text), _plain(row["answer"])))}
+    if name == "ifeval":
+        return lambda row, one: ifeval.metrics(row, one.text)
+    if name in EMBEDDED:
+        score = known_score(name)
+        return lambda row, one: {"score": score(last_user_text(row["prompt"]), one.text, finished=one.finished)}
+    own = load_function(name, "check")
+
+    def check(row: Row, one: Any) -> Metrics:
+        found = own(one.text, row)
+        return {**found} if isinstance(found, Mapping) else {"accuracy": None if found is None else float(found)}
+
+    return check
+
+
+def _plain(text: str) -> str:
+    """A text without differences in case and spaces."""
+    return " ".join(text.split()).casefold()
+
+
+def _rubric(task: Task):
+    """A judge that checks responses by the criteria of their rows or of the task."""
+    if task.judge is None:
+        raise ValueError("the check rubric needs the key judge, a model's name, and perhaps base_url")
+    from trl_ext.evaluation.judging.openai_model import OpenAIModel
+    from trl_ext.evaluation.judging.rubric import RubricReward
+
+    reward = RubricReward(
+        OpenAIModel(task.judge, base_url=task.base_url, api="chat" if task.base_url else "responses")
+    )
+
+    def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Metrics]:
+        rubrics = [row.get("rubric") or task.rubric for row in rows]
+        values = reward([row["prompt"] for row in rows], [one.text for one in found], rubric=rubrics)
+        return [{"rubric": value} for value in values]
+
+    return check

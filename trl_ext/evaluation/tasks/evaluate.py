@@ -1,0 +1,178 @@
+"""Evaluates a model on a task: samples greedily or scores pairs, checks, and summarizes with intervals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from trl_ext.data.conversation import encode_turn
+from trl_ext.data.formats import plain_prompt
+from trl_ext.data.rows import read_jsonl
+from trl_ext.evaluation.statistics.intervals import mean_with_interval
+from trl_ext.evaluation.tasks.checks import PAIRS, make_check
+from trl_ext.evaluation.tasks.task import Row, read_rows, read_task
+from trl_ext.files import existing_file, read_json, write_json
+from trl_ext.models.loading import find_policy, load_policy, model_sha256
+from trl_ext.models.log_probs import score_responses
+from trl_ext.rollouts.generation import generate_responses
+from trl_ext.rollouts.saved_rows import sample_rows
+
+SETTINGS = "settings.json"
+# Metrics are kept in each row under this prefix, as rewards are, so that the report shows them beside the response.
+PREFIX = "reward/"
+
+
+def evaluate(
+    model: str,
+    name: str,
+    folder: Path,
+    *,
+    data: Path | None = None,
+    limit: int | None = None,
+    max_new_tokens: int | None = None,
+    batch_size: int = 16,
+    compare: Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model on a task, and write the responses and `results.json` into a folder; a killed call goes on.
+
+    Args:
+        model: a folder of a model, an adapter or a run, a hub model, toy or smollm2.
+        name: a task of the library, or a YAML file.
+        folder: where results go.
+        data: the folder that holds the task's data.
+        limit: the number of rows, from the first; None for all.
+        max_new_tokens: the longest response; None for that of the task.
+        batch_size: rows at once.
+        compare: the folder of an earlier call on the task, for the differences on the same rows.
+
+    Raises:
+        ValueError, FileNotFoundError: an argument, the task or its data is wrong; nothing was sampled.
+    """
+    name, task, home = read_task(name)
+    task = task.model_copy(update={"max_new_tokens": max_new_tokens or task.max_new_tokens})
+    rows = read_rows(task, [home, *([data] if data else [])], limit)
+    of_pairs = task.check == PAIRS
+    if of_pairs and not all({"chosen", "rejected"} <= row.keys() for row in rows):
+        raise ValueError("the check pairs needs the columns chosen and rejected in every row of the data")
+    check = None if of_pairs else make_check(task, rows)
+    saved = "scores.jsonl" if of_pairs else "generations.jsonl"
+    find_policy(model)
+    # A model that is trained again into the same folder is another one.
+    settings = {"task": name, **task.model_dump(), "model_sha256": model_sha256(model)}
+    earlier = None if compare is None else _rows_of(compare, saved, settings)
+    if (folder / SETTINGS).is_file() and read_json(folder / SETTINGS) != settings:
+        raise ValueError(f"{folder} holds an evaluation of another model or task: give another --output_dir")
+    write_json(folder / SETTINGS, settings)
+    # A finished evaluation needs no model.
+    load = cache(lambda: load_policy(model))
+
+    def respond(prompts: list, **options: Any) -> list:
+        policy, tokenizer = load()
+        prompts = [_model_input(tokenizer, prompt) for prompt in prompts]
+        limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
+        return generate_responses(policy, tokenizer, prompts, **limits, **options)
+
+    def score(pairs: list[Row], *, progress: str | None, **_: Any) -> list:
+        policy, tokenizer = load()
+        inputs = [
+            (_model_input(tokenizer, row["prompt"]), row[side]) for row in pairs for side in ("chosen", "rejected")
+        ]
+        turns = [encode_turn(tokenizer, *one) for one in inputs]
+        pad = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": progress}
+        return list(
+            zip(*[iter(score_responses(policy, *map(list, zip(*turns, strict=True)), **pad))] * 2, strict=True)
+        )
+
+    def finish(part: list, found: list) -> list[Row]:
+        asked = [row for row, _, _ in part]
+        made = [_pair_row(*pair) for pair in found] if of_pairs else _response_rows(asked, found, check(asked, found))
+        return [{"row_id": row["row_id"], "sample": 0, **one} for row, one in zip(asked, made, strict=True)]
+
+    items = [(row, row if of_pairs else row["prompt"], 0) for row in rows]
+    kept = {"path": folder / saved, "save_every": batch_size, "accelerator": None}
+    done = sample_rows(items, score if of_pairs else respond, finish, seed=0, progress=name, **kept)
+    run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": {"temperature": 0.0}}
+    results: dict[str, Any] = {"run": run, "tasks": {name: summarize(map(_metrics, done))}}
+    if not of_pairs:
+        lengths = {"mean_tokens": "generated_num_tokens", "finished_fraction": "finished"}
+        means = {key: sum(row[column] for row in done) / len(done) for key, column in lengths.items()}
+        results["generations"] = {"policy": {**means, "truncated_fraction": 1 - means.pop("finished_fraction")}}
+    if earlier is not None:
+        results["compared_with"] = str(compare)
+        results["difference"] = difference(earlier, done)
+    write_json(folder / "results.json", results)
+    return results
+
+
+def summarize(rows: Any, *, gains: bool = False) -> dict[str, dict[str, Any]]:
+    """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of values, from lists of values by row.
+
+    With `gains`, the values are paired differences; see `mean_with_interval`.
+    """
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, values in row.items():
+            columns.setdefault(name, []).extend(values)
+    return {
+        name: {**mean_with_interval(values, gains=gains), "n": len(values)}
+        for name, values in columns.items()
+        if values
+    }
+
+
+def difference(before: Sequence[Row], after: Sequence[Row]) -> dict[str, dict[str, Any]]:
+    """Each metric of the saved rows after minus before, on those that both have, as `summarize` returns it."""
+    earlier = {row["row_id"]: _metrics(row) for row in before}
+    pairs = [(earlier[row["row_id"]], _metrics(row)) for row in after if row["row_id"] in earlier]
+
+    def gains(old: Mapping[str, list[float]], new: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        shared = [name for name in new if len(old.get(name, [])) == len(new[name])]
+        return {name: [a - b for a, b in zip(new[name], old[name], strict=True)] for name in shared}
+
+    return summarize([gains(*pair) for pair in pairs], gains=True)
+
+
+def _metrics(row: Row) -> dict[str, list[float]]:
+    """A saved row's metrics, each as the list of its values."""
+    found = {key.removeprefix(PREFIX): value for key, value in row.items() if key.startswith(PREFIX)}
+    lists = {key: value if isinstance(value, list) else [value] for key, value in found.items()}
+    return {key: [value for value in values if value is not None] for key, values in lists.items()}
+
+
+def _rows_of(folder: Path, saved: str, settings: Mapping[str, Any]) -> list[Row]:
+    """The rows of an earlier evaluation of the task."""
+    earlier = read_json(existing_file(folder / SETTINGS))
+    for name, value in settings.items():
+        if name != "model_sha256" and earlier.get(name) != value:
+            raise ValueError(f"--compare {folder}: its {name} is {earlier.get(name)!r}, not {value!r}")
+    return [row for _, row in read_jsonl(folder / saved).rows]
+
+
+def _model_input(tokenizer, prompt: Any) -> Any:
+    """Messages for a model with a chat template, else text."""
+    if tokenizer.chat_template:
+        return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return prompt if isinstance(prompt, str) else plain_prompt(prompt)
+
+
+def _response_rows(rows: Sequence[Row], found: Sequence[Any], checked: Sequence[Row]) -> list[Row]:
+    """What is saved of responses, in the form of a run's generations."""
+    return [
+        {
+            "prompt_text": row["prompt"] if isinstance(row["prompt"], str) else plain_prompt(row["prompt"]),
+            "response_text": one.text,
+            "generated_num_tokens": len(one.response_ids),
+            "finished": one.finished,
+            **{f"{PREFIX}{key}": value for key, value in metrics.items()},
+        }
+        for row, one, metrics in zip(rows, found, checked, strict=True)
+    ]
+
+
+def _pair_row(chosen, rejected) -> Row:
+    """A pair's margin, and whether the chosen response is likelier, in sum and per token; ties are half."""
+    margins = {"summed": float(chosen.sum() - rejected.sum()), "per token": float(chosen.mean() - rejected.mean())}
+    right = {f"{PREFIX}{name}": 0.5 if value == 0 else float(value > 0) for name, value in margins.items()}
+    return {"margin": margins["summed"], **right}

@@ -1,0 +1,131 @@
+"""A task: one YAML row of data, a prompt and a check."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from trl_ext.data.formats import convert_file
+from trl_ext.data.math import load_math
+from trl_ext.data.rows import first_error, read_jsonl
+from trl_ext.files import brief, existing_file, read_json, read_yaml
+from trl_ext.registry import nearest
+
+TASKS = Path(__file__).parent / "tasks.yaml"
+Row = dict[str, Any]
+_COLUMN = re.compile(r"\{(\w+)\}")
+
+
+class Task(BaseModel):
+    """The keys of a row.
+
+    Attributes:
+        data: a file of JSON lines, or of a JSON array; a path is relative to the YAML file, or to `--data`.
+        layout: `math` for the layouts of `load_math`, `hh_rlhf` for HH-RLHF's pairs of transcripts; None for rows that
+            are used as they are.
+        prompt: the prompt, with `{column}` for columns of the data; `{column}` alone may be a list of messages.
+        check: a name of `checks.CHECKS`, or your own `file.py:function`.
+        answer: the right answer, for checks that need one.
+        rubric: criteria of the check `rubric`; a column `rubric` of the data comes before them.
+        judge, base_url: of the check `rubric`: a model's name, and the OpenAI-compatible server that has it.
+        max_new_tokens: the longest response.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    data: str
+    layout: Literal["math", "hh_rlhf"] | None = None
+    prompt: str
+    check: str
+    answer: str | None = None
+    rubric: list[str] = Field(default_factory=list)
+    judge: str | None = None
+    base_url: str | None = None
+    max_new_tokens: PositiveInt = 512
+
+
+def task_names() -> list[str]:
+    """The library's tasks."""
+    return list(read_yaml(TASKS))
+
+
+def read_task(name: str) -> tuple[str, Task, Path]:
+    """A task by its name in the library or by its YAML file: its name, the row, and the folder of the file.
+
+    Raises:
+        FileNotFoundError, ValueError: no such task or file, or a wrong row; the message names the key.
+    """
+    if name in task_names():
+        path, stem, row = TASKS, name, read_yaml(TASKS)[name]
+    elif name.endswith((".yaml", ".yml")):
+        path, stem = existing_file(name), Path(name).stem
+        row = read_yaml(path)
+    else:
+        known = task_names()
+        raise ValueError(f"no task {name!r}{nearest(name, known)} Known: {', '.join(known)}, or your own .yaml file")
+    if not isinstance(row, dict):
+        raise ValueError(f"{path}: a task is a mapping of {', '.join(Task.model_fields)}")
+    for key in row.keys() - Task.model_fields.keys():
+        raise ValueError(f"{path}: {key!r} is no key of a task{nearest(str(key), list(Task.model_fields))}")
+    try:
+        return stem, Task.model_validate(row), path.parent
+    except ValidationError as error:
+        raise ValueError(f"{path}: {first_error(error)}") from None
+
+
+def read_rows(task: Task, folders: list[Path], limit: int | None) -> list[Row]:
+    """The data's rows, each with `row_id`, `prompt` (text or messages) and, if the task has one, `answer`.
+
+    Raises:
+        FileNotFoundError: the data is in none of the folders.
+        ValueError: a row is wrong, or lacks a column.
+    """
+    path = next((folder / task.data for folder in folders if (folder / task.data).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"no file {task.data} in {', '.join(map(str, folders))}: give its folder as --data")
+    if task.layout == "math":
+        raw = load_math(path)
+    elif task.layout == "hh_rlhf":
+        raw = convert_file(path, "hh_rlhf", skip_bad_rows=True)
+    elif path.suffix == ".json":
+        raw = read_json(path)
+    else:
+        split = read_jsonl(path)
+        if split.problems:
+            raise ValueError(split.describe())
+        raw = [row for _, row in split.rows]
+    if not isinstance(raw, list) or not raw or not all(isinstance(row, dict) for row in raw):
+        raise ValueError(f"{path}: must hold rows, and at least one")
+    rows = []
+    for number, row in enumerate(raw[:limit], start=1):
+        try:
+            own = {"row_id": str(row.get("row_id", number)), "prompt": fill(task.prompt, row)}
+            own |= {"answer": fill(task.answer, row)} if task.answer is not None else {}
+        except KeyError as error:
+            raise ValueError(
+                f"{path}: row {number} has no column {error.args[0]!r}; it has {brief(', '.join(row), 160)}"
+            ) from None
+        rows.append({**row, **own})
+    return rows
+
+
+def fill(template: str, row: Mapping[str, Any]) -> Any:
+    """The template with the row's columns; a column alone keeps its type if it is a list.
+
+    Raises:
+        KeyError: the row lacks a column.
+    """
+    alone = _COLUMN.fullmatch(template)
+    if alone and isinstance(row[alone[1]], list):
+        return row[alone[1]]
+
+    def text(found: re.Match) -> str:
+        value = row[found[1]]
+        return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+
+    return _COLUMN.sub(text, template)
