@@ -11,21 +11,22 @@ from trl_ext.evaluation.submissions.candidates import (
     compare_candidates,
     estimate_cost,
     judge_candidate,
-    with_human_labels,
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
+    add_label_arguments,
     add_prompt_arguments,
     interval_cell,
     judge_settings,
     judging_options,
+    labels_line,
+    load_labels,
     load_systems,
     make_judge,
     make_parser,
     show_estimates,
     usage_line,
 )
-from trl_ext.evaluation.submissions.rows import read_human_labels
 from trl_ext.files import write_json, write_json_lines
 
 DESCRIPTION = """\
@@ -48,37 +49,29 @@ def main(arguments: list[str] | None = None) -> None:
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
-    parser.add_argument(
-        "--human_labels",
-        metavar="FILE",
-        help="JSONL with row_id and outcome: candidate, base or tie, of one candidate",
-    )
+    add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        if options.human_labels and len(options.candidate) > 1:
-            raise ValueError("--human_labels are of one candidate's responses: give one --candidate")
         prompts, base, systems = load_systems(options, options.candidate)
-        labels = (
-            read_human_labels(options.human_labels, [row["row_id"] for row in prompts]) if options.human_labels else {}
-        )
+        labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
             show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
         results = [
-            judge_candidate(judge, name, responses, prompts, base, **judging_options(options))
+            judge_candidate(
+                judge, name, responses, prompts, base, human_labels=labels.get(name), **judging_options(options)
+            )
             for name, responses in systems.items()
         ]
         summary = {
             "judge": judge_settings(options, judge),
             "rule": options.rule,
             "candidates": [result.to_dict() for result in results],
-            "differences": compare_candidates(results, options.rule),
+            "differences": compare_candidates(results, options.rule, labels),
             "usage": sum((result.usage for result in results), Usage()).to_dict(),
         }
-        if labels:
-            summary["human_labels"] = with_human_labels(results[0].outcomes, labels).to_dict()
         if options.out:
             write_json(options.out, summary)
         if options.verdicts:
@@ -108,6 +101,9 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         print(f"at equal lengths: {noted.note}, ties as half; characters, mean of candidate and base: ", end="")
         lengths = [(r.name, r.length_controlled) for r in results if r.length_controlled]
         print(", ".join(f"{name} {lc.mean_length:.0f} and {lc.base_mean_length:.0f}" for name, lc in lengths))
+    for row in summary["candidates"]:
+        if row["human_labels"]:
+            print(f"{row['name']}, {labels_line(row['human_labels'])}")
     for row in summary["differences"]:
         first, second = row["candidates"]
         if row["difference"] is None:
@@ -118,18 +114,13 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
-    if "human_labels" in summary:
-        print(_labels_line(summary["human_labels"]))
+        if labelled := row.get("human_labels"):
+            difference = format_interval(labelled["difference"], labelled["low"], labelled["high"])
+            print(
+                f"{first} minus {second}, human labels and judge: {difference}, with {labelled['n_labels']} labels of "
+                f"each; judge alone: {labelled['judge_difference']:.3f}"
+            )
     print(usage_line(summary["usage"], summary["judge"]["kind"]))
-
-
-def _labels_line(found: dict) -> str:
-    alone = found["labels_only"]
-    return (
-        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
-        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(alone)}; judge alone: "
-        f"{found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
-    )
 
 
 def _row(result: CandidateResult) -> tuple:

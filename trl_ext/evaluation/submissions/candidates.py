@@ -37,6 +37,7 @@ class CandidateResult:
         outcomes: one for each prompt.
         usage: calls, tokens and dollars of judging.
         verdicts: JSON-ready rows with the judge's answers in both orders.
+        human_labels: the win rate from the judge and human labels; None without labels.
     """
 
     name: str
@@ -47,6 +48,7 @@ class CandidateResult:
     outcomes: list[PairOutcome]
     usage: Usage
     verdicts: list[dict[str, Any]]
+    human_labels: PredictionPowered | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without the rows, ready for JSON."""
@@ -57,6 +59,7 @@ class CandidateResult:
             "mean_tokens": self.mean_tokens,
             "base_mean_tokens": self.base_mean_tokens,
             "usage": self.usage.to_dict(),
+            "human_labels": None if self.human_labels is None else self.human_labels.to_dict(),
         }
 
 
@@ -66,6 +69,8 @@ def judge_candidate(
     responses: Sequence[Response],
     prompts: Sequence[Mapping[str, Any]],
     base: Sequence[Response],
+    *,
+    human_labels: Mapping[str, str] | None = None,
     **judging: Any,
 ) -> CandidateResult:
     """Judge a candidate's responses against the base's, in both orders.
@@ -75,6 +80,7 @@ def judge_candidate(
         name: the candidate's name.
         responses, base: one for each prompt, in order.
         prompts: rows with `row_id` and `prompt`.
+        human_labels: "candidate", "base" or "tie" by row_id, for some of the prompts.
         judging: keyword arguments of `judge_pairs`.
 
     Raises:
@@ -90,6 +96,7 @@ def judge_candidate(
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
+        human_labels=with_human_labels(result.outcomes, human_labels) if human_labels else None,
     )
 
 
@@ -110,9 +117,36 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
 
 def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, str]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
-    values = list(zip(outcomes, judge_values(outcomes), strict=True))
-    labelled = [(OUTCOME_VALUES[labels[row.row_id]], value) for row, value in values if row.row_id in labels]
-    further = [value for row, value in values if row.row_id not in labels]
+    values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
+    return _with_labels({row_id: OUTCOME_VALUES[label] for row_id, label in labels.items()}, values)
+
+
+def labelled_difference(
+    first: CandidateResult, second: CandidateResult, labels: Mapping[str, Mapping[str, str]]
+) -> dict[str, Any] | None:
+    """The difference of two candidates' win rates from the judge and the labels, by name, of the same prompts.
+
+    It is the prediction-powered estimate of the differences on each prompt. None if no prompt has both labels.
+    """
+    own, other = (labels.get(result.name, {}) for result in (first, second))
+    # `prediction_powered` takes values in [0, 1].
+    told = {
+        row_id: (1 + OUTCOME_VALUES[own[row_id]] - OUTCOME_VALUES[other[row_id]]) / 2
+        for row_id in own
+        if row_id in other
+    }
+    if not told:
+        return None
+    columns = zip(first.outcomes, judge_values(first.outcomes), judge_values(second.outcomes), strict=True)
+    found = _with_labels(told, {row.row_id: (1 + a - b) / 2 for row, a, b in columns})
+    values = {"difference": found.rate, "low": found.low, "high": found.high, "judge_difference": found.judge_rate}
+    counts = {name: getattr(found, name) for name in ("effective_n", "n_labels", "n_unlabelled")}
+    return {name: 2 * value - 1 for name, value in values.items()} | counts
+
+
+def _with_labels(labels: Mapping[str, float], values: Mapping[str, float]) -> PredictionPowered:
+    labelled = [(labels[row_id], value) for row_id, value in values.items() if row_id in labels]
+    further = [value for row_id, value in values.items() if row_id not in labels]
     return prediction_powered(*zip(*labelled, strict=True), further)
 
 
@@ -156,12 +190,21 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     return GroundTruthJudge()
 
 
-def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
-    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
+def compare_candidates(
+    results: Sequence[CandidateResult],
+    rule: Rule = "agreed",
+    human_labels: Mapping[str, Mapping[str, str]] | None = None,
+) -> list[dict[str, Any]]:
+    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names.
+
+    With `human_labels`, by candidate and row_id, it also has `labelled_difference`.
+    """
     rows = []
     for first, second in itertools.combinations(results, 2):
         difference: PairedDifference = paired_difference(first.outcomes, second.outcomes, rule)
         rows.append({"candidates": [first.name, second.name], **difference.to_dict()})
+        if human_labels:
+            rows[-1]["human_labels"] = labelled_difference(first, second, human_labels)
     return rows
 
 
