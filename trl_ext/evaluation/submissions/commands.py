@@ -84,7 +84,7 @@ def data_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
+def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -> None:
     """Add flags that select the judge and its settings."""
     group = parser.add_argument_group("judge")
     group.add_argument(
@@ -113,12 +113,13 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_error_fraction", type=_fraction, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
     )
     group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
-    group.add_argument(
-        "--rule",
-        choices=("agreed", "half"),
-        default="agreed",
-        help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
-    )
+    if rule:
+        group.add_argument(
+            "--rule",
+            choices=("agreed", "half"),
+            default="agreed",
+            help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
+        )
 
 
 def add_label_arguments(parser: argparse.ArgumentParser, names: str) -> None:
