@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.command_line import (
-    at_least_one,
     format_interval,
     format_table,
     markdown_table,
@@ -39,7 +38,7 @@ How often a judge agrees with human labels, in each order of the responses and w
 longer response as a judge; its position bias and its pull to length; whether it agrees with itself; and whether its
 confidence is right. 1/2 is chance. The judge is asked about every pair of --pairs, or --verdicts has its answers.
 
-cost    two questions per pair and repeat, none with --verdicts; openai costs money: see --estimate first.
+cost    two questions per pair, none with --verdicts; openai costs money: see --estimate first.
 writes  with openai, every verdict into --cache as it arrives; with --out the figures as JSON, with --save_verdicts
         what the judge said, which --verdicts reads.
 """
@@ -64,9 +63,6 @@ def main(arguments: list[str] | None = None) -> None:
         "or LLMBar's or PandaLM's file",
     )
     parser.add_argument("--judge_name", help="one judge of --verdicts (default: all of them)")
-    parser.add_argument(
-        "--repeats", type=at_least_one, default=1, help="how often each question is asked (default: 1)"
-    )
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--save_verdicts", type=Path, help="write what the judge said as JSONL")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
@@ -107,7 +103,7 @@ def _ask(options, pairs: list[LabelledPair], summary: dict) -> dict[str, list[Re
         show_estimates({"once": estimate(judge, rows, *responses, options.cache)}, options.json)
         return None
     name = options.model or options.judge
-    verdicts, usage = ask_judge(judge, pairs, name=name, repeats=options.repeats, **judging_options(options))
+    verdicts, usage = ask_judge(judge, pairs, name=name, **judging_options(options))
     summary |= {"judge": judge_settings(options, judge), "usage": usage.to_dict()}
     return {name: verdicts}
 

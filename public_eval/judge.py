@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.submissions.candidates import (
     CandidateResult,
     compare_candidates,
+    decide_candidate,
     estimate_cost,
     judge_candidate,
 )
@@ -32,7 +35,8 @@ from trl_ext.files import write_json, write_json_lines
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
 equal lengths, and with several candidates the paired differences between them on the same prompts. With --human_labels
-of a random part of the prompts, also a win rate without the judge's bias.
+of a random part of the prompts, also a win rate without the judge's bias. With --stop_when_decided, only whether each
+candidate's win rate is above or below a threshold, from fewer verdicts.
 
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
@@ -49,15 +53,29 @@ def main(arguments: list[str] | None = None) -> None:
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
+    parser.add_argument(
+        "--stop_when_decided",
+        nargs="?",
+        const=0.5,
+        type=_threshold,
+        metavar="RATE",
+        help="ask until the win rate, ties as half, is known to be above or below RATE (default: 0.5); the interval "
+        "remains valid, and second orders are asked only where they can matter",
+    )
     add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
+        if options.stop_when_decided and options.human_labels:
+            raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
         prompts, base, systems = load_systems(options, options.candidate)
         labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
             show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
+            return
+        if options.stop_when_decided:
+            _until_decided(options, judge, prompts, base, systems)
             return
         results = [
             judge_candidate(
@@ -81,6 +99,45 @@ def main(arguments: list[str] | None = None) -> None:
         print_json(summary)
     else:
         _print(results, summary)
+
+
+def _until_decided(options: argparse.Namespace, judge: Any, prompts: list, base: list, systems: dict) -> None:
+    """Ask, write and print the decision on each candidate."""
+    judging = {"threshold": options.stop_when_decided, **judging_options(options)}
+    found = {name: decide_candidate(judge, responses, prompts, base, **judging) for name, responses in systems.items()}
+    summary = {
+        "judge": judge_settings(options, judge),
+        "decisions": [{"name": name, **decision.to_dict()} for name, (decision, _) in found.items()],
+        "usage": sum((result.usage for _, result in found.values()), Usage()).to_dict(),
+    }
+    if options.out:
+        write_json(options.out, summary)
+    if options.verdicts:
+        rows = [{"candidate": name, **row} for name, (_, result) in found.items() for row in result.verdicts]
+        write_json_lines(options.verdicts, rows)
+    if options.json:
+        print_json(summary)
+        return
+    rows = [
+        (
+            row["name"],
+            f"{row['decision']} {row['threshold']:g}" if row["decision"] != "undecided" else row["decision"],
+            format_interval(row["rate"], row["low"], row["high"]),
+            f"{row['n_verdicts']} of {row['n_all']}",
+            row["stopped"],
+        )
+        for row in summary["decisions"]
+    ]
+    print(format_table(("candidate", "win rate is", "ties as half", "verdicts", "stopped"), rows))
+    print(usage_line(summary["usage"], summary["judge"]["kind"]))
+
+
+def _threshold(text: str) -> float:
+    """Type of a flag that takes a rate between 0 and 1, both excluded."""
+    value = float(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {value}")
+    return value
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:

@@ -99,24 +99,17 @@ class TestFigures:
 
 
 class TestAsking:
-    def test_both_orders_and_repeats(self):
+    def test_both_orders(self):
         asked = []
 
         def first(prompt, response_a, response_b):
             asked.append((prompt[0]["content"], response_a, response_b))
             return "A"
 
-        found, usage = ask_judge(first, PAIRS, repeats=2)
-        assert [row.verdict for row in found[:4]] == ["A", "B", "A", "B"] and len(found) == 16
-        assert usage.calls == 16 and ("question 2", "long", "a") in asked
-        figures = examine_judge(PAIRS, found)["all"]
-        assert figures["position_bias"]["mean"] == 0.5 and figures["self_agreement"]["rate"] == 1
-
-    def test_repeats_are_not_answered_from_the_cache(self, tmp_path):
-        """The second call asks nothing, and a repeat asks every question again."""
-        judge = SimpleNamespace(judge=lambda *_: "A", identity={"kind": "mine"})
-        calls = [ask_judge(judge, PAIRS, repeats=n, cache=tmp_path / "cache.sqlite")[1].calls for n in (1, 1, 2, 2)]
-        assert calls == [8, 0, 8, 0]
+        found, usage = ask_judge(first, PAIRS)
+        assert [row.verdict for row in found[:4]] == ["A", "B", "A", "B"] and len(found) == 8
+        assert usage.calls == 8 and ("question 2", "long", "a") in asked
+        assert examine_judge(PAIRS, found)["all"]["position_bias"]["mean"] == 0.5
 
     def test_a_reward_model_has_confidence(self):
         """Rewards are lengths: 4 and 1, so 1 / (1 + e^-3) for the longer one."""

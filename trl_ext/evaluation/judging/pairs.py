@@ -13,6 +13,7 @@ from typing import Any
 
 from trl_ext.evaluation.judging.protocol import Judgement, PairwiseJudge, Usage, Verdict
 from trl_ext.evaluation.judging.run import JudgingRun, Question, as_judgement
+from trl_ext.evaluation.statistics.sequential import Decision, decide
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, System
 
 # The reason recorded with a row about which nothing was asked.
@@ -20,6 +21,8 @@ EMPTY = "empty response"
 IDENTICAL = "identical responses"
 # The error of a row if the run stopped before both of its questions were answered.
 NOT_ASKED = "not asked: too many rows before it could not be judged"
+NOT_NEEDED = "not asked in both orders: it was decided without that"
+VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 
 
 @dataclass(frozen=True)
@@ -117,15 +120,67 @@ def judge_pairs(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(_kept(run, len(questions), cache)) from None
     result = _collect(rows, passes, run)
-    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED)]
-    if run.are_too_many(len(failed)):
-        saved = "" if store is None else f"; {_kept(run, len(questions), cache)}"
-        raise TooManyErrors(
-            f"{len(failed)} of {len(rows)} rows could not be judged, more than the share of {max_error_fraction:g} "
-            f"that max_error_fraction allows; the first: row_id {failed[0].row_id}: {failed[0].error}{saved}",
-            result,
-        )
+    _refuse_errors(result, run, max_error_fraction, "" if store is None else f"; {_kept(run, len(questions), cache)}")
     return result
+
+
+def judge_until_decided(
+    judge: PairwiseJudge | Callable[..., Verdict | Judgement],
+    rows: Iterable[Mapping[str, Any]],
+    candidate: Sequence[str],
+    base: Sequence[str],
+    *,
+    threshold: float = 0.5,
+    batch_size: int = 32,
+    candidate_finished: Sequence[bool] | None = None,
+    base_finished: Sequence[bool] | None = None,
+    cache: str | Path | None = None,
+    max_concurrency: int = 8,
+    max_error_fraction: float = 0.1,
+    progress: str | None = None,
+) -> tuple[Decision, JudgingResult]:
+    """Ask until it is decided whether the candidate's win rate is above or below a threshold; see `decide`.
+
+    The win rate is the mean of the verdicts, a tie as half a win. The arguments are those of `judge_pairs` and of
+    `decide`. The same call asks in the same order, so with a cache it resumes after a kill.
+
+    Returns:
+        The decision, and the verdicts so far. Rows that were not asked in both orders have an error in the outcomes.
+
+    Raises:
+        As `judge_pairs` does; and ValueError if the threshold is not in (0, 1), or there is no verdict.
+    """
+    judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
+    rows = list(rows)
+    passes = make_questions(judge, rows, candidate, base, candidate_finished, base_finished)
+    with open_cache(judge, cache) as store:
+        run = JudgingRun(judge, store, max_concurrency, max_error_fraction * len(rows), progress)
+
+        def ask(wanted: list[tuple[int, bool]]) -> list[float | None]:
+            pairs = [passes[i] for i, _ in wanted]
+            asked = [
+                None if isinstance(pair, PairOutcome) else pair[0 if own_first else 1]
+                for pair, (_, own_first) in zip(pairs, wanted, strict=True)
+            ]
+            new = {q.key: q for q in asked if q is not None and q.key not in run.answers and q.key not in run.errors}
+            run.ask_all(list(new.values()))
+            _refuse_errors(_collect(rows, passes, run), run, max_error_fraction, "")
+            values = []
+            for pair, question, (_, own_first) in zip(pairs, asked, wanted, strict=True):
+                if question is None:
+                    values.append(0.0 if pair.empty else 0.5)
+                elif question.key in run.answers:
+                    value = VALUES[run.answers[question.key]["verdict"]]
+                    values.append(value if own_first else 1 - value)
+                else:
+                    values.append(None)
+            return values
+
+        try:
+            decision = decide(ask, len(rows), threshold=threshold, batch_size=batch_size)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(_kept(run, 2 * len(rows), cache)) from None
+    return decision, _collect(rows, passes, run, NOT_NEEDED)
 
 
 def compare(
@@ -211,7 +266,20 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> JudgingResult:
+def _refuse_errors(result: JudgingResult, run: JudgingRun, max_error_fraction: float, saved: str) -> None:
+    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED)]
+    if run.are_too_many(len(failed)):
+        raise TooManyErrors(
+            f"{len(failed)} of {len(result.outcomes)} rows could not be judged, more than the share of "
+            f"{max_error_fraction:g} that max_error_fraction allows; the first: row_id {failed[0].row_id}: "
+            f"{failed[0].error}{saved}",
+            result,
+        )
+
+
+def _collect(
+    rows: list[Mapping[str, Any]], passes: list, run: JudgingRun, not_asked: str = NOT_ASKED
+) -> JudgingResult:
     outcomes, verdicts = [], []
     for row, pair in zip(rows, passes, strict=True):
         if isinstance(pair, PairOutcome):
@@ -221,7 +289,7 @@ def _collect(rows: list[Mapping[str, Any]], passes: list, run: JudgingRun) -> Ju
         answers = [run.answers.get(question.key) for question in pair]
         errors = [run.errors[question.key] for question in pair if question.key in run.errors]
         if None in answers:
-            outcome = PairOutcome(row["row_id"], None, None, error=errors[0] if errors else NOT_ASKED)
+            outcome = PairOutcome(row["row_id"], None, None, error=errors[0] if errors else not_asked)
         else:
             outcome = _pair_outcome(row["row_id"], *map(as_judgement, answers))
         outcomes.append(outcome)

@@ -9,50 +9,29 @@ import numpy
 
 from trl_ext.evaluation.judging.pairs import IDENTICAL, CallableJudge, judge_pairs
 from trl_ext.evaluation.judging.protocol import PairwiseJudge, Usage
-from trl_ext.evaluation.statistics.intervals import (
-    mean_with_interval,
-    rate_difference_interval,
-    rate_interval,
-)
+from trl_ext.evaluation.statistics.intervals import mean_with_interval, rate_difference_interval, rate_interval
 from trl_ext.evaluation.submissions.labelled_pairs import LabelledPair, RecordedVerdict
 
 # A pair on which a person or a judge names none counts as half.
 VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0, None: 0.5}
 SWAPPED = {"A": "B", "B": "A", "tie": "tie"}
+ORDERS = "AB"
 CALIBRATION_BINS = 10
 CALIBRATION_DRAWS = 1000
 
 
-class _Repeat:
-    """A judge under another identity, so that its cached verdicts do not answer the repeated questions."""
-
-    def __init__(self, judge: PairwiseJudge, number: int):
-        self.judge = judge.judge
-        for name in ("ask", "prepare", "sequential", "uses_finished", "identity"):
-            if hasattr(judge, name):
-                setattr(self, name, getattr(judge, name))
-        if getattr(judge, "identity", None) is not None:
-            self.identity = {**judge.identity, "repeat": number}
-
-
 def ask_judge(
-    judge: PairwiseJudge | Callable[..., Any],
-    pairs: Sequence[LabelledPair],
-    *,
-    name: str = "judge",
-    repeats: int = 1,
-    **judging: Any,
+    judge: PairwiseJudge | Callable[..., Any], pairs: Sequence[LabelledPair], *, name: str = "judge", **judging: Any
 ) -> tuple[list[RecordedVerdict], Usage]:
     """Ask a judge about every pair in both orders.
 
-    A judge with a method `probability(prompt, response_a, response_b)`, such as `RewardModelJudge`, has the confidence
-    that follows from it.
+    The confidence of a judge with a method `probability(prompt, response_a, response_b)`, such as `RewardModelJudge`,
+    follows from it.
 
     Args:
         judge: the judge, or a function `f(prompt, response_a, response_b)`.
         pairs: what it is asked about.
         name: its name in the verdicts.
-        repeats: how often each question is asked, which shows whether the judge agrees with itself.
         judging: keyword arguments of `judge_pairs`.
 
     Raises:
@@ -61,24 +40,21 @@ def ask_judge(
     judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
     rows = [{"row_id": pair.row_id, "prompt": pair.messages} for pair in pairs]
     responses = [pair.response_a for pair in pairs], [pair.response_b for pair in pairs]
-    found, usage = [], Usage()
-    for number in range(repeats):
-        result = judge_pairs(_Repeat(judge, number) if number else judge, rows, *responses, **judging)
-        usage += result.usage
-        for pair, row in zip(pairs, result.verdicts, strict=True):
-            for shown, answer in (("A", row["candidate_first"]), ("B", row["base_first"])):
-                verdict = confidence = None
-                if answer is not None:
-                    verdict = answer["verdict"] if shown == "A" else SWAPPED[answer["verdict"]]
-                    confidence = answer.get("confidence")
-                elif row["reason"] is not None:
-                    verdict = "tie" if row["reason"] == IDENTICAL else "B"
-                if answer is not None and hasattr(judge, "probability"):
+    result, found = judge_pairs(judge, rows, *responses, **judging), []
+    for pair, row in zip(pairs, result.verdicts, strict=True):
+        # Without a question, equal responses tie, and an empty first one loses.
+        known = None if row["reason"] is None else "tie" if row["reason"] == IDENTICAL else "B"
+        for shown, answer in zip(ORDERS, (row["candidate_first"], row["base_first"]), strict=True):
+            verdict, confidence = known, None
+            if answer is not None:
+                verdict = answer["verdict"] if shown == "A" else SWAPPED[answer["verdict"]]
+                confidence = answer.get("confidence")
+                if hasattr(judge, "probability"):
                     first = judge.probability(pair.messages, pair.response_a, pair.response_b)
                     confidence = max(first, 1 - first)
-                record = {"row_id": pair.row_id, "judge": name, "shown_first": shown}
-                found.append(RecordedVerdict(**record, verdict=verdict, confidence=confidence))
-    return found, usage
+            fields = {"row_id": pair.row_id, "judge": name, "shown_first": shown}
+            found.append(RecordedVerdict(**fields, verdict=verdict, confidence=confidence))
+    return found, result.usage
 
 
 def examine_judge(pairs: Sequence[LabelledPair], verdicts: Iterable[RecordedVerdict]) -> dict[str, Any]:
@@ -86,7 +62,7 @@ def examine_judge(pairs: Sequence[LabelledPair], verdicts: Iterable[RecordedVerd
 
     A verdict agrees with a label by 1 if they name the same response, by 0 if they name opposite ones, and by 1/2 if
     one of them is a tie; two ties agree. An answer without a verdict counts as a tie. So a coin agrees by 1/2. All
-    intervals have 95%, and the unit is the pair, however often it was judged.
+    intervals have 95%, and their unit is the pair, however often it was judged.
 
     Args:
         pairs: the labelled pairs; those without a verdict are left out.
@@ -115,13 +91,13 @@ def examine_judge(pairs: Sequence[LabelledPair], verdicts: Iterable[RecordedVerd
     by_row: dict[str, dict[str, list[RecordedVerdict]]] = {}
     for verdict in verdicts:
         by_row.setdefault(verdict.row_id, {"A": [], "B": []})[verdict.shown_first].append(verdict)
-    judged = [pair for pair in pairs if pair.row_id in by_row]
+    judged = [(pair, by_row[pair.row_id]) for pair in pairs if pair.row_id in by_row]
     if not judged:
         raise ValueError("there is no verdict on any of the pairs")
-    kinds = dict.fromkeys(pair.kind for pair in judged if pair.kind is not None)
-    found: dict[str, Any] = {"all": _figures(judged, by_row)}
+    kinds = dict.fromkeys(pair.kind for pair, _ in judged if pair.kind is not None)
+    found: dict[str, Any] = {"all": _figures(judged)}
     if len(kinds) > 1:
-        found["kinds"] = {kind: _figures([pair for pair in judged if pair.kind == kind], by_row) for kind in kinds}
+        found["kinds"] = {kind: _figures([row for row in judged if row[0].kind == kind]) for kind in kinds}
     return found
 
 
@@ -141,96 +117,77 @@ def calibration(confidence: Sequence[float], correct: Sequence[float], pair: Seq
         probability that their confidence says.
     """
     confidence, correct = (numpy.asarray(values, dtype=float) for values in (confidence, correct))
-    squares = (confidence - correct) ** 2
+    squares, accuracy = (confidence - correct) ** 2, float(correct.mean())
     _, index = numpy.unique(numpy.asarray(pair), return_inverse=True)
-    brier = mean_with_interval(numpy.bincount(index, squares) / numpy.bincount(index))
+    members = numpy.eye(CALIBRATION_BINS)[numpy.minimum((confidence * CALIBRATION_BINS).astype(int), 9)]
+    # In the first row the outcomes, then drawn ones.
     drawn = numpy.random.default_rng(0).random((CALIBRATION_DRAWS, len(confidence))) < confidence
-    chance = _calibration_error(confidence, drawn)
-    accuracy = float(correct.mean())
+    errors = numpy.abs((confidence - numpy.vstack([correct, drawn])) @ members).sum(axis=1) / len(confidence)
     return {
         "n": len(confidence),
         "confidence": float(confidence.mean()),
         "correct": accuracy,
-        "brier": {**brier, "mean": float(squares.mean())},
+        "brier": mean_with_interval(numpy.bincount(index, squares) / numpy.bincount(index))
+        | {"mean": float(squares.mean())},
         "brier_chance": 0.25,
         "brier_constant": accuracy * (1 - accuracy),
-        "ece": float(_calibration_error(confidence, correct[None])[0]),
-        "ece_chance": float(chance.mean()),
-        "ece_chance_high": float(numpy.percentile(chance, 95)),
+        "ece": float(errors[0]),
+        "ece_chance": float(errors[1:].mean()),
+        "ece_chance_high": float(numpy.percentile(errors[1:], 95)),
     }
 
 
-def _calibration_error(confidence: numpy.ndarray, correct: numpy.ndarray) -> numpy.ndarray:
-    """Of each row of outcomes: sum over bins of |sum of confidence - number correct| / n."""
-    bins = numpy.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    members = numpy.eye(CALIBRATION_BINS)[bins]
-    return numpy.abs((confidence - correct) @ members).sum(axis=1) / len(confidence)
-
-
-def _figures(pairs: Sequence[LabelledPair], by_row: dict[str, dict[str, list[RecordedVerdict]]]) -> dict[str, Any]:
-    labels = numpy.array([VALUES[pair.label] for pair in pairs])
-    longer = numpy.array([0.5 + 0.5 * numpy.sign(len(p.response_a) - len(p.response_b)) for p in pairs])
-    answers = [by_row[pair.row_id] for pair in pairs]
-    labelled = list(zip(answers, labels, strict=True))
-    # P(A is preferred) in each order, [2, n]; NaN if the order was not asked.
-    values = numpy.array([[_mean(VALUES[v.verdict] for v in row[order]) for row in answers] for order in "AB"])
-    asked = ~numpy.isnan(values)
-    agreements = numpy.array(
-        [[_mean(1 - abs(VALUES[v.verdict] - label) for v in row[order]) for row, label in labelled] for order in "AB"]
+def _figures(judged: Sequence[tuple[LabelledPair, dict[str, list[RecordedVerdict]]]]) -> dict[str, Any]:
+    labels = numpy.array([VALUES[pair.label] for pair, _ in judged])
+    longer = numpy.array([0.5 + 0.5 * numpy.sign(len(p.response_a) - len(p.response_b)) for p, _ in judged])
+    # P(A is preferred) and the agreement in each order, [2, n]; NaN if the order was not asked.
+    values, agreements = (
+        numpy.array([[_mean(of(v, pair) for v in row[order]) for pair, row in judged] for order in ORDERS])
+        for of in (lambda v, _: VALUES[v.verdict], lambda v, p: 1 - abs(VALUES[v.verdict] - VALUES[p.label]))
     )
-    agreement, preferred = numpy.nanmean(agreements, axis=0), numpy.nanmean(values, axis=0)
+    asked, agreement = ~numpy.isnan(values), numpy.nanmean(agreements, axis=0)
     both = asked.all(axis=0)
-    first = [[row[order][0].verdict if row[order] else None for order in "AB"] for row in answers]
+    first = [[row[order][0].verdict if row[order] else None for order in ORDERS] for _, row in judged]
     same = numpy.array([a == b and a is not None for a, b in first])
-    named = same & numpy.array([a in ("A", "B") for a, _ in first])
-    by_longer = 1 - numpy.abs(longer - labels)
-    unequal = longer != 0.5
+    named = same & numpy.array([a != "tie" for a, _ in first])
+    by_longer, unequal = 1 - numpy.abs(longer - labels), longer != 0.5
     # Preference for the longer response, by the judge and by people.
-    pulls = [numpy.where(longer == 1, side, 1 - side)[unequal] for side in (preferred, labels)]
-    right = {name: unequal & (labels == side) for name, side in (("longer", longer), ("shorter", 1 - longer))}
-    masked = [numpy.where(right[name], agreement, numpy.nan) for name in right]
+    pulls = [numpy.where(longer == 1, v, 1 - v)[unequal] for v in (numpy.nanmean(values, axis=0), labels)]
+    right = [unequal & (labels == side) for side in (longer, 1 - longer)]
+    bias = mean_with_interval((values[0] - values[1])[both], gains=True) if both.any() else None
+    answers = [verdict for _, row in judged for order in ORDERS for verdict in row[order]]
+    label_of = {pair.row_id: pair.label for pair, _ in judged}
+    confident = [
+        (answer.confidence, answer.verdict == label_of[answer.row_id], answer.row_id)
+        for answer in answers
+        if answer.confidence is not None and {answer.verdict, label_of[answer.row_id]} <= {"A", "B"}
+    ]
     return {
-        "n": len(pairs),
-        "without_verdict": sum(v.verdict is None for row in answers for order in "AB" for v in row[order]),
+        "n": len(judged),
+        "without_verdict": sum(answer.verdict is None for answer in answers),
         "a_first": _rate(agreements[0][asked[0]]),
         "b_first": _rate(agreements[1][asked[1]]),
         "both": _rate(agreement),
         "agreed": _rate(agreement[both & named]),
         "order_agreement": _rate(same[both]),
-        "position_bias": _halved(mean_with_interval((values[0] - values[1])[both], gains=True))
-        if both.any()
-        else None,
-        "self_agreement": _rate(_self_agreement(answers)),
+        "position_bias": bias and {name: value / 2 for name, value in bias.items()},
+        "self_agreement": _rate(_self_agreements(row for _, row in judged)),
         "longer": _rate(by_longer),
         "minus_longer": _difference(agreement, by_longer),
         "length_pull": _difference(*pulls),
-        "longer_right": _rate(agreement[right["longer"]]),
-        "shorter_right": _rate(agreement[right["shorter"]]),
-        "longer_minus_shorter": _difference(*masked),
-        "calibration": _calibration_of(pairs, answers),
+        "longer_right": _rate(agreement[right[0]]),
+        "shorter_right": _rate(agreement[right[1]]),
+        "longer_minus_shorter": _difference(*(numpy.where(side, agreement, numpy.nan) for side in right)),
+        "calibration": calibration(*zip(*confident, strict=True)) if confident else None,
     }
 
 
-def _calibration_of(pairs: Sequence[LabelledPair], answers: Sequence[dict[str, list]]) -> dict[str, Any] | None:
-    rows = [
-        (verdict.confidence, verdict.verdict == pair.label, pair.row_id)
-        for pair, row in zip(pairs, answers, strict=True)
-        for verdict in (*row["A"], *row["B"])
-        if verdict.confidence is not None and {pair.label, verdict.verdict} <= {"A", "B"}
-    ]
-    return calibration(*zip(*rows, strict=True)) if rows else None
-
-
-def _self_agreement(answers: Sequence[dict[str, list[RecordedVerdict]]]) -> list[float]:
+def _self_agreements(rows: Iterable[dict[str, list[RecordedVerdict]]]) -> list[float]:
     """Of each pair that was asked repeatedly, the share of equal verdicts among two answers to the same question."""
-    shares = []
-    for row in answers:
-        equal = [
-            a.verdict == b.verdict for order in "AB" for i, a in enumerate(row[order]) for b in row[order][i + 1 :]
-        ]
-        if equal:
-            shares.append(sum(equal) / len(equal))
-    return shares
+    told = [[v.verdict for v in answers] for row in rows for answers in [row["A"], row["B"]]]
+    equal = [[a == b for i, a in enumerate(one) for b in one[i + 1 :]] for one in told]
+    merged = [first + second for first, second in zip(equal[::2], equal[1::2], strict=True)]
+    return [sum(one) / len(one) for one in merged if one]
 
 
 def _rate(values: Sequence[float]) -> dict[str, float] | None:
@@ -242,14 +199,10 @@ def _rate(values: Sequence[float]) -> dict[str, float] | None:
 
 def _difference(first: numpy.ndarray, second: numpy.ndarray) -> dict[str, float] | None:
     """Mean of the first minus that of the second; NaN where a pair does not count."""
-    bounds = rate_difference_interval(first, second) if len(first) else None
+    bounds = rate_difference_interval(first, second)
     if bounds is None:
         return None
     return {"mean": float(numpy.nanmean(first) - numpy.nanmean(second)), "low": bounds[0], "high": bounds[1]}
-
-
-def _halved(figure: dict[str, float]) -> dict[str, float]:
-    return {name: value / 2 for name, value in figure.items()}
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judging.cost import Estimate, estimate
-from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
+from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs, judge_until_decided
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
 from trl_ext.evaluation.statistics.human_labels import (
@@ -21,6 +21,7 @@ from trl_ext.evaluation.statistics.human_labels import (
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
+from trl_ext.evaluation.statistics.sequential import Decision
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
 from trl_ext.evaluation.submissions.rows import Response
 
@@ -159,6 +160,17 @@ def judge_responses(
 ) -> JudgingResult:
     """Run `judge_pairs` on submitted responses."""
     return judge_pairs(judge, prompts, **_arguments(responses, others), **judging)
+
+
+def decide_candidate(
+    judge: Any,
+    responses: Sequence[Response],
+    prompts: Sequence[Mapping[str, Any]],
+    base: Sequence[Response],
+    **judging: Any,
+) -> tuple[Decision, JudgingResult]:
+    """Run `judge_until_decided` on a candidate's responses against the base's."""
+    return judge_until_decided(judge, prompts, **_arguments(responses, base), **judging)
 
 
 def estimate_cost(

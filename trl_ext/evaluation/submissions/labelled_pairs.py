@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,15 +15,12 @@ from trl_ext.evaluation.judging.protocol import Verdict
 from trl_ext.files import existing_file
 
 # By the numbers that LLMBar and PandaLM give the responses; PandaLM's annotators write 0 for a tie.
-RESPONSES: dict[str, Verdict] = {"1": "A", "2": "B", "0": "tie", "Tie": "tie"}
-LLMBAR_VERDICTS, PANDALM_PAIRS, PANDALM_VERDICTS = "verdicts.jsonl", "testset-v1.json", "gpt-3.5-turbo-testset-v1.json"
+RESPONSES: dict[Any, Verdict] = {"1": "A", "2": "B", "0": "tie", "Tie": "tie"}
+PANDALM = "testset-v1.json"
 
 
 class LabelledPair(BaseModel):
-    """Two responses to a prompt, and the one that people prefer.
-
-    `prompt` is a text or a list of messages, `label` is A, B or tie, and `kind` an optional group of pairs.
-    """
+    """Two responses to a prompt, and the one that people prefer: A, B or tie. `kind` is an optional group of pairs."""
 
     model_config = ConfigDict(strict=True)
 
@@ -56,27 +54,25 @@ class RecordedVerdict(BaseModel):
 
 
 def read_labelled_pairs(path: str | Path) -> list[LabelledPair]:
-    """Read pairs from JSON lines of `LabelledPair`, LLMBar's folder or `dataset.json`, or PandaLM's folder or file.
+    """Read JSON lines of `LabelledPair`, LLMBar's folder or a `dataset.json` of it, or PandaLM's folder or test set.
 
     In JSON lines, `row_id` may be missing: it is then the number of the line. The label of a pair of PandaLM is what
     two of the three annotators say, or a tie.
 
     Raises:
         FileNotFoundError: there is no such file or folder.
-        ValueError: it has no pairs, or a row is not a pair.
+        ValueError: it has no pairs, a row is not a pair, or a row_id repeats.
     """
     path = Path(path)
     if path.is_dir():
-        if (path / PANDALM_PAIRS).is_file():
-            return read_labelled_pairs(path / PANDALM_PAIRS)
-        files = sorted(path.rglob("dataset.json"))
+        files = [path / PANDALM] if (path / PANDALM).is_file() else sorted(path.rglob("dataset.json"))
         if not files:
-            raise ValueError(f"{path}: neither LLMBar's folders of dataset.json nor PandaLM's {PANDALM_PAIRS}")
+            raise ValueError(f"{path}: holds neither LLMBar's folders of dataset.json nor PandaLM's {PANDALM}")
         return [pair for file in files for pair in read_labelled_pairs(file)]
-    if path.suffix == ".json":
-        kind = path.parent.name.lower()
-        return _checked(path, LabelledPair, (_foreign_pair(row, n, kind) for n, row in enumerate(_json_list(path))))
-    return _json_lines(path, LabelledPair)
+    pairs = _read(path, LabelledPair, partial(_pairs, path.parent.name.lower()))
+    if repeated := len(pairs) - len({pair.row_id for pair in pairs}):
+        raise ValueError(f"{path}: {repeated} row_ids are used more than once")
+    return pairs
 
 
 def read_recorded_verdicts(path: str | Path, pairs: Sequence[LabelledPair]) -> dict[str, list[RecordedVerdict]]:
@@ -86,85 +82,65 @@ def read_recorded_verdicts(path: str | Path, pairs: Sequence[LabelledPair]) -> d
         FileNotFoundError: the file does not exist.
         ValueError: a row is not a verdict, there are none, or one is about a pair that is not there.
     """
-    path = Path(path)
-    if path.suffix == ".json":
-        rows = [
-            {
-                **{"row_id": str(row.get("idx")), "judge": "gpt-3.5-turbo", "shown_first": "A"},
-                "verdict": RESPONSES.get(row.get("gpt_result")),
-            }
-            for row in _json_list(path)
-        ]
-        verdicts = _checked(path, RecordedVerdict, rows)
-    else:
-        verdicts = _json_lines(path, RecordedVerdict, _verdict_rows)
-    known = {pair.row_id for pair in pairs}
-    foreign = next((row.row_id for row in verdicts if row.row_id not in known), None)
-    if foreign is not None:
-        raise ValueError(f"{path}: row_id {foreign}: none of the {len(known)} pairs")
-    by_judge: dict[str, list[RecordedVerdict]] = {}
-    for row in verdicts:
+    known, by_judge = {pair.row_id for pair in pairs}, {}
+    for row in _read(Path(path), RecordedVerdict, _verdicts):
+        if row.row_id not in known:
+            raise ValueError(f"{path}: row_id {row.row_id}: none of the {len(known)} pairs")
         by_judge.setdefault(row.judge, []).append(row)
     return by_judge
 
 
-def _foreign_pair(row: Mapping[str, Any], number: int, kind: str) -> dict[str, Any]:
-    """A row of LLMBar's `dataset.json`, or of PandaLM's test set, as fields of a `LabelledPair`."""
+def _pairs(kind: str, number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of a `LabelledPair`, from a row of any of the formats; `kind` is the folder of LLMBar's file."""
     if "annotator1" in row:
         told = [str(row.get(f"annotator{k}")) for k in (1, 2, 3)]
         label = next((one for one in told if told.count(one) > 1), "0")
-        given = "\n\n".join(filter(None, (row.get("instruction"), row.get("input"))))
-        responses, row_id, kind = (row.get("response1"), row.get("response2")), str(row.get("idx")), row.get("cmp_key")
+        prompt = "\n\n".join(filter(None, (row.get("instruction"), row.get("input"))))
+        # Some responses became booleans on their way into JSON.
+        a, b = (str(text) if isinstance(text, bool) else text for text in (row.get("response1"), row.get("response2")))
+        row_id, kind = str(row.get("idx")), row.get("cmp_key")
+    elif "output_1" in row:
+        row_id, prompt, a, b = f"{kind}:{number - 1}", row.get("input"), row["output_1"], row.get("output_2")
+        label = str(row.get("label"))
     else:
-        label, given, row_id = str(row.get("label")), row.get("input"), f"{kind}:{number}"
-        responses = row.get("output_1"), row.get("output_2")
-    # Some of PandaLM's responses became booleans on their way into JSON.
-    texts = [str(text) if isinstance(text, bool) else text for text in responses]
-    fields = dict(zip(("response_a", "response_b"), texts, strict=True))
-    return {"row_id": row_id, "prompt": given, **fields, "label": RESPONSES.get(label, label), "kind": kind}
+        return [{"row_id": str(number), **row}]
+    label = RESPONSES.get(label, label)
+    return [{"row_id": row_id, "prompt": prompt, "response_a": a, "response_b": b, "label": label, "kind": kind}]
 
 
-def _verdict_rows(row: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
-    """The row itself, or the verdicts of many judges in a row of LLMBar's file."""
-    if "judges" not in row:
-        return [row]
-    row_id = f"{str(row.get('subset')).lower()}:{row.get('index')}"
+def _verdicts(number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The fields of `RecordedVerdict`s, from a row of any of the formats; LLMBar's has both orders of many judges."""
+    if "judges" in row:
+        row_id, judges = f"{str(row.get('subset')).lower()}:{row.get('index')}", row["judges"]
+    elif "gpt_result" in row:
+        row_id, judges = str(row.get("idx")), {"gpt-3.5-turbo": [row["gpt_result"]]}
+    else:
+        return [dict(row)]
     return [
         {"row_id": row_id, "judge": judge, "shown_first": shown, "verdict": RESPONSES.get(verdict)}
-        for judge, verdicts in row["judges"].items()
-        for shown, verdict in zip("AB", verdicts, strict=True)
+        for judge, verdicts in judges.items()
+        for shown, verdict in zip("AB", verdicts, strict=False)
     ]
 
 
-def _json_list(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows = json.loads(existing_file(path).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path}: must be a JSON list of objects")
-    return rows
-
-
-def _json_lines(
-    path: Path, row_type: type[BaseModel], expand: Callable[..., Iterable[Mapping[str, Any]]] = lambda row: [row]
-) -> list:
-    found = read_jsonl(path)
-    if found.problems:
-        raise ValueError(found.describe())
-    return _checked(path, row_type, ({"row_id": str(n), **row} for n, line in found.rows for row in expand(line)))
-
-
-def _checked(path: Path, row_type: type[BaseModel], rows: Iterable[Mapping[str, Any]]) -> list:
-    found = []
-    for number, row in enumerate(rows, start=1):
+def _read(path: Path, row_type: type[BaseModel], convert: Callable[[int, dict], Iterable[dict]]) -> list:
+    """The rows of JSON lines or of a JSON list, as `convert` makes them from the number of a row and the row."""
+    if path.suffix == ".json":
         try:
-            found.append(row_type.model_validate(row))
+            rows = list(enumerate(json.loads(existing_file(path).read_text(encoding="utf-8")), start=1))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}: must be a JSON list: {error}") from None
+    else:
+        split = read_jsonl(path)
+        if split.problems:
+            raise ValueError(split.describe())
+        rows = split.rows
+    found = []
+    for number, row in rows:
+        try:
+            found += [row_type.model_validate(fields) for fields in convert(number, row)]
         except ValidationError as error:
             raise ValueError(f"{path}: row {number}: {first_error(error)}") from None
     if not found:
         raise ValueError(f"{path}: the file is empty")
-    ids = {row.row_id for row in found}
-    if row_type is LabelledPair and len(ids) < len(found):
-        raise ValueError(f"{path}: {len(found) - len(ids)} row_ids are used more than once")
     return found
