@@ -11,9 +11,9 @@ from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.submissions.candidates import (
     CandidateResult,
     compare_candidates,
-    decide_candidate,
     estimate_cost,
     judge_candidate,
+    judge_responses,
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
         "--stop_when_decided",
         nargs="?",
         const=0.5,
-        type=_threshold,
+        type=float,
         metavar="RATE",
         help="ask until the win rate, ties as half, is known to be above or below RATE (default: 0.5); the interval "
         "remains valid, and second orders are asked only where they can matter",
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        if options.stop_when_decided and options.human_labels:
+        if options.stop_when_decided is not None and options.human_labels:
             raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
         prompts, base, systems = load_systems(options, options.candidate)
         labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
             pairs = {name: (responses, base) for name, responses in systems.items()}
             show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
-        if options.stop_when_decided:
+        if options.stop_when_decided is not None:
             _until_decided(options, judge, prompts, base, systems)
             return
         results = [
@@ -104,40 +104,35 @@ def main(arguments: list[str] | None = None) -> None:
 def _until_decided(options: argparse.Namespace, judge: Any, prompts: list, base: list, systems: dict) -> None:
     """Ask, write and print the decision on each candidate."""
     judging = {"threshold": options.stop_when_decided, **judging_options(options)}
-    found = {name: decide_candidate(judge, responses, prompts, base, **judging) for name, responses in systems.items()}
+    found = {name: judge_responses(judge, prompts, rows, base, **judging) for name, rows in systems.items()}
     summary = {
         "judge": judge_settings(options, judge),
-        "decisions": [{"name": name, **decision.to_dict()} for name, (decision, _) in found.items()],
-        "usage": sum((result.usage for _, result in found.values()), Usage()).to_dict(),
+        "decisions": [{"name": name, **result.decision.to_dict()} for name, result in found.items()],
+        "usage": sum((result.usage for result in found.values()), Usage()).to_dict(),
     }
     if options.out:
         write_json(options.out, summary)
     if options.verdicts:
-        rows = [{"candidate": name, **row} for name, (_, result) in found.items() for row in result.verdicts]
+        rows = [{"candidate": name, **row} for name, result in found.items() for row in result.verdicts]
         write_json_lines(options.verdicts, rows)
     if options.json:
         print_json(summary)
         return
+    header = (
+        "candidate",
+        f"against {options.stop_when_decided:g}",
+        "win rate, ties as half",
+        "verdicts",
+        "of",
+        "stopped",
+    )
     rows = [
-        (
-            row["name"],
-            f"{row['decision']} {row['threshold']:g}" if row["decision"] != "undecided" else row["decision"],
-            format_interval(row["rate"], row["low"], row["high"]),
-            f"{row['n_verdicts']} of {row['n_all']}",
-            row["stopped"],
-        )
+        (row["name"], row["decision"], format_interval(row["rate"], row["low"], row["high"]))
+        + (row["n_verdicts"], row["n_all"], row["stopped"])
         for row in summary["decisions"]
     ]
-    print(format_table(("candidate", "win rate is", "ties as half", "verdicts", "stopped"), rows))
-    print(usage_line(summary["usage"], summary["judge"]["kind"]))
-
-
-def _threshold(text: str) -> float:
-    """Type of a flag that takes a rate between 0 and 1, both excluded."""
-    value = float(text)
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"must lie between 0 and 1, got {value}")
-    return value
+    print(format_table(header, rows))
+    print(usage_line(summary["usage"], options.judge))
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:

@@ -185,7 +185,7 @@ class TestCommand:
         again = json.loads(run("--verdicts", "v.jsonl", "--json")[1])
         assert again["judges"] == found["judges"]
         _, out, _ = run("--verdicts", "v.jsonl")
-        assert "mine.py:longer      4  0.62  [" in out and "where people prefer the longer response: 1.000" in out
+        assert "mine.py:longer      4  0.62  [" in out and "where people prefer the longer response: 1.00" in out
         assert "| mine.py:longer | 4 | 0.62" in run("--verdicts", "v.jsonl", "--markdown")[1]
 
     def test_errors(self, run, tmp_path):
@@ -194,4 +194,3 @@ class TestCommand:
         write_json_lines(tmp_path / "v.jsonl", [{"row_id": "9", "shown_first": "A", "verdict": "A"}])
         assert "row_id 9: none of the 4 pairs" in one_line_error(run("--verdicts", "v.jsonl"))
         assert "no file nowhere.jsonl" in one_line_error(run("--verdicts", "nowhere.jsonl"))
-        assert "--judge_name is for --verdicts" in one_line_error(run("--judge_name", "gpt"))

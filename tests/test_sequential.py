@@ -14,7 +14,7 @@ from scipy.stats import multivariate_normal
 from tests.judging import prompt_rows
 from tests.public_evaluation import flags_of_course, one_line_error, run_command
 from tests.test_grading import plan, response_rows, write_policy
-from trl_ext.evaluation import JudgeError, confidence_sequence, decide, judge_until_decided
+from trl_ext.evaluation import JudgeError, confidence_sequence, decide, judge_pairs
 from trl_ext.evaluation.judging.pairs import NOT_NEEDED, TooManyErrors
 from trl_ext.evaluation.statistics.intervals import rate_sample, score_bounds
 from trl_ext.evaluation.statistics.sequential import LOOKS_ALPHA, spending_quantiles
@@ -155,10 +155,9 @@ class TestJudging:
         """32 prompts and four second orders: 1.5^32 / 2 is far beyond 200."""
         calls = []
         for _ in range(2):
-            decision, result = judge_until_decided(
-                self.judge(), self.ROWS, self.OWN, self.OTHER, cache=tmp_path / "cache.sqlite"
-            )
-            assert (decision.decision, decision.n_verdicts) == ("above", 36)
+            given = self.judge(), self.ROWS, self.OWN, self.OTHER
+            result = judge_pairs(*given, cache=tmp_path / "cache.sqlite", threshold=0.5)
+            assert (result.decision.decision, result.decision.n_verdicts) == ("above", 36)
             calls.append((result.usage.calls, result.usage.cached))
         assert calls == [(36, 0), (0, 36)]
         errors = [outcome.error for outcome in result.outcomes]
@@ -166,12 +165,11 @@ class TestJudging:
 
     def test_known_rows_and_errors(self):
         """An empty response loses and an equal one ties, and neither is asked about."""
-        decision, result = judge_until_decided(self.judge(), self.ROWS, [""] * 64, self.OTHER)
-        assert (decision.decision, decision.rate, result.usage.calls) == ("below", 0, 0)
-        decision, result = judge_until_decided(self.judge(), self.ROWS, self.OTHER, self.OTHER)
-        assert (decision.decision, decision.rate, result.usage.calls) == ("undecided", 0.5, 0)
+        for own, expected in (([""] * 64, ("below", 0)), (self.OTHER, ("undecided", 0.5))):
+            result = judge_pairs(self.judge(), self.ROWS, own, self.OTHER, threshold=0.5)
+            assert (result.decision.decision, result.decision.rate) == expected and result.usage.calls == 0
         with pytest.raises(TooManyErrors, match="of 64 rows could not be judged"):
-            judge_until_decided(self.judge(fails=40), self.ROWS, self.OWN, self.OTHER)
+            judge_pairs(self.judge(fails=40), self.ROWS, self.OWN, self.OTHER, threshold=0.5)
 
 
 def test_command(capsys, monkeypatch, tmp_path):
@@ -185,7 +183,7 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert json.loads((tmp_path / "o.json").read_text()) == json.loads(out)
     assert (found["name"], found["decision"], found["n_verdicts"], found["n_all"]) == ("aot", "above", 12, 20)
     assert len((tmp_path / "v.jsonl").read_text().splitlines()) == 10
-    assert "aot        above 0.5    1.000  [" in run_command(capsys, *flags)[1]
+    assert "aot        above        1.000  [" in run_command(capsys, *flags)[1]
     assert "aot        undecided" in run_command(capsys, *flags, "0.9")[1]
-    assert "must lie between 0 and 1, got 1.0" in one_line_error(run_command(capsys, *flags, "1"))
+    assert "threshold in (0, 1), got 10, 32 and 1.0" in one_line_error(run_command(capsys, *flags, "1"))
     assert "leave out --stop_when_decided" in one_line_error(run_command(capsys, *flags, "--human_labels", "l.jsonl"))

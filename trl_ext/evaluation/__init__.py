@@ -10,7 +10,7 @@ _NAMES_BY_MODULE = {
     "judging.cost": "Estimate estimate",
     "judging.openai_judge": "OpenAIJudge",
     "judging.openai_model": "OpenAIModel",
-    "judging.pairs": "JudgingResult TooManyErrors compare judge_pairs judge_until_decided",
+    "judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
     "judging.prices": "load_prices",
     "judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
     "judging.rubric": "RubricReward",

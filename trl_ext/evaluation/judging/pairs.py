@@ -34,11 +34,13 @@ class JudgingResult:
         usage: calls, tokens and dollars of this run, and verdicts from the cache.
         verdicts: one JSON-ready dictionary per row, with the judge's answer in both orders, or the `reason` why it was
             not asked.
+        decision: whether the win rate is above or below `threshold`; None if none was given.
     """
 
     outcomes: list[PairOutcome]
     usage: Usage
     verdicts: list[dict[str, Any]]
+    decision: Decision | None = None
 
 
 class TooManyErrors(ValueError):
@@ -72,6 +74,7 @@ def judge_pairs(
     max_concurrency: int = 8,
     max_error_fraction: float = 0.1,
     progress: str | None = None,
+    threshold: float | None = None,
 ) -> JudgingResult:
     """Judge the candidate's response against the base's on every prompt, in both orders.
 
@@ -94,6 +97,8 @@ def judge_pairs(
         max_concurrency: maximum number of concurrent questions.
         max_error_fraction: share of rows that may remain without a judgement; the run stops when it is exceeded.
         progress: label of the progress bar; None for no bar.
+        threshold: if given, ask only until it is decided whether the win rate, with ties as half, is above or below
+            it; see `decide`. Rows that were not asked in both orders then have an error in the outcomes.
 
     Raises:
         TooManyErrors: more rows than `max_error_fraction` have an error; the cache holds the verdicts so far.
@@ -113,74 +118,27 @@ def judge_pairs(
     if cache is not None:
         # Shuffle, so that another run on the same cache and rows rarely asks the same questions at the same time.
         random.Random().shuffle(questions)
-    with open_cache(judge, cache) as store:
-        run = JudgingRun(judge, store, max_concurrency, max_error_fraction * len(rows), progress)
-        try:
-            run.ask_all(questions)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(_kept(run, len(questions), cache)) from None
-    result = _collect(rows, passes, run)
-    _refuse_errors(result, run, max_error_fraction, "" if store is None else f"; {_kept(run, len(questions), cache)}")
-    return result
-
-
-def judge_until_decided(
-    judge: PairwiseJudge | Callable[..., Verdict | Judgement],
-    rows: Iterable[Mapping[str, Any]],
-    candidate: Sequence[str],
-    base: Sequence[str],
-    *,
-    threshold: float = 0.5,
-    batch_size: int = 32,
-    candidate_finished: Sequence[bool] | None = None,
-    base_finished: Sequence[bool] | None = None,
-    cache: str | Path | None = None,
-    max_concurrency: int = 8,
-    max_error_fraction: float = 0.1,
-    progress: str | None = None,
-) -> tuple[Decision, JudgingResult]:
-    """Ask until it is decided whether the candidate's win rate is above or below a threshold; see `decide`.
-
-    The win rate is the mean of the verdicts, a tie as half a win. The arguments are those of `judge_pairs` and of
-    `decide`. The same call asks in the same order, so with a cache it resumes after a kill.
-
-    Returns:
-        The decision, and the verdicts so far. Rows that were not asked in both orders have an error in the outcomes.
-
-    Raises:
-        As `judge_pairs` does; and ValueError if the threshold is not in (0, 1), or there is no verdict.
-    """
-    judge = judge if hasattr(judge, "judge") else CallableJudge(judge)
-    rows = list(rows)
-    passes = make_questions(judge, rows, candidate, base, candidate_finished, base_finished)
+    decision = None
     with open_cache(judge, cache) as store:
         run = JudgingRun(judge, store, max_concurrency, max_error_fraction * len(rows), progress)
 
         def ask(wanted: list[tuple[int, bool]]) -> list[float | None]:
-            pairs = [passes[i] for i, _ in wanted]
-            asked = [
-                None if isinstance(pair, PairOutcome) else pair[0 if own_first else 1]
-                for pair, (_, own_first) in zip(pairs, wanted, strict=True)
-            ]
-            new = {q.key: q for q in asked if q is not None and q.key not in run.answers and q.key not in run.errors}
+            asked = [passes[i] if isinstance(passes[i], PairOutcome) else passes[i][1 - own] for i, own in wanted]
+            new = {q.key: q for q in asked if isinstance(q, Question) and q.key not in run.answers | run.errors}
             run.ask_all(list(new.values()))
-            _refuse_errors(_collect(rows, passes, run), run, max_error_fraction, "")
-            values = []
-            for pair, question, (_, own_first) in zip(pairs, asked, wanted, strict=True):
-                if question is None:
-                    values.append(0.0 if pair.empty else 0.5)
-                elif question.key in run.answers:
-                    value = VALUES[run.answers[question.key]["verdict"]]
-                    values.append(value if own_first else 1 - value)
-                else:
-                    values.append(None)
-            return values
+            _refuse_errors(_collect(rows, passes, run), run, max_error_fraction)
+            return [_value(question, run, own) for question, (_, own) in zip(asked, wanted, strict=True)]
 
         try:
-            decision = decide(ask, len(rows), threshold=threshold, batch_size=batch_size)
+            if threshold is None:
+                run.ask_all(questions)
+            else:
+                decision = decide(ask, len(rows), threshold=threshold)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(_kept(run, 2 * len(rows), cache)) from None
-    return decision, _collect(rows, passes, run, NOT_NEEDED)
+            raise KeyboardInterrupt(_kept(run, len(questions), cache)) from None
+    result = _collect(rows, passes, run, decision)
+    _refuse_errors(result, run, max_error_fraction, "" if store is None else f"; {_kept(run, len(questions), cache)}")
+    return result
 
 
 def compare(
@@ -266,8 +224,18 @@ def open_cache(judge: PairwiseJudge, path: str | Path | None):
     return VerdictCache(path)
 
 
-def _refuse_errors(result: JudgingResult, run: JudgingRun, max_error_fraction: float, saved: str) -> None:
-    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED)]
+def _value(asked: Question | PairOutcome, run: JudgingRun, own_first: bool) -> float | None:
+    """1 for a win of the candidate, 1/2 for a tie; None without a verdict."""
+    if isinstance(asked, PairOutcome):
+        return 0.0 if asked.empty else 0.5
+    if asked.key not in run.answers:
+        return None
+    value = VALUES[run.answers[asked.key]["verdict"]]
+    return value if own_first else 1 - value
+
+
+def _refuse_errors(result: JudgingResult, run: JudgingRun, max_error_fraction: float, saved: str = "") -> None:
+    failed = [outcome for outcome in result.outcomes if outcome.error not in (None, NOT_ASKED, NOT_NEEDED)]
     if run.are_too_many(len(failed)):
         raise TooManyErrors(
             f"{len(failed)} of {len(result.outcomes)} rows could not be judged, more than the share of "
@@ -278,9 +246,9 @@ def _refuse_errors(result: JudgingResult, run: JudgingRun, max_error_fraction: f
 
 
 def _collect(
-    rows: list[Mapping[str, Any]], passes: list, run: JudgingRun, not_asked: str = NOT_ASKED
+    rows: list[Mapping[str, Any]], passes: list, run: JudgingRun, decision: Decision | None = None
 ) -> JudgingResult:
-    outcomes, verdicts = [], []
+    outcomes, verdicts, not_asked = [], [], NOT_ASKED if decision is None else NOT_NEEDED
     for row, pair in zip(rows, passes, strict=True):
         if isinstance(pair, PairOutcome):
             outcomes.append(pair)
@@ -294,7 +262,7 @@ def _collect(
             outcome = _pair_outcome(row["row_id"], *map(as_judgement, answers))
         outcomes.append(outcome)
         verdicts.append(_verdict_row(outcome, *answers))
-    return JudgingResult(outcomes, run.usage, verdicts)
+    return JudgingResult(outcomes, run.usage, verdicts, decision)
 
 
 def _pair_outcome(row_id: str, first: Judgement, second: Judgement) -> PairOutcome:

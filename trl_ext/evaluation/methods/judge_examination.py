@@ -23,16 +23,10 @@ CALIBRATION_DRAWS = 1000
 def ask_judge(
     judge: PairwiseJudge | Callable[..., Any], pairs: Sequence[LabelledPair], *, name: str = "judge", **judging: Any
 ) -> tuple[list[RecordedVerdict], Usage]:
-    """Ask a judge about every pair in both orders.
+    """Ask a judge about every pair in both orders; `judging` are keyword arguments of `judge_pairs`.
 
     The confidence of a judge with a method `probability(prompt, response_a, response_b)`, such as `RewardModelJudge`,
     follows from it.
-
-    Args:
-        judge: the judge, or a function `f(prompt, response_a, response_b)`.
-        pairs: what it is asked about.
-        name: its name in the verdicts.
-        judging: keyword arguments of `judge_pairs`.
 
     Raises:
         TooManyErrors, JudgeUnavailable, CacheError: as `judge_pairs` does.
@@ -65,7 +59,7 @@ def examine_judge(pairs: Sequence[LabelledPair], verdicts: Iterable[RecordedVerd
     intervals have 95%, and their unit is the pair, however often it was judged.
 
     Args:
-        pairs: the labelled pairs; those without a verdict are left out.
+        pairs: those without a verdict are left out.
         verdicts: of one judge.
 
     Returns:

@@ -123,23 +123,28 @@ def decide(ask: Ask, n: int, *, threshold: float = 0.5, batch_size: int = 32, se
     order = generator.sample(range(n), n)
     coins = [generator.random() < 0.5 for _ in range(n)]
     doubled = set(order[::DOUBLED_EVERY])
-    found: dict[int, list[float | None]] = {}
-    n_verdicts = 0
+    # Of each prompt, with the base and with the candidate first; NaN without a verdict.
+    answers, asked = numpy.zeros((n, 2)), numpy.zeros((n, 2), dtype=bool)
 
-    def ask_about(questions: list[tuple[int, bool]]) -> None:
-        nonlocal n_verdicts
-        for (prompt, _), value in zip(questions, ask(questions), strict=True):
-            found.setdefault(prompt, []).append(value)
-        n_verdicts += len(questions)
+    def ask_about(questions: list[tuple[int, bool]]) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """The mean verdicts of the prompts so far, in the order of asking, and the differences of both orders."""
+        rows, columns = zip(*questions, strict=True)
+        index = numpy.array(rows), numpy.array(columns, dtype=int)
+        answers[index], asked[index] = numpy.array(ask(questions), dtype=float), True
+        means = answers[order].sum(axis=1) / numpy.maximum(asked[order].sum(axis=1), 1)
+        differences = (answers[:, 0] - answers[:, 1])[asked.all(axis=1)]
+        kept = asked[order].any(axis=1) & ~numpy.isnan(means)
+        return means[kept], differences[~numpy.isnan(differences)]
 
     def decision(values: numpy.ndarray, low: float, high: float, stopped: str) -> Decision:
         told = "above" if low > threshold else "below" if high < threshold else "undecided"
-        return Decision(told, float(values.mean()), low, high, threshold, len(values), n_verdicts, 2 * n, stopped)
+        rate, n_verdicts = float(values.mean()), int(asked.sum())
+        return Decision(told, rate, low, high, threshold, len(values), n_verdicts, 2 * n, stopped)
 
     for start in range(0, n, batch_size):
         batch = order[start : start + batch_size]
-        ask_about([(i, coins[i]) for i in batch] + [(i, not coins[i]) for i in batch if i in doubled])
-        values = _means(found)
+        twice = [(i, not coins[i]) for i in batch if i in doubled]
+        values, differences = ask_about([(i, coins[i]) for i in batch] + twice)
         if len(values) and _log_capital(values, numpy.array([threshold]), EARLY_ALPHA).max() >= -math.log(EARLY_ALPHA):
             low, high = (float(bounds[-1]) for bounds in confidence_sequence(values, alpha=EARLY_ALPHA))
             # The bounds are rounded outwards, but exclude the threshold.
@@ -148,29 +153,17 @@ def decide(ask: Ask, n: int, *, threshold: float = 0.5, batch_size: int = 32, se
             return decision(values, low, high, "early")
     if not len(values):
         raise ValueError("no prompt has a verdict")
-    quantiles, chance = _looks(values, _differences(found), threshold)
-    low, high = _score_interval(values, quantiles[0])
-    first = values, low, high
-    rest = [i for i in order if i not in doubled]
-    if not low <= threshold <= high:
+    quantiles, chance = _looks(values, differences, threshold)
+    first = values, *_score_interval(values, quantiles[0])
+    if not first[1] <= threshold <= first[2]:
         return decision(*first, "one order")
+    rest = [i for i in order if i not in doubled]
     for start in range(0, len(rest), batch_size):
         if chance < LEAST_CHANCE:
             return decision(*first, "one order")
-        ask_about([(i, not coins[i]) for i in rest[start : start + batch_size]])
-        values = _means(found)
-        chance = _looks(values, _differences(found), threshold)[1]
+        values, differences = ask_about([(i, not coins[i]) for i in rest[start : start + batch_size]])
+        chance = _looks(values, differences, threshold)[1]
     return decision(values, *_score_interval(values, quantiles[1]), "both orders")
-
-
-def _means(found: dict[int, list[float | None]]) -> numpy.ndarray:
-    """The mean verdict of each prompt, in the order of asking."""
-    return numpy.array([sum(row) / len(row) for row in found.values() if None not in row])
-
-
-def _differences(found: dict[int, list[float | None]]) -> list[float]:
-    """The differences of the verdicts in both orders, of the prompts that have them."""
-    return [row[0] - row[1] for row in found.values() if len(row) == 2 and None not in row]
 
 
 def _score_interval(values: numpy.ndarray, quantile: float) -> tuple[float, float]:
@@ -207,7 +200,7 @@ def _looks(values: numpy.ndarray, differences: Sequence[float], threshold: float
     """
     variance = float(values.var())
     # Half a disagreement more, as few prompts may not show one.
-    noise = (sum(d**2 for d in differences) / 4 + 0.125) / (len(differences) + 1)
+    noise = (float((differences**2).sum()) / 4 + 0.125) / (len(differences) + 1)
     of_both = max(variance - noise * (1 - len(differences) / len(values)), variance / 2)
     correlation = math.sqrt(of_both / variance) if variance else 1.0
     quantiles = spending_quantiles(round(correlation, 2))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judging.cost import Estimate, estimate
-from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs, judge_until_decided
+from trl_ext.evaluation.judging.pairs import JudgingResult, judge_pairs
 from trl_ext.evaluation.judging.protocol import Usage, last_user_text
 from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
 from trl_ext.evaluation.statistics.human_labels import (
@@ -21,7 +21,6 @@ from trl_ext.evaluation.statistics.human_labels import (
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
-from trl_ext.evaluation.statistics.sequential import Decision
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
 from trl_ext.evaluation.submissions.rows import Response
 
@@ -131,18 +130,13 @@ def labelled_difference(
     """
     own, other = (labels.get(result.name, {}) for result in (first, second))
     # `prediction_powered` takes values in [0, 1].
-    told = {
-        row_id: (1 + OUTCOME_VALUES[own[row_id]] - OUTCOME_VALUES[other[row_id]]) / 2
-        for row_id in own
-        if row_id in other
-    }
+    told = {k: (1 + OUTCOME_VALUES[own[k]] - OUTCOME_VALUES[other[k]]) / 2 for k in own.keys() & other.keys()}
     if not told:
         return None
     columns = zip(first.outcomes, judge_values(first.outcomes), judge_values(second.outcomes), strict=True)
     found = _with_labels(told, {row.row_id: (1 + a - b) / 2 for row, a, b in columns})
-    values = {"difference": found.rate, "low": found.low, "high": found.high, "judge_difference": found.judge_rate}
-    counts = {name: getattr(found, name) for name in ("effective_n", "n_labels", "n_unlabelled")}
-    return {name: 2 * value - 1 for name, value in values.items()} | counts
+    fields = {"difference": "rate", "low": "low", "high": "high", "judge_difference": "judge_rate"}
+    return {name: 2 * getattr(found, field) - 1 for name, field in fields.items()} | {"n_labels": found.n_labels}
 
 
 def _with_labels(labels: Mapping[str, float], values: Mapping[str, float]) -> PredictionPowered:
@@ -160,17 +154,6 @@ def judge_responses(
 ) -> JudgingResult:
     """Run `judge_pairs` on submitted responses."""
     return judge_pairs(judge, prompts, **_arguments(responses, others), **judging)
-
-
-def decide_candidate(
-    judge: Any,
-    responses: Sequence[Response],
-    prompts: Sequence[Mapping[str, Any]],
-    base: Sequence[Response],
-    **judging: Any,
-) -> tuple[Decision, JudgingResult]:
-    """Run `judge_until_decided` on a candidate's responses against the base's."""
-    return judge_until_decided(judge, prompts, **_arguments(responses, base), **judging)
 
 
 def estimate_cost(
