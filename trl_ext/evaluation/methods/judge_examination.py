@@ -108,14 +108,16 @@ def calibration(confidence: Sequence[float], correct: Sequence[float], pair: Seq
         that of a confidence that is always 1/2 (`brier_chance`) or always the share of right verdicts
         (`brier_constant`); `ece`, the expected calibration error with ten bins of equal width, and its mean
         (`ece_chance`) and 95th percentile (`ece_chance_high`) for as many verdicts that are right with exactly the
-        probability that their confidence says.
+        probability that their confidence says, those on one pair together.
     """
     confidence, correct = (numpy.asarray(values, dtype=float) for values in (confidence, correct))
     squares, accuracy = (confidence - correct) ** 2, float(correct.mean())
     _, index = numpy.unique(numpy.asarray(pair), return_inverse=True)
-    members = numpy.eye(CALIBRATION_BINS)[numpy.minimum((confidence * CALIBRATION_BINS).astype(int), 9)]
+    members = numpy.eye(CALIBRATION_BINS)[
+        numpy.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
+    ]
     # In the first row the outcomes, then drawn ones.
-    drawn = numpy.random.default_rng(0).random((CALIBRATION_DRAWS, len(confidence))) < confidence
+    drawn = numpy.random.default_rng(0).random((CALIBRATION_DRAWS, index.max() + 1))[:, index] < confidence
     errors = numpy.abs((confidence - numpy.vstack([correct, drawn])) @ members).sum(axis=1) / len(confidence)
     return {
         "n": len(confidence),
