@@ -118,14 +118,8 @@ def _until_decided(options: argparse.Namespace, judge: Any, prompts: list, base:
     if options.json:
         print_json(summary)
         return
-    header = (
-        "candidate",
-        f"against {options.stop_when_decided:g}",
-        "win rate, ties as half",
-        "verdicts",
-        "of",
-        "stopped",
-    )
+    against = f"against {options.stop_when_decided:g}"
+    header = ("candidate", against, "win rate, ties as half", "verdicts", "of", "stopped")
     rows = [
         (row["name"], row["decision"], format_interval(row["rate"], row["low"], row["high"]))
         + (row["n_verdicts"], row["n_all"], row["stopped"])

@@ -96,12 +96,12 @@ def decide(ask: Ask, n: int, *, threshold: float = 0.5, batch_size: int = 32, se
     The rate is the mean over prompts of the verdicts in both orders. Prompts are asked in random order, each in one
     order that is drawn by a coin, so that position bias cancels; every eighth in both. Asking stops
 
-    1. when a confidence sequence with alpha 1% excludes the threshold,
+    1. when a confidence sequence with alpha 0.5% excludes the threshold;
     2. when every prompt was asked once, if a score interval excludes the threshold, or the second orders would hardly
        change that: given the verdicts so far, with a probability below 5%;
     3. when every prompt was asked in both orders.
 
-    The intervals of 2 and 3 have a joint error of 4%, by the correlation of the two means. So the rate is outside
+    The intervals of 2 and 3 have a joint error of 4.5%, by the correlation of the two means. So the rate is outside
     `Decision.low` to `Decision.high` in at most 5% of all runs, up to the normal approximation of 2 and 3.
 
     Args:
@@ -149,7 +149,7 @@ def decide(ask: Ask, n: int, *, threshold: float = 0.5, batch_size: int = 32, se
             low, high = (float(bounds[-1]) for bounds in confidence_sequence(values, alpha=EARLY_ALPHA))
             # The bounds are rounded outwards, but exclude the threshold.
             beyond = numpy.nextafter(threshold, [0.0, 1.0]).tolist()
-            low, high = (max(low, beyond[1]), high) if values.mean() > threshold else (low, min(high, beyond[0]))
+            low, high = (max(low, beyond[1]), high) if low + high > 2 * threshold else (low, min(high, beyond[0]))
             return decision(values, low, high, "early")
     if not len(values):
         raise ValueError("no prompt has a verdict")
@@ -192,7 +192,7 @@ def _log_capital(values: Sequence[float], means: numpy.ndarray, alpha: float) ->
     return numpy.maximum(numpy.cumsum(larger, axis=0), numpy.cumsum(smaller, axis=0)) - math.log(2)
 
 
-def _looks(values: numpy.ndarray, differences: Sequence[float], threshold: float) -> tuple[tuple[float, float], float]:
+def _looks(values: numpy.ndarray, differences: numpy.ndarray, threshold: float) -> tuple[tuple[float, float], float]:
     """The quantiles of both looks, and the probability that the second orders decide.
 
     The mean of one verdict of a prompt is that of both plus noise, whose variance is a quarter of the mean squared
