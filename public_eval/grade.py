@@ -13,6 +13,7 @@ from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.commands import (
     add_check_arguments,
     add_judge_arguments,
+    add_label_arguments,
     add_prompt_arguments,
     check_judge_arguments,
     data_options,
@@ -20,6 +21,8 @@ from trl_ext.evaluation.submissions.commands import (
     interval_cell,
     judge_settings,
     judging_options,
+    labels_line,
+    load_labels,
     make_judge,
     make_parser,
     show_estimates,
@@ -54,6 +57,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_prompt_arguments(parser)
     add_check_arguments(parser)
     add_judge_arguments(parser)
+    add_label_arguments(parser, "a method")
     parser.add_argument("--out", type=Path, help="write the grades as JSON")
     with one_line_errors():
         options = parser.parse_args(arguments)
@@ -61,9 +65,12 @@ def main(arguments: list[str] | None = None) -> None:
         if not Path(options.folder).is_dir():
             raise FileNotFoundError(f"no folder {options.folder}: {how_to_fill(options.folder)}")
         data = data_options(options)
-        judge = make_judge(options, load_prompts(options.prompts_jsonl))
+        prompts = load_prompts(options.prompts_jsonl)
+        policies = [name for name in load_thresholds(options.thresholds) if name != REWARD_MODEL]
+        labels = load_labels(options, policies, [row["row_id"] for row in prompts])
+        judge = make_judge(options, prompts)
         if options.estimate:
-            _estimate(options, judge, data)
+            _estimate(options, judge, policies, data)
             return
         result = grade_submission(
             options.folder,
@@ -71,6 +78,7 @@ def main(arguments: list[str] | None = None) -> None:
             judge=judge,
             base_jsonl=options.base_jsonl,
             rule=options.rule,
+            human_labels=labels,
             **data,
             **judging_options(options),
         )
@@ -85,9 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
         raise SystemExit(2)
 
 
-def _estimate(options, judge, data: dict[str, Any]) -> None:
+def _estimate(options, judge, policies: list[str], data: dict[str, Any]) -> None:
     """Print what judging the existing, gradable files would cost."""
-    policies = [name for name in load_thresholds(options.thresholds) if name != REWARD_MODEL]
     public = PublicData.load(policies, **data)
     base = load_base(public.prompts, options.base_jsonl, max_new_tokens=public.max_new_tokens)
     pairs = {}
@@ -120,6 +127,9 @@ def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:
     passed = sum(grade.passed for grade in result.grades)
     part_two = "" if result.part_two is None else f"; part two, by either file: {_word(result.part_two)}"
     print(f"{passed} of {len(result.grades)} passed{part_two}")
+    for grade in result.grades:
+        if grade.human_labels:
+            print(f"{grade.method}, {labels_line(grade.human_labels)}")
     print("n: rows that count, of all rows")
     print(
         "chance under it: of another n rows, given those measured (Jeffreys' prior; beta-binomial, with ties as half"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
+from typing import Any
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
@@ -11,27 +13,30 @@ from trl_ext.evaluation.submissions.candidates import (
     compare_candidates,
     estimate_cost,
     judge_candidate,
-    with_human_labels,
+    judge_responses,
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
+    add_label_arguments,
     add_prompt_arguments,
     interval_cell,
     judge_settings,
     judging_options,
+    labels_line,
+    load_labels,
     load_systems,
     make_judge,
     make_parser,
     show_estimates,
     usage_line,
 )
-from trl_ext.evaluation.submissions.rows import read_human_labels
 from trl_ext.files import write_json, write_json_lines
 
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
 equal lengths, and with several candidates the paired differences between them on the same prompts. With --human_labels
-of a random part of the prompts, also a win rate without the judge's bias.
+of a random part of the prompts, also a win rate without the judge's bias. With --stop_when_decided, only whether each
+candidate's win rate is above or below a threshold, from fewer verdicts.
 
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
@@ -49,36 +54,42 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
     parser.add_argument(
-        "--human_labels",
-        metavar="FILE",
-        help="JSONL with row_id and outcome: candidate, base or tie, of one candidate",
+        "--stop_when_decided",
+        nargs="?",
+        const=0.5,
+        type=float,
+        metavar="RATE",
+        help="ask until the win rate, ties as half, is known to be above or below RATE (default: 0.5); the interval "
+        "remains valid, and second orders are asked only where they can matter",
     )
+    add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        if options.human_labels and len(options.candidate) > 1:
-            raise ValueError("--human_labels are of one candidate's responses: give one --candidate")
+        if options.stop_when_decided is not None and options.human_labels:
+            raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
         prompts, base, systems = load_systems(options, options.candidate)
-        labels = (
-            read_human_labels(options.human_labels, [row["row_id"] for row in prompts]) if options.human_labels else {}
-        )
+        labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
             show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
+        if options.stop_when_decided is not None:
+            _until_decided(options, judge, prompts, base, systems)
+            return
         results = [
-            judge_candidate(judge, name, responses, prompts, base, **judging_options(options))
+            judge_candidate(
+                judge, name, responses, prompts, base, human_labels=labels.get(name), **judging_options(options)
+            )
             for name, responses in systems.items()
         ]
         summary = {
             "judge": judge_settings(options, judge),
             "rule": options.rule,
             "candidates": [result.to_dict() for result in results],
-            "differences": compare_candidates(results, options.rule),
+            "differences": compare_candidates(results, options.rule, labels),
             "usage": sum((result.usage for result in results), Usage()).to_dict(),
         }
-        if labels:
-            summary["human_labels"] = with_human_labels(results[0].outcomes, labels).to_dict()
         if options.out:
             write_json(options.out, summary)
         if options.verdicts:
@@ -88,6 +99,34 @@ def main(arguments: list[str] | None = None) -> None:
         print_json(summary)
     else:
         _print(results, summary)
+
+
+def _until_decided(options: argparse.Namespace, judge: Any, prompts: list, base: list, systems: dict) -> None:
+    """Ask, write and print the decision on each candidate."""
+    judging = {"threshold": options.stop_when_decided, **judging_options(options)}
+    found = {name: judge_responses(judge, prompts, rows, base, **judging) for name, rows in systems.items()}
+    summary = {
+        "judge": judge_settings(options, judge),
+        "decisions": [{"name": name, **result.decision.to_dict()} for name, result in found.items()],
+        "usage": sum((result.usage for result in found.values()), Usage()).to_dict(),
+    }
+    if options.out:
+        write_json(options.out, summary)
+    if options.verdicts:
+        rows = [{"candidate": name, **row} for name, result in found.items() for row in result.verdicts]
+        write_json_lines(options.verdicts, rows)
+    if options.json:
+        print_json(summary)
+        return
+    against = f"against {options.stop_when_decided:g}"
+    header = ("candidate", against, "win rate, ties as half", "verdicts", "of", "stopped")
+    rows = [
+        (row["name"], row["decision"], format_interval(row["rate"], row["low"], row["high"]))
+        + (row["n_verdicts"], row["n_all"], row["stopped"])
+        for row in summary["decisions"]
+    ]
+    print(format_table(header, rows))
+    print(usage_line(summary["usage"], options.judge))
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:
@@ -108,6 +147,9 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         print(f"at equal lengths: {noted.note}, ties as half; characters, mean of candidate and base: ", end="")
         lengths = [(r.name, r.length_controlled) for r in results if r.length_controlled]
         print(", ".join(f"{name} {lc.mean_length:.0f} and {lc.base_mean_length:.0f}" for name, lc in lengths))
+    for row in summary["candidates"]:
+        if row["human_labels"]:
+            print(f"{row['name']}, {labels_line(row['human_labels'])}")
     for row in summary["differences"]:
         first, second = row["candidates"]
         if row["difference"] is None:
@@ -118,18 +160,13 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
             f"{first} minus {second}, {row['rule']}: {difference}, paired over {row['n']} prompts; "
             f"McNemar p {row['mcnemar']['p_value']:.4f}"
         )
-    if "human_labels" in summary:
-        print(_labels_line(summary["human_labels"]))
+        if labelled := row.get("human_labels"):
+            difference = format_interval(labelled["difference"], labelled["low"], labelled["high"])
+            print(
+                f"{first} minus {second}, human labels and judge: {difference}, with {labelled['n_labels']} labels of "
+                f"each; judge alone: {labelled['judge_difference']:.3f}"
+            )
     print(usage_line(summary["usage"], summary["judge"]["kind"]))
-
-
-def _labels_line(found: dict) -> str:
-    alone = found["labels_only"]
-    return (
-        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
-        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(alone)}; judge alone: "
-        f"{found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
-    )
 
 
 def _row(result: CandidateResult) -> tuple:

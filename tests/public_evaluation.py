@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.test_grading import write_assets
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = ("generate", "score", "judge", "grade", "pack", "tournament")
+COMMANDS = ("generate", "score", "judge", "examine_judge", "grade", "pack", "tournament")
 
 
 def module_of(command: str) -> str:

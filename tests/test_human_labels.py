@@ -185,18 +185,38 @@ class TestLabelsNeeded:
 
 class TestCorrectedRate:
     def test_by_hand(self):
-        """(0.65 + 0.8 - 1) / 0.7; the variance is 0.001161 + 0.000759 + 0.000521 = 0.002441."""
+        """(0.65 + 0.8 - 1) / 0.7; the variance is 0.001161 + 0.000759 + 0.000521 = 0.002441.
+
+        For the interval 261.9207 of 403.8415 are wins, and the error rates 91 / 102 and 65 / 82: J = 0.684840 and the
+        rate 0.644314. The centre moves by 2 * 3.841459 (0.644314 * 0.096215 / 102 - 0.355686 * 0.164337 / 82).
+        """
         found = corrected_rate(0.65, 400, 0.9, 0.8, n_wins=100, n_losses=80)
         assert (found.rate, found.standard_error) == pytest.approx((0.642857, 0.049400), abs=1e-6)
-        assert (found.low, found.high) == pytest.approx((0.546034, 0.739680), abs=1e-6)
+        assert (found.low, found.high) == pytest.approx((0.543980, 0.743046), abs=1e-6)
         assert corrected_rate(0.65, 400, 0.9, 0.8).standard_error == pytest.approx(0.034069, abs=1e-6)
         assert not found.truncated
 
     def test_truncated(self):
-        """The interval has its width beside the limit: 1.96 * sqrt(0.15 * 0.85 / 400) / 0.7 = 0.049989."""
+        """The interval has its width beside the limit: 61.9207 of 403.8415 are wins, a rate of 0.153329.
+
+        1.96 * sqrt(0.153329 * 0.846671 / 403.8415) / 0.7 = 0.050201.
+        """
         found = corrected_rate(0.15, 400, 0.9, 0.8)
         assert (found.rate, found.low, found.truncated) == (0, 0, True)
-        assert found.high == pytest.approx(0.049989, abs=1e-6)
+        assert found.high == pytest.approx(0.050201, abs=1e-6)
+
+    @pytest.mark.parametrize(
+        "rate, right, n", [(0.1, (0.99, 0.95), 20), (0.95, (1, 0.9), 20), (1.0, (0.99, 0.95), 80)]
+    )
+    def test_coverage_where_few_labels_show_no_error(self, rate, right, n):
+        """The delta method covers 74, 93 and 79%, as its interval has no width where nothing varied."""
+        rng, covered = numpy.random.default_rng(0), 0
+        for _ in range(2000):
+            judged = rng.binomial(400, rate * right[0] + (1 - rate) * (1 - right[1])) / 400
+            shown = (rng.binomial(n, share) / n for share in right)
+            found = corrected_rate(judged, 400, *shown, n_wins=n, n_losses=n)
+            covered += found.low <= rate <= found.high
+        assert covered / 2000 > 0.94
 
     def test_delta_method_by_simulation(self):
         rng = numpy.random.default_rng(0)
@@ -247,8 +267,8 @@ class TestCommand:
         code, out, err = judge("--human_labels", path, "--json", "--out", "j.json")
         assert code == 0, err
         expected = prediction_powered([1, 0, 0, 0], [1, 1, 0.5, 0], [1, 1, 1, 0.5, 0.5, 0])
-        found = json.loads(out)["human_labels"]
-        assert found == expected.to_dict() == json.loads((tmp_path / "j.json").read_text())["human_labels"]
+        found = json.loads(out)["candidates"][0]["human_labels"]
+        assert json.loads((tmp_path / "j.json").read_text()) == json.loads(out) and found == expected.to_dict()
         assert 0 < found["weight"] < 1 and found["judge_rate"] == pytest.approx(0.65)
         code, out, _ = judge("--human_labels", path)
         assert f"human labels and judge: {expected.rate:.3f}  [{expected.low:.3f}, {expected.high:.3f}]" in out
@@ -271,8 +291,64 @@ class TestCommand:
         rows = [{**row, "row_id": row_ids[0] if row["row_id"] == 0 else row["row_id"]} for row in rows]
         assert message in one_line_error(judge("--human_labels", write_lines(tmp_path / "l.jsonl", rows)))
 
-    def test_several_candidates_and_no_file(self, judge, tmp_path):
-        assert "no file nowhere" in one_line_error(judge("--human_labels", "nowhere"))
+    def test_several_candidates(self, judge, row_ids, tmp_path):
+        """dpo wins everywhere under the judge. On the rows that both have labels for, they differ by 0, 1/2 and 1.
+
+        The estimate is that of the differences, mapped from [-1, 1] to [0, 1].
+        """
+        own = write_policy(tmp_path, "aot", response_rows(plan(win=5, tie=3, loss=2)))
         more = write_policy(tmp_path, "dpo", response_rows(plan(win=10)))
-        line = one_line_error(judge("--human_labels", "l.jsonl", "--candidate", "aot.jsonl", more))
-        assert "give one --candidate" in line
+        both = partial(judge, "--candidate", more, own)
+        told = {"aot": {0: C, 5: T, 6: B, 9: B}, "dpo": {0: C, 5: C, 6: C, 7: C}}
+        for name, outcomes in told.items():
+            rows = [{"row_id": row_ids[i], "outcome": outcome} for i, outcome in outcomes.items()]
+            write_lines(tmp_path / f"{name}-labels.jsonl", rows)
+        flags = ["--human_labels", "aot=aot-labels.jsonl", "dpo=dpo-labels.jsonl"]
+        code, out, err = both(*flags, "--json")
+        assert code == 0, err
+        summary = json.loads(out)
+        expected = prediction_powered([0.5, 0.75, 1], [0.5, 0.75, 0.75], [0.5] * 4 + [0.75] + [1] * 2)
+        found = summary["differences"][0]["human_labels"]
+        assert summary["differences"][0]["candidates"] == ["dpo", "aot"]
+        assert (found["difference"], found["low"]) == pytest.approx((2 * expected.rate - 1, 2 * expected.low - 1))
+        assert (found["judge_difference"], found["n_labels"]) == (pytest.approx(0.35), 3)
+        assert [row["human_labels"]["n_labels"] for row in summary["candidates"]] == [4, 4]
+        _, out, _ = both(*flags)
+        assert "dpo minus aot, human labels and judge: 0." in out and "with 3 labels of each" in out
+        assert "say whose labels they are" in one_line_error(both("--human_labels", "dpo-labels.jsonl"))
+        assert "unknown --human_labels 'ppo'; did you mean 'dpo'" in one_line_error(
+            both("--human_labels", "ppo=l.jsonl")
+        )
+        assert "two files for aot" in one_line_error(both(*flags, "aot=aot-labels.jsonl"))
+        assert "no file nowhere" in one_line_error(judge("--human_labels", "nowhere"))
+
+
+def test_grades_and_matches_have_the_same_estimate(capsys, monkeypatch, tmp_path):
+    """`grade` and `tournament` give what `judge` gives; a match that names the base first is turned around."""
+    monkeypatch.chdir(tmp_path)
+    flags = flags_of_course(tmp_path)
+    rows = response_rows(plan(win=5, tie=3, loss=2))
+    path = write_policy(tmp_path, "aot", rows)
+    other = write_policy(tmp_path, "dpo", response_rows(plan(win=7, tie=0, loss=3)))
+    told = [{"row_id": rows[i]["row_id"], "outcome": outcome} for i, outcome in {0: C, 1: B, 5: T, 9: B}.items()]
+    labels = f"aot={write_lines(tmp_path / 'labels.jsonl', told)}"
+    run = partial(run_command, capsys)
+
+    code, out, err = run("judge", "--candidate", path, *flags["judging"], "--human_labels", labels, "--json")
+    assert code == 0, err
+    expected = json.loads(out)["candidates"][0]["human_labels"]
+    (tmp_path / "thresholds.json").write_text('{"aot": 0.5}')
+    given = ["grade", tmp_path, "--thresholds", "thresholds.json", *flags["all"], "--human_labels", labels]
+    assert json.loads(run(*given, "--json")[1])["grades"][0]["human_labels"] == expected
+    assert "aot, human labels and judge: 0." in run(*given)[1]
+
+    given = ["tournament", path, other, *flags["judging"], "--human_labels", labels]
+    matches = json.loads(run(*given, "--json")[1])["matches"]
+    against_base, *others = [match["human_labels"] for match in matches]
+    assert (matches[0]["first"], matches[0]["second"]) == ("base", "aot") and others == [None, None]
+    assert (1 - against_base["rate"], 1 - against_base["high"]) == pytest.approx((expected["rate"], expected["low"]))
+    assert "base against aot, human labels and judge: 0." in run(*given)[1]
+    given[-1] = f"dpo:aot={tmp_path / 'labels.jsonl'}"
+    # Its first system is aot, so a label `candidate` is a loss.
+    found = json.loads(run(*given, "--json")[1])["matches"][2]
+    assert (found["first"], found["human_labels"]["labels_only"]["rate"]) == ("aot", 1 - 1.5 / 4)

@@ -186,7 +186,7 @@ class TestCommand:
         assert [row["outcome"] for row in rows[:2]] == [one.outcome for one in first.values()] and len(rows) == 3
         assert all(row.keys() == {"row_id", "outcome", "session"} for row in rows)
         code, out, err = label.judge("--human_labels", "labels.jsonl", "--json")
-        assert code == 0 and json.loads(out)["human_labels"]["n_labels"] == 3, err
+        assert code == 0 and json.loads(out)["candidates"][0]["human_labels"]["n_labels"] == 3, err
         message = one_line_error(label("", "--seed", 1))
         assert "of other responses, or of another --seed or --verdicts" in message
 
@@ -216,7 +216,7 @@ class TestCommand:
             draw_weights(sizes, order, list(labels))
         )
         code, out, _ = label.judge("--human_labels", "labels.jsonl", "--json")
-        assert json.loads(out)["human_labels"]["n_unlabelled"] == 1
+        assert json.loads(out)["candidates"][0]["human_labels"]["n_unlabelled"] == 1
         assert label("1", "--verdicts", "v.jsonl")[0] == 0
         assert {one.weight for one in read_human_labels("labels.jsonl", label.row_ids).values()} == {1.0}
         write_lines(tmp_path / "v.jsonl", [{**row, "candidate": "dpo"} for row in rows])

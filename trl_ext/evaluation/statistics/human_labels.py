@@ -177,7 +177,9 @@ def corrected_rate(
     """A judge's win rate corrected for its error rates: Rogan and Gladen (1978); for judges 2511.21140.
 
     The estimate is (rate + specificity - 1) / J with J = sensitivity + specificity - 1. The error rates must be
-    measured on the same two systems, as they change with the length and style of responses.
+    measured on the same two systems, as they change with the length and style of responses. The interval is that of
+    Lang and Reiczigel (2014, "Confidence limits for prevalence of disease adjusted for estimated sensitivity and
+    specificity"), which has a width at rates of 0 and 1 too.
 
     Args:
         rate: share of the `n` prompts that the judge calls a win.
@@ -199,14 +201,25 @@ def corrected_rate(
         raise ValueError(
             f"sensitivity + specificity - 1 is {youden:.3f}, below {LEAST_YOUDEN}: this judge says too little"
         )
+    rates = ((rate, n), (sensitivity, n_wins), (specificity, n_losses))
+    found, error, _ = _rogan_gladen(*rates)
+    # For the interval alone, half of z^2 successes and failures are added to the rate, and one to the error rates.
+    added = (NORMAL_95**2 / 2, 1.0, 1.0)
+    rates = [((p * n + k) / (n + 2 * k), n + 2 * k) if n else (p, n) for (p, n), k in zip(rates, added, strict=True)]
+    centre, half_width, skewness = _rogan_gladen(*rates)
+    kept, centre = (min(max(x, 0.0), 1.0) for x in (found, centre + 2 * NORMAL_95**2 * skewness))
+    low, high = max(centre - NORMAL_95 * half_width, 0.0), min(centre + NORMAL_95 * half_width, 1.0)
+    return CorrectedRate(kept, min(low, kept), max(high, kept), error, truncated=kept != found)
+
+
+def _rogan_gladen(*rates: tuple[float, float | None]) -> tuple[float, float, float]:
+    """The corrected rate, its standard error by the delta method, and what shifts its interval's centre."""
+    (rate, _), (sensitivity, _), (specificity, _) = rates
+    of_rate, of_wins, of_losses = (p * (1 - p) / n if n else 0.0 for p, n in rates)
+    youden = sensitivity + specificity - 1
     found = (rate + specificity - 1) / youden
-    variance = rate * (1 - rate) / n
-    variance += found**2 * sensitivity * (1 - sensitivity) / n_wins if n_wins else 0.0
-    variance += (1 - found) ** 2 * specificity * (1 - specificity) / n_losses if n_losses else 0.0
-    error = math.sqrt(variance) / youden
-    kept = min(max(found, 0.0), 1.0)
-    low, high = max(kept - NORMAL_95 * error, 0.0), min(kept + NORMAL_95 * error, 1.0)
-    return CorrectedRate(kept, low, high, error, truncated=kept != found)
+    error = math.sqrt(of_rate + found**2 * of_wins + (1 - found) ** 2 * of_losses) / youden
+    return found, error, found * of_wins - (1 - found) * of_losses
 
 
 def _judge_value(outcome: PairOutcome) -> float:

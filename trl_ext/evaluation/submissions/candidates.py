@@ -38,6 +38,7 @@ class CandidateResult:
         outcomes: one for each prompt.
         usage: calls, tokens and dollars of judging.
         verdicts: JSON-ready rows with the judge's answers in both orders.
+        human_labels: the win rate from the judge and human labels; None without labels.
     """
 
     name: str
@@ -48,6 +49,7 @@ class CandidateResult:
     outcomes: list[PairOutcome]
     usage: Usage
     verdicts: list[dict[str, Any]]
+    human_labels: PredictionPowered | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The figures without the rows, ready for JSON."""
@@ -58,6 +60,7 @@ class CandidateResult:
             "mean_tokens": self.mean_tokens,
             "base_mean_tokens": self.base_mean_tokens,
             "usage": self.usage.to_dict(),
+            "human_labels": None if self.human_labels is None else self.human_labels.to_dict(),
         }
 
 
@@ -67,6 +70,8 @@ def judge_candidate(
     responses: Sequence[Response],
     prompts: Sequence[Mapping[str, Any]],
     base: Sequence[Response],
+    *,
+    human_labels: Mapping[str, HumanLabel] | None = None,
     **judging: Any,
 ) -> CandidateResult:
     """Judge a candidate's responses against the base's, in both orders.
@@ -76,6 +81,7 @@ def judge_candidate(
         name: the candidate's name.
         responses, base: one for each prompt, in order.
         prompts: rows with `row_id` and `prompt`.
+        human_labels: by row_id, for some of the prompts.
         judging: keyword arguments of `judge_pairs`.
 
     Raises:
@@ -91,6 +97,7 @@ def judge_candidate(
         outcomes=result.outcomes,
         usage=result.usage,
         verdicts=result.verdicts,
+        human_labels=with_human_labels(result.outcomes, human_labels) if human_labels else None,
     )
 
 
@@ -111,13 +118,38 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
 
 def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, HumanLabel]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
-    values = list(zip(outcomes, judge_values(outcomes), strict=True))
-    labelled = [(labels[row.row_id], value) for row, value in values if row.row_id in labels]
-    further = [value for row, value in values if row.row_id not in labels]
-    told = [OUTCOME_VALUES[label.outcome] for label, _ in labelled]
-    judged = [value for _, value in labelled]
-    weights = [label.weight for label, _ in labelled]
-    if None in weights:
+    values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
+    weights = [labels[row_id].weight for row_id in values if row_id in labels]
+    told = {row_id: OUTCOME_VALUES[label.outcome] for row_id, label in labels.items()}
+    return _with_labels(told, values, None if None in weights else weights)
+
+
+def labelled_difference(
+    first: CandidateResult, second: CandidateResult, labels: Mapping[str, Mapping[str, HumanLabel]]
+) -> dict[str, Any] | None:
+    """The difference of two candidates' win rates from the judge and the labels, by name, of the same prompts.
+
+    It is the prediction-powered estimate of the differences on each prompt. None if no prompt has both labels, or if
+    labels have weights: the probability that both candidates' were drawn is not known.
+    """
+    own, other = (labels.get(result.name, {}) for result in (first, second))
+    shared = own.keys() & other.keys()
+    if not shared or any(side[k].weight is not None for side in (own, other) for k in shared):
+        return None
+    # `prediction_powered` takes values in [0, 1].
+    told = {k: (1 + OUTCOME_VALUES[own[k].outcome] - OUTCOME_VALUES[other[k].outcome]) / 2 for k in shared}
+    columns = zip(first.outcomes, judge_values(first.outcomes), judge_values(second.outcomes), strict=True)
+    found = _with_labels(told, {row.row_id: (1 + a - b) / 2 for row, a, b in columns})
+    fields = {"difference": "rate", "low": "low", "high": "high", "judge_difference": "judge_rate"}
+    return {name: 2 * getattr(found, field) - 1 for name, field in fields.items()} | {"n_labels": found.n_labels}
+
+
+def _with_labels(
+    labels: Mapping[str, float], values: Mapping[str, float], weights: Sequence[float] | None = None
+) -> PredictionPowered:
+    told, judged = zip(*((labels[row_id], value) for row_id, value in values.items() if row_id in labels), strict=True)
+    further = [value for row_id, value in values.items() if row_id not in labels]
+    if weights is None:
         return prediction_powered(told, judged, further)
     return weighted_prediction_powered(told, judged, further, weights)
 
@@ -162,12 +194,21 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
     return GroundTruthJudge()
 
 
-def compare_candidates(results: Sequence[CandidateResult], rule: Rule = "agreed") -> list[dict[str, Any]]:
-    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names."""
+def compare_candidates(
+    results: Sequence[CandidateResult],
+    rule: Rule = "agreed",
+    human_labels: Mapping[str, Mapping[str, HumanLabel]] | None = None,
+) -> list[dict[str, Any]]:
+    """The paired difference of every two candidates on the same prompts, JSON-ready, with their names.
+
+    With `human_labels`, by candidate and row_id, it also has `labelled_difference`.
+    """
     rows = []
     for first, second in itertools.combinations(results, 2):
         difference: PairedDifference = paired_difference(first.outcomes, second.outcomes, rule)
         rows.append({"candidates": [first.name, second.name], **difference.to_dict()})
+        if human_labels:
+            rows[-1]["human_labels"] = labelled_difference(first, second, human_labels)
     return rows
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trl_ext.evaluation.submissions.assets import (
     load_prompts,
     token_counter,
 )
-from trl_ext.evaluation.submissions.rows import Response, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.rows import HumanLabel, Response, read_human_labels, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
 from trl_ext.names import check_choice, load_function
@@ -83,7 +84,7 @@ def data_options(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
+def add_judge_arguments(parser: argparse.ArgumentParser, *, rule: bool = True) -> None:
     """Add flags that select the judge and its settings."""
     group = parser.add_argument_group("judge")
     group.add_argument(
@@ -112,11 +113,55 @@ def add_judge_arguments(parser: argparse.ArgumentParser) -> None:
         "--max_error_fraction", type=_fraction, default=0.1, help="share of rows that may stay unjudged" + DEFAULT
     )
     group.add_argument("--estimate", action="store_true", help="say what it would cost, and send nothing")
-    group.add_argument(
-        "--rule",
-        choices=("agreed", "half"),
-        default="agreed",
-        help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
+    if rule:
+        group.add_argument(
+            "--rule",
+            choices=("agreed", "half"),
+            default="agreed",
+            help="what counts first: rows on which both orders agree, or ties as half" + DEFAULT,
+        )
+
+
+def add_label_arguments(parser: argparse.ArgumentParser, names: str) -> None:
+    """Add the flag for human labels of the systems that `names` describes."""
+    parser.add_argument(
+        "--human_labels",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]FILE",
+        help=f"JSONL with row_id and outcome: candidate, base or tie; NAME is {names}",
+    )
+
+
+def load_labels(
+    options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
+) -> dict[str, dict[str, HumanLabel]]:
+    """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
+
+    Raises:
+        FileNotFoundError: a file does not exist.
+        ValueError: a name is missing, unknown or given twice, or a row is wrong.
+    """
+    found: dict[str, dict[str, HumanLabel]] = {}
+    for given in options.human_labels:
+        name, equals, path = given.partition("=")
+        if not equals:
+            name, path = names[0], given
+            if len(names) > 1:
+                raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")
+        check_choice("human_labels", name, names)
+        if name in found:
+            raise ValueError(f"--human_labels: two files for {name}: give one")
+        found[name] = read_human_labels(path, row_ids)
+    return found
+
+
+def labels_line(found: dict[str, Any]) -> str:
+    """A win rate from human labels and a judge, beside the labels' own and the judge's."""
+    return (
+        f"human labels and judge: {format_interval(found['rate'], found['low'], found['high'])}, like "
+        f"{found['effective_n']:.0f} labels; {found['n_labels']} labels alone: {interval_cell(found['labels_only'])}; "
+        f"judge alone: {found['judge_rate']:.3f} over {found['n_labels'] + found['n_unlabelled']} prompts"
     )
 
 
