@@ -4,9 +4,8 @@ from trl_ext.losses.distillation import generalized_jsd, teacher_advantages, wit
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.mismatch import mismatch_weights
-from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.losses.objective import PreferenceObjective, confidence, wpo
 from trl_ext.losses.policy import (
-    PolicyScores,
     cispo,
     clip_cov,
     clipped_surrogate,
@@ -18,12 +17,11 @@ from trl_ext.losses.policy import (
     quadratic_ratio,
     reinforce,
     sapo,
-    sequence_log_ratio,
-    token_log_ratio,
     unclipped_surrogate,
     vespo,
 )
 from trl_ext.losses.policy_objective import PolicyLoss
+from trl_ext.losses.policy_scores import PolicyScores, sequence_log_ratio, token_log_ratio
 from trl_ext.losses.preference import (
     PreferenceScores,
     aot,
@@ -46,7 +44,6 @@ from trl_ext.losses.preference import (
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import kto
 from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
-from trl_ext.losses.weighting import confidence, wpo
 
 __all__ = [
     "PolicyLoss",

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
 from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
-from trl_ext.losses.policy import RATIO_OF, SURROGATES, PolicyScores, bounded_ratio
+from trl_ext.losses.policy import RATIO_OF, SURROGATES
+from trl_ext.losses.policy_scores import PolicyScores, bounded_ratio
 from trl_ext.names import check_choice
 from trl_ext.registry import Entry
 from trl_ext.settings import LOSS_SETTINGS, LossFields
@@ -157,6 +158,14 @@ class PolicyLoss(LossFields):
         if has_divergence and self.kl_estimator == "k3":
             beyond = beyond | (ref_log_probs - scores.log_probs > MAX_EXPONENT)
         return beyond & (scores.mask != 0)
+
+    def dropped(self, scores: PolicyScores) -> Tensor:
+        """Tokens whose loss is 0 because they have moved too far from the sampler, as in DPPO. Boolean, [B, T]."""
+        matters = (scores.advantages != 0) & (scores.log_probs != 0) & (scores.mask != 0)
+        if not self.reads_sampler:
+            return torch.zeros_like(matters)
+        with torch.no_grad():
+            return (self._surrogate_losses(scores) == 0) & matters
 
     def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
         """The KL penalty on each response's reward: beta times the sum of its KL estimates over the tokens. [B].

@@ -22,7 +22,7 @@ from trl_ext.trainers.defaults import (
     parse_json_option,
     resolve_device_defaults,
 )
-from trl_ext.trainers.policy.mismatch import check_sampler_correction
+from trl_ext.trainers.policy.sampler_weights import check_sampler_correction
 from trl_ext.trainers.policy.step_credit import check_step_credit
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 

@@ -27,9 +27,7 @@ from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.policy.generation import PolicyGeneration
-from trl_ext.trainers.policy.greedy import greedy_rewards
-from trl_ext.trainers.policy.mismatch import log_disagreement, surrogate_weights
+from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
     as_reward_functions,
@@ -37,7 +35,8 @@ from trl_ext.trainers.policy.reward_functions import (
     place_reward_models,
     reward_models,
 )
-from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
+from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clipped, log_reward_errors, log_rollout
+from trl_ext.trainers.policy.sampler_weights import correction_weights, log_disagreement, surrogate_weights
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
 from trl_ext.trainers.policy.step_credit import add_step_rewards, find_steps, rewards_by_step, spread_over_tokens
 from trl_ext.trainers.policy.vllm_server import watch_server
@@ -327,15 +326,16 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             sampler_log_probs=inputs.get("sampling_per_token_logps"),
         )
         mode = "train" if training else "eval"
-        log_clamped(self, scores, inputs.get("ref_per_token_logps"), mode)
-        log_disagreement(self, inputs, scores, mode)
+        log_clipped(self, scores, inputs.get("ref_per_token_logps"), mode)
+        correction = correction_weights(self, inputs, scores)
+        log_disagreement(self, inputs, scores, correction, mode)
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
         loss = self.objective(
             scores,
             ref_log_probs=inputs.get("ref_per_token_logps"),
-            weights=surrogate_weights(self, inputs, scores, entropy_mask),
+            weights=surrogate_weights(self, inputs, scores, correction, entropy_mask),
             token_count=inputs.get("mean_tokens"),
             constant=self.max_completion_length,
         )
