@@ -19,14 +19,16 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "le
 
 @pytest.mark.parametrize("kind", ["shared", "adapter", "separate"])
 def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
-    spec = of_kind(kind, policy_path, SAVING)
+    # The first three of four updates fit the value function alone.
+    spec = of_kind(kind, policy_path, {**SAVING, "value_pretraining_steps": 3} if kind == "separate" else SAVING)
     straight = train(spec, str(tmp_path))
     checkpoint = tmp_path / "checkpoint-2"
     resumed = build(spec, str(tmp_path / "again"))
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
-    # Adapted at each of two rollouts.
-    assert resumed.objective.beta == straight.objective.beta != resumed.args.beta
+    # Adapted at each of two rollouts, if the policy learns.
+    assert resumed.objective.beta == straight.objective.beta
+    assert (resumed.objective.beta == resumed.args.beta) == (kind == "separate")
     names = ("loss", "value_loss", "explained_variance", "value/mean", "kl_coef")
     expected, found = (
         [entry.get(name) for name in names] for entry in (result(straight).logs[-1], result(resumed).logs[-1])

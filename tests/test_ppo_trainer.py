@@ -103,6 +103,8 @@ CASES = {
     ),
     "KL in the loss": ("shared", {}, {"kl_in": "loss", "kl_estimator": "k3", "beta": 0.2, "whiten_advantages": False}),
     "LoRA": ("shared", {"lora": True}, {"lam": 0.5}),
+    # Responses have up to 8 tokens: a lambda of 0 for the shortest, and 0.58 for the longest.
+    "VAPO": ("shared", {}, {"length_adaptive_lam": 0.3, "value_lam": 1.0}),
     "adapter": ("adapter", {"lora": True}, {"value_model": "adapter"}),
     "adapter, padded": ("adapter", {"lora": True}, {"value_model": "adapter", "packing": "off"}),
     "separate": ("separate", {}, {"value_model": "separate", "value_clip": None}),
@@ -149,13 +151,15 @@ def test_equals_plain_arithmetic(name, policy_path, tmp_path):
         every = [reward for row in rewards for reward in row]
         mean, deviation = statistics.fmean(every), statistics.stdev(every)
         rewards = [[(reward - mean) / deviation + mean for reward in row] for row in rewards]
-    advantages = [
-        advantages_by_definition(r, v.tolist(), config.gamma, config.lam)
-        for r, v in zip(rewards, old_values, strict=True)
-    ]
-    returns = [
-        [a + b for a, b in zip(x, v.tolist(), strict=True)] for x, v in zip(advantages, old_values, strict=True)
-    ]
+
+    def by_definition(lam_of):
+        rows = zip(rewards, old_values, strict=True)
+        return [advantages_by_definition(r, v.tolist(), config.gamma, lam_of(len(r))) for r, v in rows]
+
+    alpha = config.length_adaptive_lam
+    advantages = by_definition(lambda length: max(1 - 1 / (alpha * length), 0) if alpha else config.lam)
+    fitted = advantages if config.value_lam is None else by_definition(lambda _: config.value_lam)
+    returns = [[a + b for a, b in zip(x, v.tolist(), strict=True)] for x, v in zip(fitted, old_values, strict=True)]
     if config.whiten_advantages:
         every = [advantage for row in advantages for advantage in row]
         mean, deviation = statistics.fmean(every), statistics.stdev(every)
@@ -279,9 +283,33 @@ def test_micro_batches_and_packing_do_not_matter(kind, policy_path, tmp_path):
     assert runs[0].logs[1]["approx_kl"] > 0.001 and runs[0].logs[1]["value_clip_ratio"] > 0.1
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_value_function_learns_first(kind, policy_path, tmp_path):
+    """Two of three updates leave the policy, however the batch is split; the value function moves at once."""
+    runs = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 3}
+        args |= {"learning_rate": 0.05, "num_iterations": 1, "value_pretraining_steps": 2}
+        steps = Steps()
+        trainer = build(of_kind(kind, policy_path, args, fixed=True), str(tmp_path / str(size)), callbacks=[steps])
+        move_value_head(trainer).train()
+        runs.append(result(trainer))
+        policy = [name for name in runs[-1].parameters if "value_head" not in name and ".value." not in name]
+        before, during = steps.weights[0], steps.weights[2]
+        assert all(before[name].equal(during[name]) for name in policy)
+        head = "value_head.head.weight" if kind == "separate" else "value_head.weight"
+        assert not before[head].equal(during[head])
+        assert any(not before[name].equal(runs[-1].parameters[name].double()) for name in policy)
+        assert [entry["kl_coef"] for entry in runs[-1].logs] == [trainer.args.beta] * 3
+    assert largest_difference(runs[1].parameters, runs[0].parameters) < 1e-9
+
+
 @pytest.mark.slow
 def test_two_processes_are_one(policy_path, tmp_path):
     specs = [of_kind(kind, policy_path, {"per_device_train_batch_size": 4}, fixed=True) for kind in KINDS]
+    # Each process has zero gradients of the policy to share, and its own responses' lambdas.
+    vapo = {"value_pretraining_steps": 2, "value_lam": 1.0, "length_adaptive_lam": 0.3}
+    specs += [{**specs[0], "args": {**specs[0]["args"], **vapo}}]
     for spec, run in zip(specs, train_in_processes(specs, 2, tmp_path), strict=True):
         alone = {**spec, "args": {**spec["args"], "per_device_train_batch_size": 8}}
         expected = result(train(alone, str(tmp_path / "alone")))

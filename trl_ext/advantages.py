@@ -299,7 +299,7 @@ def no_baseline(rewards: Tensor, group_size: int) -> Tensor:
     return groups.finish(groups.values, groups.scorable)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, and the returns that a value function is fitted to.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`, over the tokens that count, with
@@ -310,7 +310,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         values: estimated value before each token, [B, T].
         mask: 1 where a token counts, [B, T]; other tokens are skipped, wherever they are.
         gamma: discount per token, in [0, 1].
-        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1].
+        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1]; one number, or one for each row, [B].
 
     Returns:
         Advantages and returns, [B, T] each, without gradient, 0 where the mask is 0.
@@ -325,9 +325,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
             f"gae needs rewards, values and mask of one shape [B, T], got {list(rewards.shape)}, "
             f"{list(values.shape)} and {list(mask.shape)}"
         )
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam}")
-    counts = mask != 0
+    lam = torch.as_tensor(lam, dtype=torch.float64)
+    if not (0 <= gamma <= 1 and bool((lam.clamp(0, 1) == lam).all())):
+        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam.tolist()}")
+    counts, lam = mask != 0, lam.to(values)
     values = values.detach().masked_fill(~counts, 0)
     rewards = rewards.detach().to(values.dtype).masked_fill(~counts, 0)
     advantages = torch.zeros_like(values)

@@ -43,7 +43,7 @@ from trl_ext.losses.preference import (
 )
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import kto
-from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
+from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, whiten
 
 __all__ = [
     "PolicyLoss",
@@ -76,6 +76,7 @@ __all__ = [
     "kl_cov",
     "kl_estimate",
     "kto",
+    "length_adaptive_lambda",
     "masked_mean",
     "masked_normalize",
     "masked_sum",

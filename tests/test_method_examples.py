@@ -1,0 +1,48 @@
+"""Methods of 2024 to 2026 in numbers: each example gives values and a gradient, to six decimals.
+
+An example is a function of a leaf tensor in float64. Its gradient, where there is one, is also compared with central
+differences of its value, which know nothing of the code.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trl_ext.advantages import gae
+from trl_ext.losses import length_adaptive_lambda
+
+
+def tensor(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def gae_with(lam) -> torch.Tensor:
+    """Advantages and returns of a response with reward 1 at its end, and values .5, .6, .7."""
+    return torch.cat(gae(tensor([0, 0, 1.0]), tensor([0.5, 0.6, 0.7]), torch.ones(1, 3), 1.0, lam))
+
+
+# Name -> function, leaf, values, gradient of their sum (None where there is none).
+EXAMPLES = {
+    "VAPO, lambda": (
+        lambda lengths: length_adaptive_lambda(lengths),
+        (3, 20, 40, 100, 1000, 8000),
+        (0, 0, 0.5, 0.8, 0.98, 0.9975),
+        None,
+    ),
+    "VAPO, advantages": (lambda lam: gae_with(lam)[0], (0.8,), (0.372, 0.34, 0.3), None),
+    "VAPO, returns": (lambda lam: gae_with(lam)[1], (1.0,), (1, 1, 1), None),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name):
+    function, leaf, values, gradient = EXAMPLES[name]
+    point = tensor(*leaf).requires_grad_(gradient is not None)
+    found = function(point)
+    assert found.reshape(-1).tolist() == pytest.approx(values, abs=6e-7)
+    assert found.requires_grad == (gradient is not None)
+    if gradient is None:
+        return
+    (slope,) = torch.autograd.grad(found.sum(), point)
+    assert slope.tolist() == pytest.approx(gradient, abs=6e-7)
