@@ -37,6 +37,7 @@ ROWS = {
     "reinforce_with_baseline": {"std_ddof": 1, "surrogate": "reinforce", "aggregation": "sequence_mean"},
     "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "std_ddof": 1, "aggregation": "sequence_mean"},
     "dapo": {"epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean", "beta": 0.0},
+    "dapo_full": {"epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean", "beta": 0.0},
     "cispo": {"surrogate": "cispo", "ratio_cap": 5.0, "aggregation": "token_mean", "epsilon": None},
     "gopo": {"advantage": "group_rank", "surrogate": "clip", "ratio": "token", "aggregation": "token_mean"},
     "max_rl": {"advantage": "mean_normalized", "surrogate": "clip", "ratio": "token", "aggregation": "token_mean"},

@@ -11,6 +11,7 @@ import torch
 
 from trl_ext.advantages import gae
 from trl_ext.losses import length_adaptive_lambda
+from trl_ext.rewards.shaping_steps import soft_overlong
 
 
 def tensor(*values) -> torch.Tensor:
@@ -24,6 +25,12 @@ def gae_with(lam) -> torch.Tensor:
 
 # Name -> function, leaf, values, gradient of their sum (None where there is none).
 EXAMPLES = {
+    "DAPO, punishment of long responses": (
+        lambda lengths: soft_overlong(lengths, 100, 20),
+        (50, 85, 100, 60),
+        (0, -0.25, -1, 0),
+        None,
+    ),
     "VAPO, lambda": (
         lambda lengths: length_adaptive_lambda(lengths),
         (3, 20, 40, 100, 1000, 8000),

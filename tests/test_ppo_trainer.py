@@ -283,27 +283,6 @@ def test_micro_batches_and_packing_do_not_matter(kind, policy_path, tmp_path):
     assert runs[0].logs[1]["approx_kl"] > 0.001 and runs[0].logs[1]["value_clip_ratio"] > 0.1
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_value_function_learns_first(kind, policy_path, tmp_path):
-    """Two of three updates leave the policy, however the batch is split; the value function moves at once."""
-    runs = []
-    for size, accumulation in ((8, 1), (2, 4)):
-        args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 3}
-        args |= {"learning_rate": 0.05, "num_iterations": 1, "value_pretraining_steps": 2}
-        steps = Steps()
-        trainer = build(of_kind(kind, policy_path, args, fixed=True), str(tmp_path / str(size)), callbacks=[steps])
-        move_value_head(trainer).train()
-        runs.append(result(trainer))
-        policy = [name for name in runs[-1].parameters if "value_head" not in name and ".value." not in name]
-        before, during = steps.weights[0], steps.weights[2]
-        assert all(before[name].equal(during[name]) for name in policy)
-        head = "value_head.head.weight" if kind == "separate" else "value_head.weight"
-        assert not before[head].equal(during[head])
-        assert any(not before[name].equal(runs[-1].parameters[name].double()) for name in policy)
-        assert [entry["kl_coef"] for entry in runs[-1].logs] == [trainer.args.beta] * 3
-    assert largest_difference(runs[1].parameters, runs[0].parameters) < 1e-9
-
-
 @pytest.mark.slow
 def test_two_processes_are_one(policy_path, tmp_path):
     specs = [of_kind(kind, policy_path, {"per_device_train_batch_size": 4}, fixed=True) for kind in KINDS]

@@ -45,6 +45,18 @@ _GSPO = {
         "surrogate": (("clip",), "GSPO clips its ratio"),
     },
 }
+_DAPO = {
+    **_CLIP,
+    **_POPULATION,
+    **_TOKENS,
+    "epsilon_high": 0.28,
+    "group_size": 16,
+    "fixed": {
+        "surrogate": (("clip",), "DAPO clips, higher above than below"),
+        "ratio": (("token",), "DAPO's ratio is of each token"),
+        "aggregation": (("token_mean",), "DAPO averages over tokens"),
+    },
+}
 _DPPO = {
     "advantage": "group_centered",
     "aggregation": "constant",
@@ -97,11 +109,11 @@ _add("reinforce_with_baseline", "Group-normalised rewards times log-probabilitie
      fixed=_NO_RATIO)
 _add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", surrogate="no_clip", **_SAMPLE,
      fixed={"surrogate": (("no_clip",), "it is GRPO without the clip")})
-_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_CLIP, **_POPULATION,
-     **_TOKENS, epsilon_high=0.28, group_size=16,
-     fixed={"surrogate": (("clip",), "DAPO clips, higher above than below"),
-            "ratio": (("token",), "DAPO's ratio is of each token"),
-            "aggregation": (("token_mean",), "DAPO averages over tokens")})
+_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_DAPO)
+# The paper's share: 4,096 of 20,480 tokens. The rounds are those after which its recipe in verl stops.
+_add("dapo_full", "DAPO's loss with its dynamic sampling and its punishment of long responses", "2503.14476", **_DAPO,
+     rollout={"resample_groups": 10, "overlong_share": 0.2},
+     title="DAPO: An Open-Source LLM Reinforcement Learning System at Scale")
 _add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786", surrogate="cispo",
      ratio_cap=5.0, **_POPULATION, **_TOKENS,
      fixed={"surrogate": (("cispo",), "CISPO is its capped weight"),

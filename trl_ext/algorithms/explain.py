@@ -74,7 +74,12 @@ def _algorithm(row: Algorithm) -> str:
         lines += [f"  --kl_aggregation {row.kl_aggregation or 'inside'}  {correction}"]
     else:
         lines += ["--beta 0: no KL term and no reference model"]
-    lines += [f"--num_generations {row.group_size}", "", "fixed by the name:" + ("" if row.fixed else " nothing")]
+    rollout = [f"--{name} {_shown(value)}" for name, value in row.rollout.items()]
+    lines += [
+        "  ".join([f"--num_generations {row.group_size}", *rollout]),
+        "",
+        "fixed by the name:" + ("" if row.fixed else " nothing"),
+    ]
     lines += [f"  --{flag} {' or '.join(values)}: {reason}" for flag, (values, reason) in row.fixed.items()]
     return "\n".join(lines)
 

@@ -68,7 +68,15 @@ _NO_REFERENCE = "there is no KL term beside the teacher; leave it out"
 # Settings of `PolicyConfig` without an effect: setting -> why.
 _NOT_USED = {
     **dict.fromkeys(
-        ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "resample_groups", "missing_eos_penalty"),
+        (
+            "advantage",
+            "std_ddof",
+            "advantage_eps",
+            "scale_rewards",
+            "resample_groups",
+            "missing_eos_penalty",
+            "overlong_share",
+        ),
         _NO_REWARDS,
     ),
     **dict.fromkeys(

@@ -110,12 +110,13 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "nothing but the loss is averaged within micro-batches. on: always. off: never."
         },
     )
-    resample_groups: int = field(
-        default=0,
-        metadata={
-            "help": "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of "
-            "further prompts, in at most this many further rollouts. 0: off."
-        },
+    overlong_share: float | None = _override(
+        "DAPO's soft punishment: over the last share of max_completion_length, a response's reward falls by up to 1. "
+        "0: none."
+    )
+    resample_groups: int | None = _override(
+        "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of further "
+        "prompts, in at most this many further rollouts. 0: off."
     )
     group_filter: str | None = field(
         default=None,
@@ -163,6 +164,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self.beta = objective.beta
         if self.num_generations is None:
             self.num_generations = objective.algorithm.group_size
+        for name in ("resample_groups", "overlong_share"):
+            setattr(self, name, objective.algorithm.rollout_setting(name, getattr(self, name)))
         self._check_values()
         check_sampler_correction(self, objective)
         check_step_credit(self, objective)
@@ -246,7 +249,12 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             reward_timeout=0,
             missing_eos_penalty=0,
             resample_groups=0,
+            overlong_share=0,
         )
+        if self.overlong_share > 1:
+            raise ValueError(
+                f"overlong_share is a share of max_completion_length and at most 1: {self.overlong_share}"
+            )
         if self.max_completion_length is None:
             raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
         if not 0 <= self.min_new_tokens <= self.max_completion_length:

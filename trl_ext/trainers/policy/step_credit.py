@@ -30,7 +30,8 @@ def check_step_credit(args, objective) -> None:
     if not args.step_separator:
         raise ValueError(f"step_separator must be a text such as a line break, or {TURNS}")
     if objective.needs_components:
-        for flag, given in (("missing_eos_penalty", args.missing_eos_penalty), ("kl_in", objective.kl_in == "reward")):
+        penalties = {name: getattr(args, name) for name in ("missing_eos_penalty", "overlong_share")}
+        for flag, given in {**penalties, "kl_in": objective.kl_in == "reward"}.items():
             if given:
                 raise ValueError(
                     f"{flag}: the advantage {objective.advantage} reads each reward function by itself, and no "

@@ -31,6 +31,7 @@ from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
     as_reward_functions,
+    length_penalty,
     named_and_guarded,
     place_reward_models,
     reward_models,
@@ -88,8 +89,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.needs_steps)
-        # The latest rollout's rewards and which responses ended, and the latest forward pass.
-        self._rollout: tuple[Tensor, list[bool]] | None = None
+        # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
+        self._rollout: tuple[Tensor, list[bool], list[int]] | None = None
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
         self._seen_signal = self.has_told_of_sampler = False
@@ -160,7 +161,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         faulty = self.reward_guard.failed | self.reward_guard.not_finite
         flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
         rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
-        self._rollout = rewards, finished
+        self._rollout = rewards, finished, [len(ids) for ids in completion_ids_list]
         return rewards
 
     def _watch_modules(self, rewards: Tensor, count: int) -> None:
@@ -171,22 +172,17 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
 
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
-        """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
+        """Score responses: the weighted sum of the reward functions, less the penalties on length.
 
         The arguments are of this process's responses; the rewards, [N], are over all processes and NaN where no
         function could score.
         """
         rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        return self._weighted_sum(rewards) - self._missing_end_penalty()
+        return self._weighted_sum(rewards) - length_penalty(self)
 
     def _weighted_sum(self, rewards: Tensor) -> Tensor:
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
-
-    def _missing_end_penalty(self) -> Tensor:
-        rewards, finished = self._rollout
-        cut = torch.tensor([not ended for ended in finished], dtype=rewards.dtype, device=rewards.device)
-        return self.args.missing_eos_penalty * gather(cut)
 
     def _sample(self, inputs):
         output = super()._generate_and_score_completions(inputs)
@@ -198,7 +194,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
-        penalties = self._missing_end_penalty()
+        penalties = length_penalty(self)
         if self.objective.kl_in == "reward" and self.beta != 0.0:
             penalties = penalties + gather(self._kl_penalty(output))
         shaped = rewards - penalties

@@ -15,6 +15,7 @@ from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, length_adaptive_lambda, moments
 from trl_ext.trainers.metrics import SAMPLING_MEANS
+from trl_ext.trainers.policy.reward_functions import length_penalty
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 from trl_ext.trainers.ppo.config import LARGEST_ERROR, PPOConfig
@@ -132,7 +133,7 @@ class PPOTrainer(PolicyTrainer):
         self._estimates = None
         mode = "train" if self.model.training else "eval"
         first = self.accelerator.process_index * len(inputs)
-        scores = (self._weighted_sum(self._rollout[0]) - self._missing_end_penalty())[first : first + len(inputs)]
+        scores = (self._weighted_sum(self._rollout[0]) - length_penalty(self))[first : first + len(inputs)]
         scored = scores.isfinite()
         mask, values = self._token_mask(output), output["old_values"]
         counted = mask * scored[:, None]
