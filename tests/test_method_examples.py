@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from trl_ext.advantages import gae
-from trl_ext.losses import length_adaptive_lambda
+from trl_ext.losses import bco, length_adaptive_lambda, reward_shift
 from trl_ext.rewards.shaping_steps import soft_overlong
 
 
@@ -25,6 +25,14 @@ def gae_with(lam) -> torch.Tensor:
 
 # Name -> function, leaf, values, gradient of their sum (None where there is none).
 EXAMPLES = {
+    # Shift (mean of .2, -.1, -.05 and mean of -.1) / 2 = -0.041667, and a constant for the gradient.
+    "BCO": (
+        lambda ratios: bco(ratios, torch.tensor([1, 1, 1, 0]), reward_shift([0.05, 3, -0.1, 1]), beta=0.1),
+        (2.0, -1.0, -0.5, -1.0),
+        (0.579596, 0.722739, 0.697323, 0.664406),
+        (-0.043988, -0.051458, -0.050208, 0.048542),
+    ),
+    "BCO, shift without a label": (lambda sums: tensor(reward_shift(sums.tolist())), (0.6, 3, 0, 0), (0.1,), None),
     "DAPO, punishment of long responses": (
         lambda lengths: soft_overlong(lengths, 100, 20),
         (50, 85, 100, 60),

@@ -81,6 +81,20 @@ def test_the_value_function_learns_first(kind, policy_path, tmp_path):
     assert largest_difference(runs[1].parameters, runs[0].parameters) < 1e-9
 
 
+@pytest.mark.usefixtures("in_float64")
+def test_the_coefficient_adapts(policy_path, tmp_path):
+    """8 responses to a rollout, horizon 50: it changes by the factor 1 + clip(KL / target - 1) 8 / 50."""
+    args = {"kl_target": 0.4, "kl_horizon": 50, "max_steps": 8, "beta": 0.2}
+    trainer = train(specification(policy_path, args=args), str(tmp_path))
+    logs = [entry for entry in trainer.state.log_history if "kl_coef" in entry]
+    coefficients = [*[entry["kl_coef"] for entry in logs], trainer.objective.beta]
+    assert len(logs) == 4 and coefficients[0] == 0.2
+    for entry, now, then in zip(logs, coefficients[:-1], coefficients[1:], strict=True):
+        error = max(-0.2, min(0.2, entry["kl/sequence"] / 0.4 - 1))
+        assert then == pytest.approx(now * (1 + error * 8 / 50))
+    assert len(set(coefficients)) > 2
+
+
 def test_the_value_function_has_its_learning_rate(policy_path, tmp_path):
     """Plain SGD: twice the learning rate moves the value function twice as far, and the policy as before."""
     moves = []

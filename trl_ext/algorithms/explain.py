@@ -14,12 +14,24 @@ from typing import Any
 import trl_ext
 from trl_ext.advantages import ADVANTAGES, INPUTS, function_of, options_of
 from trl_ext.algorithms import PolicyObjective, algorithms
-from trl_ext.losses import aggregate, kl_estimate, sequence_log_ratio, token_log_ratio
+from trl_ext.losses import (
+    aggregate,
+    bco,
+    generalized_jsd,
+    kl_estimate,
+    kto,
+    length_adaptive_lambda,
+    sequence_log_ratio,
+    teacher_advantages,
+    token_log_ratio,
+)
 from trl_ext.names import load_function, nearest
 from trl_ext.registry import Algorithm, PreferenceLoss, preference_losses
 from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, Setting
 
 RATIOS = {"token": token_log_ratio, "sequence": sequence_log_ratio}
+# Functions of trainers that have no table.
+OTHERS = {f.__name__: f for f in (kto, bco, generalized_jsd, teacher_advantages, length_adaptive_lambda)}
 
 
 def explain(name: str) -> str:
@@ -32,9 +44,11 @@ def explain(name: str) -> str:
         ValueError: there is no such name, file or function.
     """
     if ":" not in name:
-        known = [*algorithms, *preference_losses, *ADVANTAGES]
+        known = [*algorithms, *preference_losses, *ADVANTAGES, *OTHERS]
         if name not in known:
             raise ValueError(f"no algorithm, preference loss or advantage is called {name!r}{nearest(name, known)}")
+        if name in OTHERS:
+            return _function(OTHERS[name])
         if name in ADVANTAGES:
             return _advantage(ADVANTAGES[name])
         return _algorithm(algorithms[name]) if name in algorithms else _loss(preference_losses[name])
@@ -115,6 +129,13 @@ def _advantage(function: Callable) -> str:
     }
     lines = [f"{function.__name__}: an advantage, f(rewards, group_size, ...) -> [N]", "", *_doc(function), ""]
     return "\n".join([*lines, *(f"{name + ':':11} {value}" for name, value in rows.items())])
+
+
+def _function(function: Callable) -> str:
+    options = ", ".join(_options(_defaults(function))) or "none"
+    return "\n".join(
+        [*_doc(function), "", f"function: {function.__name__}, {_where(function)}", f"options: {options}"]
+    )
 
 
 def _part(head: str, function: Callable | None, kind: str | None = None) -> list[str]:

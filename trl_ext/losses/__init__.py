@@ -42,7 +42,7 @@ from trl_ext.losses.preference import (
     sppo,
 )
 from trl_ext.losses.reward import bradley_terry
-from trl_ext.losses.unpaired import kto
+from trl_ext.losses.unpaired import bco, kto, reward_shift
 from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, whiten
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "aot_paired",
     "apo_down",
     "apo_zero",
+    "bco",
     "bradley_terry",
     "cdpo",
     "cispo",
@@ -86,6 +87,7 @@ __all__ = [
     "quadratic_ratio",
     "reinforce",
     "repo",
+    "reward_shift",
     "robust_dpo",
     "sapo",
     "sequence_log_ratio",
