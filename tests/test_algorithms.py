@@ -54,6 +54,7 @@ ROWS = {
     "kl_cov": {"epsilon": None, "surrogate": "kl_cov", "ratio": "token", "aggregation": "token_mean"},
     "gdpo": {"advantage": "reward_decoupled", "std_ddof": 1, "advantage_eps": 1e-4, "surrogate": "clip"},
     "mt_grpo": {"advantage": "turn_level", "std_ddof": 1, "advantage_eps": 1e-4, "surrogate": "clip"},
+    "a_star_po": {"advantage": "optimal_value", "ratio": "none", "aggregation": "sequence_mean", "beta": 1e-3},
     "berkeley_grpo": {"epsilon": 0.2, "beta": 0.01, "kl_aggregation": "token_mean", "advantage_clip": 5.0},
     "berkeley_dr_grpo": {"advantage": "group_centered", "aggregation": "constant", "kl_aggregation": "token_mean"},
     "berkeley_gspo": {"ratio": "sequence", "epsilon": 0.2, "epsilon_high": 0.2, "aggregation": "sequence_mean"},
@@ -78,9 +79,11 @@ def test_every_row_describes_itself(name):
 
 def test_what_an_algorithm_needs():
     assert [n for n in NAMES if PolicyObjective(n).needs_greedy] == ["remax"]
-    assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce"]
+    assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce", "a_star_po"]
     referenced = {n for n in NAMES if PolicyObjective(n).needs_reference}
-    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline"} | {n for n in NAMES if "berk" in n}
+    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline", "a_star_po"} | {
+        n for n in NAMES if "berk" in n
+    }
     assert not PolicyObjective("grpo", beta=0.0).needs_reference
 
 

@@ -136,6 +136,16 @@ def greedy_baseline(rewards: Tensor, group_size: int, greedy_rewards: Tensor) ->
     return groups.finish(groups.values - baseline, baseline.isfinite())
 
 
+def optimal_value(rewards: Tensor, group_size: int, optimal_values: Tensor) -> Tensor:
+    """A*-PO: `r` minus the prompt's optimal value, [N], as `soft_value` estimates it from the reference. [N].
+
+    A response without a value has the advantage 0. Brantley et al. 2025, arXiv 2505.20686.
+    """
+    groups = _Groups.of(rewards, group_size)
+    baseline = optimal_values.detach().to(groups.values).view_as(groups.values)
+    return groups.finish(groups.values - baseline, baseline.isfinite())
+
+
 def batch_normalized(
     rewards: Tensor,
     group_size: int,
@@ -351,7 +361,7 @@ def clip_advantages(advantages: Tensor, limit: float) -> Tensor:
 
 
 # Inputs that a trainer passes to an advantage with a parameter of this name; all other parameters are its options.
-INPUTS = ("greedy_rewards", "lengths", "components", "weights", "step_rewards")
+INPUTS = ("greedy_rewards", "optimal_values", "lengths", "components", "weights", "step_rewards")
 ADVANTAGES: dict[str, Callable] = {
     function.__name__: function
     for function in (
@@ -360,6 +370,7 @@ ADVANTAGES: dict[str, Callable] = {
         leave_one_out,
         group_rank,
         greedy_baseline,
+        optimal_value,
         batch_normalized,
         mean_normalized,
         length_weighted,

@@ -165,6 +165,10 @@ _add("gdpo", "Each reward function normalised by itself within the group, then t
 _add("mt_grpo", "The first step or turn has an advantage of its own, added to the outcome's", "2505.11821", **_CLIP,
      **_advantage("turn_level", "MT-GRPO gives the first turn its own advantage"), std_ddof=1, advantage_eps=1e-4,
      title="Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment")
+_add("a_star_po", "Regression on the reward less the reference's optimal value, a dataset column", "2505.20686",
+     **_own_loss("A*-PO", "optimal_advantage", ratio="none", aggregation="sequence_mean", advantage="optimal_value"),
+     beta=1e-3, group_size=1, label="A*-PO",
+     title="Accelerating RL for LLM Reasoning with Optimal Advantage Regression")
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
@@ -205,6 +209,11 @@ class PolicyObjective(PolicyLoss):
     def needs_greedy(self) -> bool:
         """Whether advantages need the reward of a greedy response to each prompt."""
         return "greedy_rewards" in self._parameters
+
+    @property
+    def needs_optimal_values(self) -> bool:
+        """Whether advantages need the optimal value of each prompt."""
+        return "optimal_values" in self._parameters
 
     @property
     def needs_steps(self) -> bool:
@@ -316,6 +325,7 @@ class PolicyObjective(PolicyLoss):
         rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
         shape = (4, 2) if self.needs_steps else (4,)
         made_up = {
+            "optimal_values": torch.zeros(4),
             "lengths": torch.tensor([3, 5, 2, 4]),
             "components": rewards.unsqueeze(1),
             "weights": torch.ones(1),

@@ -81,7 +81,9 @@ def _algorithm(row: Algorithm) -> str:
     lines += _part(f"--aggregation {row.aggregation}", aggregate, row.aggregation)
     if row.aggregation == "constant":
         lines += ["  --loss_constant max_completion_length"]
-    if row.beta:
+    if row.takes_beta:
+        lines += [f"--beta {row.beta:g}: of the reference, in the surrogate; no KL term"]
+    elif row.beta:
         kl = f"--beta {row.beta:g} --kl_estimator {row.kl_estimator} --kl_in {row.kl_in}"
         correction = f"--kl_ratio_correction {_shown(row.kl_ratio_correction)}"
         lines += [*_part(kl, kl_estimate, row.kl_estimator), "  d = log_probs - ref_log_probs at a sampled token"]

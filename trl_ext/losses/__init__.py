@@ -14,6 +14,7 @@ from trl_ext.losses.policy import (
     gmpo,
     gspo_token,
     kl_cov,
+    optimal_advantage,
     quadratic_ratio,
     reinforce,
     sapo,
@@ -43,7 +44,7 @@ from trl_ext.losses.preference import (
 )
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import bco, kto, reward_shift
-from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, whiten
+from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, soft_value, whiten
 
 __all__ = [
     "PolicyLoss",
@@ -83,6 +84,7 @@ __all__ = [
     "masked_sum",
     "mismatch_weights",
     "nca",
+    "optimal_advantage",
     "orpo",
     "quadratic_ratio",
     "reinforce",
@@ -92,6 +94,7 @@ __all__ = [
     "sapo",
     "sequence_log_ratio",
     "simpo",
+    "soft_value",
     "sppo",
     "teacher_advantages",
     "token_log_ratio",

@@ -290,6 +290,24 @@ def kl_cov(
     return unclipped_surrogate(log_ratio, advantages) + chosen * log_ratio.abs()
 
 
+def optimal_advantage(
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, advantages: Tensor, *, beta: float = 1e-3
+) -> Tensor:
+    """A*-PO: `(beta h - A)^2`, with h the log-ratio of a response to the reference, summed over its tokens. [B, 1].
+
+    At its minimum, beta h is the advantage of the policy that is optimal with beta times the KL divergence.
+
+    Args:
+        log_probs, ref_log_probs, mask: [B, T].
+        advantages: one for each response, its reward less the optimal value of its prompt, [B] or [B, 1].
+        beta: the setting `beta`, the coefficient of the reference.
+
+    Brantley et al. 2025, arXiv 2505.20686.
+    """
+    log_ratio = masked_sum(log_probs - ref_log_probs, mask, dim=-1).unsqueeze(-1)
+    return (beta * log_ratio - column(advantages)).square()
+
+
 # Values of the setting `surrogate`. Positional parameters are attributes of `PolicyScores`.
 SURROGATES: dict[str, Callable[..., Tensor]] = {
     "clip": clipped_surrogate,
@@ -305,6 +323,7 @@ SURROGATES: dict[str, Callable[..., Tensor]] = {
     "dppo_kl": dppo_kl,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "optimal_advantage": optimal_advantage,
 }
 # The unit of the ratio of surrogates that are defined for one alone.
 RATIO_OF = {

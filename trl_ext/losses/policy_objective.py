@@ -128,6 +128,7 @@ class PolicyLoss(LossFields):
             log_probs=_blank(scores.log_probs, padding),
             old_log_probs=_blank(scores.old_log_probs, padding),
             sampler_log_probs=_blank(scores.sampler_log_probs, padding),
+            ref_log_probs=_blank(ref_log_probs, padding),
             advantages=_blank(scores.advantages, padding),
             ratio=self.ratio,
         )
@@ -135,7 +136,7 @@ class PolicyLoss(LossFields):
         if weights is not None:
             losses = losses * _blank(weights, padding)
         reduction = {"constant": self.loss_constant or constant, "token_count": token_count}
-        if not self.needs_reference or self.kl_in != "loss":
+        if not self._adds_kl:
             return aggregate(losses, scores.mask, self.aggregation, **reduction)
         divergence = self.beta * self._divergence(scores, _blank(ref_log_probs, padding))
         if self.kl_aggregation is None:
@@ -149,7 +150,7 @@ class PolicyLoss(LossFields):
         Args:
             scores, ref_log_probs: as for the loss.
         """
-        has_divergence = self.needs_reference and self.kl_in == "loss"
+        has_divergence = self._adds_kl
         beyond = torch.zeros_like(scores.mask, dtype=torch.bool)
         # No gradient is lost if it flows through log_probs, as in CISPO.
         is_bounded = self._reads_ratio and "log_probs" not in self._inputs
@@ -195,12 +196,23 @@ class PolicyLoss(LossFields):
         return "log_ratio" in self._inputs or self.reads_sampler
 
     @property
+    def _takes_beta(self) -> bool:
+        """Whether the surrogate itself compares with the reference."""
+        return self.surrogate != "own" and Entry("", self.function).takes_beta
+
+    @property
+    def _adds_kl(self) -> bool:
+        return self.needs_reference and self.kl_in == "loss" and not self._takes_beta
+
+    @property
     def _function_name(self) -> str:
         return self.function.__name__ if self.surrogate == "own" else self.surrogate
 
     def _surrogate_losses(self, scores: PolicyScores) -> Tensor:
         inputs = [getattr(scores, name, scores) for name in self._inputs]
         settings = {LOSS_SETTINGS[name].option: getattr(self, name) for name in self._read}
+        if self._takes_beta:
+            settings["beta"] = self.beta
         losses = self.function(*inputs, **settings, **self.options)
         return self._checked_shape(losses, scores) if self.surrogate == "own" else losses
 
@@ -230,6 +242,9 @@ class PolicyLoss(LossFields):
             self._refuse("loss_constant", "aggregation", reason)
 
     def _check_ratio(self) -> None:
+        if self._takes_beta and (not self.beta or self.kl_in != "loss"):
+            reason = "it compares with the reference itself, times a beta above 0; leave settings of a KL term out"
+            self._refuse("kl_in" if self.beta else "beta", "surrogate", reason)
         if self.surrogate != "own" and not self._reads_ratio and self.ratio != "none":
             reason = "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"
             self._refuse("surrogate", "ratio", reason)

@@ -27,6 +27,7 @@ class PolicyScores:
         advantages: [B, 1] or [B, T]; [B] is treated as [B, 1].
         ratio: the unit of `log_ratio`: each `token`, the whole `sequence`, or `none`.
         sampler_log_probs: `old_log_probs` as the sampler itself recorded them, [B, T]: NaN where it did not, or None.
+        ref_log_probs: token log-probabilities under the reference, [B, T], or None.
     """
 
     log_probs: Tensor
@@ -35,6 +36,7 @@ class PolicyScores:
     advantages: Tensor
     ratio: str = "token"
     sampler_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
 
     def __post_init__(self):
         self.advantages = column(self.advantages)

@@ -53,7 +53,7 @@ def log_clipped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mod
     counts = torch.stack([tokens.sum() for tokens in marked]).float()
     clamped, dropped, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
     metrics["log_ratio/clamped"].append(clamped / max(tokens, 1))
-    if objective.surrogate in ("gmpo", "dppo_tv", "dppo_kl"):
+    if objective.surrogate in ("gmpo", "dppo_tv", "dppo_kl", "optimal_advantage"):
         # TRL knows only the clip of the ratio, which these surrogates do not have, and has just logged zeros.
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
             if name == "clip_ratio/region_mean" and objective.reads_sampler:

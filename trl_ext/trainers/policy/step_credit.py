@@ -39,7 +39,9 @@ def check_step_credit(args, objective) -> None:
                 )
     if not objective.needs_steps:
         return
-    if objective.surrogate == "gmpo" or (objective.ratio == "sequence" and objective.surrogate != "gspo_token"):
+    if objective.surrogate in ("gmpo", "optimal_advantage") or (
+        objective.ratio == "sequence" and objective.surrogate != "gspo_token"
+    ):
         raise ValueError(
             f"the advantage {objective.advantage} differs within a response, and {args.algorithm} has one ratio for "
             "all of it: use --algorithm gspo_token, or --ratio token"

@@ -131,8 +131,10 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if named and self.objective.needs_greedy:
             raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
 
-    @staticmethod
-    def _check_prompts(dataset, args: PolicyConfig) -> None:
+    def _check_prompts(self, dataset, args: PolicyConfig) -> None:
+        columns = getattr(dataset, "column_names", None) or ()
+        if self.objective.needs_optimal_values and "optimal_value" not in columns:
+            raise ValueError(f"{args.algorithm} needs the data's column optimal_value: see trl_ext.losses.soft_value")
         needed = -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
@@ -207,6 +209,10 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if self.objective.needs_steps:
             whole, known["step_rewards"] = rewards_by_step(self, output)
             shaped = whole - penalties
+        if self.objective.needs_optimal_values:
+            values = [row.get("optimal_value") for row in inputs]
+            values = [float("nan") if value is None else value for value in values]
+            known["optimal_values"] = gather(torch.tensor(values, device=mask.device))
         if self.objective.needs_greedy:
             errors = len(self.reward_guard.failed)
             known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
