@@ -6,7 +6,7 @@ KTO's loss is TRL's. It equals `trl_ext.losses.kto` on a micro-batch, with the d
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -33,6 +33,7 @@ from trl_ext.trainers.policies import Tap
 from trl_ext.trainers.profile.steps import ProfiledTraining
 from trl_ext.trainers.trl_settings import refuse_given
 
+LOSSES = ("kto", "apo_zero_unpaired", "bco")
 BCO_PAPER = {"title": "Binary Classifier Optimization for Large Language Model Alignment", "id": "2404.04656"}
 
 
@@ -49,11 +50,13 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
 
     _method: ClassVar[str] = "kto"
 
+    loss_type: str = field(default="kto", metadata={"help": "kto, apo_zero_unpaired or bco.", "choices": LOSSES})
+
     def __post_init__(self):
         for name in ("beta", "desirable_weight", "undesirable_weight"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} must be a positive number, got {getattr(self, name)}")
-        check_choice("loss_type", self.loss_type, ("kto", "apo_zero_unpaired", "bco"))
+        check_choice("loss_type", self.loss_type, LOSSES)
         if self.loss_type == "bco":
             refuse_given(
                 self, dict.fromkeys(("desirable_weight", "undesirable_weight"), "BCO shifts its rewards instead")
