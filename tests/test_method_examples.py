@@ -13,6 +13,7 @@ from datasets import Dataset
 from tests.rollout_once import build, prompts, thirds
 from tests.test_policy_arithmetic import Steps, log_probs, model_in_float64, rows_of
 from tests.train_once import relative_difference, result
+from trl_ext import DistillationConfig
 from trl_ext.advantages import gae, optimal_value
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import bco, length_adaptive_lambda, optimal_advantage, reward_shift, soft_value
@@ -138,3 +139,35 @@ def test_a_star_po_names_what_it_lacks(policy_path, tmp_path):
 def test_what_contradicts_a_star_po(settings, message):
     with pytest.raises(ValueError, match=message):
         PolicyObjective("a_star_po", **settings)
+
+
+# ---- Presets of distillation ----
+
+
+@pytest.mark.parametrize(
+    "preset, expected",
+    [(None, ("full", 1.0)), ("gkd", ("full", 0.5)), ("opd", ("sampled_token", 1.0)), ("sdft", ("full", 1.0))],
+)
+def test_presets(preset, expected, tmp_path):
+    args = DistillationConfig(str(tmp_path), report_to=[], preset=preset, teacher_prompt="hint")
+    assert (args.divergence, args.beta) == expected
+    assert ("preset" in args.build_objective().describe()) == (preset is not None)
+    if expected[0] == "full":
+        assert (
+            DistillationConfig(str(tmp_path), report_to=[], preset=preset, teacher_prompt="hint", beta=0.1).beta == 0.1
+        )
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"preset": "gkd", "divergence": "sampled_token"}, "preset gkd and divergence sampled_token contradict"),
+        ({"preset": "opd", "divergence": "full"}, "it has divergence sampled_token"),
+        ({"preset": "opsd", "teacher_prompt": "hint"}, "preset opsd needs teacher_model_name_or_path"),
+        ({"preset": "sdft"}, "preset sdft needs teacher_prompt"),
+        ({"preset": "sdfd"}, "preset must be one of gkd, opd, opsd, sdft"),
+    ],
+)
+def test_what_contradicts_a_preset(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        DistillationConfig(str(tmp_path), report_to=[], **settings)
