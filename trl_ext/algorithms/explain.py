@@ -12,26 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import trl_ext
+from trl_ext import losses
 from trl_ext.advantages import ADVANTAGES, INPUTS, function_of, options_of
 from trl_ext.algorithms import PolicyObjective, algorithms
-from trl_ext.losses import (
-    aggregate,
-    bco,
-    generalized_jsd,
-    kl_estimate,
-    kto,
-    length_adaptive_lambda,
-    sequence_log_ratio,
-    teacher_advantages,
-    token_log_ratio,
-)
+from trl_ext.losses import aggregate, kl_estimate, sequence_log_ratio, token_log_ratio
 from trl_ext.names import load_function, nearest
 from trl_ext.registry import Algorithm, PreferenceLoss, preference_losses
 from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, Setting
 
 RATIOS = {"token": token_log_ratio, "sequence": sequence_log_ratio}
 # Functions of trainers that have no table.
-OTHERS = {f.__name__: f for f in (kto, bco, generalized_jsd, teacher_advantages, length_adaptive_lambda)}
+_OTHERS = ("kto", "bco", "generalized_jsd", "teacher_advantages", "length_adaptive_lambda", "soft_value")
+OTHERS = {name: getattr(losses, name) for name in _OTHERS}
 
 
 def explain(name: str) -> str:

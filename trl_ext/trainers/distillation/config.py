@@ -140,14 +140,15 @@ class DistillationConfig(PolicyConfig):
         default=None,
         metadata={
             "help": "The divergence: 0 the forward KL(teacher || policy), 1 the reverse KL(policy || teacher), "
-            "between them the generalized Jensen-Shannon divergence, which is much smaller. Default: the preset's, else 1."
+            "between them the generalized Jensen-Shannon divergence, which is much smaller. Default: the "
+            "preset's, else 1."
         },
     )
     divergence: str | None = field(
         default=None,
         metadata={
-            "help": "full, the default: of the distributions over the vocabulary, at every sampled token. sampled_token: its "
-            "estimate from the sampled token alone, as an advantage; the reverse KL."
+            "help": "full, the default: of the distributions over the vocabulary, at every sampled token. "
+            "sampled_token: its estimate from the sampled token alone, as an advantage; the reverse KL."
         },
     )
     divergence_top_k: int | None = field(
