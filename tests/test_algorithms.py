@@ -78,7 +78,7 @@ def test_every_row_describes_itself(name):
 
 
 def test_what_an_algorithm_needs():
-    assert [n for n in NAMES if PolicyObjective(n).needs_greedy] == ["remax"]
+    assert [n for n in NAMES if PolicyObjective(n).reads("greedy_rewards")] == ["remax"]
     assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce", "a_star_po"]
     referenced = {n for n in NAMES if PolicyObjective(n).needs_reference}
     assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline", "a_star_po"} | {

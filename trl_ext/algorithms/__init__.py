@@ -205,34 +205,18 @@ class PolicyObjective(PolicyLoss):
         own = self.algorithm.function if self.algorithm.surrogate == "own" else None
         super().__init__(**self._loss_settings(given), options=dict(options or {}), function=own)
 
-    @property
-    def needs_greedy(self) -> bool:
-        """Whether advantages need the reward of a greedy response to each prompt."""
-        return "greedy_rewards" in self._parameters
-
-    @property
-    def needs_optimal_values(self) -> bool:
-        """Whether advantages need the optimal value of each prompt."""
-        return "optimal_values" in self._parameters
-
-    @property
-    def needs_steps(self) -> bool:
-        """Whether advantages need the rewards of the steps of each response."""
-        return "step_rewards" in self._parameters
-
-    @property
-    def needs_components(self) -> bool:
-        """Whether advantages need the rewards of each reward function."""
-        return "components" in self._parameters
+    def reads(self, name: str) -> bool:
+        """Whether advantages read an input of `trl_ext.advantages.INPUTS`, such as `greedy_rewards`."""
+        return name in self._parameters
 
     def advantages(self, rewards: Tensor, group_size: int, **inputs: Tensor) -> Tensor:
-        """Advantages of rewards, [N]: [N], or [N, K] if `needs_steps`.
+        """Advantages of rewards, [N]: [N], or [N, K] if they read `step_rewards`.
 
         Args:
             rewards: a reward that is not finite marks a response that could not be scored.
             group_size: responses per prompt.
             inputs: those of `trl_ext.advantages.INPUTS` that the advantage has a parameter for, such as
-                `greedy_rewards`, [N / group_size], if `needs_greedy` (otherwise a ValueError); others are ignored.
+                `greedy_rewards`, [N / group_size] (a ValueError if it is missing); others are ignored.
         """
         known = {name: inputs.get(name) for name in INPUTS if name in self._parameters}
         for name, value in known.items():
@@ -323,7 +307,7 @@ class PolicyObjective(PolicyLoss):
     def _compares_responses(self) -> bool:
         """Whether a group of one has no signal, found by calling the function, so user functions work too."""
         rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
-        shape = (4, 2) if self.needs_steps else (4,)
+        shape = (4, 2) if self.reads("step_rewards") else (4,)
         made_up = {
             "optimal_values": torch.zeros(4),
             "lengths": torch.tensor([3, 5, 2, 4]),
@@ -339,7 +323,7 @@ class PolicyObjective(PolicyLoss):
             ) from error
         if not isinstance(advantages, Tensor) or advantages.shape != shape:
             got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
-            of = "4 rewards of 2 steps" if self.needs_steps else "4 rewards"
+            of = "4 rewards of 2 steps" if self.reads("step_rewards") else "4 rewards"
             raise ValueError(
                 f"the advantage {self.advantage!r} returned {got} for {of}; it must return one advantage for each"
             )

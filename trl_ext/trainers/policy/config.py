@@ -328,7 +328,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self.num_generations = group
 
     def _check_batch(self, objective: PolicyObjective) -> None:
-        if objective.needs_greedy:
+        if objective.reads("greedy_rewards"):
             check_whole_groups(self, "a greedy baseline needs whole groups on every process")
 
     def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:

@@ -128,10 +128,12 @@ def reward_columns(
         "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
-    if trainer.objective.needs_steps:
+    if trainer.objective.reads("step_rewards"):
         arguments["steps"] = [texts for texts, _ in find_steps(trainer, completion_ids)]
     # A separate guard, since the trainer still needs the faults of its latest rollout.
-    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout, trainer.objective.needs_steps)
+    guard = RewardGuard(
+        trainer.args.reward_errors, trainer.args.reward_timeout, trainer.objective.reads("step_rewards")
+    )
     columns: dict[str, list[float | None]] = {}
     for name, given in trainer.plain_reward_functions.items():
         # Without shaping: batch statistics mean nothing here, and running ones belong to training.

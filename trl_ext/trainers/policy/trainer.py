@@ -88,7 +88,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._check_prompts(kwargs.get("train_dataset"), args)
         self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
-        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.needs_steps)
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.reads("step_rewards"))
         # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
         self._rollout: tuple[Tensor, list[bool], list[int]] | None = None
         self._forward: tuple | None = None
@@ -128,12 +128,12 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _check_greedy(self, given: dict[str, Any]) -> None:
         named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
-        if named and self.objective.needs_greedy:
+        if named and self.objective.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
 
     def _check_prompts(self, dataset, args: PolicyConfig) -> None:
         columns = getattr(dataset, "column_names", None) or ()
-        if self.objective.needs_optimal_values and "optimal_value" not in columns:
+        if self.objective.reads("optimal_values") and "optimal_value" not in columns:
             raise ValueError(f"{args.algorithm} needs the data's column optimal_value: see trl_ext.losses.soft_value")
         needed = -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
@@ -153,7 +153,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         finished = [self.has_ended(ids) for ids in completion_ids_list]
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
-        if self.objective.needs_steps:
+        if self.objective.reads("step_rewards"):
             self.steps = find_steps(self, completion_ids_list, self.tool_mask)
             inputs = [{**row, "steps": texts} for row, (texts, _) in zip(inputs, self.steps, strict=True)]
         self.reward_guard.begin()
@@ -188,7 +188,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _sample(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        return add_step_rewards(self, output) if self.objective.needs_steps else output
+        return add_step_rewards(self, output) if self.objective.reads("step_rewards") else output
 
     def _generate_and_score_completions(self, inputs):
         output = sample_rollout(self, self._sample, inputs)
@@ -206,14 +206,14 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             self._metrics[mode].pop("frac_reward_zero_std", None)
         mask = self._token_mask(output)
         known = {"lengths": gather(mask.sum(dim=1)), "components": self._rollout[0], "weights": self.reward_weights}
-        if self.objective.needs_steps:
+        if self.objective.reads("step_rewards"):
             whole, known["step_rewards"] = rewards_by_step(self, output)
             shaped = whole - penalties
-        if self.objective.needs_optimal_values:
+        if self.objective.reads("optimal_values"):
             values = [row.get("optimal_value") for row in inputs]
             values = [float("nan") if value is None else value for value in values]
             known["optimal_values"] = gather(torch.tensor(values, device=mask.device))
-        if self.objective.needs_greedy:
+        if self.objective.reads("greedy_rewards"):
             errors = len(self.reward_guard.failed)
             known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
             bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
@@ -223,7 +223,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         advantages = self.objective.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
-        if self.objective.needs_steps:
+        if self.objective.reads("step_rewards"):
             output["advantages"] = spread_over_tokens(output)
             advantages = gather(masked_mean(output["advantages"], mask, dim=1).nan_to_num())
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
