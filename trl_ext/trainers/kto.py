@@ -128,11 +128,11 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
 
         return dataset if prompt is None and response is None else dataset.map(truncate)
 
-    def _compute_loss(self, model, inputs, return_outputs):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_type != "bco":
-            return super()._compute_loss(model, inputs, return_outputs)
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         tap = Tap(model)
-        base = super()._compute_loss(tap, inputs, return_outputs)
+        base = super().compute_loss(tap, inputs, return_outputs, num_items_in_batch)
         log_probs = tap.output.log_probs[:, 1 - inputs["input_ids"].size(1) :].sum(dim=1)
         log_ratio, desirable = log_probs - inputs["ref_logps"], inputs["label"].bool()
         shift = reward_shift(self.reward_sums)
