@@ -8,7 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import pairs, perturbed, response_log_prob
-from tests.train_once import DEFAULTS, relative_difference, result
+from tests.train_once import DEFAULTS, largest_difference, relative_difference, result, train, train_in_processes
 from trl_ext import KTOConfig, KTOTrainer
 from trl_ext.losses import kto
 
@@ -118,6 +118,18 @@ def test_bco(size, accumulation, tiny_model_path, tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert again.reward_sums == trainer.reward_sums
     assert all(result(again).parameters[name].equal(run.parameters[name]) for name in parameters)
+
+
+@pytest.mark.slow
+def test_bco_on_two_processes_is_bco_on_one(tiny_model_path, tmp_path):
+    """The shift is of the rewards of all processes; with an adapter, the reference is the base."""
+    spec = {"trainer": "KTOTrainer", "model": tiny_model_path, "lora": True, "pairs": 12}
+    args = {**BCO, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    (spread,) = train_in_processes([{**spec, "args": args}], 2, tmp_path)
+    whole = result(train({**spec, "args": {**BCO, "per_device_train_batch_size": 8}}, str(tmp_path / "whole")))
+    assert largest_difference(spread.parameters, whole.parameters) < 1e-9
+    deltas = [entry["delta"] for entry in whole.logs]
+    assert [entry["delta"] for entry in spread.logs] == pytest.approx(deltas, rel=1e-8) and deltas[2]
 
 
 @pytest.mark.parametrize(

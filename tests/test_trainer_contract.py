@@ -62,6 +62,7 @@ METHODS = {
 FUNCTIONS = [
     (trl.DPOTrainer._compute_loss, ["self", "model", "inputs", "return_outputs"], PREFERENCE),
     (trl.DPOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], PREFERENCE),
+    (trl.KTOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], KTO),
     (trl.DPOTrainer._prepare_dataset, ["self", "dataset", "processing_class", "args", "dataset_name"], PREFERENCE),
     (trl.DPOTrainer._precompute_ref_logps, ["self", "dataset", "name", "batch_size"], PREFERENCE),
     (trl.DPOTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"], CARD),

@@ -41,8 +41,7 @@ BCO_PAPER = {"title": "Binary Classifier Optimization for Large Language Model A
 class KTOConfig(TruncatedFields, TRLKTOConfig):
     """Configuration of `KTOTrainer`: the fields of `trl.KTOConfig` and `TruncatedFields`.
 
-    `loss_type` may also be `bco`, which has no weights of the labels. It computes the reference's log-probabilities
-    before training.
+    `loss_type` may also be `bco`, which has no weights of the labels.
 
     Raises:
         ValueError: a value is out of range, or `max_length` is set; the message names the field and what to do.
@@ -61,7 +60,6 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
             refuse_given(
                 self, dict.fromkeys(("desirable_weight", "undesirable_weight"), "BCO shifts its rewards instead")
             )
-            self.precompute_ref_log_probs = True
         check_training(self, per_device_train_batch_size=2, per_device_eval_batch_size=2)
         resolve_device_defaults(self)
         super().__post_init__()
@@ -131,8 +129,11 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         if self.args.loss_type != "bco":
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        tap = Tap(model)
-        base = super().compute_loss(tap, inputs, return_outputs, num_items_in_batch)
+        tap, reference = Tap(model), self.model if self.ref_model is None else self.ref_model
+        if "ref_logps" not in inputs:
+            inputs = {**inputs, "ref_logps": self.compute_ref_log_probs(reference, inputs)[0]}
+        with temporarily(self, precompute_ref_logps=True):
+            base = super().compute_loss(tap, inputs, return_outputs, num_items_in_batch)
         log_probs = tap.output.log_probs[:, 1 - inputs["input_ids"].size(1) :].sum(dim=1)
         log_ratio, desirable = log_probs - inputs["ref_logps"], inputs["label"].bool()
         shift = reward_shift(self.reward_sums)
