@@ -153,7 +153,7 @@ def test_a_configuration_of_another_trainer_is_refused(policy_path, tmp_path):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_group_of_one(name, configure):
     """Only where nothing is compared within a group; the default group size is the algorithm's."""
-    if name in ("remax", "reinforce"):
+    if name in ("remax", "reinforce", "a_star_po"):
         config = configure(algorithm=name, num_generations=1)
         assert (config.num_generations, config.num_generations_eval) == (1, 1)
         assert config.generation_batch_size == 8
