@@ -2,7 +2,8 @@
 
 Shapes: B responses of up to T tokens. A log-ratio is new minus old: [B, T] for one per token, [B, 1] for one per
 response. Advantages are [B], [B, 1] or [B, T]. Every loss is minimised and returned unreduced; at ratio 1 its gradient
-is `-advantage` times that of the log-probability, except for the tokens that `clip_cov` drops.
+is `-advantage` times that of the log-probability, except for the tokens that `clip_cov` drops and for
+`optimal_advantage`.
 """
 
 from __future__ import annotations
