@@ -15,7 +15,9 @@ def _table() -> list[dict[str, Any]]:
     for name in algorithms:
         row = algorithms[name]
         settings = PolicyObjective(name).to_dict()
-        rows.append({**settings, "group_size": row.group_size, "paper": row.paper, "summary": row.summary})
+        rows.append(
+            {**settings, "group_size": row.group_size, **row.rollout, "paper": row.paper, "summary": row.summary}
+        )
     return rows
 
 
