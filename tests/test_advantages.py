@@ -44,6 +44,8 @@ def call(name, rewards, group_size, **options):
         options.setdefault("lengths", lengths_of(len(rewards)))
     if name == "greedy_baseline":
         options.setdefault("greedy_rewards", torch.full((len(rewards) // group_size,), 0.25))
+    if name == "optimal_value":
+        options.setdefault("optimal_values", torch.full((len(rewards),), 0.25))
     if name in ("process_normalized", "turn_level"):
         # With one step, which is not rewarded by itself, an advantage of steps is that of the response.
         return ADVANTAGES[name](rewards, group_size, torch.zeros(len(rewards), 1), **options)[:, 0]
@@ -73,6 +75,7 @@ TABLE = [
     ("group_normalized", G, {"std_ddof": 1, "eps": 1e-4}, [1.317388, 0.146376, -0.439129, -1.024635]),
     ("group_centered", G, {}, [2.25, 0.25, -0.75, -1.75]),
     # 4/3 of the centred ones: 3 - (1 + 0 - 1) / 3 and so on.
+    ("optimal_value", G, {"optimal_values": torch.tensor([0.5] * 4)}, [2.5, 0.5, -0.5, -1.5]),
     ("leave_one_out", G, {}, [3.0, 0.333333, -1.0, -2.333333]),
     ("greedy_baseline", G, {"greedy_rewards": torch.tensor([0.8])}, [2.2, 0.2, -0.8, -1.8]),
     # (3 below - 0 above) / 3, (2 - 1) / 3, ...
@@ -331,4 +334,4 @@ def test_estimator_of_ones_own():
     objective = PolicyObjective("grpo", advantage=others, advantage_clip=4.0)
     assert objective.advantages(torch.tensor([1.0, 2.0]), 2).tolist() == [-3.0, 3.0]
     assert objective.advantages(torch.tensor([1.0, 4.0]), 2).tolist() == [-4.0, 4.0]
-    assert objective.advantage == "others" and objective.group_relative and not objective.needs_greedy
+    assert objective.advantage == "others" and objective.group_relative and not objective.reads("greedy_rewards")

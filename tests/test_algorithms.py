@@ -37,6 +37,7 @@ ROWS = {
     "reinforce_with_baseline": {"std_ddof": 1, "surrogate": "reinforce", "aggregation": "sequence_mean"},
     "grpo_no_clip": {"surrogate": "no_clip", "ratio": "token", "std_ddof": 1, "aggregation": "sequence_mean"},
     "dapo": {"epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean", "beta": 0.0},
+    "dapo_full": {"epsilon": 0.2, "epsilon_high": 0.28, "aggregation": "token_mean", "beta": 0.0},
     "cispo": {"surrogate": "cispo", "ratio_cap": 5.0, "aggregation": "token_mean", "epsilon": None},
     "gopo": {"advantage": "group_rank", "surrogate": "clip", "ratio": "token", "aggregation": "token_mean"},
     "max_rl": {"advantage": "mean_normalized", "surrogate": "clip", "ratio": "token", "aggregation": "token_mean"},
@@ -53,6 +54,7 @@ ROWS = {
     "kl_cov": {"epsilon": None, "surrogate": "kl_cov", "ratio": "token", "aggregation": "token_mean"},
     "gdpo": {"advantage": "reward_decoupled", "std_ddof": 1, "advantage_eps": 1e-4, "surrogate": "clip"},
     "mt_grpo": {"advantage": "turn_level", "std_ddof": 1, "advantage_eps": 1e-4, "surrogate": "clip"},
+    "a_star_po": {"advantage": "optimal_value", "ratio": "none", "aggregation": "sequence_mean", "beta": 1e-3},
     "berkeley_grpo": {"epsilon": 0.2, "beta": 0.01, "kl_aggregation": "token_mean", "advantage_clip": 5.0},
     "berkeley_dr_grpo": {"advantage": "group_centered", "aggregation": "constant", "kl_aggregation": "token_mean"},
     "berkeley_gspo": {"ratio": "sequence", "epsilon": 0.2, "epsilon_high": 0.2, "aggregation": "sequence_mean"},
@@ -76,10 +78,12 @@ def test_every_row_describes_itself(name):
 
 
 def test_what_an_algorithm_needs():
-    assert [n for n in NAMES if PolicyObjective(n).needs_greedy] == ["remax"]
-    assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce"]
+    assert [n for n in NAMES if PolicyObjective(n).reads("greedy_rewards")] == ["remax"]
+    assert [n for n in NAMES if not PolicyObjective(n).group_relative] == ["remax", "reinforce", "a_star_po"]
     referenced = {n for n in NAMES if PolicyObjective(n).needs_reference}
-    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline"} | {n for n in NAMES if "berk" in n}
+    assert referenced == {"grpo", "rloo", "remax", "reinforce_plus_plus_baseline", "a_star_po"} | {
+        n for n in NAMES if "berk" in n
+    }
     assert not PolicyObjective("grpo", beta=0.0).needs_reference
 
 

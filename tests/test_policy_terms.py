@@ -216,6 +216,9 @@ def test_dppo_takes_its_ratio_to_what_the_sampler_recorded(use_vllm, ready):
     assert loss.item() == pytest.approx(expected.item(), rel=1e-8, abs=1e-9)
     gradient = gradient_of(policy, expected)
     assert relative_difference(gradient_of(trainer.model, loss), gradient) < 1e-9
+    metrics = trainer._metrics["train"]
+    assert metrics["clip_ratio/region_mean"] == [pytest.approx(1 - sum(kept) / len(kept))]
+    assert "clip_ratio/low_mean" not in metrics
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

@@ -1,4 +1,4 @@
-"""What PPO's checkpoints and final models hold, that a resumed run is the straight one, and what is refused."""
+"""What PPO's checkpoints and final models hold, resumed runs, when the value function learns, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from tests.rollout_once import build, train
-from tests.test_ppo_trainer import move_value_head, of_kind, specification
+from tests.test_ppo_trainer import Steps, move_value_head, of_kind, specification
 from tests.train_once import largest_difference, parameters, result
 
 # 3 special tokens and 256 bytes.
@@ -19,14 +19,16 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "optim": "adamw_torch", "le
 
 @pytest.mark.parametrize("kind", ["shared", "adapter", "separate"])
 def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
-    spec = of_kind(kind, policy_path, SAVING)
+    # The first three of four updates fit the value function alone.
+    spec = of_kind(kind, policy_path, {**SAVING, "value_pretraining_steps": 3} if kind == "separate" else SAVING)
     straight = train(spec, str(tmp_path))
     checkpoint = tmp_path / "checkpoint-2"
     resumed = build(spec, str(tmp_path / "again"))
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
-    # Adapted at each of two rollouts.
-    assert resumed.objective.beta == straight.objective.beta != resumed.args.beta
+    # Adapted at each of two rollouts, if the policy learns.
+    assert resumed.objective.beta == straight.objective.beta
+    assert (resumed.objective.beta == resumed.args.beta) == (kind == "separate")
     names = ("loss", "value_loss", "explained_variance", "value/mean", "kl_coef")
     expected, found = (
         [entry.get(name) for name in names] for entry in (result(straight).logs[-1], result(resumed).logs[-1])
@@ -55,6 +57,42 @@ def test_a_resumed_run_is_the_straight_one(kind, policy_path, tmp_path):
     if kind == "separate":
         assert own_weights.keys() == {name for name in weights if name not in own}
         assert all(weight.equal(weights[name]) for name, weight in own_weights.items())
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("kind", ["shared", "adapter", "separate"])
+def test_the_value_function_learns_first(kind, policy_path, tmp_path):
+    """Two of three updates leave the policy, however the batch is split; the value function moves at once."""
+    runs = []
+    for size, accumulation in ((8, 1), (2, 4)):
+        args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "max_steps": 3}
+        args |= {"learning_rate": 0.05, "num_iterations": 1, "value_pretraining_steps": 2}
+        steps = Steps()
+        trainer = build(of_kind(kind, policy_path, args, fixed=True), str(tmp_path / str(size)), callbacks=[steps])
+        move_value_head(trainer).train()
+        runs.append(result(trainer))
+        policy = [name for name in runs[-1].parameters if "value_head" not in name and ".value." not in name]
+        before, during = steps.weights[0], steps.weights[2]
+        assert all(before[name].equal(during[name]) for name in policy)
+        head = "value_head.head.weight" if kind == "separate" else "value_head.weight"
+        assert not before[head].equal(during[head])
+        assert any(not before[name].equal(runs[-1].parameters[name].double()) for name in policy)
+        assert [entry["kl_coef"] for entry in runs[-1].logs] == [trainer.args.beta] * 3
+    assert largest_difference(runs[1].parameters, runs[0].parameters) < 1e-9
+
+
+@pytest.mark.usefixtures("in_float64")
+def test_the_coefficient_adapts(policy_path, tmp_path):
+    """8 responses to a rollout, horizon 50: it changes by the factor 1 + clip(KL / target - 1) 8 / 50."""
+    args = {"kl_target": 0.4, "kl_horizon": 50, "max_steps": 8, "beta": 0.2}
+    trainer = train(specification(policy_path, args=args), str(tmp_path))
+    logs = [entry for entry in trainer.state.log_history if "kl_coef" in entry]
+    coefficients = [*[entry["kl_coef"] for entry in logs], trainer.objective.beta]
+    assert len(logs) == 4 and coefficients[0] == 0.2
+    for entry, now, then in zip(logs, coefficients[:-1], coefficients[1:], strict=True):
+        error = max(-0.2, min(0.2, entry["kl/sequence"] / 0.4 - 1))
+        assert then == pytest.approx(now * (1 + error * 8 / 50))
+    assert len(set(coefficients)) > 2
 
 
 def test_the_value_function_has_its_learning_rate(policy_path, tmp_path):

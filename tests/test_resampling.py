@@ -205,6 +205,15 @@ def test_penalties_of_length_are_no_signal(policy_path, tmp_path):
     rollout(trainer, [0, 1, 2])
     assert len(trainer._rollout[0].unique()) > 1
     assert logged(trainer)["dead"] == 1
+    own = built(
+        policy_path,
+        tmp_path,
+        lambda completions, **_: [0.0] * len(completions),
+        {"overlong_share": 0.75},
+        rollout_func=rollout_func,
+    )
+    rollout(own, [0, 1, 2])
+    assert logged(own)["dead"] == 1 and own._metrics["train"]["shaped_reward"][-1] < 0
 
 
 def test_a_filter_of_ones_own(policy_path, tmp_path):
@@ -226,7 +235,10 @@ def test_a_filter_of_ones_own(policy_path, tmp_path):
 
 
 def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
-    """DAPO by hand: -A_i log p summed over the kept tokens, divided by their number; its gradient in float64."""
+    """DAPO whole by hand: -A_i log p summed over the kept tokens, divided by their number; its gradient in float64.
+
+    Groups are kept for their rewards as they are; of 8 tokens at most, the last 1.6 cost a response up to 1.
+    """
     kept = []
 
     def reward(completion_ids, row_id, **_):
@@ -237,7 +249,7 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
                 kept.append((row_id[start], completion_ids[start : start + GROUP], group))
         return rewards
 
-    args = {**ARGS, "algorithm": "dapo", "learning_rate": 1.0}
+    args = {**ARGS, "algorithm": "dapo_full", "learning_rate": 1.0}
     spec = {"model": policy_path, "prompts": PROMPTS, "args": args}
     trainer = train(spec, str(tmp_path), reward_funcs=reward, rollout_func=rollout_func)
     assert len(kept) == GROUPS
@@ -247,6 +259,7 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
     expected = 0.0
     for row, responses, rewards in kept:
         prompt = encode(rows[row], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        rewards = [r - min(max((len(ids) - 6.4) / 1.6, 0), 1) for r, ids in zip(rewards, responses, strict=True)]
         mean = sum(rewards) / GROUP
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / GROUP)
         for ids, reward in zip(responses, rewards, strict=True):
@@ -268,8 +281,15 @@ def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
 def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
     """Rollouts of three groups, the second of which lies on both processes; two updates."""
     common = {"model": policy_path, "fixed": True, "perturb": 1, "prompts": PROMPTS, "rewards": ["at_odd_rows"]}
-    args = {**ARGS, "algorithm": "dapo", "num_generations": GROUP, "beta": 0.1, "num_iterations": 2, "max_steps": 4}
-    args |= {"learning_rate": 0.05}
+    args = {
+        **ARGS,
+        "algorithm": "dapo",
+        "num_generations": GROUP,
+        "beta": 0.1,
+        "num_iterations": 2,
+        "max_steps": 4,
+    }
+    args |= {"learning_rate": 0.01, "overlong_share": 0.5}
     half = {"per_device_train_batch_size": GROUP * GROUPS // 2}
     whole = result(train({**common, "args": args}, str(tmp_path / "whole")))
     (spread,) = train_in_processes([{**common, "args": {**args, **half}}], 2, tmp_path)

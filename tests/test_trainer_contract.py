@@ -28,8 +28,9 @@ SELECTION = "trl_ext.held_out.reward_selection"
 REFERENCE = "trl_ext.trainers.preference.reference_cache"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
-GREEDY = "trl_ext.trainers.policy.greedy"
+GREEDY = "trl_ext.trainers.policy.generation"
 STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
+KTO = "trl_ext.KTOTrainer"
 GUARD = "trl_ext.resilience.guards.UpdateGuard"
 CARD = "trl_ext.trainers.model_card"
 TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
@@ -61,6 +62,7 @@ METHODS = {
 FUNCTIONS = [
     (trl.DPOTrainer._compute_loss, ["self", "model", "inputs", "return_outputs"], PREFERENCE),
     (trl.DPOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], PREFERENCE),
+    (trl.KTOTrainer.compute_ref_log_probs, ["self", "model", "inputs"], KTO),
     (trl.DPOTrainer._prepare_dataset, ["self", "dataset", "processing_class", "args", "dataset_name"], PREFERENCE),
     (trl.DPOTrainer._precompute_ref_logps, ["self", "dataset", "name", "batch_size"], PREFERENCE),
     (trl.DPOTrainer.create_model_card, ["self", "model_name", "dataset_name", "tags"], CARD),
@@ -86,7 +88,10 @@ SOURCES = [
     (trl.GRPOTrainer._calculate_rewards, "gather(rewards_per_func)", f"{POLICY}._generate_and_score_completions"),
     (trl.GRPOTrainer._generate_single_turn, "generation_kwargs=self.generation_kwargs", GREEDY),
     (trl.GRPOTrainer._generate_single_turn, "generation_config=self.generation_config", GREEDY),
-    (kto_trainer, '"KL_completion_ids"', "trl_ext.KTOTrainer._prepare_dataset"),
+    (trl.KTOTrainer._compute_loss, "outputs = model(**model_kwargs, labels=completion_labels", f"{KTO}.compute_loss"),
+    (trl.KTOTrainer._compute_loss, 'batch["ref_logps"]', f"{KTO}.compute_loss"),
+    (kto_trainer, 'not in ["apo_zero_unpaired"]', f"{KTO}.__init__"),
+    (kto_trainer, '"KL_completion_ids"', f"{KTO}._prepare_dataset"),
     *((kind._save_checkpoint, "create_model_card(", CARD) for kind in TRAINERS),
     (peft.PeftModel.save_pretrained, "create_or_update_model_card(", CARD),
 ]

@@ -136,6 +136,16 @@ def greedy_baseline(rewards: Tensor, group_size: int, greedy_rewards: Tensor) ->
     return groups.finish(groups.values - baseline, baseline.isfinite())
 
 
+def optimal_value(rewards: Tensor, group_size: int, optimal_values: Tensor) -> Tensor:
+    """A*-PO: `r` minus the prompt's optimal value, [N], as `soft_value` estimates it from the reference. [N].
+
+    A response without a value has the advantage 0. Brantley et al. 2025, arXiv 2505.20686.
+    """
+    groups = _Groups.of(rewards, group_size)
+    baseline = optimal_values.detach().to(groups.values).view_as(groups.values)
+    return groups.finish(groups.values - baseline, baseline.isfinite())
+
+
 def batch_normalized(
     rewards: Tensor,
     group_size: int,
@@ -299,7 +309,7 @@ def no_baseline(rewards: Tensor, group_size: int) -> Tensor:
     return groups.finish(groups.values, groups.scorable)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, and the returns that a value function is fitted to.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`, over the tokens that count, with
@@ -310,7 +320,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
         values: estimated value before each token, [B, T].
         mask: 1 where a token counts, [B, T]; other tokens are skipped, wherever they are.
         gamma: discount per token, in [0, 1].
-        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1].
+        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1]; one number, or one for each row, [B].
 
     Returns:
         Advantages and returns, [B, T] each, without gradient, 0 where the mask is 0.
@@ -325,9 +335,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
             f"gae needs rewards, values and mask of one shape [B, T], got {list(rewards.shape)}, "
             f"{list(values.shape)} and {list(mask.shape)}"
         )
-    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
-        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam}")
-    counts = mask != 0
+    lam = torch.as_tensor(lam, dtype=torch.float64)
+    if not (0 <= gamma <= 1 and bool((lam.clamp(0, 1) == lam).all())):
+        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam.tolist()}")
+    counts, lam = mask != 0, lam.to(values)
     values = values.detach().masked_fill(~counts, 0)
     rewards = rewards.detach().to(values.dtype).masked_fill(~counts, 0)
     advantages = torch.zeros_like(values)
@@ -350,7 +361,7 @@ def clip_advantages(advantages: Tensor, limit: float) -> Tensor:
 
 
 # Inputs that a trainer passes to an advantage with a parameter of this name; all other parameters are its options.
-INPUTS = ("greedy_rewards", "lengths", "components", "weights", "step_rewards")
+INPUTS = ("greedy_rewards", "optimal_values", "lengths", "components", "weights", "step_rewards")
 ADVANTAGES: dict[str, Callable] = {
     function.__name__: function
     for function in (
@@ -359,6 +370,7 @@ ADVANTAGES: dict[str, Callable] = {
         leave_one_out,
         group_rank,
         greedy_baseline,
+        optimal_value,
         batch_normalized,
         mean_normalized,
         length_weighted,

@@ -119,12 +119,14 @@ class Algorithm(LossFields, AdvantageFields, Entry):
         summary: one line for the table.
         advantage_options: options of the advantage that are not settings.
         group_size: responses per prompt.
+        rollout: settings of the trainer's rollouts that define the algorithm, such as `resample_groups`: 0 is refused.
         fixed: the settings that define the algorithm: each with its permitted values, and why no others are.
     """
 
     summary: str = ""
     advantage_options: Mapping[str, Any] = field(default_factory=dict)
     group_size: int = 8
+    rollout: Mapping[str, float] = field(default_factory=dict)
     fixed: Mapping[str, tuple[tuple[str, ...], str]] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -132,6 +134,20 @@ class Algorithm(LossFields, AdvantageFields, Entry):
         for name, setting in SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, setting.default)
+
+    def rollout_setting(self, name: str, given: float | None) -> float:
+        """A setting of the trainer's rollouts: the given one, or if it is None the algorithm's own; 0 if it has none.
+
+        Raises:
+            ValueError: 0 is given for one that defines the algorithm.
+        """
+        own = self.rollout.get(name, 0)
+        if own and given is not None and not given:
+            raise ValueError(
+                f"--algorithm {self.name} and --{name} {given} contradict each other: it is {self.summary}; leave it "
+                "out, or use --algorithm dapo for the loss alone"
+            )
+        return own if given is None else given
 
 
 EntryType = TypeVar("EntryType", bound=Entry)

@@ -69,8 +69,8 @@ ADVANTAGE_SETTINGS = {
 LOSS_SETTINGS = {
     "surrogate": Setting(
         str,
-        "clip, no_clip, cispo, reinforce, quadratic_ratio, sapo, gmpo, gspo_token, vespo, dppo_tv, dppo_kl, clip_cov "
-        "or kl_cov.",
+        "clip, no_clip, cispo, reinforce, quadratic_ratio, sapo, gmpo, gspo_token, vespo, dppo_tv, dppo_kl, clip_cov, "
+        "kl_cov or optimal_advantage.",
     ),
     "ratio": Setting(str, "Importance ratio: token, sequence or none.", "token", ("token", "sequence", "none")),
     "aggregation": Setting(str, "sequence_mean, token_mean, constant or sum.", "sequence_mean"),

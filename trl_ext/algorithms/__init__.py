@@ -45,6 +45,18 @@ _GSPO = {
         "surrogate": (("clip",), "GSPO clips its ratio"),
     },
 }
+_DAPO = {
+    **_CLIP,
+    **_POPULATION,
+    **_TOKENS,
+    "epsilon_high": 0.28,
+    "group_size": 16,
+    "fixed": {
+        "surrogate": (("clip",), "DAPO clips, higher above than below"),
+        "ratio": (("token",), "DAPO's ratio is of each token"),
+        "aggregation": (("token_mean",), "DAPO averages over tokens"),
+    },
+}
 _DPPO = {
     "advantage": "group_centered",
     "aggregation": "constant",
@@ -97,11 +109,11 @@ _add("reinforce_with_baseline", "Group-normalised rewards times log-probabilitie
      fixed=_NO_RATIO)
 _add("grpo_no_clip", "GRPO with an unclipped ratio", "CS336", surrogate="no_clip", **_SAMPLE,
      fixed={"surrogate": (("no_clip",), "it is GRPO without the clip")})
-_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_CLIP, **_POPULATION,
-     **_TOKENS, epsilon_high=0.28, group_size=16,
-     fixed={"surrogate": (("clip",), "DAPO clips, higher above than below"),
-            "ratio": (("token",), "DAPO's ratio is of each token"),
-            "aggregation": (("token_mean",), "DAPO averages over tokens")})
+_add("dapo", "GRPO with a higher upper clip and a mean over tokens; no KL", "2503.14476", **_DAPO)
+# The paper's share: 4,096 of 20,480 tokens. The rounds are those after which its recipe in verl stops.
+_add("dapo_full", "DAPO's loss with its dynamic sampling and its punishment of long responses", "2503.14476", **_DAPO,
+     rollout={"resample_groups": 10, "overlong_share": 0.2},
+     title="DAPO: An Open-Source LLM Reinforcement Learning System at Scale")
 _add("cispo", "Capped ratio as a weight; no token loses its gradient", "2506.13585, 2510.13786", surrogate="cispo",
      ratio_cap=5.0, **_POPULATION, **_TOKENS,
      fixed={"surrogate": (("cispo",), "CISPO is its capped weight"),
@@ -153,6 +165,10 @@ _add("gdpo", "Each reward function normalised by itself within the group, then t
 _add("mt_grpo", "The first step or turn has an advantage of its own, added to the outcome's", "2505.11821", **_CLIP,
      **_advantage("turn_level", "MT-GRPO gives the first turn its own advantage"), std_ddof=1, advantage_eps=1e-4,
      title="Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment")
+_add("a_star_po", "Regression on the reward less the reference's optimal value, a dataset column", "2505.20686",
+     **_own_loss("A*-PO", "optimal_advantage", ratio="none", aggregation="sequence_mean", advantage="optimal_value"),
+     beta=1e-3, group_size=1, label="A*-PO",
+     title="Accelerating RL for LLM Reasoning with Optimal Advantage Regression")
 _add("berkeley_grpo", "The course's GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_POPULATION)
 _add("berkeley_dr_grpo", "The course's Dr.GRPO: KL averaged by itself", "Berkeley course", **_BERKELEY, **_DR_GRPO)
 _add("berkeley_gspo", "The course's GSPO: clip 0.2, KL averaged by itself", "Berkeley course", **_BERKELEY,
@@ -189,29 +205,18 @@ class PolicyObjective(PolicyLoss):
         own = self.algorithm.function if self.algorithm.surrogate == "own" else None
         super().__init__(**self._loss_settings(given), options=dict(options or {}), function=own)
 
-    @property
-    def needs_greedy(self) -> bool:
-        """Whether advantages need the reward of a greedy response to each prompt."""
-        return "greedy_rewards" in self._parameters
-
-    @property
-    def needs_steps(self) -> bool:
-        """Whether advantages need the rewards of the steps of each response."""
-        return "step_rewards" in self._parameters
-
-    @property
-    def needs_components(self) -> bool:
-        """Whether advantages need the rewards of each reward function."""
-        return "components" in self._parameters
+    def reads(self, name: str) -> bool:
+        """Whether advantages read an input of `trl_ext.advantages.INPUTS`, such as `greedy_rewards`."""
+        return name in self._parameters
 
     def advantages(self, rewards: Tensor, group_size: int, **inputs: Tensor) -> Tensor:
-        """Advantages of rewards, [N]: [N], or [N, K] if `needs_steps`.
+        """Advantages of rewards, [N]: [N], or [N, K] if they read `step_rewards`.
 
         Args:
             rewards: a reward that is not finite marks a response that could not be scored.
             group_size: responses per prompt.
             inputs: those of `trl_ext.advantages.INPUTS` that the advantage has a parameter for, such as
-                `greedy_rewards`, [N / group_size], if `needs_greedy` (otherwise a ValueError); others are ignored.
+                `greedy_rewards`, [N / group_size] (a ValueError if it is missing); others are ignored.
         """
         known = {name: inputs.get(name) for name in INPUTS if name in self._parameters}
         for name, value in known.items():
@@ -302,8 +307,9 @@ class PolicyObjective(PolicyLoss):
     def _compares_responses(self) -> bool:
         """Whether a group of one has no signal, found by calling the function, so user functions work too."""
         rewards = torch.tensor([1.0, 2.0, 4.0, 3.0])
-        shape = (4, 2) if self.needs_steps else (4,)
+        shape = (4, 2) if self.reads("step_rewards") else (4,)
         made_up = {
+            "optimal_values": torch.zeros(4),
             "lengths": torch.tensor([3, 5, 2, 4]),
             "components": rewards.unsqueeze(1),
             "weights": torch.ones(1),
@@ -317,7 +323,7 @@ class PolicyObjective(PolicyLoss):
             ) from error
         if not isinstance(advantages, Tensor) or advantages.shape != shape:
             got = f"shape {list(advantages.shape)}" if isinstance(advantages, Tensor) else type(advantages).__name__
-            of = "4 rewards of 2 steps" if self.needs_steps else "4 rewards"
+            of = "4 rewards of 2 steps" if self.reads("step_rewards") else "4 rewards"
             raise ValueError(
                 f"the advantage {self.advantage!r} returned {got} for {of}; it must return one advantage for each"
             )

@@ -15,7 +15,9 @@ def _table() -> list[dict[str, Any]]:
     for name in algorithms:
         row = algorithms[name]
         settings = PolicyObjective(name).to_dict()
-        rows.append({**settings, "group_size": row.group_size, "paper": row.paper, "summary": row.summary})
+        rows.append(
+            {**settings, "group_size": row.group_size, **row.rollout, "paper": row.paper, "summary": row.summary}
+        )
     return rows
 
 
@@ -23,6 +25,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     clip = f"{row['epsilon']:g}/{row['epsilon_high']:g}" if row["epsilon"] is not None else ""
     surrogate = f"{row['surrogate']} {clip or row['ratio_cap'] or ''}".strip()
     divergence = f"{row['beta']:g} {row['kl_estimator']} in {row['kl_in']}" if row["beta"] else "none"
+    if algorithms[row["algorithm"]].takes_beta:
+        divergence = f"{row['beta']:g} in the surrogate"
     return [row["algorithm"], row["advantage"], row["ratio"], surrogate, row["aggregation"], divergence, row["paper"]]
 
 

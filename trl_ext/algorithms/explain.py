@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import trl_ext
+from trl_ext import losses
 from trl_ext.advantages import ADVANTAGES, INPUTS, function_of, options_of
 from trl_ext.algorithms import PolicyObjective, algorithms
 from trl_ext.losses import aggregate, kl_estimate, sequence_log_ratio, token_log_ratio
@@ -20,6 +21,9 @@ from trl_ext.registry import Algorithm, PreferenceLoss, preference_losses
 from trl_ext.settings import ADVANTAGE_SETTINGS, LOSS_SETTINGS, Setting
 
 RATIOS = {"token": token_log_ratio, "sequence": sequence_log_ratio}
+# Functions of trainers that have no table.
+_OTHERS = ("kto", "bco", "generalized_jsd", "teacher_advantages", "length_adaptive_lambda", "soft_value")
+OTHERS = {name: getattr(losses, name) for name in _OTHERS}
 
 
 def explain(name: str) -> str:
@@ -32,9 +36,11 @@ def explain(name: str) -> str:
         ValueError: there is no such name, file or function.
     """
     if ":" not in name:
-        known = [*algorithms, *preference_losses, *ADVANTAGES]
+        known = [*algorithms, *preference_losses, *ADVANTAGES, *OTHERS]
         if name not in known:
             raise ValueError(f"no algorithm, preference loss or advantage is called {name!r}{nearest(name, known)}")
+        if name in OTHERS:
+            return _function(OTHERS[name])
         if name in ADVANTAGES:
             return _advantage(ADVANTAGES[name])
         return _algorithm(algorithms[name]) if name in algorithms else _loss(preference_losses[name])
@@ -67,14 +73,21 @@ def _algorithm(row: Algorithm) -> str:
     lines += _part(f"--aggregation {row.aggregation}", aggregate, row.aggregation)
     if row.aggregation == "constant":
         lines += ["  --loss_constant max_completion_length"]
-    if row.beta:
+    if row.takes_beta:
+        lines += [f"--beta {row.beta:g}: of the reference, in the surrogate; no KL term"]
+    elif row.beta:
         kl = f"--beta {row.beta:g} --kl_estimator {row.kl_estimator} --kl_in {row.kl_in}"
         correction = f"--kl_ratio_correction {_shown(row.kl_ratio_correction)}"
         lines += [*_part(kl, kl_estimate, row.kl_estimator), "  d = log_probs - ref_log_probs at a sampled token"]
         lines += [f"  --kl_aggregation {row.kl_aggregation or 'inside'}  {correction}"]
     else:
         lines += ["--beta 0: no KL term and no reference model"]
-    lines += [f"--num_generations {row.group_size}", "", "fixed by the name:" + ("" if row.fixed else " nothing")]
+    rollout = [f"--{name} {_shown(value)}" for name, value in row.rollout.items()]
+    lines += [
+        "  ".join([f"--num_generations {row.group_size}", *rollout]),
+        "",
+        "fixed by the name:" + ("" if row.fixed else " nothing"),
+    ]
     lines += [f"  --{flag} {' or '.join(values)}: {reason}" for flag, (values, reason) in row.fixed.items()]
     return "\n".join(lines)
 
@@ -110,6 +123,13 @@ def _advantage(function: Callable) -> str:
     }
     lines = [f"{function.__name__}: an advantage, f(rewards, group_size, ...) -> [N]", "", *_doc(function), ""]
     return "\n".join([*lines, *(f"{name + ':':11} {value}" for name, value in rows.items())])
+
+
+def _function(function: Callable) -> str:
+    options = ", ".join(_options(_defaults(function))) or "none"
+    return "\n".join(
+        [*_doc(function), "", f"function: {function.__name__}, {_where(function)}", f"options: {options}"]
+    )
 
 
 def _part(head: str, function: Callable | None, kind: str | None = None) -> list[str]:

@@ -4,9 +4,8 @@ from trl_ext.losses.distillation import generalized_jsd, teacher_advantages, wit
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.mismatch import mismatch_weights
-from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.losses.objective import PreferenceObjective, confidence, wpo
 from trl_ext.losses.policy import (
-    PolicyScores,
     cispo,
     clip_cov,
     clipped_surrogate,
@@ -15,15 +14,15 @@ from trl_ext.losses.policy import (
     gmpo,
     gspo_token,
     kl_cov,
+    optimal_advantage,
     quadratic_ratio,
     reinforce,
     sapo,
-    sequence_log_ratio,
-    token_log_ratio,
     unclipped_surrogate,
     vespo,
 )
 from trl_ext.losses.policy_objective import PolicyLoss
+from trl_ext.losses.policy_scores import PolicyScores, sequence_log_ratio, token_log_ratio
 from trl_ext.losses.preference import (
     PreferenceScores,
     aot,
@@ -44,9 +43,8 @@ from trl_ext.losses.preference import (
     sppo,
 )
 from trl_ext.losses.reward import bradley_terry
-from trl_ext.losses.unpaired import kto
-from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
-from trl_ext.losses.weighting import confidence, wpo
+from trl_ext.losses.unpaired import bco, kto, reward_shift
+from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, soft_value, whiten
 
 __all__ = [
     "PolicyLoss",
@@ -58,6 +56,7 @@ __all__ = [
     "aot_paired",
     "apo_down",
     "apo_zero",
+    "bco",
     "bradley_terry",
     "cdpo",
     "cispo",
@@ -79,19 +78,23 @@ __all__ = [
     "kl_cov",
     "kl_estimate",
     "kto",
+    "length_adaptive_lambda",
     "masked_mean",
     "masked_normalize",
     "masked_sum",
     "mismatch_weights",
     "nca",
+    "optimal_advantage",
     "orpo",
     "quadratic_ratio",
     "reinforce",
     "repo",
+    "reward_shift",
     "robust_dpo",
     "sapo",
     "sequence_log_ratio",
     "simpo",
+    "soft_value",
     "sppo",
     "teacher_advantages",
     "token_log_ratio",

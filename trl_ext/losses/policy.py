@@ -2,103 +2,25 @@
 
 Shapes: B responses of up to T tokens. A log-ratio is new minus old: [B, T] for one per token, [B, 1] for one per
 response. Advantages are [B], [B, 1] or [B, T]. Every loss is minimised and returned unreduced; at ratio 1 its gradient
-is `-advantage` times that of the log-probability, except for the tokens that `clip_cov` drops.
+is `-advantage` times that of the log-probability, except for the tokens that `clip_cov` drops and for
+`optimal_advantage`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from trl_ext.losses.kl import MAX_EXPONENT
-from trl_ext.losses.masking import masked_mean, masked_sum
-
-
-@dataclass
-class PolicyScores:
-    """The inputs of a policy loss for B responses.
-
-    Attributes:
-        log_probs: token log-probabilities under the policy, with gradient, in nats, [B, T].
-        old_log_probs: the same when the responses were sampled, without gradient, [B, T]; None only if the algorithm
-            has no ratio.
-        mask: 1 where a token counts, [B, T].
-        advantages: [B, 1] or [B, T]; [B] is treated as [B, 1].
-        ratio: the unit of `log_ratio`: each `token`, the whole `sequence`, or `none`.
-        sampler_log_probs: `old_log_probs` as the sampler itself recorded them, [B, T]: NaN where it did not, or None.
-    """
-
-    log_probs: Tensor
-    old_log_probs: Tensor | None
-    mask: Tensor
-    advantages: Tensor
-    ratio: str = "token"
-    sampler_log_probs: Tensor | None = None
-
-    def __post_init__(self):
-        self.advantages = _column(self.advantages)
-
-    @property
-    def log_ratio(self) -> Tensor:
-        """Log of new over old probability: [B, T] for `token`, [B, 1] for `sequence`.
-
-        Raises:
-            ValueError: the algorithm has no ratio.
-        """
-        if self.ratio == "none" or self.old_log_probs is None:
-            raise ValueError(
-                "this algorithm has no importance ratio: register it with ratio='token' or ratio='sequence' to read "
-                "scores.log_ratio"
-            )
-        if self.ratio == "sequence":
-            return sequence_log_ratio(self.log_probs, self.old_log_probs, self.mask)
-        return token_log_ratio(self.log_probs, self.old_log_probs)
-
-    @property
-    def behaviour_log_probs(self) -> Tensor:
-        """`sampler_log_probs` where recorded, and `old_log_probs` elsewhere. [B, T]."""
-        if self.sampler_log_probs is None:
-            return self.old_log_probs
-        return torch.where(self.sampler_log_probs.isnan(), self.old_log_probs, self.sampler_log_probs)
-
-    @property
-    def covariance(self) -> Tensor:
-        """Each token's `(advantage - mean) (log_prob - mean)`, the means over all tokens; without gradient. [B, T]."""
-        log_probs = self.log_probs.detach()
-        advantages = self.advantages.expand_as(log_probs)
-        return (advantages - masked_mean(advantages, self.mask)) * (log_probs - masked_mean(log_probs, self.mask))
-
-
-def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Log of each token's new over old probability. [B, T]."""
-    return log_probs - old_log_probs
-
-
-def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Mean of the token log-ratios of each response, the log of GSPO's ratio; 0 for an empty response. [B, 1].
-
-    Zheng et al. 2025, arXiv 2507.18071, equation 7.
-    """
-    total = masked_sum(log_probs - old_log_probs, mask, dim=-1)
-    return (total / (mask != 0).sum(-1).clamp(min=1)).unsqueeze(-1)
-
-
-def _column(advantages: Tensor) -> Tensor:
-    """Advantages of shape [B] as [B, 1]; others unchanged."""
-    return advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+from trl_ext.losses.masking import masked_sum
+from trl_ext.losses.policy_scores import bounded_ratio, column
 
 
 def _choose(condition: Tensor, one: float, other: float, like: Tensor) -> Tensor:
     """One number where the condition holds and the other elsewhere, in the dtype of `like`."""
     return torch.full_like(like, other).masked_fill(condition, one)
-
-
-def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """`exp(log_ratio)` with the exponent clamped at 20 against overflow. Clamped values have no gradient."""
-    return log_ratio.clamp(max=MAX_EXPONENT).exp()
 
 
 def clipped_surrogate(
@@ -124,7 +46,7 @@ def clipped_surrogate(
 
     Schulman et al. 2017, arXiv 1707.06347, equation 7.
     """
-    advantages = _column(advantages)
+    advantages = column(advantages)
     ratio = bounded_ratio(log_ratio)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     losses = -torch.minimum(ratio * advantages, clipped * advantages)
@@ -138,7 +60,7 @@ def unclipped_surrogate(log_ratio: Tensor, advantages: Tensor) -> Tensor:
 
     A log-ratio above 20 is clamped and has no gradient, as in `clipped_surrogate`.
     """
-    return -bounded_ratio(log_ratio) * _column(advantages)
+    return -bounded_ratio(log_ratio) * column(advantages)
 
 
 def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, ratio_cap: float = 5.0) -> Tensor:
@@ -153,12 +75,12 @@ def cispo(log_ratio: Tensor, log_probs: Tensor, advantages: Tensor, *, ratio_cap
     MiniMax 2025, arXiv 2506.13585, equation 4; cap of about 5: arXiv 2510.13786.
     """
     weights = bounded_ratio(log_ratio.detach()).clamp(max=ratio_cap)
-    return -weights * _column(advantages) * log_probs
+    return -weights * column(advantages) * log_probs
 
 
 def reinforce(log_probs: Tensor, advantages: Tensor) -> Tensor:
     """`-A log_prob`: the policy gradient for responses of the current policy. [B, T]. Williams 1992."""
-    return -_column(advantages) * log_probs
+    return -column(advantages) * log_probs
 
 
 def quadratic_ratio(log_ratio: Tensor, advantages: Tensor, *, strength: float) -> Tensor:
@@ -168,7 +90,7 @@ def quadratic_ratio(log_ratio: Tensor, advantages: Tensor, *, strength: float) -
     strength was not available. A log-ratio above 20 is clamped and has no gradient, as in `clipped_surrogate`.
     """
     ratio = bounded_ratio(log_ratio)
-    return -ratio * _column(advantages) + strength / 2 * (ratio - 1).square()
+    return -ratio * column(advantages) + strength / 2 * (ratio - 1).square()
 
 
 def sapo(
@@ -185,7 +107,7 @@ def sapo(
 
     arXiv 2511.20347.
     """
-    advantages = _column(advantages)
+    advantages = column(advantages)
     temperature = _choose(advantages > 0, temperature_pos, temperature_neg, advantages)
     return -4 / temperature * torch.sigmoid(temperature * (bounded_ratio(log_ratio) - 1)) * advantages
 
@@ -202,7 +124,7 @@ def gmpo(log_ratio: Tensor, mask: Tensor, advantages: Tensor, *, log_clip: float
 
     arXiv 2507.20673.
     """
-    advantages = _column(advantages)
+    advantages = column(advantages)
     clipped = log_ratio.clamp(-log_clip, log_clip)
     log_ratio = torch.where(advantages > 0, torch.minimum(log_ratio, clipped), torch.maximum(log_ratio, clipped))
     mean = masked_sum(log_ratio, mask, dim=-1) / (mask != 0).sum(-1).clamp(min=1)
@@ -224,7 +146,7 @@ def gspo_token(
     Zheng et al. 2025, arXiv 2507.18071.
     """
     ratio = bounded_ratio(log_ratio.detach()) * (log_probs - log_probs.detach()).exp()
-    advantages = _column(advantages)
+    advantages = column(advantages)
     return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
 
 
@@ -250,7 +172,7 @@ def vespo(
 
     arXiv 2602.10693.
     """
-    advantages = _column(advantages)
+    advantages = column(advantages)
     log_w = masked_sum(log_ratio.detach().clamp(-MAX_EXPONENT, MAX_EXPONENT), mask, dim=-1).unsqueeze(-1)
     log_w = log_w.clamp(-MAX_EXPONENT, MAX_EXPONENT)
     k = _choose(advantages >= 0, k_pos, k_neg, advantages)
@@ -303,7 +225,7 @@ def dppo_kl(
 
 
 def _dppo(divergence, log_probs, behaviour_log_probs, advantages, delta_low, delta_high, ratio_cap) -> Tensor:
-    advantages = _column(advantages)
+    advantages = column(advantages)
     change = log_probs.detach() - behaviour_log_probs
     limit = _choose(advantages > 0, delta_high, delta_low, advantages)
     dropped = (advantages * change > 0) & (divergence > limit)
@@ -369,6 +291,24 @@ def kl_cov(
     return unclipped_surrogate(log_ratio, advantages) + chosen * log_ratio.abs()
 
 
+def optimal_advantage(
+    log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, advantages: Tensor, *, beta: float = 1e-3
+) -> Tensor:
+    """A*-PO: `(beta h - A)^2`, with h the log-ratio of a response to the reference, summed over its tokens. [B, 1].
+
+    At its minimum, beta h is the advantage of the policy that is optimal with beta times the KL divergence.
+
+    Args:
+        log_probs, ref_log_probs, mask: [B, T].
+        advantages: one for each response, its reward less the optimal value of its prompt, [B] or [B, 1].
+        beta: the setting `beta`, the coefficient of the reference.
+
+    Brantley et al. 2025, arXiv 2505.20686.
+    """
+    log_ratio = masked_sum(log_probs - ref_log_probs, mask, dim=-1).unsqueeze(-1)
+    return (beta * log_ratio - column(advantages)).square()
+
+
 # Values of the setting `surrogate`. Positional parameters are attributes of `PolicyScores`.
 SURROGATES: dict[str, Callable[..., Tensor]] = {
     "clip": clipped_surrogate,
@@ -384,6 +324,7 @@ SURROGATES: dict[str, Callable[..., Tensor]] = {
     "dppo_kl": dppo_kl,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
+    "optimal_advantage": optimal_advantage,
 }
 # The unit of the ratio of surrogates that are defined for one alone.
 RATIO_OF = {

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from trl_ext.losses.kl import KL_ESTIMATORS, MAX_EXPONENT, kl_estimate
 from trl_ext.losses.masking import AGGREGATIONS, aggregate, masked_sum
-from trl_ext.losses.policy import RATIO_OF, SURROGATES, PolicyScores, bounded_ratio
+from trl_ext.losses.policy import RATIO_OF, SURROGATES
+from trl_ext.losses.policy_scores import PolicyScores, bounded_ratio
 from trl_ext.names import check_choice
 from trl_ext.registry import Entry
 from trl_ext.settings import LOSS_SETTINGS, LossFields
@@ -127,6 +128,7 @@ class PolicyLoss(LossFields):
             log_probs=_blank(scores.log_probs, padding),
             old_log_probs=_blank(scores.old_log_probs, padding),
             sampler_log_probs=_blank(scores.sampler_log_probs, padding),
+            ref_log_probs=_blank(ref_log_probs, padding),
             advantages=_blank(scores.advantages, padding),
             ratio=self.ratio,
         )
@@ -134,7 +136,7 @@ class PolicyLoss(LossFields):
         if weights is not None:
             losses = losses * _blank(weights, padding)
         reduction = {"constant": self.loss_constant or constant, "token_count": token_count}
-        if not self.needs_reference or self.kl_in != "loss":
+        if not self._adds_kl:
             return aggregate(losses, scores.mask, self.aggregation, **reduction)
         divergence = self.beta * self._divergence(scores, _blank(ref_log_probs, padding))
         if self.kl_aggregation is None:
@@ -148,7 +150,7 @@ class PolicyLoss(LossFields):
         Args:
             scores, ref_log_probs: as for the loss.
         """
-        has_divergence = self.needs_reference and self.kl_in == "loss"
+        has_divergence = self._adds_kl
         beyond = torch.zeros_like(scores.mask, dtype=torch.bool)
         # No gradient is lost if it flows through log_probs, as in CISPO.
         is_bounded = self._reads_ratio and "log_probs" not in self._inputs
@@ -157,6 +159,14 @@ class PolicyLoss(LossFields):
         if has_divergence and self.kl_estimator == "k3":
             beyond = beyond | (ref_log_probs - scores.log_probs > MAX_EXPONENT)
         return beyond & (scores.mask != 0)
+
+    def dropped(self, scores: PolicyScores) -> Tensor:
+        """Tokens whose loss is 0 because they have moved too far from the sampler, as in DPPO. Boolean, [B, T]."""
+        matters = (scores.advantages != 0) & (scores.log_probs != 0) & (scores.mask != 0)
+        if not self.reads_sampler:
+            return torch.zeros_like(matters)
+        with torch.no_grad():
+            return (self._surrogate_losses(scores) == 0) & matters
 
     def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
         """The KL penalty on each response's reward: beta times the sum of its KL estimates over the tokens. [B].
@@ -186,12 +196,23 @@ class PolicyLoss(LossFields):
         return "log_ratio" in self._inputs or self.reads_sampler
 
     @property
+    def _takes_beta(self) -> bool:
+        """Whether the surrogate itself compares with the reference."""
+        return self.surrogate != "own" and Entry("", self.function).takes_beta
+
+    @property
+    def _adds_kl(self) -> bool:
+        return self.needs_reference and self.kl_in == "loss" and not self._takes_beta
+
+    @property
     def _function_name(self) -> str:
         return self.function.__name__ if self.surrogate == "own" else self.surrogate
 
     def _surrogate_losses(self, scores: PolicyScores) -> Tensor:
         inputs = [getattr(scores, name, scores) for name in self._inputs]
         settings = {LOSS_SETTINGS[name].option: getattr(self, name) for name in self._read}
+        if self._takes_beta:
+            settings["beta"] = self.beta
         losses = self.function(*inputs, **settings, **self.options)
         return self._checked_shape(losses, scores) if self.surrogate == "own" else losses
 
@@ -221,6 +242,9 @@ class PolicyLoss(LossFields):
             self._refuse("loss_constant", "aggregation", reason)
 
     def _check_ratio(self) -> None:
+        if self._takes_beta and (not self.beta or self.kl_in != "loss"):
+            reason = "it compares with the reference itself, times a beta above 0; leave settings of a KL term out"
+            self._refuse("kl_in" if self.beta else "beta", "surrogate", reason)
         if self.surrogate != "own" and not self._reads_ratio and self.ratio != "none":
             reason = "it has no importance ratio; use --ratio none, or --surrogate no_clip for a ratio without a clip"
             self._refuse("surrogate", "ratio", reason)

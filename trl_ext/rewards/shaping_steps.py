@@ -253,10 +253,7 @@ class LengthPenalty(Step):
 
 @settings
 class SoftOverlong(Step):
-    """DAPO's soft punishment of long responses, times `weight` (Yu et al. 2025, arXiv 2503.14476, equation 13).
-
-    The punishment is 0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, and -1
-    beyond `max_tokens`.
+    """DAPO's soft punishment of long responses, `soft_overlong`, times `weight`.
 
     Attributes:
         max_tokens: the length from which the full punishment applies.
@@ -274,8 +271,15 @@ class SoftOverlong(Step):
             raise ValueError(f"buffer must lie between 1 and max_tokens {self.max_tokens}, got {self.buffer}")
 
     def __call__(self, rewards, batch):
-        beyond = (self.max_tokens - self.buffer - batch.lengths(self.kind)) / self.buffer
-        return rewards + self.weight * beyond.clamp(-1, 0)
+        return rewards + self.weight * soft_overlong(batch.lengths(self.kind), self.max_tokens, self.buffer)
+
+
+def soft_overlong(lengths: Tensor, max_tokens: float, buffer: float) -> Tensor:
+    """0 up to `max_tokens - buffer` tokens, then `(max_tokens - buffer - tokens) / buffer`, at least -1.
+
+    Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 13.
+    """
+    return ((max_tokens - buffer - lengths) / buffer).clamp(-1, 0)
 
 
 @settings

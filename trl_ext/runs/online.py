@@ -171,7 +171,7 @@ def _shaped(rewards: list, arguments: OnlineArguments, training: PolicyConfig) -
     # Each reward gets its own steps, because some of them have state.
     shaped = [ShapedReward(reward, parse_shaping(arguments.reward_shaping)) for reward in rewards]
     of_batch = any(reward.of_batch for reward in shaped)
-    if of_batch and training.build_objective().needs_greedy:
+    if of_batch and training.build_objective().reads("greedy_rewards"):
         raise ValueError(
             f"reward_shaping: center and whiten do not go with {training.algorithm}, whose greedy responses are "
             "scored apart from the sampled ones: leave them out, or use center_reference"

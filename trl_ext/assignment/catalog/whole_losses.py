@@ -10,7 +10,8 @@ from torch import Tensor
 
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_sum
-from trl_ext.losses.policy import clipped_surrogate, sequence_log_ratio, token_log_ratio
+from trl_ext.losses.policy import clipped_surrogate
+from trl_ext.losses.policy_scores import sequence_log_ratio, token_log_ratio
 
 
 def sequence_log_probs(logits: Tensor, input_ids: Tensor, response_mask: Tensor) -> Tensor:

@@ -17,6 +17,14 @@ from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 DIVERGENCES = ("full", "sampled_token")
+# Name -> divergence, which defines the method, its beta unless another is given, and fields that it needs.
+PRESETS: dict[str, tuple[str, float, tuple[str, ...]]] = {
+    "gkd": ("full", 0.5, ()),
+    "opd": ("sampled_token", 1.0, ()),
+    # The authors' teacher stays what the policy was before training.
+    "opsd": ("full", 0.5, ("teacher_prompt", "teacher_model_name_or_path")),
+    "sdft": ("full", 1.0, ("teacher_prompt",)),
+}
 
 
 def teacher(rewards: Tensor, group_size: int) -> Tensor:
@@ -68,7 +76,15 @@ _NO_REFERENCE = "there is no KL term beside the teacher; leave it out"
 # Settings of `PolicyConfig` without an effect: setting -> why.
 _NOT_USED = {
     **dict.fromkeys(
-        ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "resample_groups", "missing_eos_penalty"),
+        (
+            "advantage",
+            "std_ddof",
+            "advantage_eps",
+            "scale_rewards",
+            "resample_groups",
+            "missing_eos_penalty",
+            "overlong_share",
+        ),
         _NO_REWARDS,
     ),
     **dict.fromkeys(
@@ -117,18 +133,22 @@ class DistillationConfig(PolicyConfig):
             "own file.py:function(row) -> prompt. Default: the policy's."
         },
     )
-    beta: float = field(
-        default=1.0,
+    preset: str | None = field(
+        default=None, metadata={"help": f"A method's divergence and beta: {', '.join(PRESETS)}. Default: none."}
+    )
+    beta: float | None = field(
+        default=None,
         metadata={
             "help": "The divergence: 0 the forward KL(teacher || policy), 1 the reverse KL(policy || teacher), "
-            "between them the generalized Jensen-Shannon divergence, which is much smaller."
+            "between them the generalized Jensen-Shannon divergence, which is much smaller. Default: the "
+            "preset's, else 1."
         },
     )
-    divergence: str = field(
-        default="full",
+    divergence: str | None = field(
+        default=None,
         metadata={
-            "help": "full: of the distributions over the vocabulary, at every sampled token. sampled_token: its "
-            "estimate from the sampled token alone, as an advantage; the reverse KL."
+            "help": "full, the default: of the distributions over the vocabulary, at every sampled token. "
+            "sampled_token: its estimate from the sampled token alone, as an advantage; the reverse KL."
         },
     )
     divergence_top_k: int | None = field(
@@ -140,6 +160,7 @@ class DistillationConfig(PolicyConfig):
     )
 
     def __post_init__(self):
+        self._resolve_preset()
         check_choice("divergence", self.divergence, DIVERGENCES)
         check_at_least(self, {"divergence_top_k": 1})
         for name in ("beta", "discount"):
@@ -159,13 +180,37 @@ class DistillationConfig(PolicyConfig):
         # Where TRL and the policy trainer look for a coefficient of a reference, the objective has 0.
         self.beta = beta
 
+    def _resolve_preset(self) -> None:
+        divergence, beta, needed = "full", 1.0, ()
+        if self.preset is not None:
+            check_choice("preset", self.preset, tuple(PRESETS))
+            divergence, beta, needed = PRESETS[self.preset]
+            if self.divergence not in (None, divergence):
+                raise ValueError(
+                    f"preset {self.preset} and divergence {self.divergence} contradict each other: it has divergence "
+                    f"{divergence}; leave one of them out"
+                )
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"preset {self.preset} needs {name}: see docs/distillation.md")
+        self.divergence = divergence if self.divergence is None else self.divergence
+        self.beta = beta if self.beta is None else self.beta
+
     def build_objective(self) -> DistillationObjective:
         """The distillation's settings in the form that `PolicyTrainer` expects.
 
         Raises:
             ValueError: see the class.
         """
-        names = ("teacher_model_name_or_path", "teacher_prompt", "divergence", "divergence_top_k", "discount", "beta")
+        names = (
+            "preset",
+            "teacher_model_name_or_path",
+            "teacher_prompt",
+            "divergence",
+            "divergence_top_k",
+            "discount",
+            "beta",
+        )
         teaching = {name: getattr(self, name) for name in names}
         with temporarily(self, beta=None):
             return DistillationObjective(self._objective_of(DISTILLATION), teaching)

@@ -31,7 +31,7 @@ from trl_ext.rollouts.replay import (
 from trl_ext.trainers.defaults import check_configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
-from trl_ext.trainers.policy.reward_functions import as_reward_functions
+from trl_ext.trainers.policy.reward_functions import as_reward_functions, length_penalty
 from trl_ext.trainers.policy.scoring import ScoringTemperature
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 from trl_ext.trainers.preference.optimizer_batch import CoupledShare, Window, coupled_shares, join_scores, map_scores
@@ -179,7 +179,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, PolicyTrainer):
         if "pixel_values" in output:
             raise ValueError("online preference optimisation is for text: these prompts have images")
         mode = "train" if self.model.training else "eval"
-        rewards = (self._weighted_sum(self._rollout[0]) - self._missing_end_penalty()).tolist()
+        rewards = (self._weighted_sum(self._rollout[0]) - length_penalty(self)).tolist()
         selection = select_pairs(rewards, self._group_size(), self.args.pairs, self.args.tie_tolerance)
         self._log_selection(mode, rewards, selection)
         rows = self._rows(output)

@@ -22,7 +22,7 @@ from trl_ext.trainers.defaults import (
     parse_json_option,
     resolve_device_defaults,
 )
-from trl_ext.trainers.policy.mismatch import check_sampler_correction
+from trl_ext.trainers.policy.sampler_weights import check_sampler_correction
 from trl_ext.trainers.policy.step_credit import check_step_credit
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
@@ -110,12 +110,13 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "nothing but the loss is averaged within micro-batches. on: always. off: never."
         },
     )
-    resample_groups: int = field(
-        default=0,
-        metadata={
-            "help": "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of "
-            "further prompts, in at most this many further rollouts. 0: off."
-        },
+    overlong_share: float | None = _override(
+        "DAPO's soft punishment: over the last share of max_completion_length, a response's reward falls by up to 1. "
+        "0: none."
+    )
+    resample_groups: int | None = _override(
+        "Dynamic sampling: replace groups whose rewards are all equal, which teach nothing, by groups of further "
+        "prompts, in at most this many further rollouts. 0: off."
     )
     group_filter: str | None = field(
         default=None,
@@ -163,6 +164,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self.beta = objective.beta
         if self.num_generations is None:
             self.num_generations = objective.algorithm.group_size
+        for name in ("resample_groups", "overlong_share"):
+            setattr(self, name, objective.algorithm.rollout_setting(name, getattr(self, name)))
         self._check_values()
         check_sampler_correction(self, objective)
         check_step_credit(self, objective)
@@ -246,7 +249,12 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             reward_timeout=0,
             missing_eos_penalty=0,
             resample_groups=0,
+            overlong_share=0,
         )
+        if self.overlong_share > 1:
+            raise ValueError(
+                f"overlong_share is a share of max_completion_length and at most 1: {self.overlong_share}"
+            )
         if self.max_completion_length is None:
             raise ValueError("max_completion_length must be at least 1, got None: it is the budget of a response")
         if not 0 <= self.min_new_tokens <= self.max_completion_length:
@@ -320,7 +328,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self.num_generations = group
 
     def _check_batch(self, objective: PolicyObjective) -> None:
-        if objective.needs_greedy:
+        if objective.reads("greedy_rewards"):
             check_whole_groups(self, "a greedy baseline needs whole groups on every process")
 
     def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:

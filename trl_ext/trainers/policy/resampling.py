@@ -101,12 +101,13 @@ class _Round:
 
     def __init__(self, trainer, output: dict):
         self.output = output
-        self.rewards, finished = trainer._rollout
+        self.rewards, finished, lengths = trainer._rollout
         faults = trainer.reward_guard
         self.failed = faults.failed
         # Of each response of this process.
         self.columns = {name: value.cpu() for name, value in output.items() if value.ndim}
         self.columns["finished"] = torch.tensor(finished)
+        self.columns["length"] = torch.tensor(lengths)
         self.columns["not_finite"] = torch.tensor([row in faults.not_finite for row in range(len(finished))])
         self.table = {name: list(column) for name, column in _table(trainer).items()}
         groups = _unshaped(trainer).view(-1, trainer.num_generations)
@@ -125,7 +126,7 @@ def _table(trainer) -> dict[str, deque]:
 
 def _unshaped(trainer) -> Tensor:
     """The latest rewards over all processes before shaping and penalties, [N]."""
-    rewards, finished = trainer._rollout
+    rewards, finished, _ = trainer._rollout
     plain, first = rewards.clone(), trainer.accelerator.process_index * len(finished)
     for index, name in enumerate(trainer.reward_func_names):
         function = trainer.plain_reward_functions.get(name)
@@ -153,9 +154,10 @@ def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict
     # A sampler may record its log-probabilities in some rounds only.
     names = [name for name in rounds[0].columns if all(name in row for row in own)]
     merged = {n: _padded([row[n] for row in own], n, trainer._tokenizer.pad_token_id).to(device) for n in names}
-    finished, not_finite = merged.pop("finished"), merged.pop("not_finite")
+    finished, lengths, not_finite = (merged.pop(name) for name in ("finished", "length", "not_finite"))
     merged["num_items_in_batch"] = gather(trainer._token_mask(merged).sum()).sum()
-    trainer._rollout = torch.stack([rounds[turn].rewards[row] for turn, row in sources]), finished.tolist()
+    rewards = torch.stack([rounds[turn].rewards[row] for turn, row in sources])
+    trainer._rollout = rewards, finished.tolist(), lengths.tolist()
     trainer.reward_guard.not_finite = set(not_finite.nonzero().flatten().tolist())
     # Their number is logged, of all rounds.
     trainer.reward_guard.failed = {turn * count + row for turn, one in enumerate(rounds) for row in one.failed}

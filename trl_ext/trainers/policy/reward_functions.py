@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 from typing import Any
 
-from accelerate.utils import is_peft_model
+import torch
+from accelerate.utils import gather, is_peft_model
+from torch import Tensor
 from torch.nn import Module
 
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
 from trl_ext.rewards.shaping import innermost
+from trl_ext.rewards.shaping_steps import soft_overlong
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.step_credit import find_steps
 
@@ -25,6 +29,17 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
         RewardModel(function, packing=packing) if isinstance(function, (str, os.PathLike)) else function
         for function in functions
     ]
+
+
+def length_penalty(trainer) -> Tensor:
+    """What is taken off the rewards of the latest rollout, [N], for a missing end and for length."""
+    rewards, finished, lengths = trainer._rollout
+    args, tensor = trainer.args, functools.partial(torch.tensor, dtype=rewards.dtype, device=rewards.device)
+    penalty = args.missing_eos_penalty * tensor([not ended for ended in finished])
+    if args.overlong_share:
+        limit = args.max_completion_length
+        penalty = penalty - soft_overlong(tensor(lengths), limit, args.overlong_share * limit)
+    return gather(penalty)
 
 
 def reward_models(functions: list) -> list[RewardModel]:
@@ -113,10 +128,12 @@ def reward_columns(
         "log_metric": ignore,
         **{key: [row[key] for row in rows] for key in rows[0] if key not in ("prompt", "completion")},
     }
-    if trainer.objective.needs_steps:
+    if trainer.objective.reads("step_rewards"):
         arguments["steps"] = [texts for texts, _ in find_steps(trainer, completion_ids)]
     # A separate guard, since the trainer still needs the faults of its latest rollout.
-    guard = RewardGuard(trainer.args.reward_errors, trainer.args.reward_timeout, trainer.objective.needs_steps)
+    guard = RewardGuard(
+        trainer.args.reward_errors, trainer.args.reward_timeout, trainer.objective.reads("step_rewards")
+    )
     columns: dict[str, list[float | None]] = {}
     for name, given in trainer.plain_reward_functions.items():
         # Without shaping: batch statistics mean nothing here, and running ones belong to training.

@@ -46,17 +46,20 @@ def log_reward_errors(trainer, mode: str, errors: int) -> None:
         trainer._metrics[mode]["reward_errors"].append(float(sum(gather_object([errors]))))
 
 
-def log_clamped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
-    """Log the share of a micro-batch's tokens, over all processes, that `PolicyObjective.clamped` marks."""
-    clamped = trainer.objective.clamped(scores, ref_log_probs)
-    counts = torch.stack([clamped.sum(), (scores.mask != 0).sum()]).float()
-    beyond, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
-    metrics = trainer._metrics[mode]
-    metrics["log_ratio/clamped"].append(beyond / max(tokens, 1))
-    if trainer.objective.surrogate in ("gmpo", "dppo_tv", "dppo_kl"):
+def log_clipped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mode: str) -> None:
+    """Log shares of a micro-batch's tokens, over all processes: with a clamped log-ratio, and dropped by DPPO."""
+    objective, metrics = trainer.objective, trainer._metrics[mode]
+    marked = [objective.clamped(scores, ref_log_probs), objective.dropped(scores), scores.mask != 0]
+    counts = torch.stack([tokens.sum() for tokens in marked]).float()
+    clamped, dropped, tokens = trainer.accelerator.reduce(counts, reduction="sum").tolist()
+    metrics["log_ratio/clamped"].append(clamped / max(tokens, 1))
+    if objective.surrogate in ("gmpo", "dppo_tv", "dppo_kl", "optimal_advantage"):
         # TRL knows only the clip of the ratio, which these surrogates do not have, and has just logged zeros.
         for name in [name for name in metrics if name.startswith("clip_ratio/")]:
-            del metrics[name]
+            if name == "clip_ratio/region_mean" and objective.reads_sampler:
+                metrics[name][-1] = dropped / max(tokens, 1)
+            else:
+                del metrics[name]
 
 
 def log_advantages(trainer, mode: str, advantages: Tensor) -> None:

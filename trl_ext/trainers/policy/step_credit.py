@@ -29,16 +29,19 @@ def check_step_credit(args, objective) -> None:
     """
     if not args.step_separator:
         raise ValueError(f"step_separator must be a text such as a line break, or {TURNS}")
-    if objective.needs_components:
-        for flag, given in (("missing_eos_penalty", args.missing_eos_penalty), ("kl_in", objective.kl_in == "reward")):
+    if objective.reads("components"):
+        penalties = {name: getattr(args, name) for name in ("missing_eos_penalty", "overlong_share")}
+        for flag, given in {**penalties, "kl_in": objective.kl_in == "reward"}.items():
             if given:
                 raise ValueError(
                     f"{flag}: the advantage {objective.advantage} reads each reward function by itself, and no "
                     "penalty on their sum; use a reward function of finished, or kl_in loss"
                 )
-    if not objective.needs_steps:
+    if not objective.reads("step_rewards"):
         return
-    if objective.surrogate == "gmpo" or (objective.ratio == "sequence" and objective.surrogate != "gspo_token"):
+    if objective.surrogate in ("gmpo", "optimal_advantage") or (
+        objective.ratio == "sequence" and objective.surrogate != "gspo_token"
+    ):
         raise ValueError(
             f"the advantage {objective.advantage} differs within a response, and {args.algorithm} has one ratio for "
             "all of it: use --algorithm gspo_token, or --ratio token"

@@ -27,17 +27,17 @@ from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.policy.generation import PolicyGeneration
-from trl_ext.trainers.policy.greedy import greedy_rewards
-from trl_ext.trainers.policy.mismatch import log_disagreement, surrogate_weights
+from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
     as_reward_functions,
+    length_penalty,
     named_and_guarded,
     place_reward_models,
     reward_models,
 )
-from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clamped, log_reward_errors, log_rollout
+from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clipped, log_reward_errors, log_rollout
+from trl_ext.trainers.policy.sampler_weights import correction_weights, log_disagreement, surrogate_weights
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
 from trl_ext.trainers.policy.step_credit import add_step_rewards, find_steps, rewards_by_step, spread_over_tokens
 from trl_ext.trainers.policy.vllm_server import watch_server
@@ -88,9 +88,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._check_prompts(kwargs.get("train_dataset"), args)
         self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
-        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.needs_steps)
-        # The latest rollout's rewards and which responses ended, and the latest forward pass.
-        self._rollout: tuple[Tensor, list[bool]] | None = None
+        self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.reads("step_rewards"))
+        # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
+        self._rollout: tuple[Tensor, list[bool], list[int]] | None = None
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
         self._seen_signal = self.has_told_of_sampler = False
@@ -128,11 +128,13 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _check_greedy(self, given: dict[str, Any]) -> None:
         named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
-        if named and self.objective.needs_greedy:
+        if named and self.objective.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
 
-    @staticmethod
-    def _check_prompts(dataset, args: PolicyConfig) -> None:
+    def _check_prompts(self, dataset, args: PolicyConfig) -> None:
+        columns = getattr(dataset, "column_names", None) or ()
+        if self.objective.reads("optimal_values") and "optimal_value" not in columns:
+            raise ValueError(f"{args.algorithm} needs the data's column optimal_value: see trl_ext.losses.soft_value")
         needed = -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(
@@ -151,7 +153,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         finished = [self.has_ended(ids) for ids in completion_ids_list]
         inputs = [{**row, "finished": ended} for row, ended in zip(inputs, finished, strict=True)]
-        if self.objective.needs_steps:
+        if self.objective.reads("step_rewards"):
             self.steps = find_steps(self, completion_ids_list, self.tool_mask)
             inputs = [{**row, "steps": texts} for row, (texts, _) in zip(inputs, self.steps, strict=True)]
         self.reward_guard.begin()
@@ -161,7 +163,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         faulty = self.reward_guard.failed | self.reward_guard.not_finite
         flags = torch.tensor([index in faulty for index in range(len(prompts))], device=rewards.device)
         rewards = rewards.masked_fill(gather(flags).unsqueeze(1), float("nan"))
-        self._rollout = rewards, finished
+        self._rollout = rewards, finished, [len(ids) for ids in completion_ids_list]
         return rewards
 
     def _watch_modules(self, rewards: Tensor, count: int) -> None:
@@ -172,26 +174,21 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self.reward_guard.not_finite.update((~own.isfinite()).any(dim=1).nonzero().flatten().tolist())
 
     def total_rewards(self, inputs, prompts, completions, completion_ids) -> Tensor:
-        """Score responses: the weighted sum of the reward functions, less the penalty for a missing end.
+        """Score responses: the weighted sum of the reward functions, less the penalties on length.
 
         The arguments are of this process's responses; the rewards, [N], are over all processes and NaN where no
         function could score.
         """
         rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
-        return self._weighted_sum(rewards) - self._missing_end_penalty()
+        return self._weighted_sum(rewards) - length_penalty(self)
 
     def _weighted_sum(self, rewards: Tensor) -> Tensor:
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
-    def _missing_end_penalty(self) -> Tensor:
-        rewards, finished = self._rollout
-        cut = torch.tensor([not ended for ended in finished], dtype=rewards.dtype, device=rewards.device)
-        return self.args.missing_eos_penalty * gather(cut)
-
     def _sample(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        return add_step_rewards(self, output) if self.objective.needs_steps else output
+        return add_step_rewards(self, output) if self.objective.reads("step_rewards") else output
 
     def _generate_and_score_completions(self, inputs):
         output = sample_rollout(self, self._sample, inputs)
@@ -199,7 +196,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
-        penalties = self._missing_end_penalty()
+        penalties = length_penalty(self)
         if self.objective.kl_in == "reward" and self.beta != 0.0:
             penalties = penalties + gather(self._kl_penalty(output))
         shaped = rewards - penalties
@@ -209,10 +206,14 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             self._metrics[mode].pop("frac_reward_zero_std", None)
         mask = self._token_mask(output)
         known = {"lengths": gather(mask.sum(dim=1)), "components": self._rollout[0], "weights": self.reward_weights}
-        if self.objective.needs_steps:
+        if self.objective.reads("step_rewards"):
             whole, known["step_rewards"] = rewards_by_step(self, output)
             shaped = whole - penalties
-        if self.objective.needs_greedy:
+        if self.objective.reads("optimal_values"):
+            values = [row.get("optimal_value") for row in inputs]
+            values = [float("nan") if value is None else value for value in values]
+            known["optimal_values"] = gather(torch.tensor(values, device=mask.device))
+        if self.objective.reads("greedy_rewards"):
             errors = len(self.reward_guard.failed)
             known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
             bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
@@ -222,7 +223,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         advantages = self.objective.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
-        if self.objective.needs_steps:
+        if self.objective.reads("step_rewards"):
             output["advantages"] = spread_over_tokens(output)
             advantages = gather(masked_mean(output["advantages"], mask, dim=1).nan_to_num())
         output["bad_reward"] = torch.tensor(bad, device=advantages.device)
@@ -327,15 +328,16 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             sampler_log_probs=inputs.get("sampling_per_token_logps"),
         )
         mode = "train" if training else "eval"
-        log_clamped(self, scores, inputs.get("ref_per_token_logps"), mode)
-        log_disagreement(self, inputs, scores, mode)
+        log_clipped(self, scores, inputs.get("ref_per_token_logps"), mode)
+        correction = correction_weights(self, inputs, scores)
+        log_disagreement(self, inputs, scores, correction, mode)
         entropy_mask, kept = None, self.top_entropy_quantile
         if kept < 1:
             entropy_mask = self.get_high_entropy_mask(entropies, mask, 1 - kept)
         loss = self.objective(
             scores,
             ref_log_probs=inputs.get("ref_per_token_logps"),
-            weights=surrogate_weights(self, inputs, scores, entropy_mask),
+            weights=surrogate_weights(self, inputs, scores, correction, entropy_mask),
             token_count=inputs.get("mean_tokens"),
             constant=self.max_completion_length,
         )

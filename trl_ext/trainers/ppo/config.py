@@ -100,6 +100,24 @@ class PPOConfig(PolicyConfig):
     lam: float = field(
         default=0.95, metadata={"help": "Of generalized advantage estimation: 1 for whole returns, 0 for one step."}
     )
+    value_lam: float | None = field(
+        default=None,
+        metadata={"help": "Of the returns that values are fitted to (decoupled GAE; VAPO: 1). Default: lam."},
+    )
+    length_adaptive_lam: float | None = field(
+        default=None,
+        metadata={
+            "help": "Alpha of VAPO, which has 0.05: the lambda of the advantages of a response of L tokens is "
+            "1 - 1 / (alpha L), and 0 where that is negative. Default: lam for every response."
+        },
+    )
+    value_pretraining_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Updates that fit the value function alone, at the beginning, to samples of the unchanged policy. "
+            "A shared value model then trains its head only."
+        },
+    )
     whiten_rewards: bool = field(
         default=False,
         metadata={
@@ -119,13 +137,15 @@ class PPOConfig(PolicyConfig):
     def __post_init__(self):
         self._check_value_model()
         check_at_least(self, {"value_coefficient": 0, "value_learning_rate": 0, "kl_horizon": 1})
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
+        check_at_least(self, {"value_pretraining_steps": 0})
+        for name in ("gamma", "lam", "value_lam"):
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-        for name in ("value_clip", "kl_target"):
+        for name in ("value_clip", "kl_target", "length_adaptive_lam"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}; leave it None for none")
+        self._check_vapo()
         self._refuse_what_has_no_place()
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
@@ -160,6 +180,23 @@ class PPOConfig(PolicyConfig):
             raise ValueError(
                 f"value_model {self.value_model} and value_model_name_or_path {given} contradict each other: a value "
                 "head on the policy's own base cannot have another base; use value_model separate"
+            )
+
+    def _check_vapo(self) -> None:
+        if self.length_adaptive_lam is not None and self.lam != type(self).lam:
+            raise ValueError(
+                f"lam {self.lam} and length_adaptive_lam {self.length_adaptive_lam} contradict each other: both are "
+                "the lambda of the advantages; leave one out"
+            )
+        if self.value_pretraining_steps and self.weight_decay:
+            raise ValueError(
+                f"value_pretraining_steps leaves the policy as it is, and weight_decay {self.weight_decay} would not: "
+                "set weight_decay 0"
+            )
+        if 0 < self.max_steps <= self.value_pretraining_steps:
+            raise ValueError(
+                f"value_pretraining_steps {self.value_pretraining_steps} leaves nothing of max_steps {self.max_steps} "
+                "for the policy: give fewer, or more steps"
             )
 
     def _refuse_what_has_no_place(self) -> None:

@@ -13,8 +13,9 @@ from trl.models.utils import disable_gradient_checkpointing
 
 from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
-from trl_ext.losses.value import is_value_clipped, moments
+from trl_ext.losses.value import is_value_clipped, length_adaptive_lambda, moments
 from trl_ext.trainers.metrics import SAMPLING_MEANS
+from trl_ext.trainers.policy.reward_functions import length_penalty
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 from trl_ext.trainers.ppo.config import LARGEST_ERROR, PPOConfig
@@ -58,6 +59,11 @@ class PPOTrainer(PolicyTrainer):
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
         self.value_model = VALUE_MODELS[self.args.value_model](self)
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
+
+    @property
+    def fits_values_only(self) -> bool:
+        """Whether this update leaves the policy as it is."""
+        return self.model.training and self.state.global_step < self.args.value_pretraining_steps
 
     # ---- Values ----
 
@@ -127,14 +133,18 @@ class PPOTrainer(PolicyTrainer):
         self._estimates = None
         mode = "train" if self.model.training else "eval"
         first = self.accelerator.process_index * len(inputs)
-        scores = (self._weighted_sum(self._rollout[0]) - self._missing_end_penalty())[first : first + len(inputs)]
+        scores = (self._weighted_sum(self._rollout[0]) - length_penalty(self))[first : first + len(inputs)]
         scored = scores.isfinite()
         mask, values = self._token_mask(output), output["old_values"]
         counted = mask * scored[:, None]
         rewards = token_rewards(scores.masked_fill(~scored, 0), self._token_penalties(output, mask, mode), mask)
         if self.args.whiten_rewards:
             rewards = whiten(rewards, counted, shift_mean=False, reduce=self._sum_up)
-        advantages, returns = gae(rewards.to(values.dtype), values, mask, self.args.gamma, self.args.lam)
+        lam, alpha, value_lam = self.args.lam, self.args.length_adaptive_lam, self.args.value_lam
+        rewards, lam = rewards.to(values.dtype), lam if alpha is None else length_adaptive_lambda(mask.sum(1), alpha)
+        advantages, returns = gae(rewards, values, mask, self.args.gamma, lam)
+        if value_lam is not None:
+            _, returns = gae(rewards, values, mask, self.args.gamma, value_lam)
         if self.args.whiten_advantages:
             advantages = whiten(advantages, counted, reduce=self._sum_up)
         if self.objective.advantage_clip is not None:
@@ -156,7 +166,7 @@ class PPOTrainer(PolicyTrainer):
         per_response = gather(divergence.sum(dim=1))
         self._metrics[mode]["kl_coef"].append(coefficient)
         self._metrics[mode]["kl/sequence"].append(per_response.mean().item())
-        if mode == "train" and self.args.kl_target is not None:
+        if mode == "train" and self.args.kl_target is not None and not self.fits_values_only:
             # Applies from the next rollout's rewards on; a KL term in the loss uses it from this rollout's updates on.
             self.objective.beta = adapted_coefficient(
                 coefficient,
@@ -222,7 +232,8 @@ class PPOTrainer(PolicyTrainer):
         )
         if not self._entropy_bonus_enabled:
             self._metrics[mode]["policy_loss"].append(gather(loss.detach() * parts).nanmean().item())
-        return loss + self.args.value_coefficient * value_loss / parts
+        # A factor and not None, so that every parameter still has a gradient for other processes to wait for.
+        return loss * (not self.fits_values_only) + self.args.value_coefficient * value_loss / parts
 
     def _log_losses(self, mode: str, per_token: dict[str, Tensor], mask: Tensor) -> None:
         """Log means over the tokens of this micro-batch on all processes."""

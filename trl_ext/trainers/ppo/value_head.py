@@ -137,7 +137,8 @@ class SharedValueModel(ValueModel):
     def _read_hidden_states(self, trunk, args, kwargs, output) -> None:
         if self._passes is None:
             return
-        values = _estimate(_head_of(self.policy), output.last_hidden_state)
+        hidden = output.last_hidden_state
+        values = _estimate(_head_of(self.policy), hidden.detach() if self.trainer.fits_values_only else hidden)
         plan = kwargs.get(PLAN_KEYWORD)
         self._latest = values if plan is None else _unpacked(values[0], plan)
 

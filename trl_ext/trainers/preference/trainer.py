@@ -24,6 +24,7 @@ from trl_ext.trainers.defaults import check_configuration, temporarily
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
+from trl_ext.trainers.policies import Tap
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.optimizer_batch import Window, coupled_shares
 from trl_ext.trainers.preference.reference_cache import (
@@ -222,7 +223,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         else:
             inputs.update(zip(_REFERENCE_KEYS, self._reference(inputs), strict=True))
 
-        tap = _Tap(model)
+        tap = Tap(model)
         # TRL's loss step with an empty list of losses, and reference log-probabilities from the batch.
         with temporarily(self, precompute_ref_logps=True, loss_types=[], loss_weights=[]):
             base = super()._compute_loss(tap, inputs, return_outputs)
@@ -296,20 +297,6 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             **reference,
             **weights,
         )
-
-
-class _Tap:
-    """Replaces the model in TRL's loss step, which only calls it, and keeps the output of the first call."""
-
-    def __init__(self, model: Callable):
-        self.model = model
-        self.output = None
-
-    def __call__(self, **kwargs):
-        output = self.model(**kwargs)
-        if self.output is None:
-            self.output = output
-        return output
 
 
 class _CollatorWithColumns:

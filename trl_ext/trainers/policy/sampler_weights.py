@@ -50,11 +50,22 @@ def check_sampler_correction(args, objective) -> None:
         )
 
 
-def surrogate_weights(trainer, inputs: dict, scores: PolicyScores, entropy_mask: Tensor | None) -> Tensor | None:
-    """Factors of the surrogate: TRL's masks of tokens and sequences, and importance weights of the sampler."""
-    factors = [] if entropy_mask is None else [entropy_mask]
+def correction_weights(trainer, inputs: dict, scores: PolicyScores) -> Tensor | None:
+    """The weights of `sampler_correction`, [B, T] or [B, 1]; None without one, or if the sampler recorded nothing."""
     args, sampled = trainer.args, inputs.get("sampling_per_token_logps")
+    if args.sampler_correction is None or sampled is None:
+        return None
+    bounds = {"low": args.sampler_correction_min, "high": args.sampler_correction_max}
+    return mismatch_weights(scores.old_log_probs, sampled, scores.mask, args.sampler_correction, **bounds)
+
+
+def surrogate_weights(
+    trainer, inputs: dict, scores: PolicyScores, correction: Tensor | None, entropy_mask: Tensor | None
+) -> Tensor | None:
+    """Factors of the surrogate: TRL's masks of tokens and sequences, and importance weights of the sampler."""
+    factors = [factor for factor in (entropy_mask, correction) if factor is not None]
     if trainer.off_policy_mask_threshold is not None:
+        sampled = inputs.get("sampling_per_token_logps")
         factors.append(
             trainer.get_off_policy_mask(
                 advantages=scores.advantages,
@@ -64,15 +75,13 @@ def surrogate_weights(trainer, inputs: dict, scores: PolicyScores, entropy_mask:
                 off_policy_threshold=trainer.off_policy_mask_threshold,
             )
         )
-    if args.sampler_correction is not None and sampled is not None:
-        bounds = {"low": args.sampler_correction_min, "high": args.sampler_correction_max}
-        factors.append(mismatch_weights(scores.old_log_probs, sampled, scores.mask, args.sampler_correction, **bounds))
-    elif trainer.use_vllm and trainer.vllm_importance_sampling_correction and not trainer.objective.reads_sampler:
+    by_trl = trainer.use_vllm and trainer.vllm_importance_sampling_correction and not trainer.objective.reads_sampler
+    if by_trl and correction is None:
         factors.append(inputs["importance_sampling_ratio"])
     return functools.reduce(operator.mul, factors) if factors else None
 
 
-def log_disagreement(trainer, inputs: dict, scores: PolicyScores, mode: str) -> None:
+def log_disagreement(trainer, inputs: dict, scores: PolicyScores, correction: Tensor | None, mode: str) -> None:
     """Log how far the log-probabilities recorded at sampling are from the trainer's, over a micro-batch's tokens.
 
     Nothing is logged for a sampler that records none. With a sampler correction, its mean weight and the share of
@@ -92,8 +101,7 @@ def log_disagreement(trainer, inputs: dict, scores: PolicyScores, mode: str) -> 
         sampled, mask = scores.old_log_probs, torch.zeros_like(mask)
     found = disagreement(scores.old_log_probs, sampled, mask)
     if args.sampler_correction is not None:
-        bounds = {"low": args.sampler_correction_min, "high": args.sampler_correction_max}
-        given = mismatch_weights(scores.old_log_probs, sampled, mask, args.sampler_correction, **bounds)
+        given = torch.ones_like(scores.old_log_probs) if correction is None else correction
         found["given"], found["dropped"] = masked_sum(given, mask), masked_sum((given == 0).to(given), mask)
     largest = trainer.accelerator.gather(found.pop("largest").float()).max().item()
     sums = trainer.accelerator.reduce(torch.stack([*found.values()]).double(), reduction="sum").tolist()
