@@ -302,7 +302,7 @@ REWARDED = ("grpo", "dr_grpo", "gspo", "rloo", "remax", "policy", "ppo", "online
 
 def healthy_recipe(recipe: str, steps: int = 0) -> Report:
     """Examine a recipe's configuration for the embedded benchmark."""
-    from trl_ext.doctor.sources import examine_recipe
+    from trl_ext.runs.studies.examination import examine_recipe
 
     flags = []
     if recipe in REWARDED:

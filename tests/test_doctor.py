@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import doctor as planted
 from trl_ext.doctor import CHECKS, DoctorCallback, examine
-from trl_ext.doctor.__main__ import main
+from trl_ext.runs.studies.examination import main
 from trl_ext.doctor.report import shown_tokens
 
 LOGS = planted.LOGGED_FAULTS
