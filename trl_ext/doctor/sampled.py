@@ -30,7 +30,7 @@ def parser_never_matches(patient: Patient) -> Found | None:
         nearest = sorted(right, key=lambda one: len(one.text))[:3]
         shown = "; ".join(f"{one.text[-60:]!r} for {patient.answers[one.key][-30:]!r}" for one in nearest)
         return Found(
-            f"{name} was 0 for all {len(patient.sampled)} responses, and {len(right)} end with the right answer, "
+            f"{name} was 0 for all {len(patient.sampled)} responses, and {len(right)} hold the right answer, "
             f"such as {shown}",
             "let the prompt ask for the form that the reward reads, or let the reward read these; try it on the three",
         )

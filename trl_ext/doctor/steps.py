@@ -162,7 +162,7 @@ def ratio_not_one(patient: Patient) -> Found | None:
 @check("gradient-always-clipped", "warning", "steps")
 def gradient_always_clipped(patient: Patient) -> Found | None:
     limit, norms = patient.setting("max_grad_norm", 0.0), patient.logged("grad_norm")
-    if not limit or not _always(norms, lambda value: value > 200 * limit):
+    if not limit or not _always(norms, lambda value: value > 1000 * limit):
         return None
     return Found(
         f"the gradient's norm was {min(norms):g} or more at every step, and is clipped at {limit:g}",
