@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
-from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -124,8 +124,18 @@ def _unlearned_prompt(trainer, patch):
     patch(trainer, "data_collator", collated)
 
 
-def _without_end(name: str):
-    return lambda row: row[name][:-1]
+# The token <|im_end|>.
+_END = 1
+
+
+def _without_end(name: str, ids: str | None = None):
+    """Cut a column before the last end of a turn in `ids`, which may be followed by a line break."""
+
+    def edit(row):
+        last = max(index for index, token in enumerate(row[ids or name]) if token == _END)
+        return row[name][:last]
+
+    return edit
 
 
 def _other_end(trainer, patch):
@@ -179,7 +189,11 @@ FAULTS = [
         "preference",
         _tokens(chosen_ids=_without_end("chosen_ids"), rejected_ids=_without_end("rejected_ids")),
     ),
-    Fault("end-token-missing", "sft", _tokens(input_ids=_without_end("input_ids"), labels=_without_end("labels"))),
+    Fault(
+        "end-token-missing",
+        "sft",
+        _tokens(input_ids=_without_end("input_ids"), labels=_without_end("labels", "input_ids")),
+    ),
     Fault("end-token-masked", "sft preference", _labels(lambda ids, tokenizer: ids == tokenizer.eos_token_id)),
     Fault("end-token-not-stopped-at", "sft preference", _other_end),
     Fault("nothing-learned-in-rows", "sft preference", _labels(lambda ids, _: torch.ones_like(ids).bool())),
@@ -297,9 +311,8 @@ def _noisy_attention(trainer) -> None:
             module.attention_dropout = 0.5
 
 
-def _peaked(trainer) -> None:
-    """The model is so sure of its tokens that sampling has no choice."""
-    trainer.model.model.norm.weight.data *= 50
+def _greedy_generation(trainer) -> None:
+    trainer.model.generate = functools.partial(trainer.model.generate, do_sample=False)
 
 
 def _classifier(folder: str):
@@ -310,7 +323,7 @@ def _classifier(folder: str):
     return model
 
 
-@cache
+@functools.cache
 def _reward_folder() -> str:
     import tempfile
 
@@ -401,7 +414,8 @@ RUN_FAULTS = [
         "policy",
         _reward(lambda prompt, text, row: -_overlap(text, row["reference_response_text"])),
     ),
-    RunFault("identical-samples", "policy", plant=_peaked),
+    RunFault("identical-samples", "policy", plant=_greedy_generation, only="trl"),
+    RunFault("identical-samples", "policy", {"generation_kwargs": {"top_k": 1}}, only="trl_ext"),
     RunFault("temperature-not-shared", "policy", {"generation_kwargs": {"temperature": 0.5}}),
     RunFault("greedy-sampling", "policy", {"temperature": 0.01}),
     RunFault("reward-weights-negative", "policy", {"reward_weights": [-1.0]}),
@@ -428,12 +442,12 @@ RUN_FAULTS = [
     RunFault("labels-against-scores", "preference", rows=_scored),
     RunFault("labels-against-scores", "reward", rows=_scored),
     RunFault("pairs-contradict", "preference", rows=_both_ways),
-    RunFault("labels-swapped-in-part", "reward", rows=lambda rows: part_swapped(1000, 0.2)),
-    RunFault("reward-head-frozen", "reward", {"peft_config": lambda: _lora("CAUSAL_LM")}),
+    RunFault("labels-swapped-in-part", "reward", rows=lambda rows: part_swapped(2000, 0.2)),
+    RunFault("reward-head-frozen", "reward", {"peft_config": _lora}, only="trl"),
     RunFault("scores-all-equal", "reward", plant=_zero_head),
     RunFault("gradient-always-clipped", "sft", {"max_grad_norm": 1e-4}),
     RunFault("weights-do-not-move", "sft", plant=_other_optimizer),
-    RunFault("prompt-tokens-differ", "sft", rows=_mapped(_text)),
+    RunFault("prompt-tokens-differ", "sft", rows=_mapped(_text), only="trl"),
 ]
 
 

@@ -71,14 +71,7 @@ def test_every_check_has_a_planted_fault():
 
 
 # Those of new checks that take one or two seconds each.
-QUICK = (
-    "parser-never-matches",
-    "reward-turned-around",
-    "identical-samples",
-    "preferences-satisfied",
-    "prompt-tokens-differ",
-    "reward-head-frozen",
-)
+QUICK = ("parser-never-matches", "identical-samples", "preferences-satisfied", "reward-head-frozen")
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -94,6 +87,7 @@ def test_every_fault_of_a_whole_run(plant):
     assert fault.name in fault.report(own, getattr(healthy, model)()).names
 
 
+@pytest.mark.slow
 def test_swapped_labels_are_found_where_something_shows_them():
     rows = {row["share"]: row for row in strengths(seeds=1)}
     assert [rows[share]["beside scores"] for share in (0.0, 0.05, 0.4)] == [0, 1, 1]
@@ -191,7 +185,8 @@ def test_before_training_one_line_is_printed_and_nothing_is_changed(trainers, ca
     report_before_training(trainer)
     assert re.fullmatch(r"doctor: no fault found by \d+ checks\n", capsys.readouterr().out)
     assert torch.get_rng_state().equal(state)
-    monkeypatch.setattr("trl_ext.doctor.examine.examine", lambda trainer: 1 / 0)
+    # The package's name `examine` is the function, and not its module.
+    monkeypatch.setitem(report_before_training.__globals__, "examine", lambda trainer: 1 / 0)
     report_before_training(trainer)
     assert "doctor: no check was made (ZeroDivisionError" in capsys.readouterr().out
 
