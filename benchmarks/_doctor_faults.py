@@ -415,7 +415,6 @@ RUN_FAULTS = [
         _reward(lambda prompt, text, row: -_overlap(text, row["reference_response_text"])),
     ),
     RunFault("identical-samples", "policy", plant=_greedy_generation, only="trl"),
-    RunFault("identical-samples", "policy", {"generation_kwargs": {"top_k": 1}}, only="trl_ext"),
     RunFault("temperature-not-shared", "policy", {"generation_kwargs": {"temperature": 0.5}}),
     RunFault("greedy-sampling", "policy", {"temperature": 0.01}),
     RunFault("reward-weights-negative", "policy", {"reward_weights": [-1.0]}),
@@ -448,6 +447,7 @@ RUN_FAULTS = [
     RunFault("gradient-always-clipped", "sft", {"max_grad_norm": 1e-4}),
     RunFault("weights-do-not-move", "sft", plant=_other_optimizer),
     RunFault("prompt-tokens-differ", "sft", rows=_mapped(_text), only="trl"),
+    RunFault("identical-samples", "policy", {"generation_kwargs": {"top_k": 1}}, only="trl_ext"),
 ]
 
 

@@ -276,8 +276,8 @@ def recipe_report(recipe: str, file: str, steps: int) -> Report:
 # A processor takes minutes for the batches that these files are for.
 _SMALLER = {
     "grpo_math": ["--rollout_batch_size", "32", "--train_batch_size", "32", "--max_completion_length", "48"]
-    + ["--use_vllm", "false", "--prompt_template", "none"],
-    "sft": ["--prompt_template", "none", "--use_vllm", "false"],
+    + ["--use_vllm", "false", "--prompt_template", "chat", "--reward", "r1_zero"],
+    "sft": ["--prompt_template", "chat", "--reward", "r1_zero"],
 }
 
 
