@@ -14,6 +14,7 @@ from scipy.stats import binomtest, spearmanr
 from trl_ext.doctor.patient import Patient, Sampled
 from trl_ext.doctor.report import Found
 from trl_ext.doctor.rows import plain_text
+from trl_ext.doctor.steps import has_teacher
 from trl_ext.doctor.table import check
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -21,7 +22,8 @@ _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 @check("parser-never-matches", "error", "steps", "policy")
 def parser_never_matches(patient: Patient) -> Found | None:
-    right = [one for one in patient.sampled if _agrees(one.text, patient.answers.get(one.key))]
+    sampled = [] if has_teacher(patient) else patient.sampled
+    right = [one for one in sampled if _agrees(one.text, patient.answers.get(one.key))]
     if len(right) < 3:
         return None
     for name in patient.sampled[0].rewards:
@@ -43,7 +45,9 @@ def _agrees(text: str, answer: str | None) -> bool:
         return False
     expected, found = _NUMBER.findall(answer), _NUMBER.findall(text)
     if expected:
-        return bool(found) and found[-1].replace(",", "") == expected[-1].replace(",", "")
+        # A worked solution ends with its answer; a short text is the answer.
+        count = len(expected) if len(answer) <= 40 else 1
+        return [one.replace(",", "") for one in found[-count:]] == [one.replace(",", "") for one in expected[-count:]]
     return 3 < len(answer) <= 40 and answer.strip().lower() in text.lower()
 
 

@@ -18,7 +18,7 @@ def _always(values: list[float], holds) -> bool:
 
 def _rewards(patient: Patient) -> tuple[list[float], bool]:
     """The mean rewards, and whether all rewards of each step were equal."""
-    if _has_teacher(patient):
+    if has_teacher(patient):
         return [], False
     names = ("reward", "rollouts/reward")
     rewards = next((values for name in names if (values := patient.logged(name))), [])
@@ -26,7 +26,7 @@ def _rewards(patient: Patient) -> tuple[list[float], bool]:
     return rewards, _always(deviations, lambda value: value <= 1e-7)
 
 
-def _has_teacher(patient: Patient) -> bool:
+def has_teacher(patient: Patient) -> bool:
     """Whether this is a distillation, which learns nothing from rewards and may have none."""
     return patient.setting("divergence") is not None
 
@@ -72,7 +72,7 @@ def rewards_constant(patient: Patient) -> Found | None:
 @check("dead-groups", "warning", "steps", "policy")
 def dead_groups(patient: Patient) -> Found | None:
     shares = patient.logged("frac_reward_zero_std")
-    alone = _has_teacher(patient) or patient.setting("num_generations", 8) < 2
+    alone = has_teacher(patient) or patient.setting("num_generations", 8) < 2
     if alone or _rewards(patient)[1] or not _always(shares, lambda value: value >= 0.9):
         return None
     return Found(
