@@ -290,6 +290,7 @@ def _config(file: str) -> str:
 # A processor takes minutes for the batches that these files are for.
 _SMALLER = {
     "grpo_math": ["--rollout_batch_size", "32", "--train_batch_size", "32", "--max_completion_length", "48"]
+    + ["--num_validation_prompts", "100"]
     + ["--use_vllm", "false", "--prompt_template", "chat", "--reward", "r1_zero"],
     "sft": ["--prompt_template", "chat", "--reward", "r1_zero"],
 }
