@@ -80,12 +80,12 @@ def quietly(of: Callable[[], Any]) -> Any:
 
 
 def strengths(seeds: int = 3) -> list[dict[str, Any]]:
-    """How often swapped labels are found among 1,500 pairs: beside scores, in one part, and here and there."""
+    """How often swapped labels are found among 2,000 pairs: beside scores, in one part, and here and there."""
     rows = []
     for share in (0.0, *SHARES):
         found = {"beside scores": 0, "in one part": 0, "here and there": 0}
         for seed in range(seeds):
-            part = part_swapped(1500, share, seed)
+            part = part_swapped(2000, share, seed)
             names = _of_labels(part), _of_labels(part.shuffle(seed=seed)), _of_labels(part.map(_scores))
             found["in one part"] += "labels-swapped-in-part" in names[0]
             found["here and there"] += "labels-swapped-in-part" in names[1]
