@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
+import re
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import doctor as planted
-from trl_ext.doctor import CHECKS, DoctorCallback, examine
-from trl_ext.doctor.__main__ import main
+from benchmarks import _doctor_faults as planted
+from benchmarks import _doctor_runs as healthy
+from benchmarks.doctor import strengths
+from trl_ext.doctor import CHECKS, DoctorCallback, examine, labels
+from trl_ext.doctor.examine import report_before_training
+from trl_ext.doctor.page import write_page
+from trl_ext.doctor.patient import Patient
 from trl_ext.doctor.report import shown_tokens
+from trl_ext.doctor.table import run_checks
+from trl_ext.runs.studies.examination import main
 
 LOGS = planted.LOGGED_FAULTS
 
@@ -22,13 +31,13 @@ def trainers():
 
     def of(kind: str, own: bool):
         if (kind, own) not in built:
-            built[kind, own] = planted.build(kind, own)
+            built[kind, own] = healthy.build(kind, own)
         return built[kind, own]
 
     return of
 
 
-EVERY = [(kind, own) for kind in planted.TRAINERS for own in (False, True)]
+EVERY = [(kind, own) for kind in healthy.TRAINERS for own in (False, True)]
 
 
 @pytest.mark.parametrize(("kind", "own"), EVERY)
@@ -56,17 +65,95 @@ def test_a_distillation_needs_no_rewards(name):
     assert planted.logged(kind, changed, moved, divergence="full").names == []
 
 
-def test_an_adapter_without_effect():
-    from peft import LoraConfig
-
-    for alpha, expected in ((0, ["adapter-without-effect"]), (16, [])):
-        adapter = LoraConfig(r=4, lora_alpha=alpha, target_modules=["q_proj"])
-        assert examine(planted.build("preference", False, peft_config=adapter)).names == expected
-
-
 def test_every_check_has_a_planted_fault():
-    elsewhere = {"adapter-without-effect", "responses-collapsed"}
-    assert {fault.name for fault in planted.FAULTS} | LOGS.keys() | elsewhere == CHECKS.keys()
+    faults = {fault.name for fault in [*planted.FAULTS, *planted.RUN_FAULTS]}
+    assert faults | LOGS.keys() | {"responses-collapsed"} == CHECKS.keys()
+
+
+# Those of new checks that take one or two seconds each.
+QUICK = ("parser-never-matches", "identical-samples", "preferences-satisfied", "reward-head-frozen")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_faults_of_whole_runs(name):
+    fault = next(fault for fault in planted.RUN_FAULTS if fault.name == name)
+    assert name in fault.report(False, healthy.toy()).names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", planted.run_plants(), ids=lambda plant: f"{plant[0].name}-{plant[2]}-{plant[1]}")
+def test_every_fault_of_a_whole_run(plant):
+    fault, own, model = plant
+    assert fault.name in fault.report(own, getattr(healthy, model)()).names
+
+
+@pytest.mark.slow
+def test_swapped_labels_are_found_where_something_shows_them():
+    rows = {row["share"]: row for row in strengths(seeds=1)}
+    assert [rows[share]["beside scores"] for share in (0.0, 0.05, 0.4)] == [0, 1, 1]
+    assert [rows[share]["in one part"] for share in (0.0, 0.2)] == [0, 1]
+    assert not any(row["here and there"] for row in rows.values())
+
+
+def test_a_contrary_part_is_found_in_labels_that_tokens_predict():
+    # Every tenth pair is noise; token 1 is chosen elsewhere, and rejected in the last fifth.
+    pairs = [([5, 1], [5, 2]) if index % 10 else ([5], [5, 3]) for index in range(400)]
+    pairs[320:] = [(rejected, chosen) for chosen, rejected in pairs[320:]]
+    start, share, score, others = labels._most_contrary_part(labels._predicted(pairs))
+    assert (start, share) == (0.8, 0.2) and score < -3.5 and others > 3
+
+
+# ---- What cannot be read is not counted as checked ----
+
+
+def test_packed_documents_are_read_one_by_one():
+    trainer = healthy.build("sft", False, packing=True, max_length=128)
+    patient = Patient(trainer)
+    ends = [one.ids[-1] for one in patient.examples]
+    assert len(patient.examples) > 20 and ends.count(trainer.processing_class.eos_token_id) > 0.8 * len(ends)
+    assert set(examine(trainer).skipped) == {"prompt-tokens-differ", "loss-on-prompt"}
+    wrapped = healthy.build("sft", False, packing=True, packing_strategy="wrapped", max_length=64)
+    assert "end-token-missing" in examine(wrapped).skipped
+
+
+def test_a_stream_without_rows_is_not_counted_as_checked():
+    trainer = SimpleNamespace(train_dataset=[], args=None, eval_dataset=None)
+    report = run_checks(Patient(trainer, kind="preference"), ("data",))
+    assert "template-missing" in report.skipped and "end-token-missing" in report.skipped
+
+
+def test_pairs_that_the_collator_makes_equal(trainers):
+    trainer = trainers("preference", False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer.data_collator, "max_length", 10)
+        assert "chosen-equals-rejected" in examine(trainer).names
+
+
+def test_skipped_float16_steps_are_no_fault():
+    rows = [{"step": s, "learning_rate": 1e-4, "grad_norm": math.inf, "rewards/margins": 0.0} for s in (1, 2, 3)]
+    patient = Patient(args=SimpleNamespace(fp16=True), kind="preference", logs=rows)
+    patient.moved = {"policy": 0.0}
+    assert run_checks(patient, ("steps",)).healthy
+
+
+def test_a_single_spike_of_the_kl_is_no_fault():
+    def found(values):
+        rows = [{"step": step, "learning_rate": 1e-4, "kl": value} for step, value in enumerate(values)]
+        return run_checks(Patient(kind="policy", logs=rows), ("steps",)).names
+
+    assert found([0.1, 40.0, 0.2, 0.1, 40.0]) == [] and found([0.1, 40.0, 50.0]) == ["kl-explodes"]
+
+
+@pytest.mark.parametrize(("responses", "severity"), [(24, "warning"), (512, "error")])
+def test_few_rewards_of_zero_are_a_warning(responses, severity):
+    rows = [{"step": s, "learning_rate": 1e-4, "reward": 0.0, "reward_std": 0.0} for s in (1, 2)]
+    settings = SimpleNamespace(generation_batch_size=responses // 2)
+    (finding,) = run_checks(Patient(args=settings, kind="policy", logs=rows), ("steps",)).findings
+    assert (finding.name, finding.severity) == ("rewards-all-zero", severity)
+    assert ("24 responses: up to 12% may be right" in finding.evidence) == (severity == "warning")
+
+
+# ---- The report ----
 
 
 def test_a_check_is_short():
@@ -77,6 +164,33 @@ def test_the_tokens_of_a_finding():
     assert shown_tokens([("a", False), ("b", True), ("\n", True)], color=False) == "a|[b|\\n]"
 
 
+def test_the_page(trainers, tmp_path):
+    report = examine(trainers("sft", False))
+    report.figures |= {"rewards": [0.0, 0.5, 0.5, math.nan], "updates": [{"step": 1, "learning_rate": 1e-4}]}
+    write_page(report, tmp_path / "doctor.html", "<run>")
+    page = (tmp_path / "doctor.html").read_text()
+    assert "Doctor: &lt;run&gt;" in page and "<run>" not in page and "http" not in page.replace("http-equiv", "")
+    assert len(report.rows) == 2 and page.count('<div class="tokens">') == 2
+    learned = sum(learned for row in report.rows for _, learned in row)
+    assert learned and page.count("<span class=learned>") == learned
+    # Two bars of rewards: one value in the first, two in the second.
+    assert re.findall(r"<title>([\d.]+ to [\d.]+: \d)</title>", page)[:2] == ["0 to 0.25: 1", "0.25 to 0.5: 2"]
+
+
+def test_before_training_one_line_is_printed_and_nothing_is_changed(trainers, capsys, monkeypatch):
+    import torch
+
+    state = torch.get_rng_state()
+    trainer = trainers("sft", True)
+    report_before_training(trainer)
+    assert re.fullmatch(r"doctor: no fault found by \d+ checks\n", capsys.readouterr().out)
+    assert torch.get_rng_state().equal(state)
+    # The package's name `examine` is the function, and not its module.
+    monkeypatch.setitem(report_before_training.__globals__, "examine", lambda trainer: 1 / 0)
+    report_before_training(trainer)
+    assert "doctor: no check was made (ZeroDivisionError" in capsys.readouterr().out
+
+
 # ---- The first steps ----
 
 
@@ -84,7 +198,7 @@ def test_the_tokens_of_a_finding():
 def test_the_callback_reports_and_changes_no_weight(own):
     texts, weights = [], []
     for watched in (True, False):
-        trainer = planted.build("sft", own, max_steps=3, logging_steps=50, seed=1)
+        trainer = healthy.build("sft", own, max_steps=3, logging_steps=50, seed=1)
         if watched:
             doctor = DoctorCallback(trainer, show=texts.append)
             trainer.add_callback(doctor)
@@ -105,7 +219,7 @@ def test_the_callback_reports_and_changes_no_weight(own):
 def test_rewards_of_real_steps(own, reward, expected, monkeypatch):
     if reward is not None:
         monkeypatch.setattr(planted, "length_reward", lambda completions, **columns: [reward] * len(completions))
-    trainer = planted.build("policy", own)
+    trainer = healthy.build("policy", own)
     doctor = DoctorCallback(trainer, stop=True, show=lambda text: None)
     trainer.add_callback(doctor)
     trainer.train()
@@ -116,7 +230,7 @@ def test_rewards_of_real_steps(own, reward, expected, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_a_reference_that_is_the_policy_in_real_steps(own):
-    trainer = planted.build("preference", own)
+    trainer = healthy.build("preference", own)
     for reference in (None, trainer.model):
         trainer.ref_model = reference if reference is not None else trainer.ref_model
         doctor = DoctorCallback(trainer, stop=True, show=lambda text: None)

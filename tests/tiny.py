@@ -54,7 +54,13 @@ def save_tiny_model(path: Path, *, seed: int = 0, dropout: float = 0.0) -> None:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    # The same weights whatever the default type is, such as under `float64_throughout`.
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        Qwen2ForCausalLM(config).save_pretrained(path)
+    finally:
+        torch.set_default_dtype(default)
     tokenizer.save_pretrained(path)
 
 

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from trl_ext.doctor.patient import Patient
 from trl_ext.doctor.report import Found
+from trl_ext.doctor.rows import as_text
 from trl_ext.doctor.table import check
 
 _PAIRS = "preference reward"
 
 
-def _sides(row: dict[str, Any]) -> tuple[Any, Any] | None:
+def sides_of(row: dict[str, Any]) -> tuple[Any, Any] | None:
+    """The chosen and the rejected response of a row, as tokens if it has them."""
     for chosen, rejected in (("chosen_ids", "rejected_ids"), ("chosen", "rejected")):
         if chosen in row and rejected in row:
             return row[chosen], row[rejected]
     return None
 
 
-def _as_text(value: Any) -> str:
-    """Keys that `datasets` adds to messages with None, and their order, do not matter."""
-    if isinstance(value, list):
-        plain = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in value]
-        return json.dumps(plain, sort_keys=True, default=str)
-    return str(value)
-
-
 @check("chosen-equals-rejected", "error", "data", _PAIRS)
 def chosen_equals_rejected(patient: Patient) -> Found | None:
-    pairs = [sides for row in patient.many_rows if (sides := _sides(row)) is not None]
+    pairs = [sides for row in patient.many_rows if (sides := sides_of(row)) is not None]
     same = sum(chosen == rejected for chosen, rejected in pairs)
+    if same <= len(pairs) / 50:
+        # The collator may cut the part in which they differ.
+        sides = [[one.ids for one in patient.examples if one.side == side] for side in ("chosen", "rejected")]
+        pairs = list(zip(*sides, strict=True))
+        same = sum(chosen == rejected for chosen, rejected in pairs)
     if same <= len(pairs) / 50:
         return None
     return Found(
@@ -41,7 +39,7 @@ def chosen_equals_rejected(patient: Patient) -> Found | None:
 
 @check("length-predicts-label", "warning", "data", _PAIRS)
 def length_predicts_label(patient: Patient) -> Found | None:
-    pairs = [sides for row in patient.many_rows if (sides := _sides(row)) is not None]
+    pairs = [sides for row in patient.many_rows if (sides := sides_of(row)) is not None]
     longer = sum(len(chosen) > len(rejected) for chosen, rejected in pairs)
     shorter = sum(len(chosen) < len(rejected) for chosen, rejected in pairs)
     if longer + shorter < 50 or max(longer, shorter) < 0.9 * (longer + shorter):
@@ -56,8 +54,8 @@ def length_predicts_label(patient: Patient) -> Found | None:
 
 @check("leaking-prompts", "warning", "data")
 def leaking_prompts(patient: Patient) -> Found | None:
-    trained = {_as_text(row["prompt"]) for row in patient.many_rows if "prompt" in row}
-    held_out = [_as_text(row["prompt"]) for row in patient.held_out_rows if "prompt" in row]
+    trained = {as_text(row["prompt"]) for row in patient.many_rows if "prompt" in row}
+    held_out = [as_text(row["prompt"]) for row in patient.held_out_rows if "prompt" in row]
     leaked = [prompt for prompt in held_out if prompt in trained]
     if len(leaked) <= len(held_out) / 10:
         return None
@@ -72,7 +70,7 @@ def duplicate_rows(patient: Patient) -> Found | None:
     names = [
         n for n in ("prompt", "completion", "chosen", "rejected", "messages", "text") if n in (patient.rows or [{}])[0]
     ]
-    rows = [tuple(_as_text(row[name]) for name in names) for row in patient.many_rows]
+    rows = [tuple(as_text(row[name]) for name in names) for row in patient.many_rows]
     repeated = len(rows) - len(set(rows))
     if not names or len(rows) < 20 or repeated <= len(rows) / 5:
         return None
@@ -80,3 +78,40 @@ def duplicate_rows(patient: Patient) -> Found | None:
         f"{repeated} of {len(rows)} training rows repeat another row",
         "drop the repeated rows: they are learned by heart, and an epoch shows less than it seems to",
     )
+
+
+@check("held-out-rows-differ", "warning", "data")
+def held_out_rows_differ(patient: Patient) -> Found | None:
+    held_out = patient.held_out_rows[:48]
+    if len(held_out) < 5 or len(patient.rows) < 5:
+        return None
+    for what, of in _FORMS.items():
+        # Rows without such a column have no form.
+        trained, evaluated = ([of(row) for row in rows if of(row) is not None] for rows in (patient.rows, held_out))
+        usual = max(set(trained), key=trained.count, default=None)
+        same = evaluated.count(usual)
+        if not evaluated or trained.count(usual) < 0.9 * len(trained) or same > 0.1 * len(evaluated):
+            continue
+        return Found(
+            f"{what} differs between training and held-out rows: {usual!r} in {trained.count(usual)} of "
+            f"{len(trained)} training rows, and in {same} of {len(evaluated)} held-out rows",
+            "write both with the same template and system prompt: held-out figures say little otherwise",
+        )
+    return None
+
+
+def _prompt(row: dict[str, Any]) -> Any:
+    return next((row[name] for name in ("prompt", "messages", "chosen", "text") if row.get(name)), None)
+
+
+_FORMS = {
+    "whether prompts are messages": lambda row: None if _prompt(row) is None else isinstance(_prompt(row), list),
+    "whether there is a system message": lambda row: (
+        any(one.get("role") == "system" for one in _prompt(row) if isinstance(one, dict))
+        if isinstance(_prompt(row), list)
+        else None
+    ),
+    "the first token": lambda row: next(
+        (row[name][0] for name in ("prompt_ids", "input_ids", "chosen_ids") if row.get(name)), None
+    ),
+}

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from trl_ext.doctor.patient import Patient
+from trl_ext.doctor.patient import Example, Patient, Sampled
 from trl_ext.doctor.report import Report
+from trl_ext.doctor.sampled import read_sampled
 from trl_ext.doctor.table import run_checks
+from trl_ext.files import brief
+from trl_ext.rollouts.generation import prompt_tokens
 
 BEFORE_TRAINING = ("data", "model", "configuration")
 
@@ -22,9 +29,37 @@ def examine(trainer: Any) -> Report:
     Args:
         trainer: a built trainer of TRL or of this library, such as a `DPOTrainer` or a `PolicyTrainer`.
     """
-    # A collator may draw random numbers; those of the training must not change.
-    with torch.random.fork_rng():
-        return run_checks(Patient(trainer), BEFORE_TRAINING)
+    patient = Patient(trainer)
+    with _same_random_numbers():
+        report = run_checks(patient, BEFORE_TRAINING)
+        show_rows(patient, report)
+    return report
+
+
+def report_before_training(trainer: Any) -> None:
+    """Print what `examine` finds, or one line, in the main process. It never raises an error."""
+    if not trainer.accelerator.is_main_process:
+        return
+    try:
+        text = examine(trainer).text(color=use_color())
+    except Exception as error:  # A training that works must not fail by its doctor.
+        text = f"doctor: no check was made ({brief(f'{type(error).__name__}: {error}', 200)})"
+    print(f"{text}\n" if "\n" in text else text)
+
+
+def use_color() -> bool:
+    """Whether text is printed to a terminal whose user has not set NO_COLOR."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+@contextlib.contextmanager
+def _same_random_numbers() -> Iterator[None]:
+    """What a collator draws does not change the training's random numbers."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(states[0])
+    np.random.set_state(states[1])
 
 
 class DoctorCallback(TrainerCallback):
@@ -57,8 +92,8 @@ class DoctorCallback(TrainerCallback):
         self.patient.max_steps = state.max_steps
         self.report = Report()
         self._last = state.global_step + self.steps
-        with torch.random.fork_rng():
-            self._show(state, run_checks(self.patient, BEFORE_TRAINING))
+        with _same_random_numbers():
+            self._show(state, run_checks(self.patient, (*BEFORE_TRAINING, "probe")))
         models = {"policy": self.patient.trainable}
         if self.patient.reference is not None:
             models["reference"] = list(self.patient.reference.parameters())
@@ -67,6 +102,8 @@ class DoctorCallback(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step <= self._last:
             control.should_log = True
+            if self.patient.kind == "policy":
+                read_sampled(self.patient, state.global_step)
         if self.stop and state.global_step >= self._last:
             control.should_training_stop = True
 
@@ -80,7 +117,10 @@ class DoctorCallback(TrainerCallback):
                 changes = [(_part(weight) - before).abs().max().item() for weight, before in weights]
                 self.patient.moved[name] = max(changes, default=0.0)
             self._watched = {}
-            self._show(state, run_checks(self.patient, ("steps",)))
+            with _same_random_numbers():
+                report = run_checks(self.patient, ("steps",))
+                show_rows(self.patient, report)
+            self._show(state, report)
 
     def _show(self, state, report: Report) -> None:
         first = not self.report.checked
@@ -88,7 +128,7 @@ class DoctorCallback(TrainerCallback):
         # Without a finding, one line is printed in the end, and it counts all checks.
         shown = self.report if self.report.healthy and not first else report
         if state.is_world_process_zero and (report.findings or shown is self.report):
-            self.show(shown.text(color=sys.stdout.isatty()))
+            self.show(shown.text(color=use_color()))
 
 
 def _some(weights: list) -> list[tuple[Any, torch.Tensor]]:
@@ -100,3 +140,26 @@ def _some(weights: list) -> list[tuple[Any, torch.Tensor]]:
 
 def _part(weight: torch.Tensor) -> torch.Tensor:
     return weight.detach().flatten()[:10_000].float()
+
+
+def show_rows(patient: Patient, report: Report) -> None:
+    """Add two rows, and the figures of what was watched, to a report as far as they can be read."""
+    sampled = patient.sampled
+    report.figures |= {"rewards": [one.reward for one in sampled], "updates": patient.logs}
+    try:
+        examples = patient.examples
+        if sampled:
+            examples = [_example(patient, one) for one in sampled]
+        report.figures["lengths"] = [sum(one.learned) or len(one.ids) for one in examples]
+        report.rows = [patient.tokens(examples[index]) for index in {0, len(examples) - 1}]
+    except Exception:  # The checks have already said why the rows cannot be read.
+        return
+
+
+def _example(patient: Patient, sampled: Sampled) -> Example:
+    """A sampled response after its prompt."""
+    prompt, response = (
+        prompt_tokens(patient.tokenizer, sampled.prompt, None),
+        patient.tokenizer(sampled.text)["input_ids"],
+    )
+    return Example([*prompt, *response], [False] * len(prompt) + [True] * len(response), False, {})

@@ -10,6 +10,16 @@ from typing import Any
 
 import torch
 
+from trl_ext.doctor.rows import (
+    COMPARED_ROWS,
+    SAMPLED_ROWS,
+    as_text,
+    is_text,
+    length_of,
+    media_columns,
+    plain_text,
+    read_rows,
+)
 from trl_ext.rollouts.generation import prompt_tokens
 
 # The class in a trainer's ancestry -> the kind of the trainer. TRL's and this library's share these names.
@@ -20,8 +30,6 @@ _KINDS = {
     "GRPOTrainer": "policy",
     "RLOOTrainer": "policy",
 }
-# Rows that are read as text and tokens, and rows that are only compared with each other.
-SAMPLED_ROWS, COMPARED_ROWS = 48, 4000
 
 
 @dataclasses.dataclass
@@ -33,12 +41,38 @@ class Example:
         learned: for each token, whether the loss is taken on it.
         cut: whether it was cut at a limit.
         row: the row of the dataset that it comes from.
+        side: `chosen` or `rejected` for a response of a pair.
     """
 
     ids: list[int]
     learned: list[bool]
     cut: bool
     row: dict[str, Any]
+    side: str = ""
+
+
+@dataclasses.dataclass
+class Sampled:
+    """A response that the trainer sampled in a watched step.
+
+    Attributes:
+        step: the step after which it was read.
+        prompt: the prompt as the dataset has it.
+        text: the response.
+        rewards: its rewards, by the name of the reward function; NaN where one gave none.
+        reward: their weighted sum.
+    """
+
+    step: int
+    prompt: Any
+    text: str
+    rewards: dict[str, float]
+    reward: float
+
+    @property
+    def key(self) -> str:
+        """Tells prompts apart, and finds their rows."""
+        return as_text(self.prompt)
 
 
 class Patient:
@@ -52,7 +86,11 @@ class Patient:
         moved: largest change of the watched weights of `policy` and `reference` over the watched steps.
         max_steps: the length of the run in steps, if the trainer has computed it.
         responses: the responses to held-out prompts that a run wrote.
+        sampled: the responses that were sampled in the watched steps.
     """
+
+    # Columns that may hold a reference answer; the first that is there counts.
+    answer_columns = ("answer", "solution", "ground_truth", "target", "reference_response_text")
 
     def __init__(self, trainer: Any = None, *, args: Any = None, kind: str | None = None, logs=()):
         self.trainer = trainer
@@ -63,6 +101,7 @@ class Patient:
         self.moved: dict[str, float] = {}
         self.max_steps: int | None = None
         self.responses: list[str] = []
+        self.sampled: list[Sampled] = []
 
     def setting(self, name: str, default: Any = None) -> Any:
         value = getattr(self.args, name, None)
@@ -85,6 +124,16 @@ class Patient:
     @cached_property
     def trainable(self) -> list[torch.nn.Parameter]:
         return [weight for weight in self.model.parameters() if weight.requires_grad]
+
+    @property
+    def batch_size(self) -> int:
+        return min(self.setting("per_device_train_batch_size", 4), 8)
+
+    def require_whole_model(self) -> None:
+        """Raise ValueError if this process has only a part of the model."""
+        accelerator = self.trainer.accelerator
+        if str(accelerator.distributed_type).rpartition(".")[2] in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            raise ValueError("each process has only a part of the model")
 
     # ---- Tokens ----
 
@@ -122,23 +171,50 @@ class Patient:
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows spread evenly over the training data; the first ones of a stream."""
-        return _rows(self.dataset, SAMPLED_ROWS)
+        """Rows spread evenly over the training data; the first ones of a stream.
+
+        Raises:
+            ValueError: there is none.
+        """
+        # Images and videos are decoded when a row is read.
+        rows = read_rows(self.dataset, SAMPLED_ROWS if not media_columns(self.dataset) else SAMPLED_ROWS // 6)
+        if not rows:
+            raise ValueError("no training row can be read")
+        return rows
 
     @cached_property
     def many_rows(self) -> list[dict[str, Any]]:
-        return _rows(self.dataset, COMPARED_ROWS)
+        """More rows, without those of images and videos.
+
+        Raises:
+            ValueError: the rows differ in more than their texts.
+        """
+        if media_columns(self.dataset):
+            raise ValueError("rows with images or videos are not compared")
+        return read_rows(self.dataset, COMPARED_ROWS)
 
     @cached_property
     def held_out_rows(self) -> list[dict[str, Any]]:
         held_out = self.trainer.eval_dataset
         parts = held_out.values() if isinstance(held_out, dict) else [held_out]
-        return [row for part in parts if part is not None for row in _rows(part, COMPARED_ROWS)]
+        return [
+            row
+            for part in parts
+            if part is not None and not media_columns(part)
+            for row in read_rows(part, COMPARED_ROWS)
+        ]
 
     @property
     def is_packed(self) -> bool:
         """Whether one row of the dataset holds several documents, or one batch is one row."""
         return bool(self.setting("packing") is True or self.setting("padding_free", False))
+
+    @cached_property
+    def answers(self) -> dict[str, str]:
+        """The reference answer of each prompt, as text; empty if the rows have none."""
+        name = next((name for name in self.answer_columns if name in self.many_rows[0]), None)
+        rows = [row for row in self.many_rows if name and row.get("prompt") and row[name]]
+        return {as_text(row["prompt"]): plain_text(row[name]) for row in rows}
 
     @cached_property
     def examples(self) -> list[Example]:
@@ -151,28 +227,44 @@ class Patient:
             limit = self.setting("max_prompt_tokens", self.setting("max_prompt_length"))
             ids = [prompt_tokens(self.tokenizer, row["prompt"], limit) for row in self.rows]
             return [Example(one, [False] * len(one), False, row) for one, row in zip(ids, self.rows, strict=True)]
-        # In small batches, so that there is padding.
-        batches = [self.rows[start : start + 4] for start in range(0, len(self.rows), 4)]
+        # In small batches, so that there is padding. A collator that joins rows gets one at a time.
+        size = 1 if self.is_packed else 4
+        batches = [self.rows[start : start + size] for start in range(0, len(self.rows), size)]
         examples = [example for rows in batches for example in self._collated(rows)]
         if self.rows and not examples:
             raise ValueError("the collator gives no row of tokens by itself")
         return examples
 
     def _collated(self, rows: list[dict[str, Any]]) -> Iterator[Example]:
-        plain = [{name: value for name, value in row.items() if not _is_text(value)} for row in rows]
+        plain = [{name: value for name, value in row.items() if not is_text(value)} for row in rows]
         batch = self.trainer.data_collator(plain if any(name.endswith("ids") for name in plain[0]) else rows)
-        if "input_ids" not in batch or self.setting("padding_free", False):
+        if "input_ids" not in batch:
+            return
+        if self.is_packed:
+            yield from self._documents(batch, rows[0])
             return
         mask = batch.get("completion_mask")
         learned = batch["labels"].ne(-100) if "labels" in batch else mask
         for index, ids in enumerate(batch["input_ids"]):
             row = rows[index % len(rows)]
             attended = batch["attention_mask"][index].bool() if "attention_mask" in batch else torch.ones_like(ids) > 0
-            length = _length(row, "chosen_ids" if index < len(rows) else "rejected_ids")
+            side = "" if len(batch["input_ids"]) == len(rows) else "chosen" if index < len(rows) else "rejected"
+            length = length_of(row, f"{side or 'chosen'}_ids")
             known = min(length, len(ids)) if length else int(attended.sum())
             at = slice(len(ids) - known, None) if not attended[0] else slice(0, known)
             on = attended[at] if learned is None else learned[index][at].bool() & attended[at]
-            yield Example(ids[at].tolist(), on.tolist(), self._is_cut(row, length, known), row)
+            yield Example(ids[at].tolist(), on.tolist(), self._is_cut(row, length, known), row, side)
+
+    def _documents(self, batch: dict[str, Any], row: dict[str, Any]) -> Iterator[Example]:
+        """The documents that were joined into one row; their positions begin at 0."""
+        if self.kind != "sft" or "position_ids" not in batch or "labels" not in batch:
+            raise ValueError("the batches do not show where a document ends")
+        starts = batch["position_ids"][0].eq(0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], None], strict=True):
+            ids, labels = batch["input_ids"][0, start:end].tolist(), batch["labels"][0, start:end].tolist()
+            # The first token of a document has no label, because the one before it belongs to another.
+            learned = [label != -100 for label in labels]
+            yield Example(ids, learned, len(ids) >= (self.setting("max_length") or math.inf), row)
 
     def _is_cut(self, row: dict[str, Any], length: int, known: int) -> bool:
         limit = self.setting("max_response_tokens")
@@ -201,28 +293,8 @@ class Patient:
         values = [row[name] for row in self.logs if name in row]
         return [math.nan if value is None else float(value) for value in values]
 
-
-def _rows(dataset: Any, count: int) -> list[dict[str, Any]]:
-    if dataset is None:
-        return []
-    # Texts alone do not tell rows with images apart, and thousands of images fill the memory.
-    if count > SAMPLED_ROWS and {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
-        return []
-    if not hasattr(dataset, "__len__"):
-        return [row for row, _ in zip(dataset, range(min(count, SAMPLED_ROWS)), strict=False)]
-    total = len(dataset)
-    picked = sorted({index * total // min(count, total) for index in range(min(count, total))})
-    return [dataset[index] for index in picked]
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str | dict) or (
-        isinstance(value, list) and value[:1] and isinstance(value[0], str | dict)
-    )
-
-
-def _length(row: dict[str, Any], side: str) -> int:
-    """Tokens of a row before the collator cuts it; 0 if unknown."""
-    if side in row:
-        return len(row.get("prompt_ids", ())) + len(row[side])
-    return len(row.get("input_ids", ()))
+    @property
+    def updates(self) -> list[float]:
+        """The learning rates of the logged updates; in float16, steps without a finite gradient are skipped."""
+        rows = [row for row in self.logs if row.get("learning_rate") and row.get("grad_norm", 0.0) is not None]
+        return [row["learning_rate"] for row in rows if math.isfinite(row.get("grad_norm", 0.0))]

@@ -18,19 +18,20 @@ class Found:
         evidence: the figures that the finding is based on, as one sentence.
         remedy: what to change.
         tokens: one row as the trainer sees it: each token's text, and whether the loss is taken on it.
+        severity: None for the severity of the check.
     """
 
     evidence: str
     remedy: str
     tokens: list[tuple[str, bool]] | None = None
+    severity: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding(Found):
-    """A fault, with the name and the severity of the check that found it."""
+    """A fault, with the name of the check that found it."""
 
     name: str = ""
-    severity: str = "error"
 
 
 @dataclasses.dataclass
@@ -40,12 +41,16 @@ class Report:
     Attributes:
         findings: the faults that were found.
         checked: names of the checks that ran.
-        skipped: names of checks that failed themselves, each with its error.
+        skipped: names of checks that could not read what they need, each with the reason.
+        rows: up to two rows as the trainer sees them, as in `Found.tokens`.
+        figures: `lengths` of the rows in tokens; after watched steps also `rewards` and `updates`, the logged metrics.
     """
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
     checked: list[str] = dataclasses.field(default_factory=list)
     skipped: dict[str, str] = dataclasses.field(default_factory=dict)
+    rows: list[list[tuple[str, bool]]] = dataclasses.field(default_factory=list)
+    figures: dict[str, list] = dataclasses.field(default_factory=dict)
 
     @property
     def healthy(self) -> bool:
@@ -61,12 +66,26 @@ class Report:
         self.findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
         self.checked += [name for name in other.checked if name not in self.checked]
         self.skipped |= other.skipped
+        self.rows = other.rows or self.rows
+        self.figures |= other.figures
 
     def to_dict(self) -> dict[str, Any]:
         return {"healthy": self.healthy, **dataclasses.asdict(self)}
 
-    def text(self, *, color: bool = False) -> str:
-        """The findings for a terminal; one line if there is none."""
+    def text(self, *, color: bool = False, rows: bool = False) -> str:
+        """The findings for a terminal; one line if there is none.
+
+        Args:
+            color: mark the tokens that are learned by color.
+            rows: show two rows as the trainer sees them, too.
+        """
+        lines = [self._findings(color)]
+        if rows and self.rows:
+            lines += ["\nrows as the trainer sees them, what is learned in brackets:"]
+            lines += [f"  {shown_tokens(row, color=color)}" for row in self.rows]
+        return "\n".join(lines)
+
+    def _findings(self, color: bool) -> str:
         by_error: dict[str, list[str]] = {}
         for name, error in self.skipped.items():
             by_error.setdefault(error, []).append(name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 
 import trl_ext.losses  # noqa: F401  the losses register
@@ -39,6 +42,70 @@ def adapter_without_effect(patient: Patient) -> Found | None:
     )
 
 
+@check("adapter-misses-layers", "warning", "model")
+def adapter_misses_layers(patient: Patient) -> Found | None:
+    total = getattr(patient.model.config.get_text_config(), "num_hidden_layers", 0)
+    if not patient.is_adapter or not total:
+        return None
+    names = [n for n, module in patient.model.named_modules() if isinstance(getattr(module, "scaling", None), dict)]
+    layers = {match[1] for name in names if (match := re.search(r"\.(\d+)\.", name))}
+    if not names or len(layers) >= total / 2:
+        return None
+    kinds = sorted({name.rpartition(".")[2] for name in names})
+    return Found(
+        f"the adapter is on {', '.join(kinds)} in {len(layers)} of {total} layers: most of the model does not change",
+        "let target_modules name the projections of all layers (all-linear), and check layers_to_transform",
+    )
+
+
+@check("reward-head-frozen", "error", "model", "reward")
+def reward_head_frozen(patient: Patient) -> Found | None:
+    head = [(name, w) for name, w in patient.model.named_parameters() if re.search(r"\b(score|classifier)\b", name)]
+    if not head or not patient.trainable or any(weight.requires_grad for _, weight in head):
+        return None
+    return Found(
+        f"the score head ({head[0][0]}) is not trained: scores are those of a random direction",
+        "give the adapter's LoraConfig task_type SEQ_CLS, or modules_to_save=['score']",
+    )
+
+
+def _reward_models(patient: Patient) -> list[tuple[torch.nn.Module, Any]]:
+    """The models among the rewards of one of TRL's trainers, each with its tokenizer."""
+    functions = getattr(patient.trainer, "reward_funcs", [])
+    tokenizers = getattr(patient.trainer, "reward_processing_classes", [None] * len(functions))
+    return [pair for pair in zip(functions, tokenizers, strict=True) if isinstance(pair[0], torch.nn.Module)]
+
+
+@check("reward-model-untrained", "error", "model", "policy")
+def reward_model_untrained(patient: Patient) -> Found | None:
+    for model, _ in _reward_models(patient):
+        # transformers marks the weights that it has read.
+        read = {name: getattr(weight, "_is_hf_initialized", False) for name, weight in model.named_parameters()}
+        head = [name for name in read if re.search(r"\b(score|classifier)\b", name)]
+        if not any(read.values()) or not head or any(read[name] for name in head):
+            continue
+        return Found(
+            f"{head[0]} of the reward model {model.name_or_path!r} was not in its files, and is random",
+            "name the folder of a trained reward model, and not of a language model; load an adapter with its head",
+        )
+    return None
+
+
+@check("reward-model-template", "warning", "model", "policy")
+def reward_model_template(patient: Patient) -> Found | None:
+    for model, tokenizer in _reward_models(patient):
+        size = model.get_input_embeddings().num_embeddings
+        own, used = (str(name).rstrip("/") for name in (model.name_or_path, tokenizer.name_or_path))
+        if len(tokenizer) <= size and (own == used or not own or not used):
+            continue
+        return Found(
+            f"the reward model {own!r} of {size} tokens reads what the tokenizer of {used!r} writes, with "
+            f"{len(tokenizer)} tokens and its own chat template",
+            "leave reward_processing_classes out, or give the reward model's own tokenizer",
+        )
+    return None
+
+
 @check("reference-is-policy", "error", "model", "preference policy other")
 def reference_is_policy(patient: Patient) -> Found | None:
     if patient.reference is None:
@@ -61,7 +128,8 @@ def dropout_on(patient: Patient) -> Found | None:
     for module in patient.model.modules():
         rate = module.p if isinstance(module, torch.nn.Dropout) else getattr(module, "attention_dropout", 0)
         rates |= {rate} if isinstance(rate, float) and rate > 0 else set()
-    if not compared or not rates:
+    # Adapters are usually trained with a little dropout, which acts on their small part of the output alone.
+    if not compared or max(rates, default=0) <= (0.1 if patient.is_adapter else 0):
         return None
     return Found(
         f"dropout of {max(rates):g} is on in training, and log-probabilities of the policy are compared with others: "
@@ -125,6 +193,48 @@ def warmup_outlasts_run(patient: Patient) -> Found | None:
     return Found(
         f"the learning rate warms up over {warmup:g} steps, and the run has {steps}: it never reaches its value",
         "lower warmup_steps to a tenth of the run or less; steps are optimizer updates, and not batches or rollouts",
+    )
+
+
+@check("ipo-target-unreachable", "warning", "data", "preference")
+def ipo_target_unreachable(patient: Patient) -> Found | None:
+    beta, types = patient.setting("beta", 0.1), patient.setting("loss_type") or []
+    if patient.setting("loss", "ipo" if "ipo" in types else "") != "ipo" or beta <= 0:
+        return None
+    means = "ipo" in types or bool((patient.setting("loss_kwargs") or {}).get("length_normalized"))
+    length = sum(sum(one.learned) for one in patient.examples) / len(patient.examples)
+    target = 1 / (2 * beta) / (1 if means else length)
+    if target < 4:
+        return None
+    return Found(
+        f"with beta {beta:g}, IPO wants a margin of {target:.2g} nats for each token (log-probabilities are "
+        f"{'averaged over' if means else 'summed over'} responses of {length:.0f} tokens): it is never reached",
+        "TRL averages over tokens, and the paper sums: a beta for sums is multiplied by the length to suit means",
+    )
+
+
+@check("temperature-not-shared", "warning", "configuration", "policy")
+def temperature_not_shared(patient: Patient) -> Found | None:
+    trained = patient.setting("temperature", 1.0)
+    sampler = getattr(getattr(patient.trainer, "generation_config", None), "temperature", None)
+    sampled = (patient.setting("generation_kwargs") or {}).get("temperature", sampler)
+    if sampled is None or abs(sampled - trained) < 1e-6:
+        return None
+    return Found(
+        f"responses are sampled at temperature {sampled:g}, and their log-probabilities are taken at {trained:g}: the "
+        "ratio of the two policies is wrong from the first update on",
+        "set the temperature by the argument `temperature`, which both use, and not in generation_kwargs",
+    )
+
+
+@check("reward-weights-negative", "warning", "configuration", "policy")
+def reward_weights_negative(patient: Patient) -> Found | None:
+    weights = patient.setting("reward_weights") or []
+    if not weights or max(weights) > 0:
+        return None
+    return Found(
+        f"no reward has a positive weight ({', '.join(f'{weight:g}' for weight in weights)}): low rewards are sought",
+        "give positive weights to what is to be high; a single penalty may keep its negative one",
     )
 
 

@@ -17,7 +17,8 @@ class Check:
     Attributes:
         name: the name of the fault.
         severity: `error` if nothing useful can be learned, `warning` if something is probably not as intended.
-        needs: `data`, `model`, `configuration` or `steps`.
+        needs: `data`, `model`, `configuration`; `probe` for forward passes or calls of the rewards; `steps`;
+            `responses`.
         kinds: the trainers that it concerns: `sft`, `preference`, `reward`, `policy`, `other`.
         function: returns what it found, or None.
     """
@@ -57,7 +58,7 @@ def run_checks(patient: Patient, needs: Collection[str]) -> Report:
             continue
         report.checked.append(row.name)
         if found is not None:
-            finding = Finding(found.evidence, found.remedy, found.tokens, name=row.name, severity=row.severity)
-            report.findings.append(finding)
+            severity = found.severity or row.severity
+            report.findings.append(Finding(found.evidence, found.remedy, found.tokens, severity, row.name))
     report.findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     return report

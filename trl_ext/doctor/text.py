@@ -8,6 +8,7 @@ from collections import Counter
 from trl_ext.doctor.patient import Example, Patient
 from trl_ext.doctor.report import Found
 from trl_ext.doctor.table import check
+from trl_ext.rollouts.generation import prompt_tokens
 
 # What chat templates write around turns, and other texts rarely contain. Some models spell `<|user|>` with ordinary
 # tokens.
@@ -19,8 +20,6 @@ _LEARNS = "sft preference"
 
 def _complete(patient: Patient) -> list[Example]:
     """Examples with their end, of which something is learned."""
-    if patient.is_packed:
-        return []
     return [one for one in patient.examples if not one.cut and any(one.learned)]
 
 
@@ -80,6 +79,53 @@ def _messages(row: dict) -> list[dict]:
     lists = [row.get(name) for name in ("prompt", "completion", "chosen", "rejected", "messages")]
     messages = [one for many in lists if isinstance(many, list) for one in many]
     return [one for one in messages if isinstance(one, dict) and isinstance(one.get("content"), str)]
+
+
+@check("template-doubled", "error", "data")
+def template_doubled(patient: Patient) -> Found | None:
+    """Messages that begin with what the chat template itself writes before a user's message."""
+    rows = [one for one in patient.examples if _messages(one.row)]
+    if not rows or not patient.tokenizer.chat_template:
+        return None
+    before = patient.tokenizer.apply_chat_template([{"role": "user", "content": "qzx"}], tokenize=False)
+    before = before.partition("qzx")[0].strip()
+    marks = tuple(mark for mark in {before, before.rpartition("\n")[2]} if len(mark) > 2)
+    found = [one for one in rows if any(m["content"].lstrip().startswith(marks) for m in _messages(one.row))]
+    if not marks or len(found) < max(2, len(rows) / 2):
+        return None
+    return Found(
+        f"messages of {_share(found, rows)} begin with {marks[-1][:40]!r}, which the chat template adds itself",
+        "give messages without the template's text, or the finished prompts as plain text",
+        patient.tokens(found[0]),
+    )
+
+
+@check("prompt-tokens-differ", "warning", "data", _LEARNS)
+def prompt_tokens_differ(patient: Patient) -> Found | None:
+    if patient.is_packed:
+        raise ValueError("packed rows do not show what a prompt is")
+    rows = [one for one in patient.examples if _is_generated_from(one)]
+    found = []
+    for one in rows:
+        asked = prompt_tokens(patient.tokenizer, one.row["prompt"], None)
+        found += [one] if one.ids[: len(asked)] != asked else []
+    if len(found) < max(2, len(rows) / 10):
+        return None
+    return Found(
+        f"prompt and response together are tokenized otherwise than the prompt alone in {_share(found, rows)}: "
+        "generation begins with tokens that training does not show",
+        "end prompts without a space and begin responses with it, and use a template whose generation prompt is how "
+        "a response begins",
+        patient.tokens(found[0]),
+    )
+
+
+def _is_generated_from(example: Example) -> bool:
+    """Whether a row's prompt is one that a response is generated for, and is there as a whole."""
+    prompt = example.row.get("prompt")
+    if not prompt or example.cut or example.row.get("tools") or example.row.get("chat_template_kwargs"):
+        return False
+    return isinstance(prompt, str) or (isinstance(prompt[-1], dict) and prompt[-1].get("role") != "assistant")
 
 
 @check("begin-token-doubled", "warning", "data")
@@ -168,6 +214,8 @@ def nothing_learned_in_rows(patient: Patient) -> Found | None:
 
 @check("loss-on-prompt", "warning", "data", _LEARNS)
 def loss_on_prompt(patient: Patient) -> Found | None:
+    if patient.is_packed:
+        raise ValueError("packed rows do not show what a prompt is")
     rows = [one for one in patient.examples if one.row.get("prompt") and len(one.ids) > 1]
     # The labels of a first token may be kept or not; it is never predicted.
     found = [one for one in rows if one.learned[0] and all(one.learned)]
@@ -182,7 +230,7 @@ def loss_on_prompt(patient: Patient) -> Found | None:
 
 @check("truncated-rows", "warning", "data", _LEARNS)
 def truncated_rows(patient: Patient) -> Found | None:
-    found = [] if patient.is_packed else [one for one in patient.examples if one.cut]
+    found = [one for one in patient.examples if one.cut]
     if len(found) < max(1, len(patient.examples) / 5):
         return None
     limits = ("max_length", "max_prompt_tokens", "max_response_tokens")

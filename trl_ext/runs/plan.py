@@ -53,7 +53,16 @@ class LaunchArguments:
         metadata={"help": "Train on where FSDP was asked for and accelerate puts DDP or nothing in its place."},
     )
 
+    doctor: str = field(
+        default="on",
+        metadata={"help": "Examine data, model and configuration before training, without a step; off to leave it."},
+    )
+
     def __post_init__(self):
+        # YAML reads a plain on or off as a truth value.
+        self.doctor = {"True": "on", "False": "off"}.get(self.doctor, self.doctor)
+        if self.doctor not in ("on", "off"):
+            raise ValueError(f"doctor must be on or off, got {self.doctor!r}")
         if self.print_plan not in (None, "text", "json"):
             raise ValueError(f"print_plan must be text or json, got {self.print_plan!r}")
 

@@ -17,6 +17,7 @@ from huggingface_hub import whoami
 from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import IntervalStrategy
 
+from trl_ext.doctor.examine import report_before_training
 from trl_ext.files import brief, write_text
 from trl_ext.processes import is_main_process, world_size
 from trl_ext.resilience.preemption import Preemption
@@ -88,7 +89,7 @@ class TrainingRun:
         return load_trainer(trainer_class, self.model, self.training, **datasets)
 
     def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
-        """Clear the folder if requested, and write config.yaml.
+        """Clear the folder if requested, write config.yaml, and print what the doctor finds before a first step.
 
         Args:
             trainer: this run's trainer.
@@ -110,6 +111,8 @@ class TrainingRun:
             metrics = MetricsFileCallback(self.folder / "metrics.jsonl")
             trainer.add_callback(metrics)
         StepLineCallback.show_in(trainer)
+        if self.launch.doctor == "on" and self.checkpoint is None:
+            report_before_training(trainer)
         return metrics
 
     def train(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -92,3 +94,17 @@ def _warn_of_empty(trainer, lengths: list[int]) -> None:
         f"{ended} of the {len(lengths)} responses of the first rollout are a single token, such as "
         f"{tokenizer.eos_token!r}, and nothing can be learned from them: {why}"
     )
+
+
+def latest_rollout(trainer) -> list[tuple[Any, Any, dict[str, float]]]:
+    """The prompt, the completion and the rewards by name of each response that an online trainer last logged.
+
+    It reads what TRL's GRPO and RLOO trainers keep of all processes; other trainers have none.
+    """
+    logs = getattr(trainer, "_logs", None) or {}
+    rewards = logs.get("rewards", {})
+    rows = zip(logs.get("prompt", ()), logs.get("completion", ()), strict=False)
+    return [
+        (prompt, completion, {name: values[index] for name, values in rewards.items() if index < len(values)})
+        for index, (prompt, completion) in enumerate(rows)
+    ]

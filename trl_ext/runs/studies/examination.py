@@ -1,7 +1,14 @@
-"""What the command examines: the trainer that a recipe builds, or the folder of a run."""
+"""`trl-ext doctor`: why nothing is learned, from a recipe's configuration or the folder of a run.
+
+`trl-ext doctor --recipe dpo --config run.yaml` builds the recipe's trainer with its data, and examines it. Further
+flags are the recipe's own. `--steps 3` trains three steps in a temporary folder as well. `trl-ext doctor FOLDER` reads
+what a run wrote. The exit code is 0 if no fault is found, 1 if one is, and 2 for a wrong command line.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import runpy
 import sys
@@ -14,9 +21,10 @@ from typing import Any
 from transformers import IntervalStrategy
 from transformers.trainer_utils import SaveStrategy
 
-from trl_ext.doctor.examine import DoctorCallback, examine
+from trl_ext.doctor import DoctorCallback, Report, examine
+from trl_ext.doctor.examine import show_rows, use_color
+from trl_ext.doctor.page import write_page
 from trl_ext.doctor.patient import Patient
-from trl_ext.doctor.report import Report
 from trl_ext.doctor.table import run_checks
 from trl_ext.files import read_yaml
 from trl_ext.registry import nearest
@@ -98,10 +106,64 @@ def examine_folder(folder: str | Path) -> Report:
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     patient = Patient(args=SimpleNamespace(**config), kind=kind, logs=rows)
     patient.responses = [row.get("response_text") or "" for row in read_metrics(folder / "generations.jsonl")]
-    return run_checks(patient, ("configuration", "steps", "responses"))
+    report = run_checks(patient, ("configuration", "steps", "responses"))
+    show_rows(patient, report)
+    return report
 
 
 def _checkpoint_logs(folder: Path) -> list[dict[str, Any]]:
     checkpoint = last_checkpoint(folder) if folder.is_dir() else None
     path = Path(checkpoint or folder) / "trainer_state.json"
     return json.loads(path.read_text(encoding="utf-8"))["log_history"] if path.is_file() else []
+
+
+# ---- The command ----
+
+
+def parser(*, of_recipe: bool) -> argparse.ArgumentParser:
+    """The flags for one of the two forms; a recipe has flags of its own beside them."""
+    parser = argparse.ArgumentParser(
+        prog="trl-ext doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    if not of_recipe:
+        parser.add_argument("folder", help="folder of a finished or stuck run")
+    parser.add_argument("--recipe", help="build the trainer of this recipe, such as dpo; other flags are passed on")
+    parser.add_argument("--config", help="with --recipe: YAML file of its arguments")
+    parser.add_argument("--steps", type=int, default=0, help="with --recipe: steps to train and watch, such as 3")
+    parser.add_argument("--page", help="write the report as an HTML page to this file, too")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    of_recipe = any(word.partition("=")[0] == "--recipe" for word in arguments)
+    flags, passed = parser(of_recipe=of_recipe).parse_known_args(arguments)
+    if not of_recipe and (passed or flags.config or flags.steps):
+        parser(of_recipe=False).error(
+            "a folder takes no flag but --json and --page; a configuration needs its --recipe"
+        )
+    try:
+        # What recipes print must not mix with the report.
+        with contextlib.redirect_stdout(sys.stderr):
+            if of_recipe:
+                given = ["--config", flags.config] if flags.config else []
+                report = examine_recipe(flags.recipe, [*given, *passed], steps=flags.steps)
+            else:
+                report = examine_folder(flags.folder)
+        if flags.page:
+            write_page(report, flags.page, flags.recipe or flags.folder)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    text = report.text(color=use_color(), rows=True)
+    print(json.dumps(report.to_dict(), indent=2) if flags.json else text)
+    return 0 if report.healthy else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
