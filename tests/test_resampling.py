@@ -293,7 +293,7 @@ def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
     half = {"per_device_train_batch_size": GROUP * GROUPS // 2}
     whole = result(train({**common, "args": args}, str(tmp_path / "whole")))
     (spread,) = train_in_processes([{**common, "args": {**args, **half}}], 2, tmp_path)
-    assert largest_difference(spread.parameters, whole.parameters) < 1e-12
+    assert largest_difference(spread.parameters, whole.parameters) < 1e-9
     for entry, expected in zip(spread.logs, whole.logs, strict=True):
         names = [name for name in expected if name.startswith(("resampling/", "advantages/", "reward", "num_tokens"))]
         assert {name: entry[name] for name in names} == pytest.approx({name: expected[name] for name in names})
