@@ -158,7 +158,7 @@ class TestFormats:
         [
             ({"prompt": "p", "response_a": "a", "response_b": "b"}, "row 1: label: Field required"),
             ({"prompt": "p", "response_a": "a", "response_b": "b", "label": "a"}, "row 1: label: Input should be 'A'"),
-            (None, "the file is empty"),
+            (None, "must hold rows, and at least one"),
         ],
     )
     def test_errors(self, tmp_path, row, message):

@@ -69,6 +69,7 @@ class TestRows:
         row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": None}
         assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} null"
         assert fill("{d}", row) == row["d"]
+        assert fill("{a} {b}", {"a": 1234567.0, "b": 1234.5678}) == "1234567 1234.5678", "no digit is lost"
 
     @pytest.mark.parametrize(
         ("text", "message"),
