@@ -54,7 +54,7 @@ class TestRows:
         _, task, home = read_task(name)
         if not any((folder / task.data).is_file() for folder in (home, DATA)):
             pytest.skip(f"{task.data} is not here")
-        rows = read_rows(task, [home, DATA], 3)
+        rows = read_rows(task, [home, DATA])[:3]
         assert len(rows) == 3 and len({row["row_id"] for row in rows}) == 3
         assert all(row["prompt"] for row in rows)
         if name == "svamp":
@@ -160,9 +160,19 @@ class TestRun:
         monkeypatch.setattr("trl_ext.evaluation.tasks.evaluate.load_policy", lambda *_: pytest.fail("it was loaded"))
         assert run(capsys, *flags, folder / "killed", "--compare", folder / "all")[0] == table
         _, error = run(capsys, *flags, folder / "killed", "--max_new_tokens", 9)
-        assert "an evaluation of another model or task: give another --output_dir" in error
+        assert "an evaluation of another model, task or data: give another --output_dir" in error
         _, error = run(capsys, *flags, folder / "new", "--max_new_tokens", 9, "--compare", folder / "all")
         assert "its max_new_tokens is 8, not 9" in error and not (folder / "new").exists()
+        write_json(folder / "rows.json", [ROWS[0], {**ROWS[1], "a": 43}])
+        assert "another model, task or data" in run(capsys, *flags, folder / "killed")[1], "no stale figures"
+
+    def test_a_system_message(self, tmp_path, capsys):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
+        write_json(tmp_path / "rows.json", [{"p": messages}])
+        (tmp_path / "t.yaml").write_text('data: rows.json\nprompt: "{p}"\nanswer: "x"\ncheck: contains\n')
+        flags = "--task", tmp_path / "t.yaml", "--output_dir", tmp_path / "out", "--max_new_tokens", 2
+        assert run(capsys, "toy", *flags)[1] == ""
+        assert "System: Be brief." in json.loads((tmp_path / "out" / "generations.jsonl").read_text())["prompt_text"]
 
     def test_pairs_and_the_report(self, tmp_path, capsys):
         """Under the embedded model, the right answer is likelier than letters; equal texts tie."""

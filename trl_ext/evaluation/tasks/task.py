@@ -78,7 +78,7 @@ def read_task(name: str) -> tuple[str, Task, Path]:
         raise ValueError(f"{path}: {first_error(error)}") from None
 
 
-def read_rows(task: Task, folders: list[Path], limit: int | None) -> list[Row]:
+def read_rows(task: Task, folders: list[Path]) -> list[Row]:
     """The data's rows, each with `row_id`, `prompt` (text or messages) and, if the task has one, `answer`.
 
     Raises:
@@ -95,7 +95,7 @@ def read_rows(task: Task, folders: list[Path], limit: int | None) -> list[Row]:
     else:
         raw = [row for _, row in read_json_rows(path)]
     rows = []
-    for number, row in enumerate(raw[:limit], start=1):
+    for number, row in enumerate(raw, start=1):
         try:
             own = {"row_id": str(row.get("row_id", number)), "prompt": fill(task.prompt, row)}
             own |= {"answer": fill(task.answer, row)} if task.answer is not None else {}
