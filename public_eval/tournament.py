@@ -13,6 +13,7 @@ from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
     add_label_arguments,
     add_prompt_arguments,
+    check_judge_arguments,
     judge_settings,
     judging_options,
     labels_line,
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
         options = parser.parse_args(arguments)
         if options.rule != "agreed":
             raise ValueError("--rule is not for tournaments: ties count as half in ratings")
+        check_judge_arguments(options)
         prompts, base, policies = load_systems(options, options.files)
         if BASE in policies:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")

@@ -124,9 +124,9 @@ class TestWeightedWinRate:
 
     def test_with_outcomes_of_a_judge(self):
         outcomes = [PairOutcome(str(row), "candidate", "candidate") for row in range(4)]
-        labels = {"0": HumanLabel("candidate", 1.0), "1": HumanLabel("base", 3.0)}
+        labels = {"0": HumanLabel(outcome="candidate", weight=1.0), "1": HumanLabel(outcome="base", weight=3.0)}
         assert with_human_labels(outcomes, labels).rate == pytest.approx(0.25)
-        equal = {row_id: HumanLabel(label.outcome) for row_id, label in labels.items()}
+        equal = {row_id: HumanLabel(outcome=label.outcome) for row_id, label in labels.items()}
         assert with_human_labels(outcomes, equal).rate == 0.5
 
 

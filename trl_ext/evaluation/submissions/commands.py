@@ -256,10 +256,9 @@ def load_systems(
     """Prompts, the base's responses, and each file's responses by the file's stem.
 
     Raises:
-        ValueError: rows cannot be judged, two files have the same name, or judge flags are inconsistent.
+        ValueError: rows cannot be judged, or two files have the same name.
         FileNotFoundError: a file does not exist.
     """
-    check_judge_arguments(options)
     names = [Path(file).stem for file in files]
     for file, name in zip(files, names, strict=True):
         if not Path(file).is_file():
