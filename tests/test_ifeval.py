@@ -284,7 +284,7 @@ class TestFigures:
     def test_wrong_data(self):
         with pytest.raises(ValueError, match="count:numbers is no instruction of IFEval"):
             instructions.check_rows([row(1, "count:numbers")])
-        with pytest.raises(ValueError, match="needs the columns instruction_id_list and kwargs"):
+        with pytest.raises(ValueError, match="needs instruction_id_list and kwargs"):
             make_check(read_task("ifeval")[1], [{"prompt": "Q"}])
 
 

@@ -52,10 +52,6 @@ class TestDraws:
                 totals[row] += weight / seeds
         assert max(abs(total - 1) for total in totals.values()) < 4 * (12 / seeds) ** 0.5
 
-    def test_sizes_must_be_positive(self):
-        with pytest.raises(ValueError, match="cannot be drawn"):
-            draw_order({"a": 0}, 0)
-
 
 class TestWeightedWinRate:
     def test_equal_weights_are_prediction_powered_inference(self):

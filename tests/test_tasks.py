@@ -88,7 +88,8 @@ class TestRows:
             (TASK.replace('answer: "{a}"\n', ""), "the check contains needs the key answer"),
             (TASK.replace("rows.json", "none.json"), "no file none.json in"),
             (TASK.replace("contains", "rubric"), "the check rubric needs the key judge"),
-            (TASK.replace("contains", "pairs"), "the check pairs needs the columns chosen and rejected"),
+            (TASK.replace("contains", "pairs"), "the check pairs needs chosen and rejected in every row"),
+            (TASK.replace("contains", "countdown"), "the check countdown needs numbers in every row"),
             ("- 1", "a task is a mapping of data, layout"),
         ],
     )

@@ -145,7 +145,7 @@ def load_labels(
     found: dict[str, dict[str, HumanLabel]] = {}
     for given in options.human_labels:
         name, equals, path = given.partition("=")
-        if not equals:
+        if not equals or Path(given).is_file():
             name, path = names[0], given
             if len(names) > 1:
                 raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")

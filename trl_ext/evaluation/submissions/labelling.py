@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.rows import read_jsonl
-from trl_ext.evaluation.reporting.page import asset, digest, embed, fill
+from trl_ext.evaluation.reporting.page import page_of
 from trl_ext.evaluation.statistics.sampled_labels import draw_order, draw_weights, uncertainty
 from trl_ext.evaluation.submissions.rows import HumanLabel, read_rows, refuse_fatal
 from trl_ext.files import existing_file, write_json_lines
@@ -114,12 +114,5 @@ class LabelSession:
         for row_id, priority in self.order.items():
             pair, shown = self.pairs[row_id], self.shown(row_id)
             rows.append([row_id, pair["prompt"], [pair[who] for who in shown], shown, priority, self.sizes[row_id]])
-        return fill(
-            asset("label.html"),
-            title=title,
-            data=embed({"session": self.identity, "weighted": self.weighted, "rows": rows}),
-            style=asset("report.css"),
-            script=asset("label.js"),
-            policy=f"default-src 'none'; script-src {digest('label.js')}; style-src {digest('report.css')}; "
-            "img-src data:; base-uri 'none'; form-action 'none'",
-        )
+        data = {"session": self.identity, "weighted": self.weighted, "rows": rows}
+        return page_of("label", data, title=title)

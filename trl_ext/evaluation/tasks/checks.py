@@ -17,7 +17,7 @@ from trl_ext.rewards.verified import KINDS, grader
 Metrics = dict[str, Any]
 PAIRS = "pairs"
 CHECKS = (*KINDS, "exact", "contains", "ifeval", "rubric", PAIRS, *EMBEDDED)
-COLUMNS = {"ifeval": ("instruction_id_list", "kwargs"), PAIRS: ("chosen", "rejected")}
+COLUMNS = {"countdown": ("numbers",), "ifeval": ("instruction_id_list", "kwargs"), PAIRS: ("chosen", "rejected")}
 
 
 def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Any]], list[Metrics]]:
@@ -36,7 +36,7 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
         raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
     columns = COLUMNS.get(name, ())
     if not all(row.keys() >= set(columns) for row in rows):
-        raise ValueError(f"the check {name} needs the columns {' and '.join(columns)} in every row of the data")
+        raise ValueError(f"the check {name} needs {' and '.join(columns)} in every row of the data")
     if name == "rubric":
         return _rubric(task)
     if name == "ifeval":
@@ -47,8 +47,8 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
 
 def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
     if name in KINDS:
-        grade, names = grader(name), {"accuracy": "answer_reward", "format": "format_reward"}
-        return lambda row, one: {key: grade(one.text, row)[reward] for key, reward in names.items()}
+        grade = grader(name)
+        return lambda row, one: _graded(grade(one.text, row))
     if name in ("exact", "contains"):
         same = str.__eq__ if name == "exact" else str.__contains__
         return lambda row, one: {"accuracy": float(same(_plain(one.text), _plain(row["answer"])))}
@@ -66,6 +66,10 @@ def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
         return {**found} if isinstance(found, Mapping) else {"accuracy": None if found is None else float(found)}
 
     return check
+
+
+def _graded(rewards: Mapping[str, float]) -> Metrics:
+    return {"accuracy": rewards["answer_reward"], "format": rewards["format_reward"]}
 
 
 def _likelier(chosen, rejected) -> Metrics:
@@ -86,9 +90,8 @@ def _rubric(task: Task):
     from trl_ext.evaluation.judging.openai_model import OpenAIModel
     from trl_ext.evaluation.judging.rubric import RubricReward
 
-    reward = RubricReward(
-        OpenAIModel(task.judge, base_url=task.base_url, api="chat" if task.base_url else "responses")
-    )
+    api = "chat" if task.base_url else "responses"
+    reward = RubricReward(OpenAIModel(task.judge, base_url=task.base_url, api=api))
 
     def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Metrics]:
         rubrics = [row.get("rubric") or task.rubric for row in rows]

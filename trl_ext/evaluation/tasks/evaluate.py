@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from trl_ext.data.conversation import encode_turn
 from trl_ext.data.formats import plain_prompt
@@ -108,7 +110,7 @@ def evaluate(
     return results
 
 
-def summarize(rows: Any, *, gains: bool = False) -> dict[str, dict[str, Any]]:
+def summarize(rows: Iterable[Mapping[str, Sequence[float]]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
     """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of values, from lists of values by row.
 
     With `gains`, the values are paired differences; see `mean_with_interval`.
@@ -117,23 +119,18 @@ def summarize(rows: Any, *, gains: bool = False) -> dict[str, dict[str, Any]]:
     for row in rows:
         for name, values in row.items():
             columns.setdefault(name, []).extend(values)
-    return {
-        name: {**mean_with_interval(values, gains=gains), "n": len(values)}
-        for name, values in columns.items()
-        if values
-    }
+    found = {name: values for name, values in columns.items() if values}
+    return {name: {**mean_with_interval(values, gains=gains), "n": len(values)} for name, values in found.items()}
 
 
 def difference(before: Sequence[Row], after: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Each metric of the saved rows after minus before, on those that both have, as `summarize` returns it."""
-    earlier = {row["row_id"]: _metrics(row) for row in before}
-    pairs = [(earlier[row["row_id"]], _metrics(row)) for row in after if row["row_id"] in earlier]
-
-    def gains(old: Mapping[str, list[float]], new: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    earlier, gains = {row["row_id"]: _metrics(row) for row in before}, []
+    for row in after:
+        old, new = earlier.get(row["row_id"], {}), _metrics(row)
         shared = [name for name in new if len(old.get(name, [])) == len(new[name])]
-        return {name: [a - b for a, b in zip(new[name], old[name], strict=True)] for name in shared}
-
-    return summarize([gains(*pair) for pair in pairs], gains=True)
+        gains.append({name: numpy.subtract(new[name], old[name]).tolist() for name in shared})
+    return summarize(gains, gains=True)
 
 
 def _metrics(row: Row) -> dict[str, list[float]]:
