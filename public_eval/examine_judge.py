@@ -116,9 +116,8 @@ def _print(judges: dict[str, dict[str, Any]], table: Any) -> None:
     if told := found["calibration"]:
         print(
             f"confidence {told['confidence']:.3f}, right {told['correct']:.3f}; Brier score {_cell(told['brier'])} "
-            f"(always 1/2: 0.25); "
-            f"calibration error {told['ece']:.3f} (if calibrated {told['ece_chance']:.3f}, below "
-            f"{told['ece_chance_high']:.3f} in 95%)"
+            f"(always 1/2: 0.25); calibration error {told['ece']:.3f} (if calibrated {told['ece_chance']:.3f}, "
+            f"below {told['ece_chance_high']:.3f} in 95%)"
         )
     print(f"answers without a verdict, which count as half: {found['without_verdict']}")
 

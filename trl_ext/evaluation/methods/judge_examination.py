@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.judging.pairs import IDENTICAL, VERDICT_VALUES, CallableJudge, judge_pairs
+from trl_ext.evaluation.judging.pairs import EMPTY, IDENTICAL, VERDICT_VALUES, CallableJudge, judge_pairs
 from trl_ext.evaluation.judging.protocol import PairwiseJudge, Usage
 from trl_ext.evaluation.statistics.intervals import mean_with_interval, rate_difference_interval, rate_interval
 from trl_ext.evaluation.submissions.labelled_pairs import LabelledPair, RecordedVerdict
@@ -37,11 +37,11 @@ def ask_judge(
     rows = [{"row_id": pair.row_id, "prompt": pair.messages} for pair in pairs]
     responses = [pair.response_a for pair in pairs], [pair.response_b for pair in pairs]
     result, found = judge_pairs(judge, rows, *responses, **judging), []
+    # Without a question, equal responses tie, and an empty first one loses.
+    known = {None: None, IDENTICAL: "tie", EMPTY: "B"}
     for pair, row in zip(pairs, result.verdicts, strict=True):
-        # Without a question, equal responses tie, and an empty first one loses.
-        known = None if row["reason"] is None else "tie" if row["reason"] == IDENTICAL else "B"
         for shown, answer in zip(ORDERS, (row["candidate_first"], row["base_first"]), strict=True):
-            verdict, confidence = known, None
+            verdict, confidence = known[row["reason"]], None
             if answer is not None:
                 verdict = answer["verdict"] if shown == "A" else SWAPPED[answer["verdict"]]
                 confidence = answer.get("confidence")

@@ -128,7 +128,5 @@ def _variance(labels, judged, weights, counts, everywhere, by: float) -> float:
     residuals = labels - by * judged
     residuals = weights * (residuals - _mean(residuals, weights * counts))
     shifted = by * (judged - everywhere.mean())
-    square = (counts * (residuals**2 + 2 * residuals * shifted)).sum() + by**2 * (
-        (everywhere - everywhere.mean()) ** 2
-    ).sum()
+    square = (counts * (residuals**2 + 2 * residuals * shifted)).sum() + by**2 * len(everywhere) * everywhere.var()
     return float(max(square, 0.0)) / len(everywhere) ** 2
