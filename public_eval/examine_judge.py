@@ -39,12 +39,9 @@ COLUMNS = {
     "length_pull": "pull to length",
 }
 DETAILS = {
-    "a_first": "response A first",
-    "b_first": "response B first",
     "longer": "the longer one as a judge",
     "longer_right": "where people prefer the longer response",
     "shorter_right": "where people prefer the shorter response",
-    "longer_minus_shorter": "difference of the two",
     "self_agreement": "two answers to one question agree",
 }
 
@@ -119,9 +116,8 @@ def _print(judges: dict[str, dict[str, Any]], table: Any) -> None:
     if told := found["calibration"]:
         print(
             f"confidence {told['confidence']:.3f}, right {told['correct']:.3f}; Brier score {_cell(told['brier'])} "
-            f"(always 1/2: {told['brier_chance']:.2f}; always the share of right ones: {told['brier_constant']:.2f}); "
-            f"calibration error {told['ece']:.3f} (if calibrated {told['ece_chance']:.3f}, below "
-            f"{told['ece_chance_high']:.3f} in 95%)"
+            f"(always 1/2: 0.25); calibration error {told['ece']:.3f} (if calibrated {told['ece_chance']:.3f}, "
+            f"below {told['ece_chance_high']:.3f} in 95%)"
         )
     print(f"answers without a verdict, which count as half: {found['without_verdict']}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
     add_label_arguments,
     add_prompt_arguments,
+    check_judge_arguments,
     interval_cell,
     judge_settings,
     judging_options,
@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
         options = parser.parse_args(arguments)
         if options.stop_when_decided is not None and options.human_labels:
             raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
+        check_judge_arguments(options)
         prompts, base, systems = load_systems(options, options.candidate)
         labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
@@ -74,59 +75,47 @@ def main(arguments: list[str] | None = None) -> None:
             pairs = {name: (responses, base) for name, responses in systems.items()}
             show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
-        if options.stop_when_decided is not None:
-            _until_decided(options, judge, prompts, base, systems)
-            return
-        results = [
-            judge_candidate(
-                judge, name, responses, prompts, base, human_labels=labels.get(name), **judging_options(options)
-            )
-            for name, responses in systems.items()
-        ]
-        summary = {
-            "judge": judge_settings(options, judge),
-            "rule": options.rule,
-            "candidates": [result.to_dict() for result in results],
-            "differences": compare_candidates(results, options.rule, labels),
-            "usage": sum((result.usage for result in results), Usage()).to_dict(),
-        }
+        judging = judging_options(options)
+        if options.stop_when_decided is None:
+            found = {
+                name: judge_candidate(judge, name, rows, prompts, base, human_labels=labels.get(name), **judging)
+                for name, rows in systems.items()
+            }
+            figures = {
+                "rule": options.rule,
+                "candidates": [result.to_dict() for result in found.values()],
+                "differences": compare_candidates(list(found.values()), options.rule, labels),
+            }
+        else:
+            judging["threshold"] = options.stop_when_decided
+            found = {name: judge_responses(judge, prompts, rows, base, **judging) for name, rows in systems.items()}
+            figures = {"decisions": [{"name": name, **result.decision.to_dict()} for name, result in found.items()]}
+        usage = sum((result.usage for result in found.values()), Usage()).to_dict()
+        summary = {"judge": judge_settings(options, judge), **figures, "usage": usage}
         if options.out:
             write_json(options.out, summary)
         if options.verdicts:
-            rows = [{"candidate": result.name, **row} for result in results for row in result.verdicts]
+            rows = [{"candidate": name, **row} for name, result in found.items() for row in result.verdicts]
             write_json_lines(options.verdicts, rows)
     if options.json:
         print_json(summary)
-    else:
-        _print(results, summary)
-
-
-def _until_decided(options: argparse.Namespace, judge: Any, prompts: list, base: list, systems: dict) -> None:
-    """Ask, write and print the decision on each candidate."""
-    judging = {"threshold": options.stop_when_decided, **judging_options(options)}
-    found = {name: judge_responses(judge, prompts, rows, base, **judging) for name, rows in systems.items()}
-    summary = {
-        "judge": judge_settings(options, judge),
-        "decisions": [{"name": name, **result.decision.to_dict()} for name, result in found.items()],
-        "usage": sum((result.usage for result in found.values()), Usage()).to_dict(),
-    }
-    if options.out:
-        write_json(options.out, summary)
-    if options.verdicts:
-        rows = [{"candidate": name, **row} for name, result in found.items() for row in result.verdicts]
-        write_json_lines(options.verdicts, rows)
-    if options.json:
-        print_json(summary)
         return
-    against = f"against {options.stop_when_decided:g}"
+    if options.stop_when_decided is None:
+        _print(list(found.values()), summary)
+    else:
+        _print_decisions(summary["decisions"])
+    print(usage_line(usage, options.judge))
+
+
+def _print_decisions(decisions: list[dict[str, Any]]) -> None:
+    against = f"against {decisions[0]['threshold']:g}"
     header = ("candidate", against, "win rate, ties as half", "verdicts", "of", "stopped")
     rows = [
         (row["name"], row["decision"], format_interval(row["rate"], row["low"], row["high"]))
         + (row["n_verdicts"], row["n_all"], row["stopped"])
-        for row in summary["decisions"]
+        for row in decisions
     ]
     print(format_table(header, rows))
-    print(usage_line(summary["usage"], options.judge))
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:
@@ -166,7 +155,6 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
                 f"{first} minus {second}, human labels and judge: {difference}, with {labelled['n_labels']} labels of "
                 f"each; judge alone: {labelled['judge_difference']:.3f}"
             )
-    print(usage_line(summary["usage"], summary["judge"]["kind"]))
 
 
 def _row(result: CandidateResult) -> tuple:

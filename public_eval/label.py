@@ -10,11 +10,10 @@ from trl_ext.data.formats import plain_prompt
 from trl_ext.data.rows import read_jsonl
 from trl_ext.evaluation.command_line import format_interval, one_line_errors, print_json
 from trl_ext.evaluation.statistics.agreement import cohen_kappa
-from trl_ext.evaluation.submissions.assets import default_max_new_tokens, load_base, load_prompts
-from trl_ext.evaluation.submissions.commands import add_prompt_arguments, make_parser
+from trl_ext.evaluation.submissions.commands import add_prompt_arguments, load_systems, make_parser
 from trl_ext.evaluation.submissions.labelling import LabelSession, read_uncertainty
-from trl_ext.evaluation.submissions.rows import read_human_labels, read_responses, refuse_fatal
-from trl_ext.files import existing_file, write_text
+from trl_ext.evaluation.submissions.rows import read_human_labels
+from trl_ext.files import write_text
 
 DESCRIPTION = """\
 Shows a candidate's and the base's response to one prompt after another, in a random order and without their names, and
@@ -53,28 +52,20 @@ def main(arguments: list[str] | None = None) -> None:
                 # With --json, only the result goes to standard output.
                 with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
                     ask(session)
-            found = {
-                "labels": len(session.rows()),
-                "pairs": len(session.pairs),
-                "out": str(options.page or options.out),
-            }
-            told = f"{found['labels']} of {found['pairs']} pairs labelled; {found['out']}"
+            labels, pairs, out = len(session.rows()), len(session.pairs), str(options.page or options.out)
+            found, told = {"labels": labels, "pairs": pairs, "out": out}, f"{labels} of {pairs} pairs labelled; {out}"
     print_json(found) if options.json else print(told)
 
 
 def open_session(options) -> LabelSession:
     """The session that the flags describe; ValueError or FileNotFoundError if a file is wrong or missing."""
-    prompts = load_prompts(options.prompts_jsonl)
-    limit = options.max_new_tokens or default_max_new_tokens(options.prompts_jsonl)
-    base = load_base(prompts, options.base_jsonl, max_new_tokens=limit)
-    responses, problems = read_responses(existing_file(options.candidate), prompts, max_new_tokens=limit)
-    refuse_fatal(problems)
+    prompts, base, systems = load_systems(options, [options.candidate])
+    [(name, responses)] = systems.items()
     pairs = {}
     for row, own, other in zip(prompts, responses, base, strict=True):
         alone = isinstance(row["prompt"], str) or len(row["prompt"]) == 1
         asked = row["prompt_text"] if alone else plain_prompt(row["prompt"]).strip()
         pairs[row["row_id"]] = {"prompt": asked, "candidate": own.text, "base": other.text}
-    name = Path(options.candidate).stem
     sizes = read_uncertainty(options.verdicts, name, list(pairs)) if options.verdicts else None
     if sizes:
         # That equal responses tie is known without a label.

@@ -13,6 +13,7 @@ from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
     add_label_arguments,
     add_prompt_arguments,
+    check_judge_arguments,
     judge_settings,
     judging_options,
     labels_line,
@@ -43,12 +44,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--pairs", choices=("all", "base"), default="all", help="who meets whom" + DEFAULT)
     parser.add_argument("--out", type=Path, default=Path("tournament"), help="folder for the results" + DEFAULT)
     add_prompt_arguments(parser)
-    add_judge_arguments(parser)
+    add_judge_arguments(parser, rule=False)
     add_label_arguments(parser, "a policy, for its match with the base, or A:B for that of A, the candidate, with B")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        if options.rule != "agreed":
-            raise ValueError("--rule is not for tournaments: ties count as half in ratings")
+        check_judge_arguments(options)
         prompts, base, policies = load_systems(options, options.files)
         if BASE in policies:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")

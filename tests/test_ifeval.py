@@ -14,6 +14,7 @@ import pytest
 
 from tests.recipes import REPOSITORY
 from trl_ext.evaluation.tasks import ifeval as instructions
+from trl_ext.evaluation.tasks.checks import make_check
 from trl_ext.evaluation.tasks.evaluate import _metrics, difference, summarize
 from trl_ext.evaluation.tasks.task import read_rows, read_task
 
@@ -283,8 +284,8 @@ class TestFigures:
     def test_wrong_data(self):
         with pytest.raises(ValueError, match="count:numbers is no instruction of IFEval"):
             instructions.check_rows([row(1, "count:numbers")])
-        with pytest.raises(ValueError, match="needs the columns instruction_id_list and kwargs"):
-            instructions.check_rows([{"prompt": "Q"}])
+        with pytest.raises(ValueError, match="needs instruction_id_list and kwargs"):
+            make_check(read_task("ifeval")[1], [{"prompt": "Q"}])
 
 
 def test_every_row_of_the_data_can_be_checked(no_languages):
@@ -292,7 +293,7 @@ def test_every_row_of_the_data_can_be_checked(no_languages):
     _, task, _ = read_task("ifeval")
     if not (data / task.data).is_file():
         pytest.skip("IFEval's prompts are not here")
-    rows = read_rows(task, [data], None)
+    rows = read_rows(task, [data])
     assert len(rows) == len({one["row_id"] for one in rows}) == 541
     assert {name for one in rows for name in one["instruction_id_list"]} == set(instructions.CHECKS)
     found = [instructions.metrics(one, one["prompt"]) for one in rows]

@@ -54,7 +54,7 @@ class TestRows:
         _, task, home = read_task(name)
         if not any((folder / task.data).is_file() for folder in (home, DATA)):
             pytest.skip(f"{task.data} is not here")
-        rows = read_rows(task, [home, DATA], 3)
+        rows = read_rows(task, [home, DATA])[:3]
         assert len(rows) == 3 and len({row["row_id"] for row in rows}) == 3
         assert all(row["prompt"] for row in rows)
         if name == "svamp":
@@ -69,6 +69,7 @@ class TestRows:
         row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": None}
         assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} null"
         assert fill("{d}", row) == row["d"]
+        assert fill("{a} {b}", {"a": 1234567.0, "b": 1234.5678}) == "1234567 1234.5678", "no digit is lost"
 
     @pytest.mark.parametrize(
         ("text", "message"),
@@ -87,7 +88,8 @@ class TestRows:
             (TASK.replace('answer: "{a}"\n', ""), "the check contains needs the key answer"),
             (TASK.replace("rows.json", "none.json"), "no file none.json in"),
             (TASK.replace("contains", "rubric"), "the check rubric needs the key judge"),
-            (TASK.replace("contains", "pairs"), "the check pairs needs the columns chosen and rejected"),
+            (TASK.replace("contains", "pairs"), "the check pairs needs chosen and rejected in every row"),
+            (TASK.replace("contains", "countdown"), "the check countdown needs numbers in every row"),
             ("- 1", "a task is a mapping of data, layout"),
         ],
     )
@@ -159,9 +161,19 @@ class TestRun:
         monkeypatch.setattr("trl_ext.evaluation.tasks.evaluate.load_policy", lambda *_: pytest.fail("it was loaded"))
         assert run(capsys, *flags, folder / "killed", "--compare", folder / "all")[0] == table
         _, error = run(capsys, *flags, folder / "killed", "--max_new_tokens", 9)
-        assert "an evaluation of another model or task: give another --output_dir" in error
+        assert "an evaluation of another model, task or data: give another --output_dir" in error
         _, error = run(capsys, *flags, folder / "new", "--max_new_tokens", 9, "--compare", folder / "all")
         assert "its max_new_tokens is 8, not 9" in error and not (folder / "new").exists()
+        write_json(folder / "rows.json", [ROWS[0], {**ROWS[1], "a": 43}])
+        assert "another model, task or data" in run(capsys, *flags, folder / "killed")[1], "no stale figures"
+
+    def test_a_system_message(self, tmp_path, capsys):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
+        write_json(tmp_path / "rows.json", [{"p": messages}])
+        (tmp_path / "t.yaml").write_text('data: rows.json\nprompt: "{p}"\nanswer: "x"\ncheck: contains\n')
+        flags = "--task", tmp_path / "t.yaml", "--output_dir", tmp_path / "out", "--max_new_tokens", 2
+        assert run(capsys, "toy", *flags)[1] == ""
+        assert "System: Be brief." in json.loads((tmp_path / "out" / "generations.jsonl").read_text())["prompt_text"]
 
     def test_pairs_and_the_report(self, tmp_path, capsys):
         """Under the embedded model, the right answer is likelier than letters; equal texts tie."""

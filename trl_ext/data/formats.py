@@ -30,7 +30,7 @@ _TURN = re.compile(r"\n\n(Human|Assistant):")
 def plain_prompt(messages: Messages) -> str:
     """A conversation as plain text that ends where the assistant's turn begins."""
     speakers = {role: speaker for speaker, role in SPEAKERS.items()}
-    turns = [f"\n\n{speakers[message['role']]}: {message['content']}" for message in messages]
+    turns = [f"\n\n{speakers.get(m['role'], m['role'].capitalize())}: {m['content']}" for m in messages]
     return "".join(turns) + "\n\nAssistant:"
 
 

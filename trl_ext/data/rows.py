@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pydantic import ValidationError
 
 from trl_ext.data.schemas import FIELDS_OF_COLUMN, PreferenceRow, PromptRow, UnpairedRow, row_type
-from trl_ext.files import brief, existing_file, parse_json
+from trl_ext.files import brief, existing_file, parse_json, read_json
 
 if TYPE_CHECKING:
     import datasets
@@ -106,6 +106,26 @@ def read_jsonl(path: str | Path) -> RawSplit:
         except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as error:
             raise ValueError(f"{path}: cannot be read as JSON lines in UTF-8: {error}") from None
     return split
+
+
+def read_json_rows(path: str | Path) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a file and their numbers, from JSON lines, or from a JSON array if the name ends in `.json`.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: a row is bad, or there are none.
+    """
+    if Path(path).suffix == ".json":
+        content = read_json(path)
+        rows = list(enumerate(content, start=1)) if isinstance(content, list) else []
+    else:
+        split = read_jsonl(path)
+        if split.problems:
+            raise ValueError(split.describe())
+        rows = split.rows
+    if not rows or not all(isinstance(row, dict) for _, row in rows):
+        raise ValueError(f"{path}: must hold rows, and at least one")
+    return rows
 
 
 def _add_row(split: RawSplit, number: int, line: str) -> None:

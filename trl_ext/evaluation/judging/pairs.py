@@ -22,7 +22,7 @@ IDENTICAL = "identical responses"
 # The error of a row if the run stopped before both of its questions were answered.
 NOT_ASKED = "not asked: too many rows before it could not be judged"
 NOT_NEEDED = "not asked in both orders: it was decided without that"
-VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0}
+VERDICT_VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ def _value(asked: Question | PairOutcome, run: JudgingRun, own_first: bool) -> f
         return 0.0 if asked.empty else 0.5
     if asked.key not in run.answers:
         return None
-    value = VALUES[run.answers[asked.key]["verdict"]]
+    value = VERDICT_VALUES[run.answers[asked.key]["verdict"]]
     return value if own_first else 1 - value
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 import numpy
 
-from trl_ext.evaluation.judging.pairs import IDENTICAL, CallableJudge, judge_pairs
+from trl_ext.evaluation.judging.pairs import EMPTY, IDENTICAL, VERDICT_VALUES, CallableJudge, judge_pairs
 from trl_ext.evaluation.judging.protocol import PairwiseJudge, Usage
 from trl_ext.evaluation.statistics.intervals import mean_with_interval, rate_difference_interval, rate_interval
 from trl_ext.evaluation.submissions.labelled_pairs import LabelledPair, RecordedVerdict
 
 # A pair on which a person or a judge names none counts as half.
-VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0, None: 0.5}
+VALUES = {**VERDICT_VALUES, None: 0.5}
 SWAPPED = {"A": "B", "B": "A", "tie": "tie"}
 ORDERS = "AB"
 CALIBRATION_BINS = 10
@@ -35,11 +37,11 @@ def ask_judge(
     rows = [{"row_id": pair.row_id, "prompt": pair.messages} for pair in pairs]
     responses = [pair.response_a for pair in pairs], [pair.response_b for pair in pairs]
     result, found = judge_pairs(judge, rows, *responses, **judging), []
+    # Without a question, equal responses tie, and an empty first one loses.
+    known = {None: None, IDENTICAL: "tie", EMPTY: "B"}
     for pair, row in zip(pairs, result.verdicts, strict=True):
-        # Without a question, equal responses tie, and an empty first one loses.
-        known = None if row["reason"] is None else "tie" if row["reason"] == IDENTICAL else "B"
         for shown, answer in zip(ORDERS, (row["candidate_first"], row["base_first"]), strict=True):
-            verdict, confidence = known, None
+            verdict, confidence = known[row["reason"]], None
             if answer is not None:
                 verdict = answer["verdict"] if shown == "A" else SWAPPED[answer["verdict"]]
                 confidence = answer.get("confidence")
@@ -65,16 +67,15 @@ def examine_judge(pairs: Sequence[LabelledPair], verdicts: Iterable[RecordedVerd
     Returns:
         `all`, and `kinds` by kind if there are several. Each has
 
-        - `n`, `without_verdict` (answers), and the agreements `a_first` and `b_first` (one order), `both` (mean of the
-          orders) and `agreed` (where both orders name the same response), as `rate`, `low`, `high` and `n`;
+        - `n`, `without_verdict` (answers), and the agreements `both` (mean of the orders) and `agreed` (where both
+          orders name the same response), as `rate`, `low`, `high` and `n`;
         - `order_agreement`: share of the pairs with the same verdict in both orders;
         - `position_bias`: P(the response shown first wins) - 1/2, as `mean`, `low` and `high`;
         - `self_agreement`: how often two answers to the same question are equal;
         - `longer`: the agreement of a judge that prefers the longer response, and `minus_longer`, what this judge has
           more;
         - `length_pull`: how much more often the judge prefers the longer response than people do; `longer_right` and
-          `shorter_right`: its agreement where people prefer the longer and the shorter response, and
-          `longer_minus_shorter`;
+          `shorter_right`: its agreement where people prefer the longer and the shorter response;
         - `calibration`: of its confidence; see `calibration`.
 
         A figure that these verdicts do not have is None.
@@ -104,29 +105,25 @@ def calibration(confidence: Sequence[float], correct: Sequence[float], pair: Seq
         pair: the pair that each verdict is about; verdicts on one pair are not independent.
 
     Returns:
-        `n`; means of `confidence` and `correct`; `brier`, the mean of (confidence - correct)^2 with its interval, and
-        that of a confidence that is always 1/2 (`brier_chance`) or always the share of right verdicts
-        (`brier_constant`); `ece`, the expected calibration error with ten bins of equal width, and its mean
-        (`ece_chance`) and 95th percentile (`ece_chance_high`) for as many verdicts that are right with exactly the
-        probability that their confidence says, those on one pair together.
+        `n`; means of `confidence` and `correct`; `brier`, the mean of (confidence - correct)^2 with its interval,
+        which is 1/4 for a confidence that is always 1/2; `ece`, the expected calibration error with ten bins of equal
+        width, and its mean (`ece_chance`) and 95th percentile (`ece_chance_high`) for as many verdicts that are right
+        with exactly the probability that their confidence says, those on one pair together.
     """
     confidence, correct = (numpy.asarray(values, dtype=float) for values in (confidence, correct))
-    squares, accuracy = (confidence - correct) ** 2, float(correct.mean())
     _, index = numpy.unique(numpy.asarray(pair), return_inverse=True)
-    members = numpy.eye(CALIBRATION_BINS)[
-        numpy.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
-    ]
+    bins = numpy.minimum((confidence * CALIBRATION_BINS).astype(int), CALIBRATION_BINS - 1)
     # In the first row the outcomes, then drawn ones.
     drawn = numpy.random.default_rng(0).random((CALIBRATION_DRAWS, index.max() + 1))[:, index] < confidence
-    errors = numpy.abs((confidence - numpy.vstack([correct, drawn])) @ members).sum(axis=1) / len(confidence)
+    excess = (confidence - numpy.vstack([correct, drawn])) @ numpy.eye(CALIBRATION_BINS)[bins]
+    errors = numpy.abs(excess).sum(axis=1) / len(confidence)
+    squares = (confidence - correct) ** 2
+    of_pairs = numpy.bincount(index, squares) / numpy.bincount(index)
     return {
         "n": len(confidence),
         "confidence": float(confidence.mean()),
-        "correct": accuracy,
-        "brier": mean_with_interval(numpy.bincount(index, squares) / numpy.bincount(index))
-        | {"mean": float(squares.mean())},
-        "brier_chance": 0.25,
-        "brier_constant": accuracy * (1 - accuracy),
+        "correct": float(correct.mean()),
+        "brier": mean_with_interval(of_pairs) | {"mean": float(squares.mean())},
         "ece": float(errors[0]),
         "ece_chance": float(errors[1:].mean()),
         "ece_chance_high": float(numpy.percentile(errors[1:], 95)),
@@ -136,54 +133,47 @@ def calibration(confidence: Sequence[float], correct: Sequence[float], pair: Seq
 def _figures(judged: Sequence[tuple[LabelledPair, dict[str, list[RecordedVerdict]]]]) -> dict[str, Any]:
     labels = numpy.array([VALUES[pair.label] for pair, _ in judged])
     longer = numpy.array([0.5 + 0.5 * numpy.sign(len(p.response_a) - len(p.response_b)) for p, _ in judged])
-    # P(A is preferred) and the agreement in each order, [2, n]; NaN if the order was not asked.
-    values, agreements = (
-        numpy.array([[_mean(of(v, pair) for v in row[order]) for pair, row in judged] for order in ORDERS])
-        for of in (lambda v, _: VALUES[v.verdict], lambda v, p: 1 - abs(VALUES[v.verdict] - VALUES[p.label]))
-    )
-    asked, agreement = ~numpy.isnan(values), numpy.nanmean(agreements, axis=0)
-    both = asked.all(axis=0)
+    # [2, n]: of each order the preference for A, which is NaN if it was not asked, and its agreement with the label.
+    told = [[[VALUES[verdict.verdict] for verdict in row[order]] for _, row in judged] for order in ORDERS]
+    values = numpy.array([[fmean(own or [numpy.nan]) for own in rows] for rows in told])
+    agreements = [
+        [fmean(1 - numpy.abs(own - label) if own else [numpy.nan]) for own, label in zip(rows, labels, strict=True)]
+        for rows in told
+    ]
+    agreement, by_longer = numpy.nanmean(agreements, axis=0), 1 - numpy.abs(longer - labels)
+    both = ~numpy.isnan(values).any(axis=0)
     first = [[row[order][0].verdict if row[order] else None for order in ORDERS] for _, row in judged]
     same = numpy.array([a == b and a is not None for a, b in first])
     named = same & numpy.array([a != "tie" for a, _ in first])
-    by_longer, unequal = 1 - numpy.abs(longer - labels), longer != 0.5
     # Preference for the longer response, by the judge and by people.
+    unequal = longer != 0.5
     pulls = [numpy.where(longer == 1, v, 1 - v)[unequal] for v in (numpy.nanmean(values, axis=0), labels)]
-    right = [unequal & (labels == side) for side in (longer, 1 - longer)]
     bias = mean_with_interval((values[0] - values[1])[both], gains=True) if both.any() else None
-    answers = [verdict for _, row in judged for order in ORDERS for verdict in row[order]]
-    label_of = {pair.row_id: pair.label for pair, _ in judged}
+    answers = [(answer, pair.label) for pair, row in judged for order in ORDERS for answer in row[order]]
     confident = [
-        (answer.confidence, answer.verdict == label_of[answer.row_id], answer.row_id)
-        for answer in answers
-        if answer.confidence is not None and {answer.verdict, label_of[answer.row_id]} <= {"A", "B"}
+        (answer.confidence, answer.verdict == label, answer.row_id)
+        for answer, label in answers
+        if answer.confidence is not None and {answer.verdict, label} <= {"A", "B"}
+    ]
+    repeats = [
+        [a.verdict == b.verdict for order in ORDERS for a, b in combinations(row[order], 2)] for _, row in judged
     ]
     return {
         "n": len(judged),
-        "without_verdict": sum(answer.verdict is None for answer in answers),
-        "a_first": _rate(agreements[0][asked[0]]),
-        "b_first": _rate(agreements[1][asked[1]]),
+        "without_verdict": sum(answer.verdict is None for answer, _ in answers),
         "both": _rate(agreement),
         "agreed": _rate(agreement[both & named]),
         "order_agreement": _rate(same[both]),
         "position_bias": bias and {name: value / 2 for name, value in bias.items()},
-        "self_agreement": _rate(_self_agreements(row for _, row in judged)),
+        # Of each pair that was asked repeatedly, the share of equal verdicts among two answers to the same question.
+        "self_agreement": _rate([fmean(equal) for equal in repeats if equal]),
         "longer": _rate(by_longer),
         "minus_longer": _difference(agreement, by_longer),
         "length_pull": _difference(*pulls),
-        "longer_right": _rate(agreement[right[0]]),
-        "shorter_right": _rate(agreement[right[1]]),
-        "longer_minus_shorter": _difference(*(numpy.where(side, agreement, numpy.nan) for side in right)),
+        "longer_right": _rate(agreement[unequal & (labels == longer)]),
+        "shorter_right": _rate(agreement[unequal & (labels == 1 - longer)]),
         "calibration": calibration(*zip(*confident, strict=True)) if confident else None,
     }
-
-
-def _self_agreements(rows: Iterable[dict[str, list[RecordedVerdict]]]) -> list[float]:
-    """Of each pair that was asked repeatedly, the share of equal verdicts among two answers to the same question."""
-    told = [[v.verdict for v in answers] for row in rows for answers in [row["A"], row["B"]]]
-    equal = [[a == b for i, a in enumerate(one) for b in one[i + 1 :]] for one in told]
-    merged = [first + second for first, second in zip(equal[::2], equal[1::2], strict=True)]
-    return [sum(one) / len(one) for one in merged if one]
 
 
 def _rate(values: Sequence[float]) -> dict[str, float] | None:
@@ -194,13 +184,8 @@ def _rate(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _difference(first: numpy.ndarray, second: numpy.ndarray) -> dict[str, float] | None:
-    """Mean of the first minus that of the second; NaN where a pair does not count."""
+    """Mean of the first minus that of the second."""
     bounds = rate_difference_interval(first, second)
     if bounds is None:
         return None
-    return {"mean": float(numpy.nanmean(first) - numpy.nanmean(second)), "low": bounds[0], "high": bounds[1]}
-
-
-def _mean(values: Iterable[float]) -> float:
-    values = list(values)
-    return sum(values) / len(values) if values else float("nan")
+    return {"mean": float(first.mean() - second.mean()), "low": bounds[0], "high": bounds[1]}

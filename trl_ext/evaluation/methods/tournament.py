@@ -183,7 +183,9 @@ def _labelled(
 ) -> dict[str, Any] | None:
     told = labels.get(match_name(first, second))
     if told is None and (swapped := labels.get(match_name(second, first))):
-        told = {row_id: HumanLabel(SWAPPED[label.outcome], label.weight) for row_id, label in swapped.items()}
+        told = {
+            row_id: label.model_copy(update={"outcome": SWAPPED[label.outcome]}) for row_id, label in swapped.items()
+        }
     return with_human_labels(result.outcomes, told).to_dict() if told else None
 
 

@@ -56,23 +56,32 @@ def render_page(
     of_tasks = [_of_task(task, looks) for task in tasks]
     first = _section("stages", "Stages", *map(_table, stages), *map(_picture, (pictures or {}).items()))
     incomplete, problems = (_table(table, heading=0) for table in faults(summary))
-    last = _section("generations", "Generations", asset("browser.html") if data["generations"]["prompts"] else "")
+    last = _section("generations", "Generations", _asset("browser.html") if data["generations"]["prompts"] else "")
     last += _section("left-out", "Left out", incomplete) + _section("problems", "Problems", problems)
     # With several tasks, each has a line in the index: its title and its sections.
     links = [f"<p>{_links(body)}{_links(body, 3)}</p>" if len(tasks) > 1 else _links(body) for body in of_tasks]
-    return fill(
-        asset("report.html"),
+    return page_of(
+        "report",
+        data,
         title=f"Report of {_counted(len(runs), 'run')}",
         body="".join([first, *of_tasks, last]),
         navigation="".join([_links(first), *links, _links(last)]),
         warning=_warning(summary["problems"]),
         toggles=_toggles(tasks, looks),
+    )
+
+
+def page_of(name: str, data: Any, **values: str) -> str:
+    """The page of a template with its script, the report's style, these data, and these values as HTML."""
+    return _fill(
+        _asset(f"{name}.html"),
         data=embed(data),
-        style=asset("report.css"),
-        script=asset("report.js"),
+        style=_asset("report.css"),
+        script=_asset(f"{name}.js"),
         # No network, frames or forms; the page's own script and style are allowed by their hashes.
-        policy=f"default-src 'none'; script-src {digest('report.js')}; style-src {digest('report.css')}; "
+        policy=f"default-src 'none'; script-src {_digest(f'{name}.js')}; style-src {_digest('report.css')}; "
         "img-src data:; base-uri 'none'; form-action 'none'",
+        **values,
     )
 
 
@@ -128,7 +137,7 @@ def _curves(runs: Sequence[Run], end: str, level: int, looks: Looks) -> str:
     names = escape(", ".join(untimed))
     said = f'<p class="note">Logged without the time, so not drawn: {names}.</p>' if untimed else ""
     return (
-        f"{fill(asset('axis.html'), end=end)}{note}"
+        f"{_fill(_asset('axis.html'), end=end)}{note}"
         f'<div class="over-steps">{views[False]}</div><div class="over-seconds">{said}{views[True]}</div>'
     )
 
@@ -139,17 +148,17 @@ def embed(value: Any) -> str:
     return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", source)
 
 
-def fill(template: str, **values: str) -> str:
+def _fill(template: str, **values: str) -> str:
     # Replace in a single pass: a placeholder inside a value is a model's text, and must stay.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: values[found[1]], template)
 
 
-def asset(name: str) -> str:
+def _asset(name: str) -> str:
     return (files("trl_ext.evaluation") / "reporting" / "assets" / name).read_text(encoding="utf-8")
 
 
-def digest(name: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(asset(name).encode()).digest()).decode()}'"
+def _digest(name: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(_asset(name).encode()).digest()).decode()}'"
 
 
 def _section(name: str, title: str, *parts: str, level: int = 2) -> str:

@@ -18,8 +18,8 @@ def cohen_kappa(first: Sequence[str], second: Sequence[str]) -> dict[str, float 
 
     Returns:
         `kappa` (1 if all labels agree, 0 for the agreement of independent labels), its `low`, `high` and
-        `standard_error`, the `observed` agreement, that `by_chance`, and `n`. The first four are None if both raters
-        gave a single label to all rows.
+        `standard_error`, the `observed` agreement, and `n`. The first four are None if both raters gave a single label
+        to all rows.
 
     Raises:
         ValueError: there are no labels, or their numbers differ.
@@ -32,15 +32,16 @@ def cohen_kappa(first: Sequence[str], second: Sequence[str]) -> dict[str, float 
     numpy.add.at(table, (places[:n], places[n:]), 1 / n)
     rows, columns = table.sum(axis=1), table.sum(axis=0)
     observed, chance = float(numpy.trace(table)), float(rows @ columns)
-    found = dict.fromkeys(("kappa", "low", "high", "standard_error"))
-    if len(names) > 1:
-        # The derivative of kappa by each cell's share; its variance over the rows is that of kappa.
-        sums = columns[:, None] + rows[None, :]
-        slopes = numpy.eye(len(names)) / (1 - chance) - (1 - observed) / (1 - chance) ** 2 * sums
-        variance = max(float((table * slopes**2).sum() - (table * slopes).sum() ** 2) / n, 0.0)
-        # At full agreement or none, kappa varies with the observed agreement alone.
-        varies = 1e-9 < observed < 1 - 1e-9 and variance > 1e-15
-        size = observed * (1 - observed) / (variance * (1 - chance) ** 2) if varies else n
-        shares = (observed, *score_bounds(observed, size, NORMAL_95))
-        found = dict(zip(found, [*((share - chance) / (1 - chance) for share in shares), variance**0.5], strict=True))
-    return {**found, "observed": observed, "by_chance": chance, "n": n}
+    found = {"observed": observed, "n": n}
+    if len(names) == 1:
+        return {"kappa": None, "low": None, "high": None, "standard_error": None, **found}
+    # The derivative of kappa by each cell's share; its variance over the rows is that of kappa.
+    sums = columns[:, None] + rows[None, :]
+    slopes = numpy.eye(len(names)) / (1 - chance) - (1 - observed) / (1 - chance) ** 2 * sums
+    variance = max(float((table * slopes**2).sum() - (table * slopes).sum() ** 2) / n, 0.0)
+    # At full agreement or none, kappa varies with the observed agreement alone.
+    varies = 1e-9 < observed < 1 - 1e-9 and variance > 1e-15
+    size = observed * (1 - observed) / (variance * (1 - chance) ** 2) if varies else n
+    shares = (observed, *score_bounds(observed, size, NORMAL_95))
+    kappa, low, high = ((share - chance) / (1 - chance) for share in shares)
+    return {"kappa": kappa, "low": low, "high": high, "standard_error": variance**0.5, **found}

@@ -85,7 +85,7 @@ def tuned_weight(labels: Sequence[float], judged: Sequence[float], unlabelled: S
     if len(labels) < LEAST_TO_WEIGH or not len(unlabelled):
         return 0.0
     variance = float(numpy.concatenate([judged, unlabelled]).var(ddof=1))
-    return float(_weights(_covariance(labels, judged), variance, len(labels) / len(unlabelled)))
+    return float(_weights(float(numpy.cov(labels, judged, ddof=0)[0, 1]), variance, len(labels) / len(unlabelled)))
 
 
 def prediction_powered(
@@ -156,7 +156,7 @@ def labels_needed(labels: Sequence[float], judged: Sequence[float], unlabelled: 
             f"all {len(labels)} labels are equal, which does not show how much they vary: label more first"
         )
     n, total, target = len(labels), len(labels) + len(unlabelled), (width / (2 * NORMAL_95)) ** 2
-    own, covariance = float(labels.var()), _covariance(labels, judged)
+    own, covariance = float(labels.var()), float(numpy.cov(labels, judged, ddof=0)[0, 1])
     of_judge = float(numpy.concatenate([judged, unlabelled]).var())
     counts = numpy.arange(n, total)
     weights = _weights(covariance, of_judge, counts / (total - counts))
@@ -242,10 +242,6 @@ def _variance_and_two(values: numpy.ndarray, *two: float) -> float:
     """The population variance of values and of two more that count half."""
     values, counts = numpy.append(values, two), numpy.append(numpy.ones(len(values)), [0.5, 0.5])
     return float(numpy.cov(values, aweights=counts, ddof=0))
-
-
-def _covariance(labels: numpy.ndarray, judged: numpy.ndarray) -> float:
-    return float(((labels - labels.mean()) * (judged - judged.mean())).mean())
 
 
 def _weights(covariance: float, variance: float, ratio: Any) -> Any:

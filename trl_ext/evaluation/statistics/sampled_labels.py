@@ -35,11 +35,8 @@ def uncertainty(wins: Sequence[float], verdicts: Sequence[int]) -> list[float]:
 def draw_order(sizes: Mapping[str, float], seed: int) -> dict[str, float]:
     """The priority size / u of each row, in falling order, with u uniform in (0, 1] by the seed and the row's id.
 
-    Raises:
-        ValueError: a size is not positive.
+    Sizes must be positive: the estimate would lack a row that cannot be drawn.
     """
-    if not all(size > 0 for size in sizes.values()):
-        raise ValueError("sizes must be positive: a row that cannot be drawn is missing from the estimate")
     priorities = {row: size / (1 - random.Random(f"{seed}:{row}").random()) for row, size in sizes.items()}
     return dict(sorted(priorities.items(), key=lambda item: -item[1]))
 
@@ -131,7 +128,5 @@ def _variance(labels, judged, weights, counts, everywhere, by: float) -> float:
     residuals = labels - by * judged
     residuals = weights * (residuals - _mean(residuals, weights * counts))
     shifted = by * (judged - everywhere.mean())
-    square = (counts * (residuals**2 + 2 * residuals * shifted)).sum() + by**2 * (
-        (everywhere - everywhere.mean()) ** 2
-    ).sum()
+    square = (counts * (residuals**2 + 2 * residuals * shifted)).sum() + by**2 * len(everywhere) * everywhere.var()
     return float(max(square, 0.0)) / len(everywhere) ** 2

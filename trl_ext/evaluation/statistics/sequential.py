@@ -113,12 +113,10 @@ def decide(ask: Ask, n: int, *, threshold: float = 0.5, batch_size: int = 32, se
         seed: of the order of prompts and the coins; the same seed asks the same questions.
 
     Raises:
-        ValueError: `n` or the batch size is not positive, the threshold is not in (0, 1), or there is no verdict.
+        ValueError: `n` is not positive, the threshold is not in (0, 1), or there is no verdict.
     """
-    if n < 1 or batch_size < 1 or not 0 < threshold < 1:
-        raise ValueError(
-            f"n and batch_size must be positive and threshold in (0, 1), got {n}, {batch_size} and {threshold}"
-        )
+    if n < 1 or not 0 < threshold < 1:
+        raise ValueError(f"n must be positive and threshold in (0, 1), got {n} and {threshold}")
     generator = random.Random(seed)
     order = generator.sample(range(n), n)
     coins = [generator.random() < 0.5 for _ in range(n)]

@@ -145,7 +145,7 @@ def load_labels(
     found: dict[str, dict[str, HumanLabel]] = {}
     for given in options.human_labels:
         name, equals, path = given.partition("=")
-        if not equals:
+        if not equals or Path(given).is_file():
             name, path = names[0], given
             if len(names) > 1:
                 raise ValueError(f"--human_labels {given}: say whose labels they are, such as {name}={given}")
@@ -256,10 +256,9 @@ def load_systems(
     """Prompts, the base's responses, and each file's responses by the file's stem.
 
     Raises:
-        ValueError: rows cannot be judged, two files have the same name, or judge flags are inconsistent.
+        ValueError: rows cannot be judged, or two files have the same name.
         FileNotFoundError: a file does not exist.
     """
-    check_judge_arguments(options)
     names = [Path(file).stem for file in files]
     for file, name in zip(files, names, strict=True):
         if not Path(file).is_file():

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trl_ext.data.rows import first_error, read_jsonl
+from trl_ext.data.rows import first_error, read_json_rows
 from trl_ext.evaluation.judging.protocol import Verdict
-from trl_ext.files import existing_file
 
 # By the numbers that LLMBar and PandaLM give the responses; PandaLM's annotators write 0 for a tie.
 RESPONSES: dict[Any, Verdict] = {"1": "A", "2": "B", "0": "tie", "Tie": "tie"}
@@ -69,7 +66,8 @@ def read_labelled_pairs(path: str | Path) -> list[LabelledPair]:
         if not files:
             raise ValueError(f"{path}: holds neither LLMBar's folders of dataset.json nor PandaLM's {PANDALM}")
         return [pair for file in files for pair in read_labelled_pairs(file)]
-    pairs = _read(path, LabelledPair, partial(_pairs, path.parent.name.lower()))
+    rows = [(number, _pair(path, number, row)) for number, row in read_json_rows(path)]
+    pairs = _validated(path, LabelledPair, rows)
     if repeated := len(pairs) - len({pair.row_id for pair in pairs}):
         raise ValueError(f"{path}: {repeated} row_ids are used more than once")
     return pairs
@@ -83,15 +81,16 @@ def read_recorded_verdicts(path: str | Path, pairs: Sequence[LabelledPair]) -> d
         ValueError: a row is not a verdict, there are none, or one is about a pair that is not there.
     """
     known, by_judge = {pair.row_id for pair in pairs}, {}
-    for row in _read(Path(path), RecordedVerdict, _verdicts):
+    rows = [(number, fields) for number, row in read_json_rows(path) for fields in _verdicts(row)]
+    for row in _validated(path, RecordedVerdict, rows):
         if row.row_id not in known:
             raise ValueError(f"{path}: row_id {row.row_id}: none of the {len(known)} pairs")
         by_judge.setdefault(row.judge, []).append(row)
     return by_judge
 
 
-def _pairs(kind: str, number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The fields of a `LabelledPair`, from a row of any of the formats; `kind` is the folder of LLMBar's file."""
+def _pair(path: Path, number: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a `LabelledPair`, from a row of any of the formats."""
     if "annotator1" in row:
         told = [str(row.get(f"annotator{k}")) for k in (1, 2, 3)]
         label = next((one for one in told if told.count(one) > 1), "0")
@@ -100,15 +99,16 @@ def _pairs(kind: str, number: int, row: Mapping[str, Any]) -> list[dict[str, Any
         a, b = (str(text) if isinstance(text, bool) else text for text in (row.get("response1"), row.get("response2")))
         row_id, kind = str(row.get("idx")), row.get("cmp_key")
     elif "output_1" in row:
+        # LLMBar's kinds are its folders.
+        kind, label = path.parent.name.lower(), str(row.get("label"))
         row_id, prompt, a, b = f"{kind}:{number - 1}", row.get("input"), row["output_1"], row.get("output_2")
-        label = str(row.get("label"))
     else:
-        return [{"row_id": str(number), **row}]
+        return {"row_id": str(number), **row}
     label = RESPONSES.get(label, label)
-    return [{"row_id": row_id, "prompt": prompt, "response_a": a, "response_b": b, "label": label, "kind": kind}]
+    return {"row_id": row_id, "prompt": prompt, "response_a": a, "response_b": b, "label": label, "kind": kind}
 
 
-def _verdicts(number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _verdicts(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The fields of `RecordedVerdict`s, from a row of any of the formats; LLMBar's has both orders of many judges."""
     if "judges" in row:
         row_id, judges = f"{str(row.get('subset')).lower()}:{row.get('index')}", row["judges"]
@@ -123,24 +123,11 @@ def _verdicts(number: int, row: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _read(path: Path, row_type: type[BaseModel], convert: Callable[[int, dict], Iterable[dict]]) -> list:
-    """The rows of JSON lines or of a JSON list, as `convert` makes them from the number of a row and the row."""
-    if path.suffix == ".json":
-        try:
-            rows = list(enumerate(json.loads(existing_file(path).read_text(encoding="utf-8")), start=1))
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: must be a JSON list: {error}") from None
-    else:
-        split = read_jsonl(path)
-        if split.problems:
-            raise ValueError(split.describe())
-        rows = split.rows
+def _validated(path: str | Path, row_type: type[BaseModel], rows: Iterable[tuple[int, dict[str, Any]]]) -> list:
     found = []
-    for number, row in rows:
+    for number, fields in rows:
         try:
-            found += [row_type.model_validate(fields) for fields in convert(number, row)]
+            found.append(row_type.model_validate(fields))
         except ValidationError as error:
             raise ValueError(f"{path}: row {number}: {first_error(error)}") from None
-    if not found:
-        raise ValueError(f"{path}: the file is empty")
     return found

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.data.rows import read_jsonl
-from trl_ext.evaluation.reporting.page import asset, digest, embed, fill
+from trl_ext.evaluation.reporting.page import page_of
 from trl_ext.evaluation.statistics.sampled_labels import draw_order, draw_weights, uncertainty
-from trl_ext.evaluation.submissions.rows import HumanLabelRow, read_rows, refuse_fatal
+from trl_ext.evaluation.submissions.rows import HumanLabel, read_rows, refuse_fatal
 from trl_ext.files import existing_file, write_json_lines
 
 # Verdicts for the candidate in both orders, by a row's outcome in the file of `judge --verdicts`.
@@ -69,7 +69,7 @@ class LabelSession:
         # By row_id in the order of labelling; None for a row that was skipped in this session.
         self.labels: dict[str, str | None] = {}
         if self.path and self.path.is_file():
-            rows, problems = read_rows(self.path, HumanLabelRow, list(pairs), complete=False)
+            rows, problems = read_rows(self.path, HumanLabel, list(pairs), complete=False)
             refuse_fatal(problems)
             if any(row.get("session") != self.identity for row in rows.values()):
                 raise ValueError(
@@ -101,13 +101,12 @@ class LabelSession:
     def rows(self) -> list[dict[str, Any]]:
         """The rows of the file."""
         labels = {row_id: outcome for row_id, outcome in self.labels.items() if outcome}
-        order = {row_id: self.order[row_id] for row_id in self.order if self.labels.get(row_id, "new")}
-        weights = draw_weights(self.sizes, order, list(labels)) if self.weighted else None
-        extra = {row_id: {"weight": weights[row_id]} if weights else {} for row_id in labels}
-        return [
-            {"row_id": row_id, "outcome": outcome, **extra[row_id], "session": self.identity}
-            for row_id, outcome in labels.items()
-        ]
+        rows = [{"row_id": row_id, "outcome": outcome, "session": self.identity} for row_id, outcome in labels.items()]
+        if self.weighted:
+            order = {row_id: priority for row_id, priority in self.order.items() if self.labels.get(row_id, "new")}
+            weights = draw_weights(self.sizes, order, list(labels))
+            rows = [{**row, "weight": weights[row["row_id"]]} for row in rows]
+        return rows
 
     def page(self, title: str) -> str:
         """One HTML file in which a browser collects the same labels, without a network."""
@@ -115,12 +114,5 @@ class LabelSession:
         for row_id, priority in self.order.items():
             pair, shown = self.pairs[row_id], self.shown(row_id)
             rows.append([row_id, pair["prompt"], [pair[who] for who in shown], shown, priority, self.sizes[row_id]])
-        return fill(
-            asset("label.html"),
-            title=title,
-            data=embed({"session": self.identity, "weighted": self.weighted, "rows": rows}),
-            style=asset("report.css"),
-            script=asset("label.js"),
-            policy=f"default-src 'none'; script-src {digest('label.js')}; style-src {digest('report.css')}; "
-            "img-src data:; base-uri 'none'; form-action 'none'",
-        )
+        data = {"session": self.identity, "weighted": self.weighted, "rows": rows}
+        return page_of("label", data, title=title)

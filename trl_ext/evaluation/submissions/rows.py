@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, NonNegativeInt, ValidationError
 
@@ -37,7 +37,7 @@ class ScoreRow(BaseModel):
     rejected_score: FiniteFloat
 
 
-class HumanLabelRow(BaseModel):
+class HumanLabel(BaseModel):
     """The fields of a row of human labels, beside its row_id: the system that a person prefers.
 
     `weight` is 1 / the probability with which the row was drawn to be labelled; None if all rows had the same.
@@ -47,13 +47,6 @@ class HumanLabelRow(BaseModel):
 
     outcome: Literal["candidate", "base", "tie"]
     weight: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
-
-
-class HumanLabel(NamedTuple):
-    """The system that a person prefers, and the label's sampling weight; see `HumanLabelRow`."""
-
-    outcome: str
-    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -199,11 +192,11 @@ def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, Hum
         FileNotFoundError: the file does not exist.
         ValueError: the file is empty, a row is foreign, a duplicate or wrong, or only some rows have a weight.
     """
-    rows, problems = read_rows(path, HumanLabelRow, row_ids, complete=False)
+    rows, problems = read_rows(path, HumanLabel, row_ids, complete=False)
     refuse_fatal(problems)
     if not rows:
         raise ValueError(f"{path}: {EMPTY_FILE}")
-    labels = {row_id: HumanLabel(row["outcome"], row.get("weight")) for row_id, row in rows.items()}
+    labels = {row_id: HumanLabel.model_validate(row) for row_id, row in rows.items()}
     if 0 < sum(label.weight is None for label in labels.values()) < len(labels):
         raise ValueError(f"{path}: only some rows have a weight: labels of two ways of drawing rows are mixed")
     return labels

@@ -48,15 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if as_json:
         print_json(results)
         return
-    (name,) = results["tasks"]
-    shown = {name: results["tasks"][name], f"minus {given['compare']}": results.get("difference", {})}
-    for title, found in shown.items():
+    [(name, metrics)] = results["tasks"].items()
+    for title, found in ((name, metrics), (f"minus {given['compare']}", results.get("difference"))):
         if found:
-            rows = [
-                (key, format_interval(one["mean"], one["low"], one["high"]), one["n"]) for key, one in found.items()
-            ]
+            rows = [(key, format_interval(m["mean"], m["low"], m["high"]), m["n"]) for key, m in found.items()]
             print(f"{format_table((title, 'mean', 'n'), rows)}\n")
-    cut = results.get("generations", {}).get("policy", {}).get("truncated_fraction", 0)
+    cut = results.get("generations", {"policy": {"truncated_fraction": 0}})["policy"]["truncated_fraction"]
     print(f"{folder}: {model} on {name}" + f"; {cut:.1%} of the responses were cut at the token limit" * bool(cut))
 
 

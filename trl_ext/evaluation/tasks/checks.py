@@ -17,10 +17,13 @@ from trl_ext.rewards.verified import KINDS, grader
 Metrics = dict[str, Any]
 PAIRS = "pairs"
 CHECKS = (*KINDS, "exact", "contains", "ifeval", "rubric", PAIRS, *EMBEDDED)
+COLUMNS = {"countdown": ("numbers",), "ifeval": ("instruction_id_list", "kwargs"), PAIRS: ("chosen", "rejected")}
 
 
 def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequence[Any]], list[Metrics]]:
     """The function `f(rows, generations)` that checks responses of a task.
+
+    The check `pairs` takes, instead of a generation, the log-probabilities of the tokens of both responses of a row.
 
     Raises:
         ValueError, FileNotFoundError: an unknown check, or the rows or the task lack what it needs.
@@ -31,6 +34,9 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
         raise ValueError(f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {known}")
     if name in (*KINDS, "exact", "contains") and task.answer is None:
         raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
+    columns = COLUMNS.get(name, ())
+    if not all(row.keys() >= set(columns) for row in rows):
+        raise ValueError(f"the check {name} needs {' and '.join(columns)} in every row of the data")
     if name == "rubric":
         return _rubric(task)
     if name == "ifeval":
@@ -41,13 +47,15 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
 
 def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
     if name in KINDS:
-        grade, names = grader(name), {"accuracy": "answer_reward", "format": "format_reward"}
-        return lambda row, one: {key: grade(one.text, row)[reward] for key, reward in names.items()}
+        grade = grader(name)
+        return lambda row, one: _graded(grade(one.text, row))
     if name in ("exact", "contains"):
         same = str.__eq__ if name == "exact" else str.__contains__
         return lambda row, one: {"accuracy": float(same(_plain(one.text), _plain(row["answer"])))}
     if name == "ifeval":
         return lambda row, one: ifeval.metrics(row, one.text)
+    if name == PAIRS:
+        return lambda _, pair: _likelier(*pair)
     if name in EMBEDDED:
         score = known_score(name)
         return lambda row, one: {"score": score(last_user_text(row["prompt"]), one.text, finished=one.finished)}
@@ -58,6 +66,16 @@ def _check_of_one(name: str) -> Callable[[Row, Any], Metrics]:
         return {**found} if isinstance(found, Mapping) else {"accuracy": None if found is None else float(found)}
 
     return check
+
+
+def _graded(rewards: Mapping[str, float]) -> Metrics:
+    return {"accuracy": rewards["answer_reward"], "format": rewards["format_reward"]}
+
+
+def _likelier(chosen, rejected) -> Metrics:
+    """Whether the chosen response is likelier, in sum and per token; ties are half."""
+    margins = {"summed": chosen.sum() - rejected.sum(), "per token": chosen.mean() - rejected.mean()}
+    return {name: 0.5 if margin == 0 else float(margin > 0) for name, margin in margins.items()}
 
 
 def _plain(text: str) -> str:
@@ -72,9 +90,8 @@ def _rubric(task: Task):
     from trl_ext.evaluation.judging.openai_model import OpenAIModel
     from trl_ext.evaluation.judging.rubric import RubricReward
 
-    reward = RubricReward(
-        OpenAIModel(task.judge, base_url=task.base_url, api="chat" if task.base_url else "responses")
-    )
+    api = "chat" if task.base_url else "responses"
+    reward = RubricReward(OpenAIModel(task.judge, base_url=task.base_url, api=api))
 
     def check(rows: Sequence[Row], found: Sequence[Any]) -> list[Metrics]:
         rubrics = [row.get("rubric") or task.rubric for row in rows]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+import numpy
 
 from trl_ext.data.conversation import encode_turn
 from trl_ext.data.formats import plain_prompt
@@ -16,8 +21,11 @@ from trl_ext.evaluation.tasks.task import Row, read_rows, read_task
 from trl_ext.files import existing_file, read_json, write_json
 from trl_ext.models.loading import find_policy, load_policy, model_sha256
 from trl_ext.models.log_probs import score_responses
-from trl_ext.rollouts.generation import generate_responses
+from trl_ext.rollouts.generation import Generation, generate_responses
 from trl_ext.rollouts.saved_rows import sample_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SETTINGS = "settings.json"
 # Metrics are kept in each row under this prefix, as rewards are, so that the report shows them beside the response.
@@ -52,53 +60,49 @@ def evaluate(
     """
     name, task, home = read_task(name)
     task = task.model_copy(update={"max_new_tokens": max_new_tokens or task.max_new_tokens})
-    rows = read_rows(task, [home, *([data] if data else [])], limit)
-    of_pairs = task.check == PAIRS
-    if of_pairs and not all({"chosen", "rejected"} <= row.keys() for row in rows):
-        raise ValueError("the check pairs needs the columns chosen and rejected in every row of the data")
-    check = None if of_pairs else make_check(task, rows)
+    rows = read_rows(task, [home, *([data] if data else [])])
+    check, of_pairs = make_check(task, rows), task.check == PAIRS
     saved = "scores.jsonl" if of_pairs else "generations.jsonl"
     find_policy(model)
-    # A model that is trained again into the same folder is another one.
-    settings = {"task": name, **task.model_dump(), "model_sha256": model_sha256(model)}
+    # A model that is trained again into the same folder is another one, and so is a file of data that has changed.
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    settings = {"task": name, **task.model_dump(), "data_sha256": digest, "model_sha256": model_sha256(model)}
     earlier = None if compare is None else _rows_of(compare, saved, settings)
     if (folder / SETTINGS).is_file() and read_json(folder / SETTINGS) != settings:
-        raise ValueError(f"{folder} holds an evaluation of another model or task: give another --output_dir")
+        raise ValueError(f"{folder} holds an evaluation of another model, task or data: give another --output_dir")
     write_json(folder / SETTINGS, settings)
     # A finished evaluation needs no model.
     load = cache(lambda: load_policy(model))
 
-    def respond(prompts: list, **options: Any) -> list:
+    def respond(part: list[Row], **options: Any) -> list[Generation]:
         policy, tokenizer = load()
-        prompts = [_model_input(tokenizer, prompt) for prompt in prompts]
+        prompts = [_model_input(tokenizer, row["prompt"]) for row in part]
         limits = {"max_new_tokens": task.max_new_tokens, "batch_size": batch_size}
         return generate_responses(policy, tokenizer, prompts, **limits, **options)
 
-    def score(pairs: list[Row], *, progress: str | None, **_: Any) -> list:
+    def score(part: list[Row], *, progress: str | None, **_: Any) -> list[tuple[Tensor, Tensor]]:
         policy, tokenizer = load()
-        inputs = [
-            (_model_input(tokenizer, row["prompt"]), row[side]) for row in pairs for side in ("chosen", "rejected")
+        turns = [
+            encode_turn(tokenizer, _model_input(tokenizer, row["prompt"]), row[side])
+            for row in part
+            for side in ("chosen", "rejected")
         ]
-        turns = [encode_turn(tokenizer, *one) for one in inputs]
-        pad = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": progress}
-        return list(
-            zip(*[iter(score_responses(policy, *map(list, zip(*turns, strict=True)), **pad))] * 2, strict=True)
-        )
+        options = {"pad_token_id": tokenizer.pad_token_id, "batch_size": batch_size, "progress": progress}
+        scores = score_responses(policy, *zip(*turns, strict=True), **options)
+        return list(zip(scores[::2], scores[1::2], strict=True))
 
     def finish(part: list, found: list) -> list[Row]:
         asked = [row for row, _, _ in part]
-        made = [_pair_row(*pair) for pair in found] if of_pairs else _response_rows(asked, found, check(asked, found))
-        return [{"row_id": row["row_id"], "sample": 0, **one} for row, one in zip(asked, made, strict=True)]
+        return [_saved_row(*each) for each in zip(asked, found, check(asked, found), strict=True)]
 
-    items = [(row, row if of_pairs else row["prompt"], 0) for row in rows]
+    items = [(row, row, 0) for row in rows[:limit]]
     kept = {"path": folder / saved, "save_every": batch_size, "accelerator": None}
     done = sample_rows(items, score if of_pairs else respond, finish, seed=0, progress=name, **kept)
     run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": {"temperature": 0.0}}
     results: dict[str, Any] = {"run": run, "tasks": {name: summarize(map(_metrics, done))}}
     if not of_pairs:
-        lengths = {"mean_tokens": "generated_num_tokens", "finished_fraction": "finished"}
-        means = {key: sum(row[column] for row in done) / len(done) for key, column in lengths.items()}
-        results["generations"] = {"policy": {**means, "truncated_fraction": 1 - means.pop("finished_fraction")}}
+        tokens, finished = (fmean(row[key] for row in done) for key in ("generated_num_tokens", "finished"))
+        results["generations"] = {"policy": {"mean_tokens": tokens, "truncated_fraction": 1 - finished}}
     if earlier is not None:
         results["compared_with"] = str(compare)
         results["difference"] = difference(earlier, done)
@@ -106,7 +110,7 @@ def evaluate(
     return results
 
 
-def summarize(rows: Any, *, gains: bool = False) -> dict[str, dict[str, Any]]:
+def summarize(rows: Iterable[Mapping[str, Sequence[float]]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
     """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of values, from lists of values by row.
 
     With `gains`, the values are paired differences; see `mean_with_interval`.
@@ -115,23 +119,18 @@ def summarize(rows: Any, *, gains: bool = False) -> dict[str, dict[str, Any]]:
     for row in rows:
         for name, values in row.items():
             columns.setdefault(name, []).extend(values)
-    return {
-        name: {**mean_with_interval(values, gains=gains), "n": len(values)}
-        for name, values in columns.items()
-        if values
-    }
+    found = {name: values for name, values in columns.items() if values}
+    return {name: {**mean_with_interval(values, gains=gains), "n": len(values)} for name, values in found.items()}
 
 
 def difference(before: Sequence[Row], after: Sequence[Row]) -> dict[str, dict[str, Any]]:
     """Each metric of the saved rows after minus before, on those that both have, as `summarize` returns it."""
-    earlier = {row["row_id"]: _metrics(row) for row in before}
-    pairs = [(earlier[row["row_id"]], _metrics(row)) for row in after if row["row_id"] in earlier]
-
-    def gains(old: Mapping[str, list[float]], new: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    earlier, gains = {row["row_id"]: _metrics(row) for row in before}, []
+    for row in after:
+        old, new = earlier.get(row["row_id"], {}), _metrics(row)
         shared = [name for name in new if len(old.get(name, [])) == len(new[name])]
-        return {name: [a - b for a, b in zip(new[name], old[name], strict=True)] for name in shared}
-
-    return summarize([gains(*pair) for pair in pairs], gains=True)
+        gains.append({name: numpy.subtract(new[name], old[name]).tolist() for name in shared})
+    return summarize(gains, gains=True)
 
 
 def _metrics(row: Row) -> dict[str, list[float]]:
@@ -157,22 +156,16 @@ def _model_input(tokenizer, prompt: Any) -> Any:
     return prompt if isinstance(prompt, str) else plain_prompt(prompt)
 
 
-def _response_rows(rows: Sequence[Row], found: Sequence[Any], checked: Sequence[Row]) -> list[Row]:
-    """What is saved of responses, in the form of a run's generations."""
-    return [
-        {
+def _saved_row(row: Row, one: Any, metrics: Mapping[str, Any]) -> Row:
+    """What is saved of a response, in the form of a run's generations, or of the scores of a pair."""
+    if isinstance(one, Generation):
+        found = {
             "prompt_text": row["prompt"] if isinstance(row["prompt"], str) else plain_prompt(row["prompt"]),
             "response_text": one.text,
             "generated_num_tokens": len(one.response_ids),
             "finished": one.finished,
-            **{f"{PREFIX}{key}": value for key, value in metrics.items()},
         }
-        for row, one, metrics in zip(rows, found, checked, strict=True)
-    ]
-
-
-def _pair_row(chosen, rejected) -> Row:
-    """A pair's margin, and whether the chosen response is likelier, in sum and per token; ties are half."""
-    margins = {"summed": float(chosen.sum() - rejected.sum()), "per token": float(chosen.mean() - rejected.mean())}
-    right = {f"{PREFIX}{name}": 0.5 if value == 0 else float(value > 0) for name, value in margins.items()}
-    return {"margin": margins["summed"], **right}
+    else:
+        chosen, rejected = one
+        found = {"margin": float(chosen.sum() - rejected.sum())}
+    return {"row_id": row["row_id"], "sample": 0, **found, **{PREFIX + key: value for key, value in metrics.items()}}

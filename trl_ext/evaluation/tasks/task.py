@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from trl_ext.data.formats import convert_file
 from trl_ext.data.math import load_math
-from trl_ext.data.rows import first_error, read_jsonl
-from trl_ext.files import brief, existing_file, read_json, read_yaml
+from trl_ext.data.rows import first_error, read_json_rows
+from trl_ext.files import brief, read_yaml
 from trl_ext.registry import nearest
 
 TASKS = Path(__file__).parent / "tasks.yaml"
@@ -60,14 +60,14 @@ def read_task(name: str) -> tuple[str, Task, Path]:
     Raises:
         FileNotFoundError, ValueError: no such task or file, or a wrong row; the message names the key.
     """
-    if name in task_names():
-        path, stem, row = TASKS, name, read_yaml(TASKS)[name]
+    tasks = read_yaml(TASKS)
+    if name in tasks:
+        path, stem, row = TASKS, name, tasks[name]
     elif name.endswith((".yaml", ".yml")):
-        path, stem = existing_file(name), Path(name).stem
-        row = read_yaml(path)
+        path, stem, row = Path(name), Path(name).stem, read_yaml(name)
     else:
-        known = task_names()
-        raise ValueError(f"no task {name!r}{nearest(name, known)} Known: {', '.join(known)}, or your own .yaml file")
+        known = f"{', '.join(tasks)}, or your own .yaml file"
+        raise ValueError(f"no task {name!r}{nearest(name, list(tasks))} Known: {known}")
     if not isinstance(row, dict):
         raise ValueError(f"{path}: a task is a mapping of {', '.join(Task.model_fields)}")
     for key in row.keys() - Task.model_fields.keys():
@@ -78,7 +78,7 @@ def read_task(name: str) -> tuple[str, Task, Path]:
         raise ValueError(f"{path}: {first_error(error)}") from None
 
 
-def read_rows(task: Task, folders: list[Path], limit: int | None) -> list[Row]:
+def read_rows(task: Task, folders: list[Path]) -> list[Row]:
     """The data's rows, each with `row_id`, `prompt` (text or messages) and, if the task has one, `answer`.
 
     Raises:
@@ -92,17 +92,10 @@ def read_rows(task: Task, folders: list[Path], limit: int | None) -> list[Row]:
         raw = load_math(path)
     elif task.layout == "hh_rlhf":
         raw = convert_file(path, "hh_rlhf", skip_bad_rows=True)
-    elif path.suffix == ".json":
-        raw = read_json(path)
     else:
-        split = read_jsonl(path)
-        if split.problems:
-            raise ValueError(split.describe())
-        raw = [row for _, row in split.rows]
-    if not isinstance(raw, list) or not raw or not all(isinstance(row, dict) for row in raw):
-        raise ValueError(f"{path}: must hold rows, and at least one")
+        raw = [row for _, row in read_json_rows(path)]
     rows = []
-    for number, row in enumerate(raw[:limit], start=1):
+    for number, row in enumerate(raw, start=1):
         try:
             own = {"row_id": str(row.get("row_id", number)), "prompt": fill(task.prompt, row)}
             own |= {"answer": fill(task.answer, row)} if task.answer is not None else {}
@@ -126,6 +119,8 @@ def fill(template: str, row: Mapping[str, Any]) -> Any:
 
     def text(found: re.Match) -> str:
         value = row[found[1]]
-        return value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+        # Data often has whole numbers as floats.
+        value = int(value) if isinstance(value, float) and value.is_integer() else value
+        return value if isinstance(value, str) else json.dumps(value)
 
     return _COLUMN.sub(text, template)
