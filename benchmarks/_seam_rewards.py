@@ -13,6 +13,7 @@ from threading import Thread
 from typing import Any
 
 from trl_ext.evaluation import OpenAIModel, RubricReward
+from trl_ext.evaluation.judging.openai_format import sections_text
 from trl_ext.rewards.verified import completion_text
 from trl_ext.toy.prompts import parse
 from trl_ext.toy.scoring import score, score_parts
@@ -110,6 +111,14 @@ def verdict(question: str, noise: float) -> bool:
     return is_met(prompt, response, criterion.removeprefix("full marks for: ")) != (draw < noise)
 
 
+def rubric_share(prompt: str, response: str, noise: float) -> float:
+    """The reward of a response by the stand-in's answers, without a server."""
+    rubric = rubric_of(prompt) if response.strip() else []
+    weights = [one["weight"] for one in rubric]
+    questions = [sections_text(prompt, ("response", response), ("criterion", one["criterion"])) for one in rubric]
+    return sum(w * verdict(q, noise) for w, q in zip(weights, questions, strict=True)) / (sum(weights) or 1.0)
+
+
 class _Judge(BaseHTTPRequestHandler):
     """Chat Completions, for a model that is named `checker-NOISE`."""
 
@@ -168,4 +177,4 @@ def _rubric(noise: float) -> RubricReward:
     return RubricReward(OpenAIModel(f"checker-{noise}", base_url=url, api="chat"))
 
 
-rubric_0, rubric_10, rubric_30 = _rubric(0.0), _rubric(0.1), _rubric(0.3)
+rubric_10, rubric_30 = _rubric(0.1), _rubric(0.3)

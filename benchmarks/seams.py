@@ -16,20 +16,21 @@ Intervals are over prompts and seeds; p-values have Holm's correction within a s
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 from scipy.stats import spearmanr
 
-from benchmarks._seam_rewards import judge, rubric_of
-from benchmarks.toy_seeds import CONFIGS, REPOSITORY, figure, print_table
+from benchmarks._seam_rewards import judge, rubric_of, rubric_share
+from benchmarks.toy_seeds import CONFIGS, REPOSITORY, print_table
 from trl_ext.data.math import load_math
-from trl_ext.evaluation import mean_with_interval
 from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, sentence
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.statistics.crossed import compare_with_baseline
@@ -86,11 +87,7 @@ def run_of(
     place = folder / f"{method}-{seed}"
     settings = {"config": str(CONFIGS / f"{config}.yaml"), "seed": seed, "save_total_limit": 1, **arguments}
     launcher = launcher_options(str(REPOSITORY / "accelerate_configs" / "cpu.yaml"))
-    return (
-        Run(recipe, place, settings, launcher)
-        if kind is None
-        else OtherSampler(recipe, place, settings, launcher, kind=kind)
-    )
+    return (Run if kind is None else partial(OtherSampler, kind=kind))(recipe, place, settings, launcher)
 
 
 # ---- The studies ----
@@ -110,23 +107,23 @@ PLAIN_STEPS = 50
 
 def sampler(folder: Path, seed: int) -> list[Run]:
     """The trainer's own weights, and those of eight rollouts before with three weights of the loss."""
-    shared = {"recipe": "grpo_math", "config": "grpo_math", "max_steps": 30, "eval_every": 0}
-    lagged = {**shared, "kind": "lag8"}
-    brief = {"num_eval_prompts": 1, "logging_steps": 1, "save_strategy": "no"}
+    shared = {"recipe": "grpo_math", "config": "grpo_math", "eval_every": 0}
+    lagged = {**shared, "kind": "lag8", "max_steps": 30}
+    brief = {"num_eval_prompts": 1, "logging_steps": 1, "save_strategy": "no", "max_steps": 2}
     return [
         run_of(folder, "lagged", seed, **lagged),
         run_of(folder, "lagged_truncate", seed, **lagged, sampler_correction="token_truncate"),
         run_of(folder, "lagged_mask", seed, **lagged, sampler_correction="token_mask"),
-        run_of(folder, "own_weights", seed, **shared),
-        *(run_of(folder, kind, seed, **{**shared, **brief, "max_steps": 2, "kind": kind}) for kind in ROUNDED),
+        run_of(folder, "own_weights", seed, **shared, max_steps=30),
+        *(run_of(folder, kind, seed, **shared, **brief, kind=kind) for kind in ROUNDED if not seed),
     ]
 
 
-def disagreement(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
+def disagreement(folder: Path, _: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
     """How far each sampler is from the trainer."""
     found = {}
     for method in (*ROUNDED, "lagged", "lagged_truncate", "lagged_mask", "own_weights"):
-        rows = [row for seed in seeds for row in read_metrics(folder / f"{method}-{seed}" / "metrics.jsonl")]
+        rows = [row for path in sorted(folder.glob(f"{method}-*/metrics.jsonl")) for row in read_metrics(path)]
         mean, largest, size = (
             [row[name] for row in rows if name in row]
             for name in (
@@ -157,7 +154,7 @@ def distillation(folder: Path, seed: int) -> list[Run]:
 
 
 def by_samples(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
-    """Scores on 200 held-out prompts by the number of samples, and differences from GRPO at that number and in the end."""
+    """Scores on 200 held-out prompts by the number of samples, and differences from GRPO then and in the end."""
 
     def scores(method: str, step: int) -> numpy.ndarray:
         paths = [folder / f"{method}-{seed}" / "samples" / f"step_{step:06d}.jsonl" for seed in seeds]
@@ -235,21 +232,17 @@ def rubric(folder: Path, seed: int) -> list[Run]:
 
 
 def agreement(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
-    """Rank correlation of a rubric's reward with the true score, over the responses of the base and of the policy."""
-    found: dict[str, Any] = {}
-    for method in ("rubric_10", "rubric_30"):
-        for source in ("base_", ""):
-            by_seed = []
-            for seed in seeds:
-                rows = read_method_run(folder / f"{method}-{seed}", method, seed).rows.values()
-                pairs = [(row[f"{source}reward/rubric_explicit"], row[f"{source}reward/truth"]) for row in rows]
-                by_seed.append(float(spearmanr(*zip(*pairs, strict=True)).statistic))
-            found[f"{method}, {'base' if source else 'policy'}"] = {"by_seed": by_seed, **mean_with_interval(by_seed)}
-    return (
-        "reward, responses of | rank correlation with the true score, mean over seeds",
-        [[n, figure(v)] for n, v in found.items()],
-        found,
-    )
+    """Rank correlation of the rubric's reward with the true score, on the checker's runs."""
+    found: dict[str, dict[str, Any]] = {}
+    for noise, source in itertools.product((0.0, 0.1, 0.3), ("base_", "")):
+        values = []
+        for seed in seeds:
+            rows = read_method_run(folder / f"checker-{seed}", "checker", seed).rows.values()
+            shares = [rubric_share(row["prompt_text"], row[f"{source}response_text"], noise) for row in rows]
+            values.append(float(spearmanr(shares, [row[f"{source}reward/truth"] for row in rows]).statistic))
+        found[f"{noise:g}, {'base' if source else 'policy'}"] = {"by_seed": values, "mean": numpy.mean(values)}
+    rows = [[*name.split(", "), f"{one['mean']:.3f}"] for name, one in found.items()]
+    return "share of wrong verdicts | responses of | rank correlation with the true score", rows, found
 
 
 STUDIES = {

@@ -15,6 +15,9 @@ from trl_ext.toy.scoring import score
 PROMPT = [{"role": "user", "content": "What is 47 + 38?"}]
 
 
+RESPONSES = ("cat, dog, fox, and", "cat, dog, fox, bear.")
+
+
 def said(text: str) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": text}]
 
@@ -51,13 +54,16 @@ def test_the_judge_answers_by_the_checker(no_key):
     with _seam_rewards.judge() as url:
         rewards = {
             noise: RubricReward(OpenAIModel(f"checker-{noise}", base_url=url, api="chat"))(
-                prompts, [said("cat, dog, fox, and"), said("cat, dog, fox, bear.")], rubric=rubrics
+                prompts, [said(text) for text in RESPONSES], rubric=rubrics
             )
             for noise in (0.0, 1.0)
         }
     assert rewards[0.0] == pytest.approx([0.2 / 1.2, 1.0])
     # A judge that is always wrong.
     assert rewards[1.0] == pytest.approx([1 - 0.2 / 1.2, 0.0])
+    shares = {noise: [_seam_rewards.rubric_share(prompt, text, noise) for text in RESPONSES] for noise in rewards}
+    # The texts of the questions differ in the role before the prompt, which a noise of 0 or 1 does not show.
+    assert shares == {noise: pytest.approx(found) for noise, found in rewards.items()}
 
 
 def test_the_judge_is_wrong_as_often_as_it_says():
