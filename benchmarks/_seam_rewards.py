@@ -39,7 +39,7 @@ def worked_addition(prompt: str) -> list[str]:
 
 def marks(prompts, completions, steps=None, **_) -> list[list[float]]:
     """1 for each step before the first wrong one, and 0 from there on."""
-    texts = steps or [completion_text(completion).split(" ") for completion in completions]
+    texts = steps or [completion_text(completion).split() or [""] for completion in completions]
     return [_marks(prompt[-1]["content"], own) for prompt, own in zip(prompts, texts, strict=True)]
 
 

@@ -191,14 +191,23 @@ def steps(folder: Path, seed: int) -> list[Run]:
     for split in ("train", "test"):
         rows = [{name: row[name] for name in ("row_id", "prompt_text", "answer")} for row in load_math("toy", split)]
         write_json_lines(data / f"{split}_gen.jsonl", rows)
-    functions = [f"{REWARDS}:{name}" for name in ("right", "marks_in_sum", "marks")]
     size = {"per_device_train_batch_size": 128, "learning_rate": 5e-4, "max_steps": 30, "beta": 0.0}
-    shared = {**size, "recipe": "policy", "config": "grpo", "dataset_name": str(data), "reward_function": functions}
-    shared |= {"generation_eval_every": 0, "generation_temperature": 1.0, "step_separator": " "}
+    shared = {**size, "recipe": "policy", "config": "grpo", "dataset_name": str(data), "generation_eval_every": 0}
+    shared |= {"generation_temperature": 1.0, "step_separator": " "}
+    functions = {name: [f"{REWARDS}:{name}", f"{REWARDS}:right"] for name in ("marks", "marks_in_sum")}
+    marks = {"reward_weights": [1.0, 0.0]}
     return [
-        run_of(folder, "answer", seed, **shared, reward_weights=[1.0, 0.0, 0.0]),
-        run_of(folder, "sum", seed, **shared, reward_weights=[0.0, 1.0, 0.0]),
-        run_of(folder, "steps", seed, **shared, reward_weights=[0.0, 0.0, 1.0], advantage="process_normalized"),
+        run_of(folder, "answer", seed, **shared, reward_function=functions["marks_in_sum"], reward_weights=[0.0, 1.0]),
+        run_of(folder, "sum", seed, **shared, reward_function=functions["marks_in_sum"], **marks),
+        run_of(
+            folder,
+            "steps",
+            seed,
+            **shared,
+            reward_function=functions["marks"],
+            **marks,
+            advantage="process_normalized",
+        ),
     ]
 
 
