@@ -222,7 +222,7 @@ def rubric(folder: Path, seed: int) -> list[Run]:
         "recipe": "grpo",
         "config": "grpo",
         "dataset_name": str(data),
-        "max_steps": 30,
+        "max_steps": 20,
         "generation_eval_every": 0,
         "num_eval_prompts": 200,
     }
