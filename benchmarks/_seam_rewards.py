@@ -1,4 +1,4 @@
-"""Reward functions of `benchmarks.seams`, and the stand-in for a judge that answers by the embedded checkers."""
+"""Rewards and data of `benchmarks.seams`, and the stand-in for a judge that answers by the embedded checkers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from trl_ext.data.math import load_math
 from trl_ext.evaluation import OpenAIModel, RubricReward
 from trl_ext.evaluation.judging.openai_format import sections_text
+from trl_ext.files import write_json_lines
 from trl_ext.rewards.verified import completion_text
+from trl_ext.toy import DATA_DIR
 from trl_ext.toy.prompts import parse
 from trl_ext.toy.scoring import score, score_parts
 
@@ -35,6 +39,14 @@ def worked_addition(prompt: str) -> list[str]:
         f"{first // 10}+{second // 10}{carried}={tens}</think>",
         f"<answer>{first + second}</answer>",
     ]
+
+
+def write_additions(folder: Path) -> Path:
+    """The embedded additions as prompts with answers; returns the folder."""
+    for split in ("train", "test"):
+        rows = [{name: row[name] for name in ("row_id", "prompt_text", "answer")} for row in load_math("toy", split)]
+        write_json_lines(folder / f"{split}_gen.jsonl", rows)
+    return folder
 
 
 def marks(prompts, completions, steps=None, **_) -> list[list[float]]:
@@ -92,6 +104,15 @@ def rubric_of(prompt: str) -> list[dict[str, Any]]:
         {"criterion": f"full marks for: {part}", "weight": weight}
         for part, weight in CRITERIA[parse(prompt).kind].items()
     ]
+
+
+def write_rubrics(folder: Path) -> Path:
+    """The embedded prompts with their rubrics; returns the folder."""
+    for split in ("train_gen", "test_gen"):
+        rows = [json.loads(line) for line in (DATA_DIR / f"{split}.jsonl").open()]
+        kept = [{name: row[name] for name in ("row_id", "prompt_text")} for row in rows]
+        write_json_lines(folder / f"{split}.jsonl", [{**row, "rubric": rubric_of(row["prompt_text"])} for row in kept])
+    return folder
 
 
 def is_met(prompt: str, response: str, part: str) -> bool:

@@ -28,15 +28,13 @@ from typing import Any
 import numpy
 from scipy.stats import spearmanr
 
-from benchmarks._seam_rewards import judge, rubric_of, rubric_share
+from benchmarks._seam_rewards import judge, rubric_share, write_additions, write_rubrics
 from benchmarks.toy_seeds import CONFIGS, REPOSITORY, print_table
-from trl_ext.data.math import load_math
 from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, sentence
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.statistics.crossed import compare_with_baseline
-from trl_ext.files import write_json, write_json_lines
+from trl_ext.files import write_json
 from trl_ext.runs.studies.processes import Countdown, Run, check_runs, launcher_options, run_all, say_finished
-from trl_ext.toy import DATA_DIR
 from trl_ext.trainers.callbacks import read_metrics
 
 REWARDS = REPOSITORY / "benchmarks" / "_seam_rewards.py"
@@ -45,7 +43,7 @@ SAMPLER = REPOSITORY / "benchmarks" / "_other_sampler.py"
 BATCH = 64
 # Steps at which both GRPO and the distillation are evaluated.
 EVALUATED = (10, 20, 30, 40)
-ROUNDED = ("bfloat16", "float8_e4m3fn", "float8_e5m2", "int4", "int3")
+ROUNDED = ("bfloat16", "float8_e5m2", "int4")
 
 
 @dataclass(frozen=True)
@@ -132,6 +130,8 @@ def disagreement(folder: Path, _: Sequence[int]) -> tuple[str, list[list[Any]], 
                 "sampling/effective_sample_size",
             )
         )
+        if not mean:
+            continue
         found[method] = {"mean": numpy.mean(mean), "max": max(largest), "least_sample_size": min(size)}
     rows = [
         [method, f"{v['mean']:.2g}", f"{v['max']:.2g}", f"{v['least_sample_size']:.4f}"] for method, v in found.items()
@@ -160,17 +160,12 @@ def by_samples(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]]
         paths = [folder / f"{method}-{seed}" / "samples" / f"step_{step:06d}.jsonl" for seed in seeds]
         return numpy.array([[json.loads(line)["score"] for line in path.open()] for path in paths]).T
 
-    own = {step: scores("distilled", step) for step in EVALUATED}
-    same = compare_with_baseline({str(step): (own[step], scores("grpo", step)) for step in EVALUATED})
+    own, grpo = ({step: scores(method, step) for step in EVALUATED} for method in ("distilled", "grpo"))
     final = scores("grpo", 60)
-    end = compare_with_baseline({str(step): (own[step], final) for step in EVALUATED})
+    same = compare_with_baseline({step: (own[step], grpo[step]) for step in EVALUATED})
+    end = compare_with_baseline({step: (own[step], final) for step in EVALUATED})
     rows = [
-        [
-            step * BATCH,
-            f"{own[step].mean():.3f}",
-            f"{scores('grpo', step).mean():.3f}",
-            *map(told, (same[str(step)], end[str(step)])),
-        ]
+        [step * BATCH, f"{own[step].mean():.3f}", f"{grpo[step].mean():.3f}", told(same[step]), told(end[step])]
         for step in EVALUATED
     ]
     rows.append([60 * BATCH, "", f"{final.mean():.3f}", "", ""])
@@ -187,57 +182,33 @@ def told(one) -> str:
 
 def steps(folder: Path, seed: int) -> list[Run]:
     """GRPO on additions: the answer alone, the sum of the marks of steps, and the marks at their steps."""
-    data = folder / "data"
-    for split in ("train", "test"):
-        rows = [{name: row[name] for name in ("row_id", "prompt_text", "answer")} for row in load_math("toy", split)]
-        write_json_lines(data / f"{split}_gen.jsonl", rows)
+    data = write_additions(folder / "data")
     size = {"per_device_train_batch_size": 128, "learning_rate": 5e-4, "max_steps": 30, "beta": 0.0}
     shared = {**size, "recipe": "policy", "config": "grpo", "dataset_name": str(data), "generation_eval_every": 0}
     shared |= {"generation_temperature": 1.0, "step_separator": " "}
-    functions = {name: [f"{REWARDS}:{name}", f"{REWARDS}:right"] for name in ("marks", "marks_in_sum")}
-    marks = {"reward_weights": [1.0, 0.0]}
+    whole, by_step = (
+        {"reward_function": [f"{REWARDS}:{name}", f"{REWARDS}:right"]} for name in ("marks_in_sum", "marks")
+    )
+    by_step |= {"reward_weights": [1.0, 0.0], "advantage": "process_normalized"}
     return [
-        run_of(folder, "answer", seed, **shared, reward_function=functions["marks_in_sum"], reward_weights=[0.0, 1.0]),
-        run_of(folder, "sum", seed, **shared, reward_function=functions["marks_in_sum"], **marks),
-        run_of(
-            folder,
-            "steps",
-            seed,
-            **shared,
-            reward_function=functions["marks"],
-            **marks,
-            advantage="process_normalized",
-        ),
+        run_of(folder, "answer", seed, **shared, **whole, reward_weights=[0.0, 1.0]),
+        run_of(folder, "sum", seed, **shared, **whole, reward_weights=[1.0, 0.0]),
+        run_of(folder, "steps", seed, **shared, **by_step),
     ]
 
 
 def rubric(folder: Path, seed: int) -> list[Run]:
     """GRPO on the true score, and on rubrics whose judge is wrong in 0.1 and 0.3 of its verdicts."""
-    data = folder / "data"
-    for split in ("train_gen", "test_gen"):
-        rows = [json.loads(line) for line in (DATA_DIR / f"{split}.jsonl").open()]
-        kept = [{name: row[name] for name in ("row_id", "prompt_text")} for row in rows]
-        write_json_lines(data / f"{split}.jsonl", [{**row, "rubric": rubric_of(row["prompt_text"])} for row in kept])
-    shared = {
-        "recipe": "grpo",
-        "config": "grpo",
-        "dataset_name": str(data),
-        "max_steps": 20,
-        "generation_eval_every": 0,
-        "num_eval_prompts": 200,
+    data = write_rubrics(folder / "data")
+    shared = {"recipe": "grpo", "config": "grpo", "dataset_name": str(data), "max_steps": 20}
+    shared |= {"generation_eval_every": 0, "num_eval_prompts": 200}
+    truth = f"{REWARDS}:truth"
+    rubrics = {
+        name: {"reward_function": [truth, f"{REWARDS}:{name}"], "reward_weights": [0.0, 1.0]}
+        for name in ("rubric_10", "rubric_30")
     }
-    rewards = {"checker": [], "rubric_10": ["rubric_10"], "rubric_30": ["rubric_30"]}
-    return [
-        run_of(
-            folder,
-            method,
-            seed,
-            **shared,
-            reward_function=[f"{REWARDS}:{name}" for name in ("truth", *names)],
-            reward_weights=[0.0, 1.0] if names else [1.0],
-        )
-        for method, names in rewards.items()
-    ]
+    rewards = {"checker": {"reward_function": [truth], "reward_weights": [1.0]}, **rubrics}
+    return [run_of(folder, method, seed, **shared, **reward) for method, reward in rewards.items()]
 
 
 def agreement(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
@@ -266,9 +237,14 @@ STUDIES = {
 def report(name: str, folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
     """Print the tables of a study, and return them as JSON."""
     study = STUDIES[name]
-    runs = [read_method_run(folder / f"{method}-{seed}", method, seed) for method in study.methods for seed in seeds]
-    summary = compare_runs(runs, study.methods[0], metric=study.metric)
+    wanted = {(method, seed): folder / f"{method}-{seed}" for method in study.methods for seed in seeds}
+    finished = {which: place for which, place in wanted.items() if (place / "results.json").is_file()}
+    summary = compare_runs(
+        [read_method_run(place, *which) for which, place in finished.items()], study.methods[0], metric=study.metric
+    )
     print(f"\n## {name}\n")
+    for which in wanted.keys() - finished.keys():
+        print("not finished, and left out:", *which)
     for header, rows in (method_table(summary), difference_table(summary)):
         print_table(" | ".join(header), rows)
         print()
