@@ -43,6 +43,8 @@ SAMPLER = REPOSITORY / "benchmarks" / "_other_sampler.py"
 BATCH = 64
 # Steps at which both GRPO and the distillation are evaluated.
 EVALUATED = (10, 20, 30, 40)
+# Rollouts of plain DAPO: as many as 30 resampled ones took with all their rounds, on average over seeds.
+PLAIN_STEPS = 60
 ROUNDED = ("bfloat16", "float8_e5m2", "int4")
 
 
@@ -92,15 +94,12 @@ def run_of(
 
 
 def resampling(folder: Path, seed: int) -> list[Run]:
-    """30 rollouts of resampled DAPO; without it, as many as were sampled on another seed."""
+    """30 rollouts of resampled DAPO, and as many responses without resampling."""
     shared = {"recipe": "grpo_math", "config": "grpo_math", "algorithm": "dapo", "eval_every": 0}
     return [
         run_of(folder, "resampled", seed, **shared, resample_groups=4, max_steps=30),
         run_of(folder, "plain", seed, **shared, max_steps=PLAIN_STEPS),
     ]
-
-
-PLAIN_STEPS = 50
 
 
 def sampler(folder: Path, seed: int) -> list[Run]:
