@@ -26,6 +26,8 @@ class PolicyGeneration:
 
     _has_begun = False
     tool_mask: list[list[int]] | None = None
+    # The second counts those that were sampled only to replace groups of the first.
+    rollouts = further_rollouts = 0
 
     def has_ended(self, ids: list[int]) -> bool:
         """Whether a response, given as token ids, ended by itself or at a stop string, and not at the limit."""
@@ -45,6 +47,11 @@ class PolicyGeneration:
             self._has_begun = True
             return sampler_of(model) or fast_rollouts(model, dtype=torch.bfloat16 if args.bf16 else None)
         return sampler_of(model)
+
+    @property
+    def sampled_responses(self) -> int:
+        """How many responses training has sampled so far over all processes, with those that were not trained on."""
+        return (self.rollouts + self.further_rollouts) * self.args.generation_batch_size
 
     def _samples_the_policy(self) -> bool:
         """Whether responses are drawn from the policy's own distribution, without truncation or penalties."""

@@ -94,7 +94,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
         self._seen_signal = self.has_told_of_sampler = False
-        # Those that were sampled only to replace groups of others are counted apart.
         self.rollouts = self.further_rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         super().__init__(model, guarded, args, **kwargs)
@@ -184,11 +183,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _weighted_sum(self, rewards: Tensor) -> Tensor:
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
-
-    @property
-    def sampled_responses(self) -> int:
-        """How many responses training has sampled so far over all processes, with those that were not trained on."""
-        return (self.rollouts + self.further_rollouts) * self.args.generation_batch_size
 
     def _missing_end_penalty(self) -> Tensor:
         rewards, finished = self._rollout
