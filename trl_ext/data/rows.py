@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -26,8 +26,6 @@ class PolicyGeneration:
 
     _has_begun = False
     tool_mask: list[list[int]] | None = None
-    # The second counts those that were sampled only to replace groups of the first.
-    rollouts = further_rollouts = 0
 
     def has_ended(self, ids: list[int]) -> bool:
         """Whether a response, given as token ids, ended by itself or at a stop string, and not at the limit."""

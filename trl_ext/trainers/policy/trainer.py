@@ -94,6 +94,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
         self._seen_signal = self.has_told_of_sampler = False
+        # Those that were sampled only to replace groups of others are counted apart.
         self.rollouts = self.further_rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         super().__init__(model, guarded, args, **kwargs)
