@@ -55,7 +55,7 @@ def main() -> None:
         prompt_template=train.template_name,
         train_problems=len(train.rows),
         updates_per_rollout=training.updates_per_rollout,
-        sampled_responses=trainer.rollouts * training.generation_batch_size,
+        sampled_responses=trainer.sampled_responses,
         skipped_updates=dict(trainer.update_guard.skipped),
     )
 

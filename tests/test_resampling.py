@@ -167,6 +167,7 @@ def test_rounds_end_where_they_may(policy_path, tmp_path):
     trainer = built(policy_path, tmp_path, lambda prompts, **_: [0.5] * len(prompts), {"resample_groups": 2})
     output = rollout(trainer, [0, 1, 2])
     assert logged(trainer) == {"rounds": 2, "prompts": 9, "responses": 36, "replaced": 0, "dead": 1}
+    assert trainer.sampled_responses == 36
     assert not output["advantages"].any()
     assert [prompt[0]["content"] for prompt in trainer._logs["prompt"]][::GROUP] == [
         row["prompt"][0]["content"] for row in prompts(3)
@@ -313,6 +314,8 @@ def test_a_resumed_run_is_the_straight_one(policy_path, tmp_path):
     entries = [{name: entry[name] for name in names} for run in (straight, resumed) for entry in result(run).logs[-2:]]
     assert entries[:2] == entries[2:]
     assert any(entry["resampling/replaced"] for entry in entries)
+    sampled = [run.rollouts * run.args.generation_batch_size for run in (straight, resumed)]
+    assert straight.sampled_responses == resumed.sampled_responses > sampled[0] == sampled[1]
 
 
 # ---- Refusals ----

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trl_ext import PolicyConfig, PolicyTrainer
+from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
 from trl_ext.evaluation import JudgeUnavailable, OpenAIModel, RubricReward
 from trl_ext.evaluation.judging.rubric import read_rubric
 from trl_ext.toy import MODEL_DIR
@@ -100,6 +100,17 @@ def test_a_judge_that_cannot_answer_ends_the_run():
     reward = RubricReward(OpenAIModel("judge"))
     with pytest.raises(JudgeUnavailable, match="OPENAI_API_KEY is not set"):
         reward(["q"], ["r"], rubric=[["says why"]])
+
+
+def test_a_file_of_prompts_keeps_its_rubrics(tmp_path):
+    """The criteria of a file may be texts or records, and what is malformed is refused where it is read."""
+    rubrics = [["says why"], [{"criterion": "is polite", "weight": 2}, "is short"], [{"criterion": 3, "weight": "x"}]]
+    rows = [{"row_id": str(n), "prompt_text": f"q{n}", "rubric": rubric} for n, rubric in enumerate(rubrics)]
+    (tmp_path / "train_gen.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    read = load_benchmark(tmp_path)["train_gen"]["rubric"]
+    assert [read_rubric(one) for one in read[:2]] == [[("says why", 1.0)], [("is polite", 2.0), ("is short", 1.0)]]
+    with pytest.raises(ValueError, match="a criterion is a text"):
+        read_rubric(read[2])
 
 
 def test_a_trainer_passes_the_rubric_on_and_logs_the_cost(tmp_path):

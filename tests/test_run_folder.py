@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from trl_ext.runs import training_run
-from trl_ext.runs.folder import check_same_settings
+from trl_ext.runs.folder import check_same_settings, settings_digest
 from trl_ext.trainers import callbacks
 
 
@@ -176,3 +176,11 @@ def test_lines_are_aligned_and_rounds_count_on(capsys):
         "round 2, step 7  loss 12.500  lr 1.0e-03",
         "round 2, step 7  loss  0.500  lr 1.0e-03",
     ]
+
+
+def test_runs_of_one_method_may_have_rewards_and_teachers_of_their_seeds():
+    first, second = (
+        f"learning_rate: 0.1\nseed: {seed}\nreward_model: [rm-{seed}]\nteacher_model_name_or_path: grpo-{seed}\n"
+        for seed in range(2)
+    )
+    assert settings_digest(first) == settings_digest(second) != settings_digest(first.replace("0.1", "0.2"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -263,6 +264,9 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
             reason = "TRL would mistake the format of the data set by it"
         elif count < len(rows):
             reason = f"only {count} of {len(rows)} rows have it"
+        elif name == "rubric" and types == {list}:
+            columns[name] = [[_criterion(one) for one in value] for value in values]
+            continue
         elif types not in ({str}, {bool}, {float}, {int, float}) and not (types == {int} and _fit_64_bits(values)):
             reason = "it does not hold strings, booleans or 64-bit numbers throughout"
         else:
@@ -270,6 +274,13 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
             continue
         logger.warning("%s: dropped column %r: %s", source, brief(name), reason)
     return Dataset.from_dict(columns)
+
+
+def _criterion(one: Any) -> dict[str, Any]:
+    """A criterion in the one form that all rows of a column must have; `RubricReward` refuses a None and a NaN."""
+    text, weight = (one.get("criterion"), one.get("weight")) if isinstance(one, dict) else (one, None)
+    weight = 1.0 if weight is None else float(weight) if isinstance(weight, (int, float)) else math.nan
+    return {"criterion": text if isinstance(text, str) else None, "weight": weight}
 
 
 def _fit_64_bits(values: list[int]) -> bool:

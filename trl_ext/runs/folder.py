@@ -137,7 +137,7 @@ def config_text(*instances: Any) -> str:
 
 
 # Settings that differ between runs of one method over several seeds.
-_OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model")
+_OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
 
 
 def settings_digest(resolved: str) -> str:

@@ -192,9 +192,8 @@ def _evaluate_every(arguments: OnlineArguments, training: PolicyConfig) -> int:
 
 def describe_online(trainer, arguments: OnlineArguments) -> dict[str, Any]:
     """The entries of results.json for an online run."""
-    args = trainer.args
     return {
-        "algorithm": args.algorithm,
+        "algorithm": trainer.args.algorithm,
         "objective": trainer.objective.describe(),
         "settings": trainer.objective.to_dict(),
         "reward_models": arguments.reward_model or [],
@@ -211,6 +210,6 @@ def describe_online(trainer, arguments: OnlineArguments) -> dict[str, Any]:
         ],
         "train_prompts": len(trainer.train_dataset),
         "rollouts": trainer.rollouts,
-        "sampled_responses": trainer.rollouts * args.generation_batch_size,
+        "sampled_responses": trainer.sampled_responses,
         "skipped_updates": dict(trainer.update_guard.skipped),
     }

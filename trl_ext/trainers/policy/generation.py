@@ -57,6 +57,11 @@ class PolicyGeneration:
             return sampler_of(model) or fast_rollouts(model, dtype=torch.bfloat16 if args.bf16 else None)
         return sampler_of(model)
 
+    @property
+    def sampled_responses(self) -> int:
+        """How many responses training has sampled so far over all processes, with those that were not trained on."""
+        return (self.rollouts + self.further_rollouts) * self.args.generation_batch_size
+
     def _samples_the_policy(self) -> bool:
         """Whether responses are drawn from the policy's own distribution, without truncation or penalties."""
         args = self.args

@@ -74,6 +74,7 @@ def sample_rollout(trainer, sample: Callable[[Rows], dict], inputs: Rows) -> dic
     further = _further_inputs(trainer, inputs)
     while len(rounds) <= limit and sum(sum(turn.signals) for turn in rounds) < len(rounds[0].signals):
         rounds.append(_Round(trainer, sample(next(further))))
+    trainer.further_rollouts += len(rounds) - 1
     places = fill_places([turn.signals for turn in rounds])
     _log(trainer, rounds, places)
     return rounds[0].output if len(rounds) == 1 else _merge(trainer, rounds, places)

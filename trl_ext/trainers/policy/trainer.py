@@ -72,7 +72,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     needs_rewards = True
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
-    carried_over = (*ResilientTraining.carried_over, "_seen_signal", "rollouts", "shaping_state")
+    carried_over = (*ResilientTraining.carried_over, "_seen_signal", "rollouts", "further_rollouts", "shaping_state")
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         args = self._config_class() if args is None else args
@@ -94,7 +94,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         self._forward: tuple | None = None
         self._window_tokens: Tensor | None = None
         self._seen_signal = self.has_told_of_sampler = False
-        self.rollouts = 0
+        # Those that were sampled only to replace groups of others are counted apart.
+        self.rollouts = self.further_rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
         super().__init__(model, guarded, args, **kwargs)
         # TRL has appended the rewards of environments.

@@ -1,0 +1,289 @@
+"""Whether the methods of the four seams help: studies on the embedded benchmarks, over several seeds.
+
+`python -m benchmarks.seams --seeds 0 1 2` runs all studies into `runs/seams/{study}/{method}-{seed}`, skips finished
+runs and resumes interrupted ones, and prints Markdown tables. `python -m benchmarks.seams distillation` runs one.
+
+- resampling: DAPO with `--resample_groups`, which replaces groups of equal rewards, and DAPO without it, on additions
+  and at about the same number of sampled responses, replaced ones included;
+- sampler: rollouts by the weights of eight rollouts before, with and without `--sampler_correction`, on additions;
+- distillation: from the policy that GRPO has trained, compared with GRPO at equal numbers of samples;
+- steps: marks of the steps of an addition, at the steps or as their sum, and the right answer alone;
+- rubric: a judge that answers by the embedded checker and is wrong with a known probability.
+
+Intervals are over prompts and seeds; p-values have Holm's correction within a study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+from scipy.stats import spearmanr
+
+from benchmarks._seam_rewards import judge, rubric_share, write_additions, write_rubrics
+from benchmarks.toy_seeds import CONFIGS, REPOSITORY, print_table
+from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, sentence
+from trl_ext.evaluation.methods.runs import read_method_run
+from trl_ext.evaluation.statistics.crossed import compare_with_baseline
+from trl_ext.files import write_json
+from trl_ext.runs.studies.processes import Countdown, Run, check_runs, launcher_options, run_all, say_finished
+from trl_ext.trainers.callbacks import read_metrics
+
+REWARDS = REPOSITORY / "benchmarks" / "_seam_rewards.py"
+SAMPLER = REPOSITORY / "benchmarks" / "_other_sampler.py"
+# Responses of a rollout of recipes/configs/toy/grpo.yaml and distillation.yaml.
+BATCH = 64
+# Steps at which both GRPO and the distillation are evaluated.
+EVALUATED = (10, 20, 30, 40)
+# Rollouts of plain DAPO: as many as 30 resampled ones took with all their rounds, on average over seeds.
+PLAIN_STEPS = 60
+ROUNDED = ("bfloat16", "float8_e5m2", "int4")
+
+
+@dataclass(frozen=True)
+class OtherSampler(Run):
+    """A run whose rollouts are sampled with other weights, of a kind that `_other_sampler` names."""
+
+    kind: str = "bfloat16"
+
+    def command(self) -> list[str]:
+        command = super().command()
+        script = next(index for index, word in enumerate(command) if word.endswith(f"{self.recipe}.py"))
+        return [*command[:script], str(SAMPLER), self.kind, *command[script:]]
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "sampler": self.kind}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison of methods.
+
+    Attributes:
+        runs: `f(folder, seed)`, the runs of a seed in order; a method's run lies in `{folder}/{method}-{seed}`.
+        methods: the methods to compare, the baseline first.
+        metric: what is compared, a number in generations.jsonl.
+        details: `f(folder, seeds)`, further tables as (header, rows), and what they show as JSON.
+    """
+
+    runs: Callable[[Path, int], list[Run]]
+    methods: tuple[str, ...]
+    metric: str = "score"
+    details: Callable[[Path, Sequence[int]], tuple[str, list[list[Any]], Any]] | None = None
+
+
+def run_of(
+    folder: Path, method: str, seed: int, recipe: str, config: str, kind: str | None = None, **arguments
+) -> Run:
+    """A run of a recipe with one of the embedded configurations."""
+    place = folder / f"{method}-{seed}"
+    settings = {"config": str(CONFIGS / f"{config}.yaml"), "seed": seed, "save_total_limit": 1, **arguments}
+    launcher = launcher_options(str(REPOSITORY / "accelerate_configs" / "cpu.yaml"))
+    return (Run if kind is None else partial(OtherSampler, kind=kind))(recipe, place, settings, launcher)
+
+
+# ---- The studies ----
+
+
+def resampling(folder: Path, seed: int) -> list[Run]:
+    """30 rollouts of resampled DAPO, and as many responses without resampling."""
+    shared = {"recipe": "grpo_math", "config": "grpo_math", "algorithm": "dapo", "eval_every": 0}
+    return [
+        run_of(folder, "resampled", seed, **shared, resample_groups=4, max_steps=30),
+        run_of(folder, "plain", seed, **shared, max_steps=PLAIN_STEPS),
+    ]
+
+
+def sampler(folder: Path, seed: int) -> list[Run]:
+    """The trainer's own weights, and those of eight rollouts before with three weights of the loss."""
+    shared = {"recipe": "grpo_math", "config": "grpo_math", "eval_every": 0}
+    lagged = {**shared, "kind": "lag8", "max_steps": 30}
+    brief = {"num_eval_prompts": 1, "logging_steps": 1, "save_strategy": "no", "max_steps": 2}
+    return [
+        run_of(folder, "lagged", seed, **lagged),
+        run_of(folder, "lagged_truncate", seed, **lagged, sampler_correction="token_truncate"),
+        run_of(folder, "lagged_mask", seed, **lagged, sampler_correction="token_mask"),
+        run_of(folder, "own_weights", seed, **shared, max_steps=30),
+        *(run_of(folder, kind, seed, **shared, **brief, kind=kind) for kind in ROUNDED if not seed),
+    ]
+
+
+def disagreement(folder: Path, _: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
+    """How far each sampler is from the trainer."""
+    found = {}
+    for method in (*ROUNDED, "lagged", "lagged_truncate", "lagged_mask", "own_weights"):
+        rows = [row for path in sorted(folder.glob(f"{method}-*/metrics.jsonl")) for row in read_metrics(path)]
+        mean, largest, size = (
+            [row[name] for row in rows if name in row]
+            for name in (
+                "sampling/sampling_logp_difference/mean",
+                "sampling/sampling_logp_difference/max",
+                "sampling/effective_sample_size",
+            )
+        )
+        if not mean:
+            continue
+        found[method] = {"mean": numpy.mean(mean), "max": max(largest), "least_sample_size": min(size)}
+    rows = [
+        [method, f"{v['mean']:.2g}", f"{v['max']:.2g}", f"{v['least_sample_size']:.4f}"] for method, v in found.items()
+    ]
+    return "sampler | mean difference of log-probabilities | largest | least effective sample size", rows, found
+
+
+def distillation(folder: Path, seed: int) -> list[Run]:
+    """GRPO on the learned reward of a seed, and a distillation of what it ends with, from the same start."""
+    rewards = run_of(folder, "reward_model", seed, "reward_model", "reward_model")
+    reward = {"reward_model": str(rewards.folder), "num_eval_prompts": 200}
+    often = {"generation_eval_every": 10, "num_generation_prompts": 200}
+    grpo = run_of(folder, "grpo", seed, "grpo", "grpo", **reward, **often)
+    teacher = {"teacher_model_name_or_path": str(grpo.folder), "max_steps": max(EVALUATED)}
+    return [
+        rewards,
+        grpo,
+        run_of(folder, "distilled", seed, "distillation", "distillation", **teacher, **reward, **often),
+    ]
+
+
+def by_samples(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
+    """Scores on 200 held-out prompts by the number of samples, and differences from GRPO then and in the end."""
+
+    def scores(method: str, step: int) -> numpy.ndarray:
+        paths = [folder / f"{method}-{seed}" / "samples" / f"step_{step:06d}.jsonl" for seed in seeds]
+        return numpy.array([[json.loads(line)["score"] for line in path.open()] for path in paths]).T
+
+    own, grpo = ({step: scores(method, step) for step in EVALUATED} for method in ("distilled", "grpo"))
+    final = scores("grpo", 60)
+    same = compare_with_baseline({step: (own[step], grpo[step]) for step in EVALUATED})
+    end = compare_with_baseline({step: (own[step], final) for step in EVALUATED})
+    rows = [
+        [step * BATCH, f"{own[step].mean():.3f}", f"{grpo[step].mean():.3f}", told(same[step]), told(end[step])]
+        for step in EVALUATED
+    ]
+    rows.append([60 * BATCH, "", f"{final.mean():.3f}", "", ""])
+    found = {name: {step: asdict(one) for step, one in by.items()} for name, by in (("same", same), ("end", end))}
+    return "samples | distilled | GRPO | difference at the same number | difference from GRPO's end", rows, found
+
+
+def told(one) -> str:
+    """A difference with its interval and the verdict after Holm's correction."""
+    mean = one.difference
+    interval = "" if mean.low is None else f" [{mean.low:+.3f}, {mean.high:+.3f}]"
+    return f"{mean.mean:+.3f}{interval} ({one.verdict})"
+
+
+def steps(folder: Path, seed: int) -> list[Run]:
+    """GRPO on additions: the answer alone, the sum of the marks of steps, and the marks at their steps."""
+    data = write_additions(folder / "data")
+    size = {"per_device_train_batch_size": 128, "learning_rate": 5e-4, "max_steps": 30, "beta": 0.0}
+    shared = {**size, "recipe": "policy", "config": "grpo", "dataset_name": str(data), "generation_eval_every": 0}
+    shared |= {"generation_temperature": 1.0, "step_separator": " "}
+    whole, by_step = (
+        {"reward_function": [f"{REWARDS}:{name}", f"{REWARDS}:right"]} for name in ("marks_in_sum", "marks")
+    )
+    by_step |= {"reward_weights": [1.0, 0.0], "advantage": "process_normalized"}
+    return [
+        run_of(folder, "answer", seed, **shared, **whole, reward_weights=[0.0, 1.0]),
+        run_of(folder, "sum", seed, **shared, **whole, reward_weights=[1.0, 0.0]),
+        run_of(folder, "steps", seed, **shared, **by_step),
+    ]
+
+
+def rubric(folder: Path, seed: int) -> list[Run]:
+    """GRPO on the true score, and on rubrics whose judge is wrong in 0.1 and 0.3 of its verdicts."""
+    data = write_rubrics(folder / "data")
+    shared = {"recipe": "grpo", "config": "grpo", "dataset_name": str(data), "max_steps": 20}
+    shared |= {"generation_eval_every": 0, "num_eval_prompts": 200}
+    truth = f"{REWARDS}:truth"
+    rubrics = {
+        name: {"reward_function": [truth, f"{REWARDS}:{name}"], "reward_weights": [0.0, 1.0]}
+        for name in ("rubric_10", "rubric_30")
+    }
+    rewards = {"checker": {"reward_function": [truth], "reward_weights": [1.0]}, **rubrics}
+    return [run_of(folder, method, seed, **shared, **reward) for method, reward in rewards.items()]
+
+
+def agreement(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
+    """Rank correlation of the rubric's reward with the true score, on the checker's runs."""
+    found: dict[str, dict[str, Any]] = {}
+    for noise, source in itertools.product((0.0, 0.1, 0.3), ("base_", "")):
+        values = []
+        for seed in seeds:
+            rows = read_method_run(folder / f"checker-{seed}", "checker", seed).rows.values()
+            shares = [rubric_share(row["prompt_text"], row[f"{source}response_text"], noise) for row in rows]
+            values.append(float(spearmanr(shares, [row[f"{source}reward/truth"] for row in rows]).statistic))
+        found[f"{noise:g}, {'base' if source else 'policy'}"] = {"by_seed": values, "mean": numpy.mean(values)}
+    rows = [[*name.split(", "), f"{one['mean']:.3f}"] for name, one in found.items()]
+    return "share of wrong verdicts | responses of | rank correlation with the true score", rows, found
+
+
+STUDIES = {
+    "resampling": Study(resampling, ("plain", "resampled")),
+    "sampler": Study(sampler, ("lagged", "lagged_truncate", "lagged_mask", "own_weights"), details=disagreement),
+    "distillation": Study(distillation, ("grpo", "distilled"), details=by_samples),
+    "steps": Study(steps, ("answer", "sum", "steps"), "reward/right"),
+    "rubric": Study(rubric, ("checker", "rubric_10", "rubric_30"), "reward/truth", agreement),
+}
+
+
+def report(name: str, folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
+    """Print the tables of a study, and return them as JSON."""
+    study = STUDIES[name]
+    wanted = {(method, seed): folder / f"{method}-{seed}" for method in study.methods for seed in seeds}
+    finished = {which: place for which, place in wanted.items() if (place / "results.json").is_file()}
+    summary = compare_runs(
+        [read_method_run(place, *which) for which, place in finished.items()], study.methods[0], metric=study.metric
+    )
+    print(f"\n## {name}\n")
+    for which in wanted.keys() - finished.keys():
+        print("not finished, and left out:", *which)
+    for header, rows in (method_table(summary), difference_table(summary)):
+        print_table(" | ".join(header), rows)
+        print()
+    for one in summary["comparisons"]:
+        print(f"- {sentence(one, summary)}")
+    if study.details is not None:
+        header, rows, summary["details"] = study.details(folder, seeds)
+        print()
+        print_table(header, rows)
+    return summary
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", help=f"of {', '.join(STUDIES)}; default: all")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--folder", type=Path, default=Path("runs/seams"))
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--report", action="store_true", help="run nothing: print the tables of finished runs")
+    parser.add_argument("--max_steps", type=int, help="shorten every run, to try the command")
+    given = parser.parse_args(arguments)
+    names = given.studies or list(STUDIES)
+    if unknown := set(names) - set(STUDIES):
+        parser.error(f"no study {', '.join(sorted(unknown))}: choose of {', '.join(STUDIES)}")
+    if not given.report:
+        with judge() if "rubric" in names else nullcontext():
+            runs = [
+                run for name in names for seed in given.seeds for run in STUDIES[name].runs(given.folder / name, seed)
+            ]
+            if given.max_steps is not None:
+                runs = [replace(run, arguments={**run.arguments, "max_steps": given.max_steps}) for run in runs]
+            check_runs(runs)
+            failed = run_all(runs, Countdown(runs))
+        say_finished(len(runs), failed, given.folder)
+        if failed:
+            raise SystemExit(1)
+    found = {name: report(name, given.folder / name, given.seeds) for name in names}
+    if given.json is not None:
+        write_json(given.json, found)
+
+
+if __name__ == "__main__":
+    main()
