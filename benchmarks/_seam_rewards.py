@@ -198,4 +198,4 @@ def _rubric(noise: float) -> RubricReward:
     return RubricReward(OpenAIModel(f"checker-{noise}", base_url=url, api="chat"))
 
 
-rubric_10, rubric_30 = _rubric(0.1), _rubric(0.3)
+rubric_0, rubric_10, rubric_30 = _rubric(0.0), _rubric(0.1), _rubric(0.3)

@@ -197,14 +197,14 @@ def steps(folder: Path, seed: int) -> list[Run]:
 
 
 def rubric(folder: Path, seed: int) -> list[Run]:
-    """GRPO on the true score, and on rubrics whose judge is wrong in 0.1 and 0.3 of its verdicts."""
+    """GRPO on the true score, and on rubrics whose judge is wrong in none, 0.1 and 0.3 of its verdicts."""
     data = write_rubrics(folder / "data")
     shared = {"recipe": "grpo", "config": "grpo", "dataset_name": str(data), "max_steps": 20}
     shared |= {"generation_eval_every": 0, "num_eval_prompts": 200}
     truth = f"{REWARDS}:truth"
     rubrics = {
         name: {"reward_function": [truth, f"{REWARDS}:{name}"], "reward_weights": [0.0, 1.0]}
-        for name in ("rubric_10", "rubric_30")
+        for name in ("rubric_0", "rubric_10", "rubric_30")
     }
     rewards = {"checker": {"reward_function": [truth], "reward_weights": [1.0]}, **rubrics}
     return [run_of(folder, method, seed, **shared, **reward) for method, reward in rewards.items()]
@@ -229,7 +229,7 @@ STUDIES = {
     "sampler": Study(sampler, ("lagged", "lagged_truncate", "lagged_mask", "own_weights"), details=disagreement),
     "distillation": Study(distillation, ("grpo", "distilled"), details=by_samples),
     "steps": Study(steps, ("answer", "sum", "steps"), "reward/right"),
-    "rubric": Study(rubric, ("checker", "rubric_10", "rubric_30"), "reward/truth", agreement),
+    "rubric": Study(rubric, ("checker", "rubric_0", "rubric_10", "rubric_30"), "reward/truth", agreement),
 }
 
 

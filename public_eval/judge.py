@@ -65,6 +65,8 @@ def main(arguments: list[str] | None = None) -> None:
     add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
+        if not 0 < (0.5 if options.stop_when_decided is None else options.stop_when_decided) < 1:
+            raise ValueError(f"--stop_when_decided {options.stop_when_decided}: a win rate lies between 0 and 1")
         if options.stop_when_decided is not None and options.human_labels:
             raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
         check_judge_arguments(options)

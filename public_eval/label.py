@@ -84,7 +84,7 @@ def ask(session: LabelSession) -> None:
         choice = ""
         while choice not in ("1", "2", "t", "s", "u", "q"):
             try:
-                choice = input("better: 1, 2, t(ie), s(kip), u(ndo), q(uit)? ").strip().lower()[:1]
+                choice = input("better: 1, 2, t(ie), s(kip), u(ndo), q(uit)? ").strip().lower()
             except EOFError:
                 choice = "q"
         if choice == "q":

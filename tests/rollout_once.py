@@ -52,6 +52,7 @@ def prompts(count: int = 8) -> list[dict]:
             "row_id": f"row{index}",
             "prompt": [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index // len(WORDS))}],
             "bonus": index / 8,
+            "optimal_value": index / 8,
         }
         for index in range(count)
     ]

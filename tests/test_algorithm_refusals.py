@@ -87,7 +87,7 @@ def test_values_out_of_range_and_unknown_names(overrides, message):
 
 
 def test_an_unknown_algorithm():
-    with pytest.raises(ValueError, match="unknown policy algorithm 'dr_grop'; did you mean 'dr_grpo'. Known: berkel"):
+    with pytest.raises(ValueError, match="unknown policy algorithm 'dr_grop'; did you mean 'dr_grpo'. Known: a_star"):
         PolicyObjective("dr_grop")
 
 

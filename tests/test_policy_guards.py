@@ -146,7 +146,7 @@ def test_the_penalty_for_a_missing_end(policy_path, tmp_path):
     """Off the reward of every response that was cut, before advantages; `reward` itself is without it."""
     args = {"missing_eos_penalty": 2.0, "advantage": "group_centered", "beta": 0.0}
     trainer = train({"model": policy_path, "args": args}, str(tmp_path))
-    rewards, finished = trainer._rollout
+    rewards, finished, _ = trainer._rollout
     shaped = [r - (0.0 if ended else 2.0) for r, ended in zip(rewards[:, 0].tolist(), finished, strict=True)]
     (entry,) = entries(trainer)
     assert 0 < sum(finished) < 8

@@ -169,3 +169,14 @@ def test_an_adapter_needs_a_base_that_stays(policy_path, tmp_path):
     spec = specification(policy_path, args={"value_model": "adapter"})
     with pytest.raises(ValueError, match="value_model adapter needs a policy with a LoRA adapter: full fine-tuning"):
         build(spec, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["shared", "adapter", "separate"])
+def test_the_optimizer_counts_no_step_of_the_value_pretraining_for_the_policy(kind, policy_path, tmp_path):
+    """Adam's corrections for its first steps are those of the policy's own first update."""
+    args = {"optim": "adamw_torch", "value_pretraining_steps": 2, "max_steps": 3}
+    trainer = train(of_kind(kind, policy_path, args, fixed=True), str(tmp_path))
+    own, counts = trainer._value_weights(), {True: set(), False: set()}
+    for weight in (weight for group in trainer.optimizer.param_groups for weight in group["params"]):
+        counts[id(weight) in own].add(int(trainer.optimizer.state[weight]["step"]))
+    assert counts == {True: {3}, False: {1}}

@@ -185,5 +185,7 @@ def test_command(capsys, monkeypatch, tmp_path):
     assert len((tmp_path / "v.jsonl").read_text().splitlines()) == 10
     assert "aot        above        1.000  [" in run_command(capsys, *flags)[1]
     assert "aot        undecided" in run_command(capsys, *flags, "0.9")[1]
-    assert "threshold in (0, 1), got 10 and 1.0" in one_line_error(run_command(capsys, *flags, "1"))
+    assert "--stop_when_decided 1.0: a win rate lies between 0 and 1" in one_line_error(
+        run_command(capsys, *flags, "1")
+    )
     assert "leave out --stop_when_decided" in one_line_error(run_command(capsys, *flags, "--human_labels", "l.jsonl"))

@@ -139,7 +139,7 @@ def greedy_baseline(rewards: Tensor, group_size: int, greedy_rewards: Tensor) ->
 def optimal_value(rewards: Tensor, group_size: int, optimal_values: Tensor) -> Tensor:
     """A*-PO: `r` minus the prompt's optimal value, [N], as `soft_value` estimates it from the reference. [N].
 
-    A response without a value has the advantage 0. Brantley et al. 2025, arXiv 2505.20686.
+    Without a reward or a value it is 0, at which A*-PO draws the response to the reference. arXiv 2505.20686.
     """
     groups = _Groups.of(rewards, group_size)
     baseline = optimal_values.detach().to(groups.values).view_as(groups.values)
@@ -323,7 +323,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
         lam: from 0 for one-step differences to 1 for whole returns, in [0, 1]; one number, or one for each row, [B].
 
     Returns:
-        Advantages and returns, [B, T] each, without gradient, 0 where the mask is 0.
+        Advantages and returns, [B, T] each, in float32 at least, without gradient, 0 where the mask is 0.
 
     Raises:
         ValueError: shapes that differ, or `gamma` or `lam` outside [0, 1].
@@ -338,8 +338,10 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
     lam = torch.as_tensor(lam, dtype=torch.float64)
     if not (0 <= gamma <= 1 and bool((lam.clamp(0, 1) == lam).all())):
         raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam.tolist()}")
-    counts, lam = mask != 0, lam.to(values)
-    values = values.detach().masked_fill(~counts, 0)
+    counts = mask != 0
+    # In bfloat16, a lambda of 0.998 would be 0.996.
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32)).masked_fill(~counts, 0)
+    lam = lam.to(values)
     rewards = rewards.detach().to(values.dtype).masked_fill(~counts, 0)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))

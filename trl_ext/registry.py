@@ -145,7 +145,7 @@ class Algorithm(LossFields, AdvantageFields, Entry):
         if own and given is not None and not given:
             raise ValueError(
                 f"--algorithm {self.name} and --{name} {given} contradict each other: it is {self.summary}; leave it "
-                "out, or use --algorithm dapo for the loss alone"
+                "out, or use an algorithm without it"
             )
         return own if given is None else given
 

@@ -73,8 +73,8 @@ class LabelSession:
             refuse_fatal(problems)
             if any(row.get("session") != self.identity for row in rows.values()):
                 raise ValueError(
-                    f"{self.path} holds labels of other responses, or of another --seed or --verdicts: give the same, "
-                    "or another --out"
+                    f"{self.path} holds labels from elsewhere, of other responses, or of another --seed or "
+                    "--verdicts: give the same, or another --out"
                 )
             self.labels = {row_id: row["outcome"] for row_id, row in rows.items()}
 

@@ -34,6 +34,8 @@ def make_check(task: Task, rows: Sequence[Row]) -> Callable[[Sequence[Row], Sequ
         raise ValueError(f"check: {name!r} is no check{nearest(name, CHECKS)} Known: {known}")
     if name in (*KINDS, "exact", "contains") and task.answer is None:
         raise ValueError(f'the check {name} needs the key answer, such as answer: "{{answer}}"')
+    if task.answer is not None and not all(isinstance(row["answer"], str) for row in rows):
+        raise ValueError(f"answer: {task.answer} is a list in the data, and one text is needed")
     columns = COLUMNS.get(name, ())
     if not all(row.keys() >= set(columns) for row in rows):
         raise ValueError(f"the check {name} needs {' and '.join(columns)} in every row of the data")

@@ -64,8 +64,11 @@ def evaluate(
     check, of_pairs = make_check(task, rows), task.check == PAIRS
     saved = "scores.jsonl" if of_pairs else "generations.jsonl"
     find_policy(model)
-    # A model that is trained again into the same folder is another one, and so is a file of data that has changed.
-    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    # A model that is trained again into the same folder is another one, and so are data or your own check's file that
+    # have changed.
+    source = Path(task.check.rpartition(":")[0])
+    own = source.read_bytes() if source.is_file() else b""
+    digest = hashlib.sha256(json.dumps(rows).encode() + own).hexdigest()
     settings = {"task": name, **task.model_dump(), "data_sha256": digest, "model_sha256": model_sha256(model)}
     earlier = None if compare is None else _rows_of(compare, saved, settings)
     if (folder / SETTINGS).is_file() and read_json(folder / SETTINGS) != settings:

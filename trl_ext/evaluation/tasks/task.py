@@ -87,7 +87,9 @@ def read_rows(task: Task, folders: list[Path]) -> list[Row]:
     """
     path = next((folder / task.data for folder in folders if (folder / task.data).is_file()), None)
     if path is None:
-        raise FileNotFoundError(f"no file {task.data} in {', '.join(map(str, folders))}: give its folder as --data")
+        raise FileNotFoundError(
+            f"no file {task.data} in {', '.join(map(str, folders))}: --data is the folder that holds {task.data}"
+        )
     if task.layout == "math":
         raw = load_math(path)
     elif task.layout == "hh_rlhf":

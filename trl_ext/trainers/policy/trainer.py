@@ -135,7 +135,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _check_prompts(self, dataset, args: PolicyConfig) -> None:
         columns = getattr(dataset, "column_names", None) or ()
         if self.objective.reads("optimal_values") and "optimal_value" not in columns:
-            raise ValueError(f"{args.algorithm} needs the data's column optimal_value: see trl_ext.losses.soft_value")
+            raise ValueError(f"{args.algorithm} needs the data's column optimal_value: docs/policy.md makes it")
         needed = -(-args.generation_batch_size // args.num_generations)
         if isinstance(dataset, Dataset) and len(dataset) < needed:
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import gather, is_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
+from transformers import TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
 
 from trl_ext.advantages import clip_advantages, gae
@@ -59,6 +60,8 @@ class PPOTrainer(PolicyTrainer):
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
         self.value_model = VALUE_MODELS[self.args.value_model](self)
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
+        if self.args.value_pretraining_steps:
+            self.add_callback(_ValuesAlone(self))
 
     @property
     def fits_values_only(self) -> bool:
@@ -249,13 +252,17 @@ class PPOTrainer(PolicyTrainer):
         optimizer = super().create_optimizer(*args, **kwargs)
         if not is_new or self.args.value_learning_rate is None:
             return optimizer
-        own = {id(weight) for weight in self.value_model.parameters().values()}
+        own = self._value_weights()
         for group in list(optimizer.param_groups):
             moved = [weight for weight in group["params"] if id(weight) in own]
             if moved:
                 group["params"] = [weight for weight in group["params"] if id(weight) not in own]
                 optimizer.add_param_group({**group, "params": moved, "lr": self.args.value_learning_rate})
         return optimizer
+
+    def _value_weights(self) -> set[int]:
+        """The ids of the value function's parameters."""
+        return {id(weight) for weight in self.value_model.parameters().values()}
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
@@ -269,6 +276,23 @@ class PPOTrainer(PolicyTrainer):
         super()._load_best_model()
         if not self.is_deepspeed_enabled:
             self.value_model.load(self.state.best_model_checkpoint)
+
+
+class _ValuesAlone(TrainerCallback):
+    """Takes the policy's gradients of 0 away before an optimizer step of the value pretraining.
+
+    With them, Adam would count the step, and the corrections for its first steps would be used up.
+    """
+
+    def __init__(self, trainer: PPOTrainer):
+        self.trainer = trainer
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        if self.trainer.fits_values_only:
+            own = self.trainer._value_weights()
+            for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+                if id(weight) not in own:
+                    weight.grad = None
 
 
 def token_rewards(scores: Tensor, penalties: Tensor | None, mask: Tensor) -> Tensor:
