@@ -175,7 +175,7 @@ WRONG = {
     "loss nash_md and second_sampler policy contradict": {"loss": "nash_md", "second_sampler": "policy"},
     "second_sampler must be one of policy, reference, mixture": {"second_sampler": "base"},
     "pairs is not used .* paired with each of the policy's": {"loss": "xpo", "pairs": "all"},
-    "use_vllm is not used .* leave it or second_sampler out": {"loss": "xpo", "use_vllm": True},
+    "use_vllm is not used .* a second sampler needs transformers": {"loss": "xpo", "use_vllm": True},
     "sync_ref_model is not used": {"second_sampler": "reference", "sync_ref_model": True},
     "replay_weights is not used": {"loss": "xpo", "replay_capacity": 8, "replay_weights": "sequence"},
     "mixture_weight is not used .* for second_sampler mixture": {"loss": "xpo", "mixture_weight": 0.2},

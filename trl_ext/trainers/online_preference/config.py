@@ -43,9 +43,9 @@ _PAIR_COLUMNS = ("second_is_chosen", "win_probability")
 _NOT_ACROSS = {
     "pairs": "with a second sampler, each of its responses is paired with each of the policy's",
     "replay_weights": "they compare policies, and one of two responses is from a second sampler",
-    **dict.fromkeys(
-        ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model"), "leave it or second_sampler out"
-    ),
+    "use_vllm": "a second sampler needs transformers",
+    "use_transformers_continuous_batching": "a second sampler needs transformers' generate",
+    "sync_ref_model": "a second sampler needs a reference that stays as it is",
 }
 # Here beta belongs to the preference loss.
 del _NOT_READ["beta"]

@@ -71,9 +71,6 @@ class SecondSampling:
                 yield
             return
         policy, sampler = self.accelerator.unwrap_model(self.model_wrapped), self.sampler
-        if sampler is not None:
-            # It moves rows between steps, and the reference's cache would stay behind.
-            sampler.uninstall()
         generate = policy.generate
 
         def generate_from_mixture(*, attention_mask, **kwargs):
@@ -81,12 +78,10 @@ class SecondSampling:
             processors = LogitsProcessorList([mixture])
             return generate(attention_mask=attention_mask, logits_processor=processors, **kwargs)
 
-        try:
-            with temporarily(policy, generate=generate_from_mixture):
-                yield
-        finally:
-            if sampler is not None:
-                sampler.install()
+        # The fast sampler moves rows between steps, and the reference's cache would stay behind.
+        aside = temporarily(sampler, reason="the reference takes part") if sampler else nullcontext()
+        with aside, temporarily(policy, generate=generate_from_mixture):
+            yield
 
     @contextmanager
     def _reference(self) -> Iterator:

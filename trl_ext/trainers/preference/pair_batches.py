@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.rollouts.replay import SampledPair
@@ -69,14 +71,9 @@ def encode_pairs(
 
 
 def _padded(rows: Sequence[array], pad_token_id: int, *, left: bool) -> tuple[Tensor, Tensor]:
-    width = max(map(len, rows))
-    ids = torch.full((len(rows), width), pad_token_id)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for index, row in enumerate(rows):
-        place = slice(width - len(row), width) if left else slice(len(row))
-        ids[index, place] = torch.tensor(row.tolist(), dtype=torch.long)
-        mask[index, place] = 1
-    return ids, mask
+    ids = [torch.tensor(row.tolist(), dtype=torch.long) for row in rows]
+    padded = functools.partial(pad_sequence, batch_first=True, padding_side="left" if left else "right")
+    return padded(ids, padding_value=pad_token_id), padded([torch.ones_like(row) for row in ids])
 
 
 @dataclass
