@@ -336,7 +336,7 @@ def xpo(scores: PreferenceScores, *, beta: float = 0.1, alpha: float = 1e-5) -> 
 
     The second term lowers the policy's log-probability of what the reference would say, and is unbounded below: keep
     alpha small. `second_is_chosen` is 1 where y' is the chosen response and 0 where it is the rejected one.
-    Xie et al. 2024, arXiv 2405.21046; the defaults are TRL's, since the paper tunes both.
+    Xie et al. 2024, arXiv 2405.21046; the defaults are those of TRL.
     """
     from_reference = torch.where(scores.columns["second_is_chosen"] > 0, scores.chosen, scores.rejected)
     return dpo(scores, beta=beta) + alpha * from_reference
@@ -354,7 +354,7 @@ def nash_md(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
 
     `P` is the column `win_probability`, that of y to win over a response from the mixture of policy and reference,
     and `h` the log-ratio of the whole response; no gradient flows through the bracket. Munos et al. 2023, arXiv
-    2312.00886. TRL's removed trainer multiplied log-ratio and log-probability token by token.
+    2312.00886; the default is that of TRL, whose removed trainer multiplied log-ratio and log-probability per token.
     """
     second = scores.columns["second_is_chosen"] > 0
     log_ratio = torch.where(second, scores.rejected_log_ratio, scores.chosen_log_ratio).detach()
