@@ -35,12 +35,14 @@ from trl_ext.losses.preference import (
     dpop,
     hinge,
     ipo,
+    nash_md,
     nca,
     orpo,
     repo,
     robust_dpo,
     simpo,
     sppo,
+    xpo,
 )
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import bco, kto, reward_shift
@@ -83,6 +85,7 @@ __all__ = [
     "masked_normalize",
     "masked_sum",
     "mismatch_weights",
+    "nash_md",
     "nca",
     "optimal_advantage",
     "orpo",
@@ -103,4 +106,5 @@ __all__ = [
     "whiten",
     "with_tail",
     "wpo",
+    "xpo",
 ]

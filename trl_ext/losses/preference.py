@@ -1,4 +1,4 @@
-"""Offline preference losses: pure functions from sequence log-probabilities to one loss per pair.
+"""Preference losses: pure functions from sequence log-probabilities to one loss per pair.
 
 Notation: `h_w` and `h_l` are the reference-corrected log-ratios of the chosen and the rejected response, `margin` is
 `h_w - h_l`, and `l(u) = -log sigmoid(u)`. A loss returns one value per pair, [B]; its defaults are the paper's.
@@ -319,3 +319,44 @@ def _log_odds(log_probability: Tensor) -> Tensor:
     """`p - log(1 - exp(p))` for p < 0, accurate near 0; at p = 0, where it is infinite, its largest finite value."""
     log_probability = log_probability.clamp(max=-torch.finfo(log_probability.dtype).tiny)
     return log_probability - torch.log(-torch.expm1(log_probability))
+
+
+# ---- One response of each pair from a second sampler (`OnlinePreferenceConfig.second_sampler`) ----
+
+
+@preference_loss(
+    "xpo",
+    columns=("second_is_chosen",),
+    paper="2405.21046",
+    title="Exploratory Preference Optimization: Harnessing Implicit Q*-Approximation for Sample-Efficient RLHF",
+    label="XPO",
+)
+def xpo(scores: PreferenceScores, *, beta: float = 0.1, alpha: float = 1e-5) -> Tensor:
+    """XPO: `l(beta margin) + alpha p(y')`, where y' is the response that the reference sampled.
+
+    The second term lowers the policy's log-probability of what the reference would say, and is unbounded below: keep
+    alpha small. `second_is_chosen` is 1 where y' is the chosen response and 0 where it is the rejected one.
+    Xie et al. 2024, arXiv 2405.21046; the defaults are those of TRL.
+    """
+    from_reference = torch.where(scores.columns["second_is_chosen"] > 0, scores.chosen, scores.rejected)
+    return dpo(scores, beta=beta) + alpha * from_reference
+
+
+@preference_loss(
+    "nash_md",
+    columns=("second_is_chosen", "win_probability"),
+    paper="2312.00886",
+    title="Nash Learning from Human Feedback",
+    label="Nash-MD",
+)
+def nash_md(scores: PreferenceScores, *, beta: float = 0.1) -> Tensor:
+    """Nash-MD: the policy gradient `-(P - 1/2 - beta h(y)) p(y)` of the policy's own response y.
+
+    `P` is the column `win_probability`, that of y to win over a response from the mixture of policy and reference,
+    and `h` the log-ratio of the whole response; no gradient flows through the bracket. Munos et al. 2023, arXiv
+    2312.00886; the default is that of TRL, whose removed trainer multiplied log-ratio and log-probability per token.
+    """
+    second = scores.columns["second_is_chosen"] > 0
+    log_ratio = torch.where(second, scores.rejected_log_ratio, scores.chosen_log_ratio).detach()
+    advantage = scores.columns["win_probability"] - 0.5 - beta * log_ratio
+    return -advantage * torch.where(second, scores.rejected, scores.chosen)
