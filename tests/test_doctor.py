@@ -153,6 +153,12 @@ def test_few_rewards_of_zero_are_a_warning(responses, severity):
     assert ("24 responses: up to 12% may be right" in finding.evidence) == (severity == "warning")
 
 
+def test_prompts_that_are_cut_as_generation_cuts_them():
+    trainer = healthy.build("preference", True, max_prompt_tokens=12)
+    assert {len(ids) for ids in trainer.train_dataset["prompt_ids"]} == {12}
+    assert examine(trainer).names == []
+
+
 # ---- The report ----
 
 

@@ -107,7 +107,8 @@ def prompt_tokens_differ(patient: Patient) -> Found | None:
     rows = [one for one in patient.examples if _is_generated_from(one)]
     found = []
     for one in rows:
-        asked = prompt_tokens(patient.tokenizer, one.row["prompt"], None)
+        # Generation cuts prompts as training does.
+        asked = prompt_tokens(patient.tokenizer, one.row["prompt"], patient.setting("max_prompt_tokens"))
         found += [one] if one.ids[: len(asked)] != asked else []
     if len(found) < max(2, len(rows) / 10):
         return None
