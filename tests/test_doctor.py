@@ -224,7 +224,7 @@ def test_the_callback_reports_and_changes_no_weight(own):
 )
 def test_rewards_of_real_steps(own, reward, expected, monkeypatch):
     if reward is not None:
-        monkeypatch.setattr(planted, "length_reward", lambda completions, **columns: [reward] * len(completions))
+        monkeypatch.setattr(healthy, "true_reward", lambda completions, **columns: [reward] * len(completions))
     trainer = healthy.build("policy", own)
     doctor = DoctorCallback(trainer, stop=True, show=lambda text: None)
     trainer.add_callback(doctor)
@@ -267,7 +267,8 @@ def test_the_folder_of_a_run(tmp_path, capsys):
     assert [finding["name"] for finding in json.loads(capsys.readouterr().out)["findings"]] == ["rewards-all-zero"]
     (tmp_path / "generations.jsonl").write_text(json.dumps({"response_text": "no " * 40}) + "\n")
     assert main([write_run(tmp_path, 0.4, 0.2)]) == 1
-    assert "error: responses-collapsed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("doctor: 1 fault found by ") and "error: responses-collapsed" in out
 
 
 def test_the_folder_of_a_run_of_trl(tmp_path, capsys):

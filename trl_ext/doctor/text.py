@@ -113,7 +113,7 @@ def prompt_tokens_differ(patient: Patient) -> Found | None:
     if len(found) < max(2, len(rows) / 10):
         return None
     return Found(
-        f"prompt and response together are tokenized otherwise than the prompt alone in {_share(found, rows)}: "
+        f"prompt and response together tokenize differently from the prompt alone in {_share(found, rows)}: "
         "generation begins with tokens that training does not show",
         "end prompts without a space and begin responses with it, and use a template whose generation prompt is how "
         "a response begins",
