@@ -278,10 +278,6 @@ def _reward(function: Callable[..., float]) -> Callable:
     return {"reward_funcs": lambda: reward}
 
 
-def _overlap(text: str, reference: str) -> float:
-    return len(set(text.split()) & set(reference.split())) / max(len(set(reference.split())), 1)
-
-
 def _noisy_reference(trainer) -> None:
     torch.manual_seed(0)
     for weight in trainer.ref_model.parameters():
@@ -412,7 +408,8 @@ RUN_FAULTS = [
     RunFault(
         "reward-turned-around",
         "policy",
-        _reward(lambda prompt, text, row: -_overlap(text, row["reference_response_text"])),
+        _reward(lambda prompt, text, row: -(row["answer"].lower() in text.lower())),
+        rows=_mapped(_word),
     ),
     RunFault("identical-samples", "policy", plant=_greedy_generation, only="trl"),
     RunFault("temperature-not-shared", "policy", {"generation_kwargs": {"temperature": 0.5}}),

@@ -16,9 +16,10 @@ from benchmarks.doctor import strengths
 from trl_ext.doctor import CHECKS, DoctorCallback, examine, labels
 from trl_ext.doctor.examine import report_before_training
 from trl_ext.doctor.page import write_page
-from trl_ext.doctor.patient import Patient
+from trl_ext.doctor.patient import Patient, Sampled
 from trl_ext.doctor.report import shown_tokens
 from trl_ext.doctor.table import run_checks
+from trl_ext.rewards import ShapedReward
 from trl_ext.runs.studies.examination import main
 
 LOGS = planted.LOGGED_FAULTS
@@ -101,6 +102,44 @@ def test_a_contrary_part_is_found_in_labels_that_tokens_predict():
     pairs[320:] = [(rejected, chosen) for chosen, rejected in pairs[320:]]
     start, share, score, others = labels._most_contrary_part(labels._predicted(pairs))
     assert (start, share) == (0.8, 0.2) and score < -3.5 and others > 3
+
+
+# ---- Rewards of the first steps ----
+
+
+def test_the_doctor_calls_no_reward_function():
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(len(completions))
+        return [float(len(one[0]["content"])) for one in completions]
+
+    shaped = ShapedReward(reward, ["center"])
+    trainer = healthy.build("policy", True, reward_funcs=shaped)
+    watched = healthy.watch(trainer, steps=1)
+    assert "reward-turned-around" in watched.checked
+    assert sum(calls) == len(trainer._logs["prompt"]) == shaped.state_dict()["steps"][0]["count"]
+
+
+def sampled(answers: str, **rewards: str) -> list[str]:
+    """Findings of responses that hold the right answer (1) or another (0), with rewards of one digit each."""
+    patient = Patient(kind="policy")
+    patient.answers = {"2 + 2": "4"}
+    for index, answer in enumerate(answers):
+        of = {name: float(digits[index]) for name, digits in rewards.items()}
+        text = f"It is {4 if answer == '1' else 5}."
+        patient.sampled.append(Sampled(1, "2 + 2", text, of, of["accuracy"] + of.get("format", 0)))
+    report = run_checks(patient, ("steps",))
+    return [name for name in ("parser-never-matches", "reward-turned-around") if name in report.names]
+
+
+def test_rewards_of_right_responses():
+    right = "1" * 6 + "0" * 10
+    assert sampled(right, accuracy=right) == []
+    # Lower for right responses than for others; not so if the best of them is as high.
+    assert sampled(right, accuracy="0" * 6 + "1" * 10) == ["reward-turned-around"]
+    assert sampled(right, accuracy="1" + "0" * 5 + "1" * 10) == []
+    assert sampled(right, accuracy="0" * 16, format="0" * 16) == ["parser-never-matches"]
 
 
 # ---- What cannot be read is not counted as checked ----
