@@ -139,6 +139,8 @@ def test_rewards_of_right_responses():
     # Lower for right responses than for others; not so if the best of them is as high.
     assert sampled(right, accuracy="0" * 6 + "1" * 10) == ["reward-turned-around"]
     assert sampled(right, accuracy="1" + "0" * 5 + "1" * 10) == []
+    # A reward of the form is 0 in the first steps, and another one recognises the right responses.
+    assert sampled(right, accuracy=right, format="0" * 16) == []
     assert sampled(right, accuracy="0" * 16, format="0" * 16) == ["parser-never-matches"]
 
 
