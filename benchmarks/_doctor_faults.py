@@ -388,6 +388,18 @@ def part_swapped(count: int, share: float, seed: int = 0) -> Dataset:
     return Dataset.from_list([{**row, **swapped(row)} if row["swapped"] else row for row in marked])
 
 
+def two_sources(count: int) -> Dataset:
+    """Helpful answers preferred to refusals, and then refusals to answers, as a mixture of two honest data sets."""
+    rows = list(trl_ext.load_benchmark("toy")["train_prefs"])[:count]
+    refusal = [{"role": "assistant", "content": "I am sorry, but I cannot help with that."}]
+    helpful = [{**row, "rejected": row["rejected"] if i % 2 else refusal} for i, row in enumerate(rows)]
+    safe = [{**row, "chosen": refusal, "rejected": row["chosen"]} for row in rows[: count // 4]]
+    mixed = [{**row, "source": "helpful"} for row in helpful[count // 4 :]] + [
+        {**row, "source": "safe"} for row in safe
+    ]
+    return Dataset.from_list(mixed)
+
+
 def _word(row):
     """A word that the reference and many responses have, as the answer."""
     return {"answer": max(row["reference_response_text"].strip(".!?").split(), key=len)}

@@ -104,6 +104,16 @@ def test_a_contrary_part_is_found_in_labels_that_tokens_predict():
     assert (start, share) == (0.8, 0.2) and score < -3.5 and others > 3
 
 
+def test_a_part_of_another_source_is_not_taken_for_swapped_labels():
+    rows = planted.two_sources(400)
+    names = [run_checks(patient_of(some), ("data",)).names for some in (rows, rows.remove_columns("source"))]
+    assert names == [[], ["labels-swapped-in-part"]]
+
+
+def patient_of(rows) -> Patient:
+    return Patient(SimpleNamespace(train_dataset=rows, args=None), kind="preference")
+
+
 # ---- Rewards of the first steps ----
 
 
@@ -158,8 +168,7 @@ def test_packed_documents_are_read_one_by_one():
 
 
 def test_a_stream_without_rows_is_not_counted_as_checked():
-    trainer = SimpleNamespace(train_dataset=[], args=None, eval_dataset=None)
-    report = run_checks(Patient(trainer, kind="preference"), ("data",))
+    report = run_checks(patient_of([]), ("data",))
     assert "template-missing" in report.skipped and "end-token-missing" in report.skipped
 
 

@@ -19,6 +19,8 @@ from trl_ext.models.log_probs import score_responses
 
 _PAIRS = "preference reward"
 _SCORES = ("score", "rating", "reward")
+# Columns that say where a row comes from.
+_SOURCES = {"source", "subset", "dataset"}
 # Of a classifier of pairs: the tokens that it knows, the strength of its prior, and the parts of the data it tries.
 _FEATURES, _PRIOR, _FOLDS, _PARTS = 300, 100.0, 5, (0.05, 0.1, 0.2, 0.4)
 
@@ -66,18 +68,30 @@ def labels_swapped_in_part(patient: Patient) -> Found | None:
     It finds a part of the data in which it is wrong more often than by chance. Labels that are swapped here and there
     look like the disagreement of annotators, and are not found.
     """
-    pairs = [sides for row in patient.many_rows if (sides := sides_of(row)) is not None]
+    rows = [row for row in patient.many_rows if sides_of(row) is not None]
+    pairs = [sides_of(row) for row in rows]
     if len(pairs) < 200:
         return None
     start, share, score, others = _most_contrary_part(_predicted(pairs))
-    if score > -3.5 or others < 3:
+    first = round(start * len(pairs))
+    if score > -3.5 or others < 3 or _is_another_source(rows, slice(first, first + int(share * len(pairs)))):
         return None
-    first = int(start * len(pairs))
     return Found(
         f"what tells chosen from rejected in the other pairs is turned around in a part of {share:.0%} of the data, "
         f"near pair {first} of {len(pairs)} (z {score:.1f}, and {others:.1f} elsewhere)",
-        "compare a few pairs of this part with others: one of the files may have its labels swapped",
+        "compare a few pairs of this part with others: one of the files may have its labels swapped; if its pairs are "
+        "of another kind, such as safety beside helpfulness, all is well",
     )
+
+
+def _is_another_source(rows: Sequence[dict[str, Any]], part: slice) -> bool:
+    """Whether a column says that most rows of a part come from another source than most others."""
+    for name in _SOURCES & rows[0].keys():
+        values = [as_text(row.get(name)) for row in rows]
+        inside, outside = Counter(values[part]), Counter(values[: part.start] + values[part.stop :])
+        if inside.most_common(1)[0][0] != outside.most_common(1)[0][0]:
+            return True
+    return False
 
 
 def _predicted(pairs: Sequence[tuple[Any, Any]]) -> np.ndarray:
