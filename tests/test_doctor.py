@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -170,6 +171,19 @@ def test_packed_documents_are_read_one_by_one():
 def test_a_stream_without_rows_is_not_counted_as_checked():
     report = run_checks(patient_of([]), ("data",))
     assert "template-missing" in report.skipped and "end-token-missing" in report.skipped
+
+
+def test_a_stream_is_read_once_and_no_further_than_needed():
+    drawn = []
+
+    class Stream:
+        def __iter__(self):
+            for index in itertools.count():
+                drawn.append(index)
+                yield {"prompt": str(index), "chosen": f"yes {index}", "rejected": "no"}
+
+    run_checks(patient_of(Stream()), ("data",))
+    assert drawn == list(range(48))
 
 
 def test_pairs_that_the_collator_makes_equal(trainers):

@@ -21,8 +21,9 @@ _PAIRS = "preference reward"
 _SCORES = ("score", "rating", "reward")
 # Columns that say where a row comes from.
 _SOURCES = {"source", "subset", "dataset"}
-# Of a classifier of pairs: the tokens that it knows, the strength of its prior, and the parts of the data it tries.
-_FEATURES, _PRIOR, _FOLDS, _PARTS = 300, 100.0, 5, (0.05, 0.1, 0.2, 0.4)
+# Of a classifier of pairs: the tokens that it knows, those that it reads of a response, the strength of its prior, and
+# the parts of the data it tries.
+_FEATURES, _TOKENS, _PRIOR, _FOLDS, _PARTS = 300, 256, 100.0, 5, (0.05, 0.1, 0.2, 0.4)
 
 
 @check("labels-against-scores", "warning", "data", _PAIRS)
@@ -96,12 +97,13 @@ def _is_another_source(rows: Sequence[dict[str, Any]], part: slice) -> bool:
 
 def _predicted(pairs: Sequence[tuple[Any, Any]]) -> np.ndarray:
     """The log-odds that each pair's label is as it is, by a classifier fitted without the pair; [N]."""
-    tokens = [[side if isinstance(side[0], int) else plain_text(side).split() for side in pair] for pair in pairs]
+    sides = [[side if isinstance(side[0], int) else plain_text(side) for side in pair] for pair in pairs]
+    tokens = [[_first_tokens(side) for side in pair] for pair in sides]
     differ = Counter(token for chosen, rejected in tokens for token in set(chosen) ^ set(rejected))
     index = {token: place for place, (token, _) in enumerate(differ.most_common(_FEATURES))}
     x = np.zeros((len(pairs), len(index) + 1))
-    for row, (chosen, rejected) in zip(x, tokens, strict=True):
-        for side, sign in ((chosen, 1), (rejected, -1)):
+    for row, pair, (chosen, rejected) in zip(x, tokens, sides, strict=True):
+        for side, sign in zip(pair, (1, -1), strict=True):
             row[[index[token] for token in set(side) if token in index]] += sign
         row[-1] = np.log1p(len(chosen)) - np.log1p(len(rejected))
     x /= np.maximum(x.std(axis=0), 1e-9)
@@ -111,6 +113,10 @@ def _predicted(pairs: Sequence[tuple[Any, Any]]) -> np.ndarray:
     for fold in range(_FOLDS):
         odds[folds == fold] = x[folds == fold] @ _fit(x[folds != fold])
     return odds
+
+
+def _first_tokens(side: list[int] | str) -> list:
+    return side.split(maxsplit=_TOKENS)[:_TOKENS] if isinstance(side, str) else side[:_TOKENS]
 
 
 def _fit(x: np.ndarray) -> np.ndarray:
