@@ -106,7 +106,7 @@ def test_a_contrary_part_is_found_in_labels_that_tokens_predict():
 
 
 def test_a_part_of_another_source_is_not_taken_for_swapped_labels():
-    rows = planted.two_sources(400)
+    rows = healthy.two_sources(400)
     names = [run_checks(patient_of(some), ("data",)).names for some in (rows, rows.remove_columns("source"))]
     assert names == [[], ["labels-swapped-in-part"]]
 
