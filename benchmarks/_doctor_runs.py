@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import yaml
+from datasets import Dataset
 
 import trl_ext
 from trl_ext.doctor import DoctorCallback, Report
@@ -58,6 +59,27 @@ def data_of(kind: str):
         pairs = rows["train_prefs"]
         return pairs.map(lambda row: {"completion": row["chosen"]}).select_columns(["prompt", "completion"]), None
     return rows["train_prefs"], rows["validation_prefs"]
+
+
+def mapped(edit: Callable) -> Callable:
+    return lambda rows: Dataset.from_list([{**row, **edit(row)} for row in rows])
+
+
+def word_of_reference(row):
+    """A word that the reference and many responses have, as the answer."""
+    return {"answer": max(row["reference_response_text"].strip(".!?").split(), key=len)}
+
+
+def two_sources(count: int) -> Dataset:
+    """Helpful answers preferred to refusals, and then refusals to answers, as a mixture of two honest data sets."""
+    rows = list(trl_ext.load_benchmark("toy")["train_prefs"])[:count]
+    refusal = [{"role": "assistant", "content": "I am sorry, but I cannot help with that."}]
+    helpful = [{**row, "rejected": row["rejected"] if i % 2 else refusal} for i, row in enumerate(rows)]
+    safe = [{**row, "chosen": refusal, "rejected": row["chosen"]} for row in rows[: count // 4]]
+    mixed = [{**row, "source": "helpful"} for row in helpful[count // 4 :]] + [
+        {**row, "source": "safe"} for row in safe
+    ]
+    return Dataset.from_list(mixed)
 
 
 def build(kind: str, own: bool, *, model: str | None = None, train=None, held_out=None, name=None, **options):
@@ -156,7 +178,8 @@ class Run:
 def _stock(kind: str, own: bool, model: Callable[[], str], *, size: float = 0, **options) -> Callable[[int], Report]:
     def report(steps: int) -> Report:
         given = {
-            name: value() if callable(value) and name == "peft_config" else value for name, value in options.items()
+            name: value() if callable(value) and name in ("peft_config", "train") else value
+            for name, value in options.items()
         }
         trainer = build(kind, own, model=model(), **given)
         if size:
@@ -296,6 +319,31 @@ _SMALLER = {
 }
 
 
+def answer_reward(prompts, completions, answer, **columns) -> list[float]:
+    """1 for a response that holds the answer, as in the first steps of a run that will learn its form later."""
+    return [float(word.lower() in one[0]["content"].lower()) for one, word in zip(completions, answer, strict=True)]
+
+
+def form_reward(completions, **columns) -> list[float]:
+    """1 for a response in the form that no model knows yet."""
+    return [float("<answer>" in one[0]["content"]) for one in completions]
+
+
+# What is unusual and no fault: name -> kind, whether the trainer is this library's, settings.
+UNUSUAL = {
+    "prompts that are cut": ("preference", True, {"max_prompt_tokens": 12}),
+    "a reward of the form beside one of the answer": (
+        "policy",
+        False,
+        {
+            "train": lambda: mapped(word_of_reference)(data_of("policy")[0]),
+            "reward_funcs": [answer_reward, form_reward],
+        },
+    ),
+    "two sources of pairs": ("reward", False, {"train": lambda: two_sources(400)}),
+}
+
+
 def healthy_runs(recipes=tuple(RECIPES)) -> list[Run]:
     """All runs without a fault, in a fixed order."""
     runs = []
@@ -311,4 +359,7 @@ def healthy_runs(recipes=tuple(RECIPES)) -> list[Run]:
     for recipe in recipes:
         for file in (f"toy/{recipe}", *RECIPES[recipe]):
             runs.append(Run(f"{recipe} {file}.yaml", lambda steps, of=(recipe, file): recipe_report(*of, steps)))
+    for name, (kind, own, options) in UNUSUAL.items():
+        for model in (stand_in if kind == "policy" else random_llama, toy):
+            runs.append(Run(f"{name}, {model.__name__}", _stock(kind, own, model, **options)))
     return runs

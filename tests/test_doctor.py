@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -16,9 +17,10 @@ from benchmarks.doctor import strengths
 from trl_ext.doctor import CHECKS, DoctorCallback, examine, labels
 from trl_ext.doctor.examine import report_before_training
 from trl_ext.doctor.page import write_page
-from trl_ext.doctor.patient import Patient
+from trl_ext.doctor.patient import Patient, Sampled
 from trl_ext.doctor.report import shown_tokens
 from trl_ext.doctor.table import run_checks
+from trl_ext.rewards import ShapedReward
 from trl_ext.runs.studies.examination import main
 
 LOGS = planted.LOGGED_FAULTS
@@ -103,6 +105,56 @@ def test_a_contrary_part_is_found_in_labels_that_tokens_predict():
     assert (start, share) == (0.8, 0.2) and score < -3.5 and others > 3
 
 
+def test_a_part_of_another_source_is_not_taken_for_swapped_labels():
+    rows = healthy.two_sources(400)
+    names = [run_checks(patient_of(some), ("data",)).names for some in (rows, rows.remove_columns("source"))]
+    assert names == [[], ["labels-swapped-in-part"]]
+
+
+def patient_of(rows) -> Patient:
+    return Patient(SimpleNamespace(train_dataset=rows, args=None), kind="preference")
+
+
+# ---- Rewards of the first steps ----
+
+
+def test_the_doctor_calls_no_reward_function():
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(len(completions))
+        return [float(len(one[0]["content"])) for one in completions]
+
+    shaped = ShapedReward(reward, ["center"])
+    trainer = healthy.build("policy", True, reward_funcs=shaped)
+    watched = healthy.watch(trainer, steps=1)
+    assert "reward-turned-around" in watched.checked
+    assert sum(calls) == len(trainer._logs["prompt"]) == shaped.state_dict()["steps"][0]["count"]
+
+
+def sampled(answers: str, **rewards: str) -> list[str]:
+    """Findings of responses that hold the right answer (1) or another (0), with rewards of one digit each."""
+    patient = Patient(kind="policy")
+    patient.answers = {"2 + 2": "4"}
+    for index, answer in enumerate(answers):
+        of = {name: float(digits[index]) for name, digits in rewards.items()}
+        text = f"It is {4 if answer == '1' else 5}."
+        patient.sampled.append(Sampled(1, "2 + 2", text, of, of["accuracy"] + of.get("format", 0)))
+    report = run_checks(patient, ("steps",))
+    return [name for name in ("parser-never-matches", "reward-turned-around") if name in report.names]
+
+
+def test_rewards_of_right_responses():
+    right = "1" * 6 + "0" * 10
+    assert sampled(right, accuracy=right) == []
+    # Lower for right responses than for others; not so if the best of them is as high.
+    assert sampled(right, accuracy="0" * 6 + "1" * 10) == ["reward-turned-around"]
+    assert sampled(right, accuracy="1" + "0" * 5 + "1" * 10) == []
+    # A reward of the form is 0 in the first steps, and another one recognises the right responses.
+    assert sampled(right, accuracy=right, format="0" * 16) == []
+    assert sampled(right, accuracy="0" * 16, format="0" * 16) == ["parser-never-matches"]
+
+
 # ---- What cannot be read is not counted as checked ----
 
 
@@ -117,9 +169,21 @@ def test_packed_documents_are_read_one_by_one():
 
 
 def test_a_stream_without_rows_is_not_counted_as_checked():
-    trainer = SimpleNamespace(train_dataset=[], args=None, eval_dataset=None)
-    report = run_checks(Patient(trainer, kind="preference"), ("data",))
+    report = run_checks(patient_of([]), ("data",))
     assert "template-missing" in report.skipped and "end-token-missing" in report.skipped
+
+
+def test_a_stream_is_read_once_and_no_further_than_needed():
+    drawn = []
+
+    class Stream:
+        def __iter__(self):
+            for index in itertools.count():
+                drawn.append(index)
+                yield {"prompt": str(index), "chosen": f"yes {index}", "rejected": "no"}
+
+    run_checks(patient_of(Stream()), ("data",))
+    assert drawn == list(range(48))
 
 
 def test_pairs_that_the_collator_makes_equal(trainers):
@@ -151,6 +215,12 @@ def test_few_rewards_of_zero_are_a_warning(responses, severity):
     (finding,) = run_checks(Patient(args=settings, kind="policy", logs=rows), ("steps",)).findings
     assert (finding.name, finding.severity) == ("rewards-all-zero", severity)
     assert ("24 responses: up to 12% may be right" in finding.evidence) == (severity == "warning")
+
+
+def test_prompts_that_are_cut_as_generation_cuts_them():
+    trainer = healthy.build("preference", True, max_prompt_tokens=12)
+    assert {len(ids) for ids in trainer.train_dataset["prompt_ids"]} == {12}
+    assert examine(trainer).names == []
 
 
 # ---- The report ----
@@ -218,7 +288,7 @@ def test_the_callback_reports_and_changes_no_weight(own):
 )
 def test_rewards_of_real_steps(own, reward, expected, monkeypatch):
     if reward is not None:
-        monkeypatch.setattr(planted, "length_reward", lambda completions, **columns: [reward] * len(completions))
+        monkeypatch.setattr(healthy, "true_reward", lambda completions, **columns: [reward] * len(completions))
     trainer = healthy.build("policy", own)
     doctor = DoctorCallback(trainer, stop=True, show=lambda text: None)
     trainer.add_callback(doctor)
@@ -261,7 +331,8 @@ def test_the_folder_of_a_run(tmp_path, capsys):
     assert [finding["name"] for finding in json.loads(capsys.readouterr().out)["findings"]] == ["rewards-all-zero"]
     (tmp_path / "generations.jsonl").write_text(json.dumps({"response_text": "no " * 40}) + "\n")
     assert main([write_run(tmp_path, 0.4, 0.2)]) == 1
-    assert "error: responses-collapsed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("doctor: 1 fault found by ") and "error: responses-collapsed" in out
 
 
 def test_the_folder_of_a_run_of_trl(tmp_path, capsys):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import trl
 from accelerate.data_loader import prepare_data_loader
-from transformers import Trainer
+from transformers import AutoModelForSequenceClassification, Trainer
 from transformers.trainer_utils import SaveStrategy
 from trl.trainer import kto_trainer
 from trl.trainer.utils import add_fused_lm_head
@@ -33,6 +33,8 @@ STOP = "trl_ext.trainers.policy.generation.PolicyGeneration"
 KTO = "trl_ext.KTOTrainer"
 GUARD = "trl_ext.resilience.guards.UpdateGuard"
 CARD = "trl_ext.trainers.model_card"
+ROLLOUT = "trl_ext.trainers.policy.rollout_metrics.latest_rollout, from which the doctor reads responses and rewards,"
+ONLINE, LOG_KEYS = (trl.GRPOTrainer, trl.RLOOTrainer), ('["prompt"]', '["completion"]', '["rewards"][name]')
 TRAINERS = (trl.DPOTrainer, trl.GRPOTrainer, trl.RewardTrainer, trl.SFTTrainer, trl.KTOTrainer)
 
 EPOCH = ["self", "model", "epoch", "train_dataloader", "steps_in_epoch", "num_update_steps_per_epoch", "trial"]
@@ -86,6 +88,7 @@ SOURCES = [
     (trl.DPOTrainer._precompute_ref_logps, "self._precompute_model_hash", f"{PREFERENCE}._precompute_ref_logps"),
     (trl.DPOTrainer._precompute_ref_logps, "dataset._fingerprint", f"{PREFERENCE}._on_shared_disk"),
     (trl.GRPOTrainer._calculate_rewards, "gather(rewards_per_func)", f"{POLICY}._generate_and_score_completions"),
+    *((kind._generate_and_score_completions, f"self._logs{key}", ROLLOUT) for kind in ONLINE for key in LOG_KEYS),
     (trl.GRPOTrainer._generate_single_turn, "generation_kwargs=self.generation_kwargs", GREEDY),
     (trl.GRPOTrainer._generate_single_turn, "generation_config=self.generation_config", GREEDY),
     (trl.KTOTrainer._compute_loss, "outputs = model(**model_kwargs, labels=completion_labels", f"{KTO}.compute_loss"),
@@ -237,6 +240,16 @@ def test_the_device_is_what_the_arguments_hold(run):
 
 def test_save_strategies_are_equal_to_their_names():
     assert {SaveStrategy.STEPS, SaveStrategy.EPOCH} <= {"steps", "epoch"}, f"{SELECTION}._is_due compares them"
+
+
+def test_weights_that_were_read_are_marked(tiny_model_path):
+    """A language model's files hold no score head, which is random then."""
+    model = AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)
+    marked = {name: getattr(weight, "_is_hf_initialized", False) for name, weight in model.named_parameters()}
+    assert [name for name, read in marked.items() if not read] == ["score.weight"], (
+        "from_pretrained no longer marks exactly the weights of the files with _is_hf_initialized: "
+        "trl_ext.doctor.setup.reward_model_untrained finds a random score head so"
+    )
 
 
 # ---- TRL's own ----

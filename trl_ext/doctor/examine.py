@@ -65,7 +65,8 @@ def _same_random_numbers() -> Iterator[None]:
 class DoctorCallback(TrainerCallback):
     """Examines a trainer when training begins, watches its first steps, and prints a report after each of the two.
 
-    It logs the metrics of each of these steps, whatever `logging_steps` is. It changes nothing else.
+    It logs the metrics of each of these steps, whatever `logging_steps` is. It reads rewards that training computed,
+    and calls no reward function.
 
     Args:
         trainer: the trainer that it is added to.

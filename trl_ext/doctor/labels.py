@@ -19,8 +19,11 @@ from trl_ext.models.log_probs import score_responses
 
 _PAIRS = "preference reward"
 _SCORES = ("score", "rating", "reward")
-# Of a classifier of pairs: the tokens that it knows, the strength of its prior, and the parts of the data it tries.
-_FEATURES, _PRIOR, _FOLDS, _PARTS = 300, 100.0, 5, (0.05, 0.1, 0.2, 0.4)
+# Columns that say where a row comes from.
+_SOURCES = {"source", "subset", "dataset"}
+# Of a classifier of pairs: the tokens that it knows, those that it reads of a response, the strength of its prior, and
+# the parts of the data it tries.
+_FEATURES, _TOKENS, _PRIOR, _FOLDS, _PARTS = 300, 256, 100.0, 5, (0.05, 0.1, 0.2, 0.4)
 
 
 @check("labels-against-scores", "warning", "data", _PAIRS)
@@ -66,28 +69,41 @@ def labels_swapped_in_part(patient: Patient) -> Found | None:
     It finds a part of the data in which it is wrong more often than by chance. Labels that are swapped here and there
     look like the disagreement of annotators, and are not found.
     """
-    pairs = [sides for row in patient.many_rows if (sides := sides_of(row)) is not None]
+    rows = [row for row in patient.many_rows if sides_of(row) is not None]
+    pairs = [sides_of(row) for row in rows]
     if len(pairs) < 200:
         return None
     start, share, score, others = _most_contrary_part(_predicted(pairs))
-    if score > -3.5 or others < 3:
+    first = round(start * len(pairs))
+    if score > -3.5 or others < 3 or _is_another_source(rows, slice(first, first + int(share * len(pairs)))):
         return None
-    first = int(start * len(pairs))
     return Found(
         f"what tells chosen from rejected in the other pairs is turned around in a part of {share:.0%} of the data, "
         f"near pair {first} of {len(pairs)} (z {score:.1f}, and {others:.1f} elsewhere)",
-        "compare a few pairs of this part with others: one of the files may have its labels swapped",
+        "compare a few pairs of this part with others: one of the files may have its labels swapped; if its pairs are "
+        "of another kind, such as safety beside helpfulness, all is well",
     )
+
+
+def _is_another_source(rows: Sequence[dict[str, Any]], part: slice) -> bool:
+    """Whether a column says that most rows of a part come from another source than most others."""
+    for name in _SOURCES & rows[0].keys():
+        values = [as_text(row.get(name)) for row in rows]
+        inside, outside = Counter(values[part]), Counter(values[: part.start] + values[part.stop :])
+        if inside.most_common(1)[0][0] != outside.most_common(1)[0][0]:
+            return True
+    return False
 
 
 def _predicted(pairs: Sequence[tuple[Any, Any]]) -> np.ndarray:
     """The log-odds that each pair's label is as it is, by a classifier fitted without the pair; [N]."""
-    tokens = [[side if isinstance(side[0], int) else plain_text(side).split() for side in pair] for pair in pairs]
+    sides = [[side if isinstance(side[0], int) else plain_text(side) for side in pair] for pair in pairs]
+    tokens = [[_first_tokens(side) for side in pair] for pair in sides]
     differ = Counter(token for chosen, rejected in tokens for token in set(chosen) ^ set(rejected))
     index = {token: place for place, (token, _) in enumerate(differ.most_common(_FEATURES))}
     x = np.zeros((len(pairs), len(index) + 1))
-    for row, (chosen, rejected) in zip(x, tokens, strict=True):
-        for side, sign in ((chosen, 1), (rejected, -1)):
+    for row, pair, (chosen, rejected) in zip(x, tokens, sides, strict=True):
+        for side, sign in zip(pair, (1, -1), strict=True):
             row[[index[token] for token in set(side) if token in index]] += sign
         row[-1] = np.log1p(len(chosen)) - np.log1p(len(rejected))
     x /= np.maximum(x.std(axis=0), 1e-9)
@@ -97,6 +113,10 @@ def _predicted(pairs: Sequence[tuple[Any, Any]]) -> np.ndarray:
     for fold in range(_FOLDS):
         odds[folds == fold] = x[folds == fold] @ _fit(x[folds != fold])
     return odds
+
+
+def _first_tokens(side: list[int] | str) -> list:
+    return side.split(maxsplit=_TOKENS)[:_TOKENS] if isinstance(side, str) else side[:_TOKENS]
 
 
 def _fit(x: np.ndarray) -> np.ndarray:

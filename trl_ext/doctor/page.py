@@ -78,7 +78,7 @@ def _findings(report: Report) -> str:
     )
     if report.healthy:
         return f"<p>No fault was found by {len(report.checked)} checks.</p>{skipped}"
-    parts = [f"<p>{len(report.findings)} found by {len(report.checked)} checks.</p>"]
+    parts = [f"<p>{report.count} found by {len(report.checked)} checks.</p>"]
     for one in report.findings:
         parts.append(f'<h3><span class="{one.severity}">{one.severity}</span>: {escape(one.name)}</h3>')
         parts += [f"<p>{escape(one.evidence)}</p>", f"<p><b>Remedy:</b> {escape(one.remedy)}</p>"]

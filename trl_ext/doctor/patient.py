@@ -184,14 +184,14 @@ class Patient:
 
     @cached_property
     def many_rows(self) -> list[dict[str, Any]]:
-        """More rows, without those of images and videos.
+        """More rows, without those of images and videos. A stream is read once, because its buffer may be large.
 
         Raises:
             ValueError: the rows differ in more than their texts.
         """
         if media_columns(self.dataset):
             raise ValueError("rows with images or videos are not compared")
-        return read_rows(self.dataset, COMPARED_ROWS)
+        return read_rows(self.dataset, COMPARED_ROWS) if hasattr(self.dataset, "__len__") else self.rows
 
     @cached_property
     def held_out_rows(self) -> list[dict[str, Any]]:

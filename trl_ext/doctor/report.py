@@ -60,6 +60,11 @@ class Report:
     def names(self) -> list[str]:
         return [finding.name for finding in self.findings]
 
+    @property
+    def count(self) -> str:
+        """The number of faults in words."""
+        return f"{len(self.findings)} fault{'' if len(self.findings) == 1 else 's'}"
+
     def add(self, other: Report) -> None:
         """Add the findings of a later examination of the same run."""
         self.findings += [finding for finding in other.findings if finding.name not in self.names]
@@ -92,7 +97,7 @@ class Report:
         skipped = "".join(f"; not checked: {', '.join(names)} ({error})" for error, names in by_error.items())
         if self.healthy:
             return f"doctor: no fault found by {len(self.checked)} checks{skipped}"
-        lines = [f"doctor: {len(self.findings)} found by {len(self.checked)} checks{skipped}"]
+        lines = [f"doctor: {self.count} found by {len(self.checked)} checks{skipped}"]
         for finding in self.findings:
             lines += [f"\n{finding.severity}: {finding.name}", f"  {finding.evidence}"]
             if finding.tokens:

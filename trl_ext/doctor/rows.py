@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
@@ -36,7 +37,7 @@ def read_rows(dataset: Any, count: int) -> list[dict[str, Any]]:
     if dataset is None:
         return []
     if not hasattr(dataset, "__len__"):
-        return [row for row, _ in zip(dataset, range(min(count, SAMPLED_ROWS)), strict=False)]
+        return list(itertools.islice(dataset, min(count, SAMPLED_ROWS)))
     total = len(dataset)
     picked = sorted({index * total // min(count, total) for index in range(min(count, total))})
     return [dataset[index] for index in picked]

@@ -233,7 +233,8 @@ def reward_weights_negative(patient: Patient) -> Found | None:
     if not weights or max(weights) > 0:
         return None
     return Found(
-        f"no reward has a positive weight ({', '.join(f'{weight:g}' for weight in weights)}): low rewards are sought",
+        f"no reward has a positive weight ({', '.join(f'{weight:g}' for weight in weights)}): training will lower the "
+        "rewards",
         "give positive weights to what is to be high; a single penalty may keep its negative one",
     )
 

@@ -17,8 +17,7 @@ class Check:
     Attributes:
         name: the name of the fault.
         severity: `error` if nothing useful can be learned, `warning` if something is probably not as intended.
-        needs: `data`, `model`, `configuration`; `probe` for forward passes or calls of the rewards; `steps`;
-            `responses`.
+        needs: `data`, `model`, `configuration`; `probe` for forward passes; `steps`; `responses`.
         kinds: the trainers that it concerns: `sft`, `preference`, `reward`, `policy`, `other`.
         function: returns what it found, or None.
     """

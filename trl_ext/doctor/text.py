@@ -107,12 +107,13 @@ def prompt_tokens_differ(patient: Patient) -> Found | None:
     rows = [one for one in patient.examples if _is_generated_from(one)]
     found = []
     for one in rows:
-        asked = prompt_tokens(patient.tokenizer, one.row["prompt"], None)
+        # Generation cuts prompts as training does.
+        asked = prompt_tokens(patient.tokenizer, one.row["prompt"], patient.setting("max_prompt_tokens"))
         found += [one] if one.ids[: len(asked)] != asked else []
     if len(found) < max(2, len(rows) / 10):
         return None
     return Found(
-        f"prompt and response together are tokenized otherwise than the prompt alone in {_share(found, rows)}: "
+        f"prompt and response together tokenize differently from the prompt alone in {_share(found, rows)}: "
         "generation begins with tokens that training does not show",
         "end prompts without a space and begin responses with it, and use a template whose generation prompt is how "
         "a response begins",
