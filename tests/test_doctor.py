@@ -328,7 +328,9 @@ def test_the_folder_of_a_run(tmp_path, capsys):
     assert main([write_run(tmp_path, 0.4, 0.2)]) == 0
     assert capsys.readouterr().out.startswith("doctor: no fault found by ")
     assert main([write_run(tmp_path, 0.0, 0.0), "--json"]) == 1
-    assert [finding["name"] for finding in json.loads(capsys.readouterr().out)["findings"]] == ["rewards-all-zero"]
+    told = json.loads(capsys.readouterr().out)
+    assert [finding["name"] for finding in told["findings"]] == ["rewards-all-zero"]
+    assert told["skipped"] == {"responses-collapsed": "there are no responses in generations.jsonl"}
     (tmp_path / "generations.jsonl").write_text(json.dumps({"response_text": "no " * 40}) + "\n")
     assert main([write_run(tmp_path, 0.4, 0.2)]) == 1
     out = capsys.readouterr().out

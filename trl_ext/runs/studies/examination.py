@@ -25,7 +25,7 @@ from trl_ext.doctor import DoctorCallback, Report, examine
 from trl_ext.doctor.examine import show_rows, use_color
 from trl_ext.doctor.page import write_page
 from trl_ext.doctor.patient import Patient
-from trl_ext.doctor.table import run_checks
+from trl_ext.doctor.table import CHECKS, run_checks
 from trl_ext.files import read_yaml
 from trl_ext.registry import nearest
 from trl_ext.resilience.checkpoints import last_checkpoint
@@ -100,13 +100,19 @@ def examine_folder(folder: str | Path) -> Report:
     folder = Path(folder)
     rows = read_metrics(folder / "metrics.jsonl") or _checkpoint_logs(folder)
     if not rows:
-        raise FileNotFoundError(f"{folder} has no metrics.jsonl and no checkpoint with logs: name the folder of a run")
+        raise FileNotFoundError(
+            f"{folder} has no step in metrics.jsonl, and no checkpoint with logs: name the folder of a run"
+        )
     rows = [row for row in rows if "learning_rate" in row]
     kind = next((kind for name, kind in _METRICS.items() if any(name in row for row in rows)), "other")
     config = read_yaml(folder / "config.yaml") if (folder / "config.yaml").is_file() else {}
     patient = Patient(args=SimpleNamespace(**config), kind=kind, logs=rows)
     patient.responses = [row.get("response_text") or "" for row in read_metrics(folder / "generations.jsonl")]
-    report = run_checks(patient, ("configuration", "steps", "responses"))
+    written = ("configuration", "steps", *(["responses"] if patient.responses else []))
+    report = run_checks(patient, written)
+    if not patient.responses:
+        of_responses = (row.name for row in CHECKS.values() if row.needs == "responses")
+        report.skipped.update(dict.fromkeys(of_responses, "there are no responses in generations.jsonl"))
     show_rows(patient, report)
     return report
 
