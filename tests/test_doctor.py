@@ -348,7 +348,7 @@ def test_the_folder_of_a_run_of_trl(tmp_path, capsys):
 
 def test_wrong_command_lines(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
-    assert "has no metrics.jsonl" in capsys.readouterr().err
+    assert "has no step in metrics.jsonl" in capsys.readouterr().err
     assert main(["--recipe", "dpoo"]) == 2
     assert "no recipe 'dpoo'" in capsys.readouterr().err
     with pytest.raises(SystemExit) as end:
