@@ -41,13 +41,13 @@ test-long: $(STAMP)
 
 # The numerical tests with other processors' instruction sets. PROCESSORS="A=1,B=2 C=3" runs them with A=1 and B=2, then with C=3.
 PROCESSORS ?= ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=AVX2
-NUMERICAL := advantages aot_scope comparison course course_steps distillation gae generation kl kto log_probs masking method_examples mismatch objective \
-	online_preference online_preference_judges online_preference_settings packing_attention packing_models \
-	packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants \
-	policy_losses policy_surrogates policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses \
-	preference_scores preference_trainer process_reward replay resampling reward_checkpoints reward_ensemble reward_losses reward_pairs \
-	reward_sharing reward_trainer rewards sampler shaping shared_backbone splits step_advantages step_credit toy trainer_contract trl_contract unpaired \
-	weighting
+NUMERICAL := advantages aot_scope comparison course course_steps distillation gae generation kl kto log_probs masking method_examples \
+	mismatch objective online_preference online_preference_judges online_preference_settings packing_attention \
+	packing_models packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants policy_losses \
+	policy_surrogates policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses preference_scores \
+	preference_trainer process_reward replay resampling reward_checkpoints reward_ensemble reward_losses reward_pairs \
+	reward_sharing reward_trainer rewards sampler second_sampler shaping shared_backbone splits step_advantages step_credit \
+	toy trainer_contract trl_contract unpaired weighting
 
 test-processors: $(STAMP)
 	@for settings in $(PROCESSORS); do \
