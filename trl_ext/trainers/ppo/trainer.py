@@ -60,7 +60,8 @@ class PPOTrainer(PolicyTrainer):
             raise ValueError("PPO's value function has not been tried under FSDP: use DDP or DeepSpeed")
         self.value_model = VALUE_MODELS[self.args.value_model](self)
         self._sum_up = partial(self.accelerator.reduce, reduction="sum")
-        if self.args.value_pretraining_steps:
+        # DeepSpeed's optimizer has no gradients of single parameters before its step.
+        if self.args.value_pretraining_steps and not self.is_deepspeed_enabled:
             self.add_callback(_ValuesAlone(self))
 
     @property
