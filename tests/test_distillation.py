@@ -186,8 +186,8 @@ def specification(policy_path, **args) -> dict:
     }
 
 
-def built(policy_path, folder, teacher, *, spec=(), **args):
-    given = {"teacher_model": teacher, "reward_funcs": None, "train_dataset": Dataset.from_list(rows())}
+def built(policy_path, folder, teacher, *, spec=(), rewards=None, **args):
+    given = {"teacher_model": teacher, "reward_funcs": rewards, "train_dataset": Dataset.from_list(rows())}
     spec = {**specification(policy_path, **args), **dict(spec)}
     trainer = build({name: value for name, value in spec.items() if value is not None}, str(folder), **given)
     trainer.current_gradient_accumulation_steps = 1
@@ -198,7 +198,7 @@ def built(policy_path, folder, teacher, *, spec=(), **args):
 def update(trainer) -> tuple[float, dict, dict]:
     """The loss of a rollout, its gradient by parameter, and the rollout."""
     output = trainer._generate_and_score_completions(rows())
-    tokens = trainer._token_mask(output).sum()
+    tokens = trainer._token_mask(output).sum().clamp(min=1)
     loss = trainer._compute_loss(trainer.model, {**output, "mean_tokens": tokens})
     loss.backward()
     found = {n: p.grad for n, p in trainer.model.named_parameters() if p.grad is not None}
@@ -209,7 +209,8 @@ def plain_loss(name: str, settings: dict, policy, teacher, tokenizer, output: di
     """Of each response by itself, without padding, the teacher's prompt from the chat template."""
     losses = []
     kept = [o[m.bool()].tolist() for o, m in zip(output["completion_ids"], output["completion_mask"], strict=True)]
-    for row, response in zip(rows(), kept, strict=True):
+    taught = output.get("taught", [1] * len(kept))
+    for row, response in (pair for pair, counts in zip(zip(rows(), kept, strict=True), taught, strict=True) if counts):
         own, hint = (
             token_ids(tokenizer, {"prompt": row[side], "chosen": [], "rejected": []})[0] for side in ("prompt", "hint")
         )

@@ -24,7 +24,10 @@ PRESETS: dict[str, tuple[str, float, tuple[str, ...]]] = {
     # The authors' teacher stays what the policy was before training.
     "opsd": ("full", 0.5, ("teacher_prompt", "teacher_model_name_or_path")),
     "sdft": ("full", 1.0, ("teacher_prompt",)),
+    "sdpo": ("full", 0.5, ()),
 }
+# The prompt of a teacher that sees another attempt: the default of sdpo.
+WITH_SUCCESS = "trl_ext.trainers.distillation.attempts:with_success"
 
 
 def teacher(rewards: Tensor, group_size: int) -> Tensor:
@@ -130,7 +133,8 @@ class DistillationConfig(PolicyConfig):
         default=None,
         metadata={
             "help": "The prompt that the teacher sees, with a solution or a demonstration in it: a column, or your "
-            "own file.py:function(row) -> prompt. Default: the policy's."
+            "own file.py:function(row) -> prompt, or function(row, attempts) -> prompt or None, which also sees the "
+            "group's responses and rewards. Default: the policy's; for sdpo, with a successful other response."
         },
     )
     preset: str | None = field(
@@ -177,6 +181,8 @@ class DistillationConfig(PolicyConfig):
         self.teacher_model_init_kwargs = parse_json_option("teacher_model_init_kwargs", self.teacher_model_init_kwargs)
         beta = self.beta
         super().__post_init__()
+        if self.teacher_prompt == WITH_SUCCESS and self.num_generations < 2:
+            raise ValueError("the teacher is shown another response to the prompt: give num_generations of 2 or more")
         # Where TRL and the policy trainer look for a coefficient of a reference, the objective has 0.
         self.beta = beta
 
@@ -193,6 +199,8 @@ class DistillationConfig(PolicyConfig):
         for name in needed:
             if getattr(self, name) is None:
                 raise ValueError(f"preset {self.preset} needs {name}: see docs/distillation.md")
+        if self.preset == "sdpo" and self.teacher_prompt is None:
+            self.teacher_prompt = WITH_SUCCESS
         self.divergence = divergence if self.divergence is None else self.divergence
         self.beta = beta if self.beta is None else self.beta
 

@@ -15,6 +15,7 @@ from trl_ext.losses.masking import masked_mean
 from trl_ext.names import load_function
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.distillation.attempts import attempts_of_rollout, takes_attempts
 from trl_ext.trainers.distillation.config import DistillationConfig
 from trl_ext.trainers.distillation.teacher import Teacher, apply_head, reading_hidden_states
 from trl_ext.trainers.policies import is_zero3
@@ -31,13 +32,15 @@ class DistillationTrainer(PolicyTrainer):
     and the surrogate of `PolicyTrainer` does the rest. Sampling is not differentiated, nor is the teacher.
 
     With `teacher_prompt` the teacher knows more than the policy: a solution, as in OPSD (arXiv 2601.18734), or a
-    demonstration, as in SDFT (arXiv 2601.19897).
+    demonstration, as in SDFT (arXiv 2601.19897); or the attempts of a group with their rewards, as in SDPO (arXiv
+    2601.20802). Responses for which it has nothing to show have no part in the loss.
 
     A teacher on the policy's own base, or the policy itself with another prompt, takes no memory for a second copy.
     Any other is loaded whole on each process. For `full` it scores each micro-batch when its turn comes, so that
     further iterations over a rollout score again; for `sampled_token` it scores a rollout once.
 
-    Logged in addition to the metrics of `PolicyTrainer`: `divergence`, per token; for `sampled_token` its estimate.
+    Logged in addition to the metrics of `PolicyTrainer`: `divergence`, per token; for `sampled_token` its estimate;
+    and for a teacher that sees attempts `taught`, the share of responses for which it had something to show.
 
     Args:
         teacher_model: a causal language model with the policy's tokenizer, or its name; None for
@@ -71,11 +74,17 @@ class DistillationTrainer(PolicyTrainer):
                 "to go by"
             )
         self._teacher_prompt = _prompt_function(args.teacher_prompt, kwargs.get("train_dataset"))
+        self._sees_attempts = self._teacher_prompt is not None and takes_attempts(self._teacher_prompt)
+        if self._sees_attempts and not reward_funcs:
+            raise ValueError(
+                f"the teacher's prompt {args.teacher_prompt} shows attempts by their rewards: give a reward function "
+                "or a reward model"
+            )
         super().__init__(model, reward_funcs or no_reward, args, **kwargs)
         if self.is_fsdp_enabled or is_zero3(self.accelerator):
             raise ValueError("distillation has not been tried with sharded parameters: use DDP or ZeRO-2")
         self.teacher = Teacher(self, teacher_model)
-        if self._teacher_prompt is not None and isinstance(self.train_dataset, Dataset):
+        if self._teacher_prompt is not None and not self._sees_attempts and isinstance(self.train_dataset, Dataset):
             limits = {"max_completion_length": args.max_completion_length, "teacher_prompt": None}
             prompts = map(self._teacher_prompt, self.train_dataset)
             check_generations(self.teacher.model, self.processing_class, prompts, limits)
@@ -106,7 +115,7 @@ class DistillationTrainer(PolicyTrainer):
         metrics = self._metrics[mode]
         of_rewards = [name for name in metrics if name.startswith("advantages/")]
         if self._teacher_prompt is not None:
-            output |= self._teacher_prompts(inputs)
+            output |= self._teacher_prompts(inputs, output, mode)
         if self._is_full:
             self._seen_signal = True
             output["advantages"] = torch.zeros_like(output["advantages"])
@@ -131,17 +140,37 @@ class DistillationTrainer(PolicyTrainer):
         args = self.args
         return args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
 
-    def _teacher_prompts(self, rows: list[dict]) -> dict[str, Tensor]:
-        """Prompts of the teacher as token ids, whole whatever max_prompt_tokens, padded on the left. [n, P]."""
-        prompts = [self._teacher_prompt(row) for row in rows]
+    def _teacher_prompts(self, rows: list[dict], output: dict, mode: str) -> dict[str, Tensor]:
+        """Prompts of the teacher as token ids, whole whatever max_prompt_tokens, padded on the left, [n, P].
+
+        With attempts also `taught`, [n]: 0 for responses for which there is nothing to show.
+        """
+        if self._sees_attempts:
+            attempts = attempts_of_rollout(self, output)
+            prompts = [self._teacher_prompt(row, own) for row, own in zip(rows, attempts, strict=True)]
+        else:
+            prompts = [self._teacher_prompt(row) for row in rows]
+        known = [prompt if prompt is not None else row["prompt"] for prompt, row in zip(prompts, rows, strict=True)]
         # Past `PolicyTrainer`, which would cut off what the teacher is to know.
-        ids, _, _ = super(PolicyTrainer, self)._tokenize_prompts(prompts)
+        ids, _, _ = super(PolicyTrainer, self)._tokenize_prompts(known)
         ids = [torch.tensor(row, device=self.accelerator.device) for row in ids]
         padding = {"batch_first": True, "padding_side": "left"}
-        return {
+        found = {
             "teacher_prompt_ids": pad_sequence(ids, padding_value=self._tokenizer.pad_token_id, **padding),
             "teacher_prompt_mask": pad_sequence([torch.ones_like(row) for row in ids], **padding),
         }
+        if self._sees_attempts:
+            found["taught"] = torch.tensor([prompt is not None for prompt in prompts], device=ids[0].device).long()
+            self._metrics[mode]["taught"].append(self.accelerator.gather(found["taught"]).float().mean().item())
+            own = self._token_mask({**output, **found}).sum()
+            found["num_items_in_batch"] = self.accelerator.gather(own).sum()
+        return found
+
+    @staticmethod
+    def _token_mask(inputs: dict) -> Tensor:
+        """1 for tokens that the policy chose and that the teacher judges. [B, T]."""
+        mask = PolicyTrainer._token_mask(inputs)
+        return mask * inputs["taught"].unsqueeze(1) if "taught" in inputs else mask
 
     @torch.no_grad()
     def _sampler_log_probs(self, output: dict) -> Tensor:
@@ -195,6 +224,10 @@ class DistillationTrainer(PolicyTrainer):
             token_count=inputs.get("mean_tokens"),
         )
         return loss + (divergence / self.current_gradient_accumulation_steps if training else divergence)
+
+    def _step_metrics(self, mode: str) -> dict[str, str]:
+        # `sampled_token` logs it once for a rollout.
+        return {**super()._step_metrics(mode), **({"divergence": "tokens"} if self._is_full else {})}
 
     def _log_divergence(self, mode: str, values: Tensor, mask: Tensor) -> None:
         sums = torch.stack([values.masked_fill(mask == 0, 0).sum(), (mask != 0).sum()])
