@@ -85,6 +85,7 @@ _NOT_USED = {
             "advantage_eps",
             "scale_rewards",
             "resample_groups",
+            "curriculum",
             "missing_eos_penalty",
             "overlong_share",
         ),

@@ -98,8 +98,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
     share_backbone: str = field(
         default="auto",
         metadata={
-            "help": "Put reward adapters on the policy's own copy of their base: auto where it can be done, always to "
-            "refuse anything else, never."
+            "help": "Put reward adapters on the policy's base: auto where it can be done, always or refuse, never."
         },
     )
     keep_groups: str = field(
@@ -125,11 +124,14 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "before shaping and penalties. Default: those with two different rewards."
         },
     )
+    curriculum: str | None = field(
+        default=None,
+        metadata={"help": "Draw prompts by your own file.py:function(rewards [G]) -> weight, of their raw rewards."},
+    )
     step_separator: str = field(
         default="\n",
         metadata={
-            "help": "For an advantage of steps: the text that ends a step of a response, by default a line break, or "
-            "turns for the turns between results of tools."
+            "help": "For an advantage of steps: the text that ends a step; turns for turns between tool results."
         },
     )
     fast_rollouts: str = field(

@@ -132,11 +132,11 @@ def _text_cut_at_stop(completion: str | list[dict[str, Any]], stop: list[str]) -
 
 
 @torch.no_grad()
-def greedy_rewards(trainer, inputs: list[dict], group_size: int) -> tuple[torch.Tensor, list[int]]:
-    """Rewards of one greedy response to each prompt, and the lengths of these responses in tokens.
+def greedy_rewards(trainer, inputs: list[dict], group_size: int, mode: str) -> tuple[torch.Tensor, list[bool]]:
+    """Rewards of one greedy response to each prompt, and for which of them they are not finite; logs both.
 
     `inputs` has each of this process's prompts `group_size` times in a row. The rewards are the trainer's totals over
-    all processes, [N / group_size]; the lengths are this process's.
+    all processes, [N / group_size]; the flags are of this process's prompts.
     """
     rows = [dict(row) for row in inputs[::group_size]]
     prompts = [row["prompt"] for row in rows]
@@ -149,7 +149,14 @@ def greedy_rewards(trainer, inputs: list[dict], group_size: int) -> tuple[torch.
         messages = isinstance(prompts[0], list)
         completions = [[{"role": "assistant", "content": text}] for text in texts] if messages else texts
         rewards = trainer.total_rewards(rows, prompts, completions, completion_ids)
-    return rewards, [len(ids) for ids in completion_ids]
+    lengths = gather(torch.tensor([len(ids) for ids in completion_ids], device=rewards.device))
+    if mode == "train":
+        trainer.state.num_input_tokens_seen += int(lengths.sum())
+    metrics = trainer._metrics[mode]
+    metrics["greedy/reward"].append(rewards.nanmean().item())
+    metrics["greedy/mean_length"].append(lengths.float().mean().item())
+    metrics["greedy/num_rollouts"].append(float(len(lengths)))
+    return rewards, [index in trainer.reward_guard.not_finite for index in range(len(rows))]
 
 
 def _greedy_generation(trainer) -> AbstractContextManager[None]:

@@ -27,6 +27,7 @@ from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.curriculum import Curriculum
 from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
@@ -59,7 +60,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     gradient), TRL's `sampling/sampling_logp_difference` for any sampler that records log-probabilities, with
     `sampling/effective_sample_size` (1 if it agrees with the trainer), and for a greedy baseline `greedy/reward` and
     `greedy/mean_length`. `kl` is the mean of k3 per token. With `resample_groups`, `resampling/rounds`, `/prompts`
-    and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups).
+    and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups); with `curriculum`,
+    `curriculum/seen` (the share of prompts that have had rewards).
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -72,7 +74,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     needs_rewards = True
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
-    carried_over = (*ResilientTraining.carried_over, "_seen_signal", "rollouts", "further_rollouts", "shaping_state")
+    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "curriculum.weights", "shaping_state")
+    carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         args = self._config_class() if args is None else args
@@ -86,7 +89,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             )
         self._check_greedy(kwargs)
         self._check_prompts(kwargs.get("train_dataset"), args)
-        self.group_filter = group_filter(args, kwargs)
+        self.group_filter, self.curriculum = group_filter(args, kwargs), Curriculum(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.reads("step_rewards"))
         # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
@@ -193,6 +196,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _generate_and_score_completions(self, inputs):
         output = sample_rollout(self, self._sample, inputs)
+        self.curriculum.observe(self)
         mode = "train" if self.model.training else "eval"
         group_size = self.num_generations if mode == "train" else self.num_generations_eval
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
@@ -216,7 +220,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             known["optimal_values"] = gather(torch.tensor(values, device=mask.device))
         if self.objective.reads("greedy_rewards"):
             errors = len(self.reward_guard.failed)
-            known["greedy_rewards"], bad_greedy = self._greedy_baseline(inputs, group_size, mode)
+            known["greedy_rewards"], bad_greedy = greedy_rewards(self, inputs, group_size, mode)
             bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
             log_reward_errors(self, mode, errors + len(self.reward_guard.failed))
         else:
@@ -234,18 +238,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             self.rollouts += 1
             self._seen_signal = self._seen_signal or bool(advantages.any())
         return output
-
-    def _greedy_baseline(self, inputs, group_size: int, mode: str) -> tuple[Tensor, list[bool]]:
-        """Rewards of greedy responses over all processes, and which of this process's were not finite."""
-        rewards, lengths = greedy_rewards(self, inputs, group_size)
-        lengths = gather(torch.tensor(lengths, device=rewards.device))
-        if mode == "train":
-            self.state.num_input_tokens_seen += int(lengths.sum())
-        metrics = self._metrics[mode]
-        metrics["greedy/reward"].append(rewards.nanmean().item())
-        metrics["greedy/mean_length"].append(lengths.float().mean().item())
-        metrics["greedy/num_rollouts"].append(float(len(lengths)))
-        return rewards, [index in self.reward_guard.not_finite for index in range(len(inputs) // group_size)]
 
     @torch.no_grad()
     def _kl_penalty(self, output: dict) -> Tensor:
@@ -276,7 +268,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _prepare_inputs(self, generation_batch):
         earlier = self._buffered_inputs
-        inputs = super()._prepare_inputs(generation_batch)
+        inputs = super()._prepare_inputs(self.curriculum.draw(self, generation_batch))
         # TRL has just split a new rollout into its micro-batches.
         is_new = self.model.training and self._buffered_inputs is not earlier
         if is_new and keeps_groups(self) and can_regroup(self._buffered_inputs):
