@@ -42,6 +42,8 @@ class Curriculum:
     Draws follow from the seed, the number of the rollout and the weights, which checkpoints hold, so that a resumed
     run draws the same. All processes have the same rewards and therefore draw alike.
 
+    Foster et al. 2025, arXiv 2502.12272, weigh prompts whose rewards are 0 or 1 by p (1 - p), where p is their mean.
+
     Args:
         args: `args.curriculum` names the function from a prompt's rewards, [G], to its weight.
         given: the trainer's arguments.

@@ -118,6 +118,14 @@ class PPOConfig(PolicyConfig):
             "A shared value model then trains its head only."
         },
     )
+    likelihood_coefficient: float = field(
+        default=0.0,
+        metadata={
+            "help": "Of VAPO's likelihood loss, which has 0.1: minus the mean log-probability of the tokens of "
+            "responses that were right, by a raw reward of likelihood_reward or more."
+        },
+    )
+    likelihood_reward: float = field(default=1.0, metadata={"help": "The lowest reward of a right response."})
     whiten_rewards: bool = field(
         default=False,
         metadata={
@@ -136,7 +144,9 @@ class PPOConfig(PolicyConfig):
 
     def __post_init__(self):
         self._check_value_model()
-        check_at_least(self, {"value_coefficient": 0, "value_learning_rate": 0, "kl_horizon": 1})
+        check_at_least(
+            self, {"value_coefficient": 0, "value_learning_rate": 0, "kl_horizon": 1, "likelihood_coefficient": 0}
+        )
         check_at_least(self, {"value_pretraining_steps": 0})
         for name in ("gamma", "lam", "value_lam"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
@@ -183,6 +193,10 @@ class PPOConfig(PolicyConfig):
             )
 
     def _check_vapo(self) -> None:
+        if not self.likelihood_coefficient and self.likelihood_reward != type(self).likelihood_reward:
+            raise ValueError(
+                "likelihood_reward is of the likelihood loss: set likelihood_coefficient, or leave it out"
+            )
         if self.length_adaptive_lam is not None and self.lam != type(self).lam:
             raise ValueError(
                 f"lam {self.lam} and length_adaptive_lam {self.length_adaptive_lam} contradict each other: both are "

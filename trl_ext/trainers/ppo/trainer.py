@@ -16,6 +16,7 @@ from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, length_adaptive_lambda, moments
 from trl_ext.trainers.metrics import SAMPLING_MEANS
+from trl_ext.trainers.policy.resampling import raw_rewards
 from trl_ext.trainers.policy.reward_functions import length_penalty
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
@@ -35,8 +36,8 @@ class PPOTrainer(PolicyTrainer):
     Logged in addition to the metrics of `PolicyTrainer` (whose `advantages/` describe each response's mean):
     `policy_loss`, `value_loss`, `value_clip_ratio` (share of tokens whose value is clipped), `approx_kl` (k3 of the
     rollout's policy against the current one, per token), and for each rollout `value/mean`, `returns/mean`,
-    `explained_variance`, and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response). With
-    `num_generations` 1 there is no `frac_reward_zero_std`.
+    `explained_variance`, and with a reference `kl_coef` and `kl/sequence` (the sum of k1 over a response); with
+    `likelihood_coefficient` `likelihood_loss`. With `num_generations` 1 there is no `frac_reward_zero_std`.
 
     A checkpoint stores the value function in `value_head.safetensors`. Its model files contain only the policy.
 
@@ -91,7 +92,7 @@ class PPOTrainer(PolicyTrainer):
         with self.value_model.reading():
             result = forward()
         values = self.value_model.values(input_ids, attention_mask, logits_to_keep, batch_size)
-        self._estimates = result[0].detach(), values
+        self._estimates = result[0], values
         return result
 
     def _is_reference_pass(self, model) -> bool:
@@ -155,6 +156,9 @@ class PPOTrainer(PolicyTrainer):
             advantages = clip_advantages(advantages, self.objective.advantage_clip)
         advantages = advantages.masked_fill(counted == 0, 0)
         output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
+        if self.args.likelihood_coefficient:
+            right = raw_rewards(self)[first : first + len(inputs)] >= self.args.likelihood_reward
+            output["likelihood_weights"] = self._likelihood_weights(counted, right)
         # The divisor of a step that spans several rollouts.
         output["num_items_in_batch"] = self._sum_up(counted.sum())
         self._log_rollout_values(mode, values, returns, counted, advantages, mask)
@@ -180,6 +184,11 @@ class PPOTrainer(PolicyTrainer):
                 count=len(per_response),
             )
         return coefficient * divergence if self.objective.kl_in == "reward" else None
+
+    def _likelihood_weights(self, counted: Tensor, right: Tensor) -> Tensor:
+        """Weights with which a mean over the tokens of all responses is one over those of right ones. [n]."""
+        every, of_right = self._sum_up(torch.stack([counted.sum(), counted[right].sum()]))
+        return right * every / of_right.clamp(min=1)
 
     def _log_rollout_values(self, mode: str, values, returns, counted, advantages, mask) -> None:
         metrics = self._metrics[mode]
@@ -207,7 +216,7 @@ class PPOTrainer(PolicyTrainer):
         return "scored" if super()._loss_weight() == "tokens" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        names = ("value_loss", "value_clip_ratio", "approx_kl", "log_ratio/clamped")
+        names = ("value_loss", "value_clip_ratio", "approx_kl", "likelihood_loss", "log_ratio/clamped")
         own = dict.fromkeys((*names, *(f"sampling/{name}" for name in SAMPLING_MEANS)), "scored")
         return {**super()._step_metrics(mode), **own}
 
@@ -230,12 +239,17 @@ class PPOTrainer(PolicyTrainer):
             {
                 "value_loss": losses.detach(),
                 "value_clip_ratio": torch.zeros_like(losses) if clip is None else is_value_clipped(*fitted, clip=clip),
-                "approx_kl": kl_estimate(inputs["old_per_token_logps"], log_probs, "k3"),
+                "approx_kl": kl_estimate(inputs["old_per_token_logps"], log_probs.detach(), "k3"),
             },
             counted,
         )
         if not self._entropy_bonus_enabled:
             self._metrics[mode]["policy_loss"].append(gather(loss.detach() * parts).nanmean().item())
+        if "likelihood_weights" in inputs:
+            likelihood = -log_probs * inputs["likelihood_weights"][:, None]
+            mean = aggregate(likelihood, counted, "token_mean", token_count=inputs.get("mean_tokens"))
+            loss = loss + self.args.likelihood_coefficient * mean / parts
+            self._log_losses(mode, {"likelihood_loss": likelihood}, counted)
         # A factor and not None, so that every parameter still has a gradient for other processes to wait for.
         return loss * (not self.fits_values_only) + self.args.value_coefficient * value_loss / parts
 
