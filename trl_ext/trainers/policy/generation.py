@@ -143,7 +143,7 @@ def greedy_rewards(trainer, inputs: list[dict], group_size: int, mode: str) -> t
     prompt_ids, images, multimodal_fields = trainer._tokenize_prompts(prompts)
     # What reward functions report on greedy responses would shift the rows of the sampled rollout.
     discarded = temporarily(trainer, _pending_extra_logs=defaultdict(list), _pending_metrics=defaultdict(list))
-    with _greedy_generation(trainer), discarded:
+    with greedy_generation(trainer), discarded:
         completion_ids, _ = trainer._generate_single_turn(prompt_ids, images, multimodal_fields, 1)
         texts = trainer.processing_class.batch_decode(completion_ids, skip_special_tokens=True)
         messages = isinstance(prompts[0], list)
@@ -159,7 +159,8 @@ def greedy_rewards(trainer, inputs: list[dict], group_size: int, mode: str) -> t
     return rewards, [index in trainer.reward_guard.not_finite for index in range(len(rows))]
 
 
-def _greedy_generation(trainer) -> AbstractContextManager[None]:
+def greedy_generation(trainer) -> AbstractContextManager[None]:
+    """Within the block, the trainer samples greedily, whichever engine it uses."""
     if trainer.use_vllm:
         return temporarily(trainer.vllm_generation, **_GREEDY_VLLM)
     config = copy.deepcopy(trainer.generation_config)
