@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.rollout_once import build, prompts, thirds, train, train_in_processes
 from tests.train_once import largest_difference, parameters, result
 from trl_ext import EvolutionConfig
-from trl_ext.trainers.evolution import noise_like, standardised
+from trl_ext.trainers.evolution.trainer import noise_like, standardised
 
 ARGS = {
     "num_generations": None,

@@ -36,7 +36,8 @@ _NAMES_BY_MODULE = {
     "trl_ext.trainers.online_preference.trainer": ["OnlinePreferenceTrainer"],
     "trl_ext.trainers.distillation.config": ["DistillationConfig"],
     "trl_ext.trainers.distillation.trainer": ["DistillationTrainer"],
-    "trl_ext.trainers.evolution": ["EvolutionConfig", "EvolutionTrainer"],
+    "trl_ext.trainers.evolution.config": ["EvolutionConfig"],
+    "trl_ext.trainers.evolution.trainer": ["EvolutionTrainer"],
     # Callbacks that record a run.
     "trl_ext.trainers.callbacks": ["MetricsFileCallback", "read_metrics"],
     "trl_ext.trainers.policies": ["remember_base"],

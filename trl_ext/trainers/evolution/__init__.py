@@ -1,0 +1,1 @@
+"""Evolution strategies: updates from the rewards of perturbed policies, without gradients."""
