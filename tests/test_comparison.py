@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -313,3 +314,8 @@ class TestBasePolicy:
         with torch.no_grad():
             next(trainer.model.parameters()).mul_(1.5)
         assert called(4)[1] == [(4, 0.0), (4, 1.0)], "other weights at the same step, as of the best checkpoint"
+        monkeypatch.setattr(evaluation, "settings", replace(evaluation.settings, num_kl_prompts=3))
+        with torch.no_grad():
+            next(trainer.model.parameters()).mul_(1.5)
+        summary, made = called(4)
+        assert made == [(4, 0.0), (3, 1.0)] and summary["kl"]["n"] == 3

@@ -32,6 +32,7 @@ class GenerationSettings:
         temperature: temperature for the responses that are compared and shown; 0 for greedy decoding.
         batch_size: prompts per batch.
         seed: seed of the sampling.
+        num_kl_prompts: the divergence is estimated on the first so many prompts; None for all.
     """
 
     max_prompt_tokens: int | None
@@ -39,6 +40,7 @@ class GenerationSettings:
     temperature: float = 0.0
     batch_size: int = 32
     seed: int = 0
+    num_kl_prompts: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ class GenerationEvaluation:
                 # Sampled responses depend on the prompts that are sampled with them, greedy ones do not.
                 kept = self._sampled.own if temperature == 0 else []
             own = kept + self._generate(policy, prompts[len(kept) :], temperature, "policy responses", progress)
-            samples = self._generate(policy, prompts, 1.0, "policy samples", progress)
+            of_kl = prompts[: self.settings.num_kl_prompts]
+            samples = self._generate(policy, of_kl, 1.0, "policy samples", progress)
             policy_log_probs = recorded_log_probs(samples)
             if policy_log_probs is None:
                 policy_log_probs = self._score(policy, samples, "scoring under the policy", progress)

@@ -41,12 +41,19 @@ class EvaluatedArguments:
     num_eval_prompts: int | None = field(
         default=None, metadata={"help": "Prompts of the comparison at the end. Default: all of prompt_split."}
     )
+    num_kl_prompts: int | None = field(
+        default=None,
+        metadata={
+            "help": "Prompts to which further responses are sampled, for the divergence from the base. "
+            "Default: all of them."
+        },
+    )
     generation_temperature: float = field(
         default=0.0, metadata={"help": "Of the held-out responses; 0 for greedy decoding."}
     )
 
     def __post_init__(self):
-        check_at_least(self, {"num_generation_prompts": 1, "generation_eval_every": 0})
+        check_at_least(self, {"num_generation_prompts": 1, "num_kl_prompts": 1, "generation_eval_every": 0})
         if self.generation_temperature < 0:
             raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
 
@@ -209,6 +216,7 @@ def evaluate_generations(
         max_new_tokens=max_new_tokens,
         temperature=arguments.generation_temperature,
         batch_size=batch_size,
+        num_kl_prompts=arguments.num_kl_prompts,
         seed=trainer.args.seed,
     )
     # Only the embedded benchmarks have a known quality for every response.
