@@ -13,7 +13,7 @@ from tests.test_distillation import another, built, plain_loss, rows, specificat
 from tests.tiny import perturbed
 from tests.train_once import largest_difference, result
 from trl_ext import DistillationConfig
-from trl_ext.trainers.distillation.attempts import Attempt, with_success
+from trl_ext.trainers.distillation.attempts import Attempt, takes_attempts, with_success
 
 pytestmark = pytest.mark.usefixtures("in_float64")
 
@@ -30,8 +30,18 @@ def test_the_best_other_success_is_shown():
     system, user = with_success({"prompt": PROMPT}, attempts)
     assert system == PROMPT[0] and user["content"].startswith("1 + 1?\n\nA correct solution:\n\n2\n\n")
     assert PROMPT[1]["content"] == "1 + 1?"
+    [block, shown] = with_success(
+        {"prompt": [{"role": "user", "content": [{"type": "text", "text": "1 + 1?"}]}]}, attempts
+    )[0]["content"]
+    assert block["text"] == "1 + 1?" and shown["text"].startswith("\n\nA correct solution:\n\n2\n\n")
+    assert with_success({"prompt": "1 + 1 ="}, attempts).startswith("1 + 1 =\n\nA correct solution:\n\n2\n\n")
     # Its own success is none to learn from, and neither is a reward that is missing.
     assert with_success({"prompt": PROMPT}, [Attempt("2", 1.0, True), Attempt("3", math.nan, False)]) is None
+
+
+def test_only_a_second_argument_without_a_default_is_for_attempts():
+    assert takes_attempts(lambda row, attempts: None)
+    assert not any(map(takes_attempts, (lambda row: None, lambda row, style="short": None, lambda row, **_: None)))
 
 
 def hint_for_the_worse(row: dict, attempts: list[Attempt]) -> list[dict] | None:
@@ -102,8 +112,19 @@ def test_the_teacher_reads_the_others_of_a_group(policy_path, tmp_path):
 
 @pytest.mark.parametrize("divergence", ["full", "sampled_token"])
 def test_nothing_is_learned_where_nothing_is_shown(divergence, policy_path, tmp_path):
-    loss, gradients, _ = update(with_attempts(policy_path, tmp_path, "nothing", divergence=divergence))
+    trainer = with_attempts(policy_path, tmp_path, "nothing", divergence=divergence)
+    loss, gradients, _ = update(trainer)
+    assert not trainer._seen_signal
     assert loss == 0 and all(gradient.abs().max() == 0 for gradient in gradients.values())
+
+
+def test_what_does_not_fit_is_not_taught(policy_path, tmp_path):
+    """Without a word too many into a context of its own length."""
+    trainer = with_attempts(policy_path, tmp_path, "other_texts")
+    longest = trainer._generate_and_score_completions(rows())["teacher_prompt_mask"].sum(dim=1)
+    trainer.teacher.model.config.max_position_embeddings = int(longest.max()) + 7
+    output = trainer._generate_and_score_completions(rows())
+    assert output["taught"].equal((longest < longest.max()).long())
 
 
 @pytest.mark.slow
@@ -128,7 +149,7 @@ def test_two_processes_and_micro_batches_make_the_update_of_one(policy_path, tmp
     assert largest_difference(split.parameters, whole.parameters) < 1e-11
     (spread,) = train_in_processes([specs[4]], 2, tmp_path)
     assert largest_difference(spread.parameters, whole.parameters) < 1e-11
-    for name in ("taught", "divergence"):
+    for name in ("taught", "divergence", "entropy", "loss"):
         assert split.logs[0][name] == pytest.approx(whole.logs[0][name]) == spread.logs[0][name] != 0
 
 

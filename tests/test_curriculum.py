@@ -99,6 +99,29 @@ def test_columns_and_raw_rewards(policy_path, tmp_path):
     assert trainer.curriculum.weights.count(None) == PROMPTS - 3
 
 
+def test_rewards_that_are_missing(policy_path, tmp_path):
+    """The function gets the others, and a prompt without any keeps its weight."""
+
+    def reward(completion_ids, **_):
+        rewards = evens(completion_ids)
+        return [None if place == 0 or place >= 2 * GROUP else reward for place, reward in enumerate(rewards)]
+
+    trainer = train(specification(policy_path, max_steps=1), str(tmp_path), reward_funcs=reward)
+    rewards = trainer._rollout[0][:, 0].view(-1, GROUP)
+    known = [weight for weight in trainer.curriculum.weights if weight is not None]
+    assert sorted(known) == sorted([spread(rewards[0, 1:]), spread(rewards[1])])
+
+
+def test_draws_are_made_once_for_a_rollout(policy_path, tmp_path, monkeypatch):
+    from trl_ext.trainers.policy import curriculum
+
+    drawn = []
+    monkeypatch.setattr(curriculum, "draw_prompts", lambda *args: drawn.append(draw_prompts(*args)) or drawn[-1])
+    args = {"num_iterations": 2, "per_device_train_batch_size": GROUP, "generation_batch_size": 3 * GROUP}
+    trainer = train(specification(policy_path, max_steps=12, **args), str(tmp_path), reward_funcs=evens)
+    assert len(drawn) == trainer.rollouts == 2
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_the_straight_one(policy_path, tmp_path):
     args = {"save_strategy": "steps", "save_steps": 3, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 0.001}

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.rollout_once import build, prompts, thirds, train, train_in_processes
 from tests.train_once import largest_difference, parameters, result
 from trl_ext import EvolutionConfig
+from trl_ext.rewards import ShapedReward, parse_shaping
 from trl_ext.trainers.evolution.trainer import noise_like, standardised
 
 ARGS = {
@@ -42,6 +43,27 @@ def test_members_without_a_reward_and_equal_ones():
     assert standardised(torch.tensor([1.0, nan, 3.0])).tolist() == pytest.approx([-1, 0, 1], abs=1e-6)
     assert standardised(torch.tensor([0.3, 0.3, nan])).tolist() == [0, 0, 0]
     assert standardised(torch.tensor([nan, nan])).tolist() == [0, 0]
+
+
+def test_equal_rewards_of_other_prompts_change_nothing(policy_path, tmp_path):
+    """Rewards whose float32 sums depend on their order."""
+    turn = iter(range(100))
+
+    def reward(completions, **_):
+        start = next(turn)
+        return [((start + place) % 8 + 1) / 7 for place in range(len(completions))]
+
+    trainer = build(specification(policy_path, max_steps=2), str(tmp_path), reward_funcs=reward)
+    before = parameters(trainer)
+    trainer.train()
+    assert largest_difference(parameters(trainer), before) == 0 and not trainer._seen_signal
+
+
+def test_evaluation_is_greedy(policy_path, tmp_path):
+    trainer = build(specification(policy_path), str(tmp_path), reward_funcs=thirds)
+    trainer.model.eval()
+    responses = [trainer._generate_and_score_completions(prompts())["completion_ids"] for _ in range(2)]
+    assert responses[0].equal(responses[1])
 
 
 def test_parameters_of_one_shape_get_different_noise():
@@ -131,10 +153,18 @@ def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
         ({"population": 1}, "population must be at least 2"),
         ({"perturbation": 0.0}, "perturbation must be positive"),
         ({"temperature": 0.5}, "responses are greedy"),
+        ({"num_generations": 4}, "responses to a prompt are all the same"),
         ({"beta": 0.1}, "the rewards of the population alone"),
-        ({"gradient_accumulation_steps": 2}, "give a larger per_device_train_batch_size"),
+        ({"gradient_accumulation_steps": 2}, "its responses are one batch"),
     ],
 )
 def test_what_is_refused(settings, expected, tmp_path):
     with pytest.raises(ValueError, match=expected):
         EvolutionConfig(str(tmp_path), use_cpu=True, report_to="none", **settings)
+
+
+def test_shaping_by_the_batch_is_refused(policy_path, tmp_path):
+    with pytest.raises(ValueError, match="center and whiten would remove"):
+        build(
+            specification(policy_path), str(tmp_path), reward_funcs=ShapedReward(thirds, parse_shaping('["whiten"]'))
+        )

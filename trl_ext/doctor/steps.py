@@ -27,8 +27,8 @@ def _rewards(patient: Patient) -> tuple[list[float], bool]:
 
 
 def has_teacher(patient: Patient) -> bool:
-    """Whether this is a distillation, which learns nothing from rewards and may have none."""
-    return patient.setting("divergence") is not None
+    """Whether this is a distillation that learns nothing from rewards and may have none: any but SDPO."""
+    return patient.setting("divergence") is not None and patient.setting("preset") != "sdpo"
 
 
 @check("rewards-all-zero", "error", "steps", "policy")

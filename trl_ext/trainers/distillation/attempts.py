@@ -9,6 +9,8 @@ from typing import Any
 
 from accelerate.utils import gather_object
 
+from trl_ext.trainers.policy.resampling import raw_rewards
+
 # From here on a reward is a success to `with_success`.
 SUCCESS = 0.5
 
@@ -19,7 +21,7 @@ class Attempt:
 
     Attributes:
         response: its text.
-        reward: the weighted sum of the reward functions; NaN if none could score it.
+        reward: the weighted sum of the reward functions, before shaping; NaN if none could score it.
         own: whether it is the response that the teacher is about to score.
     """
 
@@ -28,7 +30,7 @@ class Attempt:
     own: bool
 
 
-def with_success(row: dict[str, Any], attempts: Sequence[Attempt]) -> list[dict] | None:
+def with_success(row: dict[str, Any], attempts: Sequence[Attempt]) -> list[dict] | str | None:
     """The prompt with the best other response below it; None unless its reward is at least 0.5.
 
     Hübotter et al. 2026 (SDPO), arXiv 2601.20802.
@@ -37,20 +39,27 @@ def with_success(row: dict[str, Any], attempts: Sequence[Attempt]) -> list[dict]
     if not successes:
         return None
     best = max(successes, key=lambda attempt: attempt.reward)
+    shown = f"\n\nA correct solution:\n\n{best.response}\n\nNow solve the task yourself."
+    if isinstance(row["prompt"], str):
+        return row["prompt"] + shown
     *earlier, last = row["prompt"]
-    shown = f"{last['content']}\n\nA correct solution:\n\n{best.response}\n\nNow solve the task yourself."
-    return [*earlier, {**last, "content": shown}]
+    content = last["content"]
+    content = content + shown if isinstance(content, str) else [*content, {"type": "text", "text": shown}]
+    return [*earlier, {**last, "content": content}]
 
 
 def takes_attempts(function: Callable) -> bool:
     """Whether a teacher's prompt is a function of the row and of the attempts, instead of the row alone."""
-    return len(inspect.signature(function).parameters) > 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    return sum(one.kind in positional for one in needed) > 1
 
 
 def attempts_of_rollout(trainer, output: dict) -> list[list[Attempt]]:
     """For each of this process's responses, the responses of its group in order, whichever process has them."""
-    rewards = trainer._weighted_sum(trainer._rollout[0]).tolist()
-    tokens = [ids[mask.bool()] for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)]
+    rewards = raw_rewards(trainer).tolist()
+    # Masks may leave out truncated responses.
+    tokens = [ids[:length] for ids, length in zip(output["completion_ids"], trainer._rollout[2], strict=True)]
     texts = gather_object(trainer._tokenizer.batch_decode(tokens, skip_special_tokens=True))
     size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
     first = trainer.accelerator.process_index * len(tokens)

@@ -13,11 +13,13 @@ from trl_ext.losses import PolicyScores, aggregate
 from trl_ext.losses.distillation import divergence_from_hidden_states, teacher_advantages
 from trl_ext.losses.masking import masked_mean
 from trl_ext.names import load_function
+from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import check_configuration
 from trl_ext.trainers.distillation.attempts import attempts_of_rollout, takes_attempts
 from trl_ext.trainers.distillation.config import DistillationConfig
 from trl_ext.trainers.distillation.teacher import Teacher, apply_head, reading_hidden_states
+from trl_ext.trainers.metrics import SAMPLING_MEANS
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
 from trl_ext.trainers.policy.trainer import PolicyTrainer
@@ -26,10 +28,11 @@ from trl_ext.trainers.policy.trainer import PolicyTrainer
 class DistillationTrainer(PolicyTrainer):
     """Trains a policy to be like a teacher on the policy's own samples: `DistillationConfig(beta=...)`.
 
-    Accepts the arguments of `PolicyTrainer`. Reward functions are optional, and only logged. The loss of `full` is the
-    divergence of the two next-token distributions before each sampled token, both at the sampling temperature, reduced
-    by `aggregation`. With `sampled_token`, a token's advantage is the teacher's log-probability less the sampler's,
-    and the surrogate of `PolicyTrainer` does the rest. Sampling is not differentiated, nor is the teacher.
+    Accepts the arguments of `PolicyTrainer`. Reward functions are optional, and only logged unless the teacher is
+    shown attempts by their rewards. The loss of `full` is the divergence of the two next-token distributions before
+    each sampled token, both at the sampling temperature, reduced by `aggregation`. With `sampled_token`, a token's
+    advantage is the teacher's log-probability less the sampler's, and the surrogate of `PolicyTrainer` does the rest.
+    Sampling is not differentiated, nor is the teacher.
 
     With `teacher_prompt` the teacher knows more than the policy: a solution, as in OPSD (arXiv 2601.18734), or a
     demonstration, as in SDFT (arXiv 2601.19897); or the attempts of a group with their rewards, as in SDPO (arXiv
@@ -60,7 +63,7 @@ class DistillationTrainer(PolicyTrainer):
     }
     _config_class: ClassVar[type[DistillationConfig]] = DistillationConfig
     needs_rewards = False
-    _without_signal = "the teacher gave every sampled token the policy's own probability"
+    _without_signal = "the teacher gave every sampled token the policy's own probability, or had nothing to show"
 
     def __init__(
         self, model, reward_funcs=None, args: DistillationConfig | None = None, *, teacher_model=None, **kwargs: Any
@@ -110,14 +113,14 @@ class DistillationTrainer(PolicyTrainer):
         if "pixel_values" in output:
             raise ValueError("distillation is for text: these prompts have images")
         mode = "train" if self.model.training else "eval"
-        # Rewards are only logged: neither a faulty one nor a signal in them concerns the update.
+        # Neither a faulty reward nor a signal in rewards concerns the update itself.
         output["bad_reward"].zero_()
         metrics = self._metrics[mode]
         of_rewards = [name for name in metrics if name.startswith("advantages/")]
         if self._teacher_prompt is not None:
             output |= self._teacher_prompts(inputs, output, mode)
         if self._is_full:
-            self._seen_signal = True
+            self._seen_signal = seen_signal or self._metrics[mode].get("taught", [1])[-1] > 0
             output["advantages"] = torch.zeros_like(output["advantages"])
             for name in of_rewards:
                 del metrics[name]
@@ -153,6 +156,7 @@ class DistillationTrainer(PolicyTrainer):
         known = [prompt if prompt is not None else row["prompt"] for prompt, row in zip(prompts, rows, strict=True)]
         # Past `PolicyTrainer`, which would cut off what the teacher is to know.
         ids, _, _ = super(PolicyTrainer, self)._tokenize_prompts(known)
+        fits = [self._fits(len(row)) for row in ids]
         ids = [torch.tensor(row, device=self.accelerator.device) for row in ids]
         padding = {"batch_first": True, "padding_side": "left"}
         found = {
@@ -160,11 +164,24 @@ class DistillationTrainer(PolicyTrainer):
             "teacher_prompt_mask": pad_sequence([torch.ones_like(row) for row in ids], **padding),
         }
         if self._sees_attempts:
-            found["taught"] = torch.tensor([prompt is not None for prompt in prompts], device=ids[0].device).long()
+            taught = [prompt is not None and fit for prompt, fit in zip(prompts, fits, strict=True)]
+            found["taught"] = torch.tensor(taught, device=ids[0].device).long()
             self._metrics[mode]["taught"].append(self.accelerator.gather(found["taught"]).float().mean().item())
             own = self._token_mask({**output, **found}).sum()
             found["num_items_in_batch"] = self.accelerator.gather(own).sum()
         return found
+
+    def _fits(self, prompt_tokens: int) -> bool:
+        """Whether a prompt of attempts leaves a response its place in the teacher's context."""
+        context = getattr(self.teacher.model.config.get_text_config(), "max_position_embeddings", None)
+        needed = prompt_tokens + self.max_completion_length
+        if not self._sees_attempts or context is None or needed <= context:
+            return True
+        warn_once_per_run(
+            f"a teacher's prompt and a response would take {needed} tokens, and its context holds {context}: such "
+            "responses are not taught; lower max_completion_length, or show less"
+        )
+        return False
 
     @staticmethod
     def _token_mask(inputs: dict) -> Tensor:
@@ -225,9 +242,22 @@ class DistillationTrainer(PolicyTrainer):
         )
         return loss + (divergence / self.current_gradient_accumulation_steps if training else divergence)
 
+    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        # TRL's metrics cover all tokens.
+        counts = super()._micro_batch_counts(inputs)
+        return {**counts, "tokens": PolicyTrainer._token_mask(inputs).sum(), "taught": counts["tokens"]}
+
+    def _loss_weight(self) -> str:
+        return "taught" if super()._loss_weight() == "tokens" else "rows"
+
     def _step_metrics(self, mode: str) -> dict[str, str]:
-        # `sampled_token` logs it once for a rollout.
-        return {**super()._step_metrics(mode), **({"divergence": "tokens"} if self._is_full else {})}
+        # `sampled_token` logs its divergence once for a rollout.
+        names = (
+            "log_ratio/clamped",
+            *(f"sampling/{name}" for name in SAMPLING_MEANS),
+            *["divergence"] * self._is_full,
+        )
+        return {**super()._step_metrics(mode), **dict.fromkeys(names, "taught")}
 
     def _log_divergence(self, mode: str, values: Tensor, mask: Tensor) -> None:
         sums = torch.stack([values.masked_fill(mask == 0, 0).sum(), (mask != 0).sum()])

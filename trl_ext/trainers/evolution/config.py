@@ -32,6 +32,7 @@ _NOT_USED = {
     **dict.fromkeys(("sampler_correction", "sampler_correction_min", "sampler_correction_max"), _NO_LOSS),
     **dict.fromkeys(("resample_groups", "group_filter", "curriculum"), "all members of a population have one batch"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), "responses are greedy"),
+    "num_generations": "greedy responses to a prompt are all the same",
     "use_vllm": "vLLM would need the weights of each member",
 }
 
@@ -48,15 +49,11 @@ class EvolutionConfig(PolicyConfig):
 
     algorithm: str = "evolution"
     population: int = field(default=30, metadata={"help": "Perturbed policies for each update."})
-    perturbation: float = field(
-        default=1e-3, metadata={"help": "Standard deviation of the noise that is added to each parameter."}
-    )
+    perturbation: float = field(default=1e-3, metadata={"help": "Standard deviation of the noise of a parameter."})
     optim: str = field(default="sgd", metadata={"help": "sgd makes the update of the paper."})
     learning_rate: float = field(default=5e-4, metadata={"help": "Of the update, which does not divide by the noise."})
     lr_scheduler_type: str = field(default="constant", metadata={"help": "The schedule of the learning rate."})
-    max_grad_norm: float = field(
-        default=0.0, metadata={"help": "The sum of noise is large by its number: 0, no clip."}
-    )
+    max_grad_norm: float = field(default=0.0, metadata={"help": "0 for no clip: a sum of noise is large."})
 
     def __post_init__(self):
         check_at_least(self, {"population": 2})
@@ -66,10 +63,10 @@ class EvolutionConfig(PolicyConfig):
         super().__post_init__()
         if self.updates_per_rollout > 1 or self.gradient_accumulation_steps > 1:
             raise ValueError(
-                "each update has a population of its own, whose responses are one batch: give a larger "
-                "per_device_train_batch_size instead of generation_batch_size, num_iterations or accumulation"
+                "each update has a population of its own, and its responses are one batch: leave out "
+                "generation_batch_size, num_iterations and gradient_accumulation_steps"
             )
 
     def build_objective(self) -> PolicyObjective:
-        """The row `evolution`, of which `PolicyTrainer` uses the group size and the metrics."""
+        """The row `evolution`."""
         return self._objective_of(EVOLUTION)

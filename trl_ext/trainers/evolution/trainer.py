@@ -26,9 +26,8 @@ class EvolutionTrainer(PolicyTrainer):
     made again from its seed where it is needed, so that memory holds one further copy of the trained parameters, from
     which they are restored exactly, whatever their precision.
 
-    Accepts the arguments of `PolicyTrainer`. With several processes each answers its share of the prompts, and all
-    make the same update. Logged in addition to the metrics of `PolicyTrainer`, which are means over the members:
-    `population/best`, `/worst` and `/std` of their mean rewards.
+    Accepts the arguments of `PolicyTrainer`. Processes share the prompts, and all make the same update. Logged besides
+    the metrics of `PolicyTrainer`, means over the members: `population/best`, `/worst` and `/std` of their rewards.
 
     Qiu et al. 2025, arXiv 2509.24372.
 
@@ -50,6 +49,8 @@ class EvolutionTrainer(PolicyTrainer):
         super().__init__(*args, **kwargs)
         if self.is_fsdp_enabled or is_zero3(self.accelerator):
             raise ValueError("evolution strategies need whole parameters on each process: use DDP")
+        if any(function.of_batch for function in self._shaped_rewards()):
+            raise ValueError("reward_shaping: center and whiten would remove what tells members of a population apart")
 
     # ---- The population ----
 
@@ -75,14 +76,16 @@ class EvolutionTrainer(PolicyTrainer):
 
     def _generate_and_score_completions(self, inputs):
         if not self.model.training:
-            return super()._generate_and_score_completions(inputs)
+            with greedy_generation(self):
+                return super()._generate_and_score_completions(inputs)
         saved = [parameter.detach().clone() for parameter in self._trained()]
         rewards, seen_signal = [], self._seen_signal
         for member in range(self.args.population):
             with self._perturbed(member, saved), greedy_generation(self):
                 output = super()._generate_and_score_completions(inputs)
-            rewards.append((self._weighted_sum(self._rollout[0]) - length_penalty(self)).nanmean())
-        means = torch.stack(rewards).double()
+            # The means of equal rewards in another order are equal only in float64.
+            rewards.append((self._weighted_sum(self._rollout[0]) - length_penalty(self)).double().nanmean())
+        means = torch.stack(rewards)
         if len(known := means[means.isfinite()]):
             for name, value in (("best", known.max()), ("worst", known.min()), ("std", known.std(correction=0))):
                 self._metrics["train"][f"population/{name}"].append(value.item())

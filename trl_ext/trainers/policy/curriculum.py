@@ -45,7 +45,8 @@ class Curriculum:
     Foster et al. 2025, arXiv 2502.12272, weigh prompts whose rewards are 0 or 1 by p (1 - p), where p is their mean.
 
     Args:
-        args: `args.curriculum` names the function from a prompt's rewards, [G], to its weight.
+        args: `args.curriculum` names the function from a prompt's rewards, up to [G], to its weight. It is not called
+            with rewards that are missing, and a prompt without any keeps its weight.
         given: the trainer's arguments.
 
     Attributes:
@@ -67,8 +68,10 @@ class Curriculum:
         self._weight = load_function(args.curriculum, "curriculum")
 
     def draw(self, trainer, inputs: Rows) -> Rows:
-        """This process's rows of the next rollout, whichever the data loader gave, with the columns of `inputs`."""
-        if self._weight is None or not trainer.model.training:
+        """This process's rows of a rollout that is about to begin, with the columns of `inputs`, and else `inputs`."""
+        rollout = trainer.args.steps_per_generation * trainer.num_iterations
+        begins = trainer._step % rollout == 0 or trainer._buffered_inputs is None
+        if self._weight is None or not trainer.model.training or not begins:
             return inputs
         self.weights += [None] * (len(trainer.train_dataset) - len(self.weights))
         random = np.random.default_rng((trainer.args.seed, trainer.rollouts))
@@ -85,9 +88,12 @@ class Curriculum:
         if self._weight is None or not trainer.model.training:
             return
         for index, rewards in zip(self._drawn, raw_rewards(trainer).view(-1, trainer.num_generations), strict=True):
-            weight = float(self._weight(rewards))
+            known = rewards[rewards.isfinite()]
+            if not len(known):
+                continue
+            weight = float(self._weight(known))
             if not (isfinite(weight) and weight >= 0):
-                raise ValueError(f"the curriculum weighs rewards {rewards.tolist()} by {weight}, not by 0 or more")
+                raise ValueError(f"the curriculum weighs rewards {known.tolist()} by {weight}, not by 0 or more")
             self.weights[index] = weight
         seen = 1 - self.weights.count(None) / len(self.weights)
         trainer._metrics["train"]["curriculum/seen"].append(seen)
