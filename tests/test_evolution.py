@@ -166,5 +166,7 @@ def test_what_is_refused(settings, expected, tmp_path):
 def test_shaping_by_the_batch_is_refused(policy_path, tmp_path):
     with pytest.raises(ValueError, match="center and whiten would remove"):
         build(
-            specification(policy_path), str(tmp_path), reward_funcs=ShapedReward(thirds, parse_shaping('["whiten"]'))
+            specification(policy_path),
+            str(tmp_path),
+            reward_funcs=ShapedReward(thirds, parse_shaping('[{"kind": "whiten", "ddof": 1}]')),
         )
