@@ -191,12 +191,13 @@ def test_the_greedy_baseline_is_that_of_plain_greedy_generation(num_generations,
     """Exactly, for each prompt; what the greedy pass changes for the while is put back."""
     found = []
 
-    def recording(trainer, inputs, group_size):
+    def recording(trainer, *arguments):
         before = trainer.generation_config.to_dict(), dict(trainer.generation_kwargs)
-        rewards, lengths = real(trainer, inputs, group_size)
+        rewards, bad = real(trainer, *arguments)
         assert (trainer.generation_config.to_dict(), dict(trainer.generation_kwargs)) == before
-        found.append((rewards.tolist(), lengths))
-        return rewards, lengths
+        assert bad == [False] * len(rewards)
+        found.append((rewards.tolist(), trainer._rollout[2]))
+        return rewards, bad
 
     real = policy_module.greedy_rewards
     monkeypatch.setattr(policy_module, "greedy_rewards", recording)
