@@ -334,7 +334,7 @@ def test_the_folder_of_a_run(tmp_path, capsys):
     (tmp_path / "generations.jsonl").write_text(json.dumps({"response_text": "no " * 40}) + "\n")
     assert main([write_run(tmp_path, 0.4, 0.2)]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("doctor: 1 fault found by ") and "error: responses-collapsed" in out
+    assert out.startswith("doctor: 1 fault found by ") and "responses-collapsed (error)" in out
 
 
 def test_the_folder_of_a_run_of_trl(tmp_path, capsys):

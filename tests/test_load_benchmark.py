@@ -80,7 +80,7 @@ class TestFolder:
             benchmark = load_benchmark(tmp_path)
         assert benchmark["train_prefs"].column_names == ["row_id", "prompt", "chosen", "rejected"]
         warnings = sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records)
-        unsuitable = "it does not hold strings, booleans or 64-bit numbers throughout"
+        unsuitable = "only the column rubric may hold lists; others hold strings, booleans or 64-bit numbers"
         assert warnings == [
             f"dropped column 'huge': {unsuitable}",
             "dropped column 'messages': TRL would mistake the format of the data set by it",

@@ -15,7 +15,7 @@ from typing import Any
 
 def nearest(name: str, valid: list[str]) -> str:
     """The end of an error message: `; did you mean 'aot'?`, or a full stop if no name is near."""
-    matches = difflib.get_close_matches(name, valid, n=1, cutoff=0.6)
+    matches = [*difflib.get_close_matches(name, valid, n=1), *difflib.get_close_matches(name.lower(), valid, n=1)]
     return f"; did you mean {matches[0]!r}?" if matches else "."
 
 

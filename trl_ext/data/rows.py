@@ -268,7 +268,7 @@ def _to_dataset(source: str, rows: list[dict[str, Any]], format_columns: tuple[s
             columns[name] = [[_criterion(one) for one in value] for value in values]
             continue
         elif types not in ({str}, {bool}, {float}, {int, float}) and not (types == {int} and _fit_64_bits(values)):
-            reason = "it does not hold strings, booleans or 64-bit numbers throughout"
+            reason = "only the column rubric may hold lists; others hold strings, booleans or 64-bit numbers"
         else:
             columns[name] = [float(value) for value in values] if float in types else values
             continue

@@ -99,7 +99,7 @@ class Report:
             return f"doctor: no fault found by {len(self.checked)} checks{skipped}"
         lines = [f"doctor: {self.count} found by {len(self.checked)} checks{skipped}"]
         for finding in self.findings:
-            lines += [f"\n{finding.severity}: {finding.name}", f"  {finding.evidence}"]
+            lines += [f"\n{finding.name} ({finding.severity})", f"  {finding.evidence}"]
             if finding.tokens:
                 lines.append(f"  tokens: {shown_tokens(finding.tokens, color=color)}")
             lines.append(f"  remedy: {finding.remedy}")

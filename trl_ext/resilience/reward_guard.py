@@ -8,8 +8,10 @@ import logging
 import math
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from trl_ext.resilience.faults import TrainingFault
@@ -153,7 +155,8 @@ class RewardGuard:
         if isinstance(error, Stalled):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
-            what = f"failed on {told}: {type(error).__name__}: {error}"
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"failed on {told}: {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
         message = f"the reward function {name!r} {what}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
