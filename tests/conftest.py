@@ -32,8 +32,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 def no_garbage_among_modules():
     """Imported modules are left out of garbage collection.
 
-    A trainer collects garbage when its training starts, and looking through a million objects of torch and transformers
-    took a third of the tests' time.
+    A trainer collects garbage when its training starts, and looking through a million objects of torch and
+    transformers took a third of the tests' time.
     """
     gc.collect()
     gc.freeze()

@@ -156,7 +156,8 @@ class RewardGuard:
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"failed on {told}: {type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"
+            place = f"{Path(frame.filename).name}, line {frame.lineno}"
+            what = f"failed on {told}: {type(error).__name__}: {error} ({place})"
         message = f"the reward function {name!r} {what}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
