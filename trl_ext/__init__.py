@@ -3,8 +3,7 @@
 Names load when they are first used: `import trl_ext` imports neither torch nor trl.
 """
 
-import importlib
-
+from trl_ext.names import lazy_names
 from trl_ext.trainers import MODULE_OF_NAME as _TRAINERS
 
 __version__ = "0.1.0"
@@ -19,14 +18,4 @@ _MODULE_OF_NAME = {
 }
 
 __all__ = ["__version__", *_MODULE_OF_NAME]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF_NAME)

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,17 @@ def check_choice(flag: str, value: Any, choices: Iterable[str]) -> None:
     """Reject a value that is not one of the choices; the message has the nearest one and the list."""
     if value not in (known := list(choices)):
         raise ValueError(f"unknown --{flag} {value!r}{nearest(str(value), known)} Known: {', '.join(known)}")
+
+
+def lazy_names(module: str, module_of_name: Mapping[str, str]) -> tuple[Callable, Callable]:
+    """`__getattr__` and `__dir__` of a module whose public names are imported from others when they are used."""
+
+    def load(name: str) -> Any:
+        if name not in module_of_name:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of_name[name]), name)
+
+    return load, lambda: sorted({*vars(sys.modules[module]), *module_of_name})
 
 
 def load_module(source: str) -> ModuleType:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 from trl_ext.data.benchmark import load_benchmark
 from trl_ext.data.conversation import encode_turn
 from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow
 from trl_ext.data.truncation import truncate_pair
+from trl_ext.names import lazy_names
 
 # Imported on first use: packing imports torch.
 _MODULE_OF_NAME = {
@@ -25,13 +24,4 @@ __all__ = [
     "truncate_pair",
     *_MODULE_OF_NAME,
 ]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF_NAME)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from trl_ext.names import lazy_names
 
 # Modules and their public names. A module loads when one of its names is first used.
 _NAMES_BY_MODULE = {
@@ -44,13 +44,4 @@ _MODULE_OF_NAME = {
 _MODULE_OF_NAME |= dict.fromkeys(("GenerationDiagnostics", "diagnose_generations"), "trl_ext.rollouts.diagnostics")
 
 __all__ = list(_MODULE_OF_NAME)
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.evaluation' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF_NAME)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-
 from trl_ext.models.loading import resolve_model_path
+from trl_ext.names import lazy_names
 
 # These import torch, so they load on first use.
 _MODULE_OF_NAME = {
@@ -21,13 +20,4 @@ _MODULE_OF_NAME = {
 }
 
 __all__ = ["resolve_model_path", *_MODULE_OF_NAME]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF_NAME)

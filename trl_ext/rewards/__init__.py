@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+from trl_ext.names import lazy_names
 
 # Reward models import torch, so names are loaded on first use.
 _MODULE_OF_NAME = {
@@ -25,13 +25,4 @@ _MODULE_OF_NAME = {
 }
 
 __all__ = [*_MODULE_OF_NAME]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.rewards' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULE_OF_NAME)

@@ -3,7 +3,7 @@
 Names load on first use, so that one trainer does not import the others.
 """
 
-import importlib
+from trl_ext.names import lazy_names
 
 # Each loss or algorithm listed here has a {prefix}Config and a {prefix}Trainer, made from its row.
 PREFERENCE_METHODS = (
@@ -46,14 +46,4 @@ _NAMES_BY_MODULE = {
 MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 __all__ = list(MODULE_OF_NAME)
-
-
-def __getattr__(name: str):
-    if name not in MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.trainers' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(MODULE_OF_NAME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, MODULE_OF_NAME)

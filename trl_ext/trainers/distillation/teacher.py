@@ -58,11 +58,15 @@ class Teacher:
         elif given is not None:
             self.model = given
         self.is_policy = self.model is policy
-        if given is not None and not isinstance(given, str) and not self.is_policy:
-            self.model = given.requires_grad_(False).eval().to(trainer.accelerator.device)
         if not self.is_policy:
-            self._prepare(trainer)
-        self._check_logits(trainer.args.divergence)
+            self.model.requires_grad_(False).eval().to(trainer.accelerator.device)
+            whole, args = unwrapped(self.model), trainer.args
+            add_fused_lm_head(whole, trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
+            count_from_the_first_token(self.model)
+            if trainer.packing is not None:
+                share_prefixes(self.model, quiet=True)
+        if trainer.args.divergence == "full":
+            check_logits(policy, self.model)
 
     def _find(self, trainer, policy, name: str) -> None:
         args = trainer.args
@@ -88,71 +92,30 @@ class Teacher:
             save_without(policy, {ADAPTER: None})
             self._adapter = lambda: use_adapter(policy, ADAPTER)
             return
-        given = {
-            "dtype": policy.dtype,
-            "revision": args.teacher_model_revision,
-            **(args.teacher_model_init_kwargs or {}),
-        }
+        given = {"dtype": policy.dtype, "revision": args.teacher_model_revision}
+        given |= args.teacher_model_init_kwargs or {}
         with preserved_random_state():
             model = AutoModelForCausalLM.from_pretrained(base, **given)
             self.model = with_adapter(model, path).merge_and_unload() if is_adapter else model
-        self.model.requires_grad_(False).eval().to(trainer.accelerator.device)
 
-    def _prepare(self, trainer) -> None:
-        add_fused_lm_head(
-            unwrapped(self.model), trainer.temperature, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32
-        )
-        count_from_the_first_token(self.model)
-        if trainer.packing is not None:
-            share_prefixes(self.model, quiet=True)
-
-    def _check_logits(self, divergence: str) -> None:
-        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        for model in (policy, self.model):
-            config = model.config.get_text_config()
-            scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
-            if scaled and divergence == "full":
-                raise ValueError(
-                    f"divergence full takes logits from the head, and {model.name_or_path} changes them by "
-                    f"{scaled[0]}: use divergence sampled_token"
-                )
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        args = self._trainer.args
-        with (
-            self._adapter(),
-            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            torch.no_grad(),
-        ):
-            yield
-
-    def log_probs(self, inputs: dict, batch_size: int) -> Tensor:
+    @torch.no_grad()
+    def log_probs(self, inputs: dict) -> Tensor:
         """Log-probabilities of the responses' tokens at the sampling temperature, [n, T]."""
-        with self._in_place():
-            return self._score(inputs, batch_size)
+        # The response is at the end, however long the teacher's own prompt.
+        own = {name.removeprefix("teacher_"): value for name, value in inputs.items() if name.startswith("teacher_")}
+        checkpointing = self._trainer.args.gradient_checkpointing_kwargs
+        with self._adapter(), disable_gradient_checkpointing(self.model, checkpointing):
+            return self._trainer.rollout_log_probs({**inputs, **own}, self.model)
 
     def hidden_states(self, inputs: dict) -> Tensor:
         """Last hidden states before each token of the responses, [n, T, H]."""
-        with self._in_place(), reading_hidden_states(self.model) as read:
-            self._score(inputs, len(inputs["completion_ids"]))
+        with reading_hidden_states(self.model) as read:
+            self.log_probs(inputs)
         return read(inputs["completion_ids"].shape[1])
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
         return apply_head(self.model, hidden)
-
-    def _score(self, inputs: dict, batch_size: int) -> Tensor:
-        # The response is at the end, however long the teacher's own prompt.
-        prompt = {name: inputs.get(f"teacher_prompt_{name}", inputs[f"prompt_{name}"]) for name in ("ids", "mask")}
-        log_probs, _, _ = self._trainer._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([prompt["ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([prompt["mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].shape[1],
-            batch_size=batch_size,
-        )
-        return log_probs
 
 
 def check_tokenizer(name: str, own, policy) -> None:
@@ -170,6 +133,18 @@ def check_tokenizer(name: str, own, policy) -> None:
         )
     if own.chat_template != policy.chat_template:
         warn_once_per_run(f"the teacher {name} has another chat template than the policy, whose prompts it is given")
+
+
+def check_logits(*models) -> None:
+    """Reject models whose logits are not the output of their head, which divergence full takes them from."""
+    for model in models:
+        config = model.config.get_text_config()
+        scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
+        if scaled:
+            raise ValueError(
+                f"divergence full takes logits from the head, and {model.name_or_path} changes them by "
+                f"{scaled[0]}: use divergence sampled_token"
+            )
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from trl_ext.losses.masking import masked_mean
 from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.context import check_generations
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.distillation.attempts import attempts_of_rollout, takes_attempts
 from trl_ext.trainers.distillation.config import DistillationConfig
 from trl_ext.trainers.distillation.teacher import Teacher, apply_head, reading_hidden_states
@@ -68,8 +68,7 @@ class DistillationTrainer(PolicyTrainer):
     def __init__(
         self, model, reward_funcs=None, args: DistillationConfig | None = None, *, teacher_model=None, **kwargs: Any
     ):
-        args = self._config_class() if args is None else args
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
         if teacher_model is None and args.teacher_prompt is None:
             raise ValueError(
@@ -128,7 +127,7 @@ class DistillationTrainer(PolicyTrainer):
         for name in of_rewards:
             metrics[name].pop()
         mask = self._token_mask(output)
-        sampler, taught = self._sampler_log_probs(output), self.teacher.log_probs(output, self._batch_size)
+        sampler, taught = self._sampler_log_probs(output), self.teacher.log_probs(output)
         self._log_divergence(mode, sampler - taught, mask)
         advantages = teacher_advantages(sampler, taught, mask, discount=self.args.discount)
         clip = self.objective.advantage_clip
@@ -137,11 +136,6 @@ class DistillationTrainer(PolicyTrainer):
         log_advantages(self, mode, means)
         self._seen_signal = seen_signal or bool(means.any())
         return output
-
-    @property
-    def _batch_size(self) -> int:
-        args = self.args
-        return args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
 
     def _teacher_prompts(self, rows: list[dict], output: dict, mode: str) -> dict[str, Tensor]:
         """Prompts of the teacher as token ids, whole whatever max_prompt_tokens, padded on the left, [n, P].
@@ -195,13 +189,7 @@ class DistillationTrainer(PolicyTrainer):
         old, mask = output.get("old_per_token_logps"), self._token_mask(output)
         recorded = output.get("sampling_per_token_logps")
         if old is None and (recorded is None or recorded[mask.bool()].isnan().any()):
-            old, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                output["completion_ids"].size(1),
-                batch_size=self._batch_size,
-            )
+            old = self.rollout_log_probs(output)
         old = recorded if old is None else old
         return PolicyScores(old, old, mask, output["advantages"], sampler_log_probs=recorded).behaviour_log_probs
 

@@ -28,7 +28,7 @@ from trl_ext.rollouts.replay import (
     replayed_count,
     weighted_mean,
 )
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.second_sampler import SecondSampling
@@ -90,9 +90,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
     def __init__(
         self, model, reward_funcs=None, args: OnlinePreferenceConfig | None = None, *, judge=None, **kwargs: Any
     ):
-        if args is None:
-            args = self._config_class()
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         functions = as_reward_functions(reward_funcs, args.packing)
         self._has_judge = judge is not None
         if judge is not None:
@@ -265,14 +263,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         if output.get("old_per_token_logps") is not None and not self.scoring.differs:
             return output["old_per_token_logps"]
         with self.scoring.of_the_sampler():
-            log_probs, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        return log_probs
+            return self.rollout_log_probs(output)
 
     # ---- From log-probabilities to the loss ----
 

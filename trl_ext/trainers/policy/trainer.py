@@ -22,7 +22,7 @@ from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.context import check_generations
-from trl_ext.trainers.defaults import check_configuration, temporarily
+from trl_ext.trainers.defaults import configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
@@ -78,8 +78,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
-        args = self._config_class() if args is None else args
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         self.objective = args.build_objective()
         functions = as_reward_functions(reward_funcs, args.packing)
         if not functions and not kwargs.get("environment_factory"):
@@ -246,17 +245,20 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if log_probs is None and "pixel_values" in output:
             raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
         if log_probs is None:
-            tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-            attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-            # In batches of the same size as a training pass.
-            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
-                self.model,
-                tokens,
-                attended,
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
+            log_probs = self.rollout_log_probs(output)
         return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
+
+    def rollout_log_probs(self, output: dict, model=None) -> Tensor:
+        """Log-probabilities of a rollout's responses under the policy, or under another model. [n, T]."""
+        args = self.args
+        log_probs, _, _ = self._get_per_token_logps_and_entropies(
+            self.model if model is None else model,
+            torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+            torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+            output["completion_ids"].size(1),
+            batch_size=args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size,
+        )
+        return log_probs
 
     @staticmethod
     def _token_mask(inputs: dict) -> Tensor:

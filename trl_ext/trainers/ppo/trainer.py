@@ -113,17 +113,8 @@ class PPOTrainer(PolicyTrainer):
         if "pixel_values" in output:
             raise ValueError("PPO's value function is for text: use GRPO with images")
         if output.get("old_per_token_logps") is None:
-            training = self.model.training
             with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-                output["old_per_token_logps"], _, _ = self._get_per_token_logps_and_entropies(
-                    self.model,
-                    torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                    torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                    output["completion_ids"].size(1),
-                    batch_size=self.args.per_device_train_batch_size
-                    if training
-                    else self.args.per_device_eval_batch_size,
-                )
+                output["old_per_token_logps"] = self.rollout_log_probs(output)
         output["old_values"] = self._estimates[1].masked_fill(self._token_mask(output) == 0, 0)
 
     # ---- From rewards to advantages ----

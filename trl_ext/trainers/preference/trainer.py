@@ -20,7 +20,7 @@ from trl import DPOTrainer as TRLDPOTrainer
 from trl_ext.losses import PreferenceScores
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import truncate_pairs
-from trl_ext.trainers.defaults import check_configuration, temporarily
+from trl_ext.trainers.defaults import configuration, temporarily
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -69,9 +69,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
     _config_class: ClassVar[type[PreferenceConfig]] = PreferenceConfig
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
-        if args is None:
-            args = self._config_class()
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         self.objective = args.build_objective()
         self.columns = self.objective.columns
         self.packing = None
