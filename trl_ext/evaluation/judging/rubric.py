@@ -7,6 +7,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -146,11 +147,9 @@ class RubricReward:
     def _ask_all(self, questions: Sequence[str]) -> list[float | None]:
         """The answers, each asked once and looked up in the cache first."""
         keys = {question: self._key(question) for question in questions}
-        known: dict[str, float | None] = {}
-        cache = None if self.cache is None else VerdictCache(self.cache)
-        try:
-            if cache is not None:
-                known = {key: record["value"] for key in keys.values() if (record := cache.get(key)) is not None}
+        with nullcontext() if self.cache is None else VerdictCache(self.cache) as cache:
+            found = {} if cache is None else {key: cache.get(key) for key in keys.values()}
+            known = {key: record["value"] for key, record in found.items() if record is not None}
             self.usage += Usage(cached=len(known))
             missing = [question for question, key in keys.items() if key not in known]
             with ThreadPoolExecutor(self.max_concurrency) as pool:
@@ -158,9 +157,6 @@ class RubricReward:
                     known[keys[question]] = value
                     if cache is not None and value is not None:
                         cache.add([{"key": keys[question], "value": value}])
-        finally:
-            if cache is not None:
-                cache.close()
         return [known[keys[question]] for question in questions]
 
     def _ask(self, question: str) -> float | None:
