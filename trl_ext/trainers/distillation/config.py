@@ -78,22 +78,10 @@ _NO_REWARDS = "the teacher takes the place of rewards, which are only logged; le
 _NO_REFERENCE = "there is no KL term beside the teacher; leave it out"
 # Settings of `PolicyConfig` without an effect: setting -> why.
 _NOT_USED = {
-    **dict.fromkeys(
-        (
-            "advantage",
-            "std_ddof",
-            "advantage_eps",
-            "scale_rewards",
-            "resample_groups",
-            "curriculum",
-            "missing_eos_penalty",
-            "overlong_share",
-        ),
-        _NO_REWARDS,
-    ),
-    **dict.fromkeys(
-        ("kl_estimator", "kl_in", "kl_ratio_correction", "kl_aggregation", "sync_ref_model"), _NO_REFERENCE
-    ),
+    **dict.fromkeys(("advantage", "std_ddof", "advantage_eps", "scale_rewards", "missing_eos_penalty"), _NO_REWARDS),
+    **dict.fromkeys(("resample_groups", "curriculum", "overlong_share"), _NO_REWARDS),
+    **dict.fromkeys(("kl_estimator", "kl_in", "kl_ratio_correction", "kl_aggregation"), _NO_REFERENCE),
+    "sync_ref_model": _NO_REFERENCE,
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
     "torch_compile": "hidden states are read inside the forward pass",
 }
@@ -117,6 +105,7 @@ class DistillationConfig(PolicyConfig):
     """
 
     _method = "distillation"
+    _row = DISTILLATION
 
     algorithm: str = "distillation"
     teacher_model_name_or_path: str | None = field(
@@ -222,4 +211,4 @@ class DistillationConfig(PolicyConfig):
         )
         teaching = {name: getattr(self, name) for name in names}
         with temporarily(self, beta=None):
-            return DistillationObjective(self._objective_of(DISTILLATION), teaching)
+            return DistillationObjective(super().build_objective(), teaching)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,12 +16,11 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from trl_ext.models.loading import find_policy, resolve_model_path, with_adapter
 from trl_ext.models.packing import share_prefixes
-from trl_ext.models.packing.attention import PLAN_KEYWORD
 from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.reward_adapter import policy_obstacle
 from trl_ext.models.shared_backbone import preserved_random_state, save_without
 from trl_ext.processes import warn_once_per_run
-from trl_ext.trainers.policy.scoring import count_from_the_first_token
+from trl_ext.trainers.policy.scoring import count_from_the_first_token, reading_hidden_states
 
 ADAPTER = "teacher"
 # Settings of models whose logits are not the output of their head.
@@ -145,31 +143,6 @@ def check_logits(*models) -> None:
                 f"divergence full takes logits from the head, and {model.name_or_path} changes them by "
                 f"{scaled[0]}: use divergence sampled_token"
             )
-
-
-@contextmanager
-def reading_hidden_states(model) -> Iterator:
-    """Gives a function that returns the last hidden states of the passes within, once they are done.
-
-    The function takes a number of tokens T, and returns the states before each of the last T, [n, T, H].
-    """
-    passes: list[Tensor] = []
-    latest: list[Tensor] = []
-
-    def of_trunk(trunk, args, kwargs, output) -> None:
-        hidden, plan = output.last_hidden_state, kwargs.get(PLAN_KEYWORD)
-        latest[:] = [hidden if plan is None else hidden[0][plan.columns]]
-
-    # Packing's check of itself also runs the trunk; this hook marks the end of a requested pass.
-    hooks = [
-        unwrapped(model).base_model.register_forward_hook(of_trunk, with_kwargs=True),
-        model.register_forward_hook(lambda *_: passes.extend(latest)),
-    ]
-    try:
-        yield lambda count: torch.cat(passes)[:, -count - 1 : -1]
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def apply_head(model, hidden: Tensor) -> Tensor:

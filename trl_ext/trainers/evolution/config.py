@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trl_ext.advantages import no_baseline
-from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
@@ -46,6 +45,7 @@ class EvolutionConfig(PolicyConfig):
     """
 
     _method = "evolution"
+    _row = EVOLUTION
 
     algorithm: str = "evolution"
     population: int = field(default=30, metadata={"help": "Perturbed policies for each update."})
@@ -66,7 +66,3 @@ class EvolutionConfig(PolicyConfig):
                 "each update has a population of its own, and its responses are one batch: leave out "
                 "generation_batch_size, num_iterations and gradient_accumulation_steps"
             )
-
-    def build_objective(self) -> PolicyObjective:
-        """The row `evolution`."""
-        return self._objective_of(EVOLUTION)

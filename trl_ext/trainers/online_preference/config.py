@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl_ext.algorithms import PolicyObjective
@@ -220,10 +220,9 @@ class OnlinePreferenceConfig(PolicyConfig):
         if self.across:
             check_whole_groups(self, f"second_sampler {self.second_sampler} draws half of the responses to a prompt")
         if not self.replay_capacity:
-            for f in fields(self):
-                value = getattr(self, f.name)
-                if f.name.startswith("replay_") and value != f.default and f.name != "replay_capacity":
-                    raise ValueError(f"{f.name} {value} needs a replay: set replay_capacity, or leave it out")
+            for name in ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap"):
+                if (value := getattr(self, name)) != getattr(type(self), name):
+                    raise ValueError(f"{name} {value} needs a replay: set replay_capacity, or leave it out")
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(

@@ -26,10 +26,6 @@ from trl_ext.trainers.policy.sampler_weights import check_sampler_correction
 from trl_ext.trainers.policy.step_credit import check_step_credit
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
-# Settings of TRL's loss without an equivalent: field -> what to use.
-_NOT_CARRIED = {
-    "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
-}
 # TRL's fields for options of a surrogate, whose names they begin with.
 _OPTION_FIELDS = {
     "sapo": ("temperature_pos", "temperature_neg"),
@@ -58,6 +54,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     # The algorithm of a named configuration; None if `algorithm` may be chosen.
     _method: ClassVar[str | None] = None
+    # Its row, if it is not in the table.
+    _row: ClassVar[Algorithm | None] = None
 
     algorithm: str = field(
         default="grpo",
@@ -175,7 +173,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self._give_generation_limits()
         resolve_device_defaults(self)
         self._post_init_of_any_group_size()
-        self._check_batch(objective)
+        if objective.reads("greedy_rewards"):
+            check_whole_groups(self, "a greedy baseline needs whole groups on every process")
         self._say_what_is_not_exact(objective)
         self._save_between_rollouts()
 
@@ -185,7 +184,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         Raises:
             ValueError: see the class.
         """
-        return self._objective_of(self.algorithm)
+        return self._objective_of(self._row or self.algorithm)
 
     def _objective_of(self, algorithm: str | Algorithm) -> PolicyObjective:
         given = {name: getattr(self, name) for name in SETTINGS}
@@ -235,7 +234,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _refuse_what_is_not_carried(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        refuse_given(self, _NOT_CARRIED)
+        refuse_given(self, {"label_smoothing_factor": "it belongs to the loss of transformers.Trainer"})
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
@@ -328,10 +327,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             self.num_generations = batch
         super().__post_init__()
         self.num_generations = group
-
-    def _check_batch(self, objective: PolicyObjective) -> None:
-        if objective.reads("greedy_rewards"):
-            check_whole_groups(self, "a greedy baseline needs whole groups on every process")
 
     def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:
         if objective.ratio == "none" and self.updates_per_rollout > 1:

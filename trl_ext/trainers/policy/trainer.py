@@ -260,12 +260,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         )
         return log_probs
 
-    @staticmethod
-    def _token_mask(inputs: dict) -> Tensor:
-        """1 where the policy chose the token: neither padding nor tool output. [B, T]."""
-        mask = inputs["completion_mask"]
-        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
-
     # ---- From log-probabilities to the loss ----
 
     def _prepare_inputs(self, generation_batch):

@@ -15,7 +15,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, length_adaptive_lambda, moments
-from trl_ext.trainers.metrics import SAMPLING_MEANS
 from trl_ext.trainers.policy.resampling import raw_rewards
 from trl_ext.trainers.policy.reward_functions import length_penalty
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
@@ -51,6 +50,7 @@ class PPOTrainer(PolicyTrainer):
     _config_class = PPOConfig
     # An adaptive coefficient continues from its last value.
     carried_over = (*PolicyTrainer.carried_over, "objective.beta")
+    _own_means = ("value_loss", "value_clip_ratio", "approx_kl", "likelihood_loss")
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
         self.value_model = None
@@ -186,9 +186,8 @@ class PPOTrainer(PolicyTrainer):
         for name, tensor in (("value/mean", values), ("returns/mean", returns)):
             metrics[name].append(moments(tensor, counted, self._sum_up)[1].item())
         metrics["explained_variance"].append(explained_variance(values, returns, counted, reduce=self._sum_up))
-        for name in ("mean", "std", "min", "max"):
-            metrics[f"advantages/{name}"].pop()
-        log_advantages(self, mode, gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)))
+        means = gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1))
+        log_advantages(self, mode, means, again=True)
 
     # ---- From log-probabilities and values to the loss ----
 
@@ -196,20 +195,6 @@ class PPOTrainer(PolicyTrainer):
     def _token_mask(inputs: dict) -> Tensor:
         """1 where the policy chose the token and its response could be scored. [B, T]."""
         return inputs["value_mask"] if "value_mask" in inputs else PolicyTrainer._token_mask(inputs)
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        # TRL's metrics cover all tokens.
-        tokens = PolicyTrainer._token_mask(inputs).sum()
-        counts = super()._micro_batch_counts(inputs)
-        return {**counts, "tokens": tokens, "scored": counts["tokens"]}
-
-    def _loss_weight(self) -> str:
-        return "scored" if super()._loss_weight() == "tokens" else "rows"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        names = ("value_loss", "value_clip_ratio", "approx_kl", "likelihood_loss", "log_ratio/clamped")
-        own = dict.fromkeys((*names, *(f"sampling/{name}" for name in SAMPLING_MEANS)), "scored")
-        return {**super()._step_metrics(mode), **own}
 
     @property
     def _needs_token_count(self) -> bool:
