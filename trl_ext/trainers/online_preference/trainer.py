@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl_ext.losses import PreferenceScores
+from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.pairing import Selection, select_pairs
 from trl_ext.rollouts.replay import (
@@ -80,10 +81,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
 
     _tag_names = ["trl", "trl_ext", "online-preference-optimization"]
     _name = "Online preference optimization"
-    _paper: ClassVar[dict] = {
-        "title": "Direct Language Model Alignment from Online AI Feedback",
-        "id": "2402.04792",
-    }
+    _paper: ClassVar[dict] = {"title": "Direct Language Model Alignment from Online AI Feedback", "id": "2402.04792"}
     _config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
     _without_signal = "no pair was made, as where all responses to a prompt are within tie_tolerance or not rewarded"
 
@@ -369,8 +367,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
 
     def _score_ahead(self, model, batches: list[dict]) -> list[PreferenceScores]:
         """Score without changing the random state, so that the training passes draw the same dropout masks."""
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), preserved_random_state():
             return [self._score(model, batch)[0] for batch in batches]
 
 

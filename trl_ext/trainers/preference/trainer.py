@@ -18,6 +18,7 @@ from torch import Tensor
 from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.losses import PreferenceScores
+from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import truncate_pairs
 from trl_ext.trainers.defaults import configuration, temporarily
@@ -249,9 +250,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         batches = [self._prepare_inputs(batch) for batch in window.pending]
         window.pending = None
         window.reference = [self._reference(_without_own_keys(batch)) for batch in batches]
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
         parts = []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), preserved_random_state():
             for batch, reference in zip(batches, window.reference, strict=True):
                 inputs = {**_without_own_keys(batch), **dict(zip(_REFERENCE_KEYS, reference, strict=True))}
                 labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)
