@@ -61,11 +61,7 @@ class Entry:
         return {"title": self.title, "id": self.paper} if self.title else {}
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Reject an option that the function does not have, and a missing option without a default.
-
-        Raises:
-            ValueError: names the option, the function and the nearest valid option.
-        """
+        """Raise ValueError for an option that the function does not have, or a missing one without a default."""
         for name in options:
             if name not in self.options:
                 valid = sorted(self.options)

@@ -115,9 +115,9 @@ class DistillationConfig(PolicyConfig):
             "itself as it is now, which then needs teacher_prompt."
         },
     )
-    teacher_model_revision: str | None = field(default=None, metadata={"help": "Revision of a teacher on the hub."})
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keywords of from_pretrained for the teacher, as JSON: '{\"dtype\": ...}'."}
+        default=None,
+        metadata={"help": "Keywords of from_pretrained for the teacher, such as dtype or revision, as JSON."},
     )
     teacher_prompt: str | None = field(
         default=None,
@@ -195,11 +195,7 @@ class DistillationConfig(PolicyConfig):
         self.beta = beta if self.beta is None else self.beta
 
     def build_objective(self) -> DistillationObjective:
-        """The distillation's settings in the form that `PolicyTrainer` expects.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """The distillation's settings in the form that `PolicyTrainer` expects."""
         names = (
             "preset",
             "teacher_model_name_or_path",

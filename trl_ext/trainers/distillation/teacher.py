@@ -90,8 +90,7 @@ class Teacher:
             save_without(policy, {ADAPTER: None})
             self._adapter = lambda: use_adapter(policy, ADAPTER)
             return
-        given = {"dtype": policy.dtype, "revision": args.teacher_model_revision}
-        given |= args.teacher_model_init_kwargs or {}
+        given = {"dtype": policy.dtype, **(args.teacher_model_init_kwargs or {})}
         with preserved_random_state():
             model = AutoModelForCausalLM.from_pretrained(base, **given)
             self.model = with_adapter(model, path).merge_and_unload() if is_adapter else model
@@ -117,11 +116,7 @@ class Teacher:
 
 
 def check_tokenizer(name: str, own, policy) -> None:
-    """Reject a teacher whose tokens have other ids than the policy's, and say if it knows another chat template.
-
-    Raises:
-        ValueError: names a token that differs.
-    """
+    """Raise ValueError if a token has another id than to the policy, and say if the chat template differs."""
     known, wanted = own.get_vocab(), policy.get_vocab()
     if known != wanted:
         differing = min((token for token in {*known, *wanted} if known.get(token) != wanted.get(token)), key=len)
@@ -134,7 +129,7 @@ def check_tokenizer(name: str, own, policy) -> None:
 
 
 def check_logits(*models) -> None:
-    """Reject models whose logits are not the output of their head, which divergence full takes them from."""
+    """Raise ValueError for models whose logits are not the output of their head, as divergence full needs them."""
     for model in models:
         config = model.config.get_text_config()
         scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]

@@ -38,6 +38,8 @@ _NOT_READ = {
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
+# Here beta belongs to the preference loss.
+del _NOT_READ["beta"]
 # What pairs of two samplers know of themselves, and settings that these do not go with.
 _PAIR_COLUMNS = ("second_is_chosen", "win_probability")
 _NOT_ACROSS = {
@@ -47,8 +49,6 @@ _NOT_ACROSS = {
     "use_transformers_continuous_batching": "a second sampler needs transformers' generate",
     "sync_ref_model": "a second sampler needs a reference that stays as it is",
 }
-# Here beta belongs to the preference loss.
-del _NOT_READ["beta"]
 
 
 class OnlinePreferenceObjective(PolicyObjective):
@@ -150,11 +150,7 @@ class OnlinePreferenceConfig(PolicyConfig):
         self._check_batches()
 
     def build_objective(self) -> OnlinePreferenceObjective:
-        """The loss with its options, in the form that `PolicyTrainer` expects.
-
-        Raises:
-            ValueError: an unknown loss or option, or a loss that reads dataset columns.
-        """
+        """The loss with its options, in the form that `PolicyTrainer` expects."""
         preference = PreferenceObjective(self.loss, beta=self.beta, loss_options=self.loss_kwargs)
         unknown = [name for name in preference.columns if not (self.across and name in _PAIR_COLUMNS)]
         if unknown:

@@ -179,11 +179,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self._save_between_rollouts()
 
     def build_objective(self) -> PolicyObjective:
-        """The algorithm with its settings resolved.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """The algorithm with its settings resolved."""
         return self._objective_of(self._row or self.algorithm)
 
     def _objective_of(self, algorithm: str | Algorithm) -> PolicyObjective:
@@ -372,11 +368,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
 
 def check_whole_groups(args: PolicyConfig, why: str) -> None:
-    """Reject batch sizes that divide the responses to a prompt among processes, in training or in evaluation.
-
-    Raises:
-        ValueError: begins with `why` and names the nearest batch that does not.
-    """
+    """Raise ValueError, with the reason `why`, if processes would share a prompt's responses, also in evaluation."""
     local = args.per_device_train_batch_size * args.steps_per_generation
     sizes = [(local, args.num_generations, "per_device_train_batch_size or generation_batch_size")]
     if args.eval_strategy != "no":
