@@ -25,15 +25,21 @@ def check_choice(flag: str, value: Any, choices: Iterable[str]) -> None:
         raise ValueError(f"unknown --{flag} {value!r}{nearest(str(value), known)} Known: {', '.join(known)}")
 
 
-def lazy_names(module: str, module_of_name: Mapping[str, str]) -> tuple[Callable, Callable]:
-    """`__getattr__` and `__dir__` of a module whose public names are imported from others when they are used."""
+def lazy_names(package: str, names_by_module: Mapping[str, str]) -> tuple[list[str], Callable, Callable]:
+    """`__all__`, `__getattr__` and `__dir__` of a package whose modules are imported when their names are used.
+
+    Args:
+        package: its name.
+        names_by_module: the names in a module, under the module's name in the package or its full name.
+    """
+    module_of_name = {name: module for module, names in names_by_module.items() for name in names.split()}
 
     def load(name: str) -> Any:
         if name not in module_of_name:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of_name[name]), name)
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of_name[name], package), name)
 
-    return load, lambda: sorted({*vars(sys.modules[module]), *module_of_name})
+    return [*module_of_name], load, lambda: sorted({*vars(sys.modules[package]), *module_of_name})
 
 
 def load_module(source: str) -> ModuleType:
