@@ -92,7 +92,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         functions = as_reward_functions(reward_funcs, args.packing)
         self._has_judge = judge is not None
         if judge is not None:
-            functions.append(JudgeRewards(judge, self._group_size, args))
+            functions.append(JudgeRewards(judge, lambda: self.group_size, args))
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
         if several:
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
@@ -118,9 +118,6 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
     def _fit_trl_to_objective(self) -> None:
         super()._fit_trl_to_objective()
         self.scoring = ScoringTemperature(self)
-
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
 
     # ---- Replay ----
 
@@ -185,7 +182,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         if "win_probability" in self.objective.preference.columns:
             # Where neither response wins, a policy gradient still has its KL term.
             tolerance = -1.0
-        selection = select_pairs(rewards, self._group_size(), choice, tolerance)
+        selection = select_pairs(rewards, self.group_size, choice, tolerance)
         self._log_selection(mode, rewards, selection)
         rows = self._rows(output)
         pairs = self._sampled_pairs(rows, rewards, selection)

@@ -149,7 +149,9 @@ class PPOTrainer(PolicyTrainer):
         output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
         if self.args.likelihood_coefficient:
             right = raw_rewards(self)[first : first + len(inputs)] >= self.args.likelihood_reward
-            output["likelihood_weights"] = self._likelihood_weights(counted, right)
+            # With these weights, a mean over the tokens of all responses is one over those of right ones.
+            every, of_right = self._sum_up(torch.stack([counted.sum(), counted[right].sum()]))
+            output["likelihood_weights"] = right * every / of_right.clamp(min=1)
         # The divisor of a step that spans several rollouts.
         output["num_items_in_batch"] = self._sum_up(counted.sum())
         self._log_rollout_values(mode, values, returns, counted, advantages, mask)
@@ -175,11 +177,6 @@ class PPOTrainer(PolicyTrainer):
                 count=len(per_response),
             )
         return coefficient * divergence if self.objective.kl_in == "reward" else None
-
-    def _likelihood_weights(self, counted: Tensor, right: Tensor) -> Tensor:
-        """Weights with which a mean over the tokens of all responses is one over those of right ones. [n]."""
-        every, of_right = self._sum_up(torch.stack([counted.sum(), counted[right].sum()]))
-        return right * every / of_right.clamp(min=1)
 
     def _log_rollout_values(self, mode: str, values, returns, counted, advantages, mask) -> None:
         metrics = self._metrics[mode]
