@@ -74,13 +74,7 @@ class Entry:
 
 @dataclass
 class PreferenceLoss(Entry):
-    """A loss on `PreferenceScores`.
-
-    Attributes:
-        needs_reference: whether it reads `ref_chosen` and `ref_rejected`.
-        batch_coupled: whether the loss of a pair depends on the other pairs of the batch, as AOT's sorting does.
-        columns: dataset columns that it reads from `scores.columns`.
-    """
+    """A loss on `PreferenceScores`; its fields are the arguments of `preference_loss`."""
 
     needs_reference: bool = True
     batch_coupled: bool = False

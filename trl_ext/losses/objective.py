@@ -36,7 +36,7 @@ class PreferenceObjective:
         columns: dataset columns to pass to the loss, in addition to those that it declares.
 
     Attributes:
-        needs_reference, batch_coupled: see `trl_ext.registry.PreferenceLoss`.
+        needs_reference, batch_coupled: see `trl_ext.registry.preference_loss`.
         needs_policy_weights: whether a weighting reads the policy weights of the responses.
         normalizes: whether a weighting is divided by its mean over the optimizer batch.
         columns: dataset columns passed to the loss and the weightings.

@@ -13,7 +13,7 @@ from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option, temporarily
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 DIVERGENCES = ("full", "sampled_token")
@@ -89,7 +89,7 @@ _NOT_USED = {
 _OF_SAMPLED_TOKENS = (
     *(name for name in LOSS_SETTINGS if name not in ("beta", "aggregation", "loss_constant") and "kl_" not in name),
     *("loss_type", "advantage_clip", "importance_sampling_level", "delta", "top_entropy_quantile", "discount"),
-    *("sampler_correction", "sampler_correction_min", "sampler_correction_max", "cast_lm_head_to_fp32"),
+    *(*SAMPLER_CORRECTION, "cast_lm_head_to_fp32"),
 )
 
 

@@ -77,10 +77,10 @@ class Teacher:
         adapters = [policy.peft_config[policy.active_adapters[0]]] if own else []
         adapters += [PeftConfig.from_pretrained(path)] if is_adapter else []
         shares = shares and not any(adapter.modules_to_save for adapter in adapters)
-        if shares and not is_adapter:
-            self._adapter = lambda: use_adapter(policy, None)
-            return
         if shares:
+            self._adapter = lambda: use_adapter(policy, ADAPTER if is_adapter else None)
+            if not is_adapter:
+                return
             with preserved_random_state():
                 policy.load_adapter(path, ADAPTER, is_trainable=False)
             for module in policy.modules():
@@ -88,7 +88,6 @@ class Teacher:
                     # The policy is in training mode when the teacher scores.
                     module.lora_dropout[ADAPTER] = torch.nn.Identity()
             save_without(policy, {ADAPTER: None})
-            self._adapter = lambda: use_adapter(policy, ADAPTER)
             return
         given = {"dtype": policy.dtype, **(args.teacher_model_init_kwargs or {})}
         with preserved_random_state():

@@ -9,7 +9,7 @@ from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
 from trl_ext.trainers.defaults import check_at_least
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Not a row of the table, since `PolicyTrainer` has no population.
@@ -28,7 +28,7 @@ _NOT_USED = {
     **dict.fromkeys((*LOSS_SETTINGS, "loss_type", "importance_sampling_level", "delta"), _NO_LOSS),
     **dict.fromkeys(("advantage", "std_ddof", "advantage_eps", "advantage_clip", "scale_rewards"), _NO_LOSS),
     **dict.fromkeys(("entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold"), _NO_LOSS),
-    **dict.fromkeys(("sampler_correction", "sampler_correction_min", "sampler_correction_max"), _NO_LOSS),
+    **dict.fromkeys(SAMPLER_CORRECTION, _NO_LOSS),
     **dict.fromkeys(("resample_groups", "group_filter", "curriculum"), "all members of a population have one batch"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), "responses are greedy"),
     "num_generations": "greedy responses to a prompt are all the same",

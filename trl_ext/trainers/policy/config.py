@@ -31,6 +31,9 @@ _OPTION_FIELDS = {
     "sapo": ("temperature_pos", "temperature_neg"),
     "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 }
+# Settings that a configuration without their part refuses together.
+RESAMPLING = ("resample_groups", "group_filter")
+SAMPLER_CORRECTION = ("sampler_correction", "sampler_correction_min", "sampler_correction_max")
 
 
 def _override(text: str) -> Any:

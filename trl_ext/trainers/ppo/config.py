@@ -11,7 +11,7 @@ from trl_ext.advantages import no_baseline
 from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 VALUE_MODELS = ("shared", "adapter", "separate")
@@ -51,9 +51,7 @@ _NOT_USED = {
         ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation", "step_separator"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
-    **dict.fromkeys(
-        ("resample_groups", "group_filter"), "a value function learns from groups of equal rewards too: leave it out"
-    ),
+    **dict.fromkeys(RESAMPLING, "a value function learns from groups of equal rewards too: leave it out"),
     "use_vllm": "the value head would be sent to vLLM with the policy's weights",
     "torch_compile": "the value head reads the hidden states inside the forward pass",
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
