@@ -3,30 +3,20 @@
 Names load when they are first used: `import trl_ext` imports neither torch nor trl.
 """
 
-import importlib
-
-from trl_ext.trainers import MODULE_OF_NAME as _TRAINERS
+from trl_ext import trainers
+from trl_ext.names import lazy_names
 
 __version__ = "0.1.0"
 
-_MODULE_OF_NAME = {
-    **dict.fromkeys(("preference_loss", "preference_weighting", "policy_algorithm"), "trl_ext.registry"),
-    "load_benchmark": "trl_ext.data",
-    "share_prefixes": "trl_ext.models",
-    "fast_rollouts": "trl_ext.rollouts",
-    **dict.fromkeys(("RewardEnsemble", "RewardModel"), "trl_ext.rewards"),
-    **{name: module for name, module in _TRAINERS.items() if name.endswith(("Config", "Trainer"))},
-}
-
-__all__ = ["__version__", *_MODULE_OF_NAME]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_NAMES, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".registry": "preference_loss preference_weighting policy_algorithm",
+        ".data": "load_benchmark",
+        ".models": "share_prefixes",
+        ".rollouts": "fast_rollouts",
+        ".rewards": "RewardEnsemble RewardModel",
+        ".trainers": " ".join(name for name in trainers.__all__ if name.endswith(("Config", "Trainer"))),
+    },
+)
+__all__ = ["__version__", *_NAMES]

@@ -7,7 +7,6 @@ differ from the rest of the library. Shapes: B responses of up to T tokens, N = 
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 
@@ -17,15 +16,16 @@ from torch import Tensor
 from trl_ext import losses
 from trl_ext.advantages import group_centered, group_normalized
 from trl_ext.models.tokenization import response_log_probs, token_entropy, tokenize_prompt_and_output
-from trl_ext.registry import nearest
+from trl_ext.names import lazy_names, nearest
 
 # These are imported on first use: some need more than torch, some not even torch.
-_MODULE_OF_NAME = {
-    "PackedSFTDataset": "trl_ext.data.packed_sft",
-    "iterate_batches": "trl_ext.data.packed_sft",
-    "parse_gsm8k_response": "trl_ext.rewards.parsers",
-    "parse_mmlu_response": "trl_ext.rewards.parsers",
-}
+_LAZY, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "trl_ext.data.packed_sft": "PackedSFTDataset iterate_batches",
+        "trl_ext.rewards.parsers": "parse_gsm8k_response parse_mmlu_response",
+    },
+)
 
 __all__ = [
     "compute_group_normalized_rewards",
@@ -40,7 +40,7 @@ __all__ = [
     "sft_microbatch_step",
     "token_entropy",
     "tokenize_prompt_and_output",
-    *_MODULE_OF_NAME,
+    *_LAZY,
 ]
 
 # The arguments that each loss type reads in addition to the policy's log-probabilities.
@@ -50,12 +50,6 @@ LOSS_TYPES = {
     "grpo_clip": ("advantages", "old_log_probs", "cliprange"),
     "grpo_no_clip": ("advantages", "old_log_probs"),
 }
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.course' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
 
 
 def masked_mean(tensor: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,23 @@ def check_choice(flag: str, value: Any, choices: Iterable[str]) -> None:
     """Reject a value that is not one of the choices; the message has the nearest one and the list."""
     if value not in (known := list(choices)):
         raise ValueError(f"unknown --{flag} {value!r}{nearest(str(value), known)} Known: {', '.join(known)}")
+
+
+def lazy_names(package: str, names_by_module: Mapping[str, str]) -> tuple[list[str], Callable, Callable]:
+    """`__all__`, `__getattr__` and `__dir__` of a package whose modules are imported when their names are used.
+
+    Args:
+        package: its name.
+        names_by_module: the names in a module, under the module's name in the package or its full name.
+    """
+    module_of_name = {name: module for module, names in names_by_module.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in module_of_name:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(module_of_name[name], package), name)
+
+    return [*module_of_name], load, lambda: sorted({*vars(sys.modules[package]), *module_of_name})
 
 
 def load_module(source: str) -> ModuleType:

@@ -61,11 +61,7 @@ class Entry:
         return {"title": self.title, "id": self.paper} if self.title else {}
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Reject an option that the function does not have, and a missing option without a default.
-
-        Raises:
-            ValueError: names the option, the function and the nearest valid option.
-        """
+        """Raise ValueError for an option that the function does not have, or a missing one without a default."""
         for name in options:
             if name not in self.options:
                 valid = sorted(self.options)
@@ -78,13 +74,7 @@ class Entry:
 
 @dataclass
 class PreferenceLoss(Entry):
-    """A loss on `PreferenceScores`.
-
-    Attributes:
-        needs_reference: whether it reads `ref_chosen` and `ref_rejected`.
-        batch_coupled: whether the loss of a pair depends on the other pairs of the batch, as AOT's sorting does.
-        columns: dataset columns that it reads from `scores.columns`.
-    """
+    """A loss on `PreferenceScores`; its fields are the arguments of `preference_loss`."""
 
     needs_reference: bool = True
     batch_coupled: bool = False

@@ -36,11 +36,7 @@ class Setting:
         return self.meaning if "Default: " in self.meaning else f"{self.meaning} Default: the algorithm's own."
 
     def check(self, flag: str, value: Any) -> None:
-        """Reject a name that is not one of the choices, and a number that is not finite or out of range.
-
-        Raises:
-            ValueError: names the flag and its permitted values.
-        """
+        """Raise ValueError, naming the flag, for a name that is no choice or a number not finite or out of range."""
         if self.choices:
             check_choice(flag, value, self.choices)
         if self.within is not None:

@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+from trl_ext.names import lazy_names
 
-from trl_ext.data.benchmark import load_benchmark
-from trl_ext.data.conversation import encode_turn
-from trl_ext.data.schemas import PreferenceRow, PromptRow, UnpairedRow
-from trl_ext.data.truncation import truncate_pair
-
-# Imported on first use: packing imports torch.
-_MODULE_OF_NAME = {
-    "PackedSFTDataset": "trl_ext.data.packed_sft",
-    "load_math": "trl_ext.data.math",
-    "load_prompt_template": "trl_ext.data.templates",
-}
-
-__all__ = [
-    "PreferenceRow",
-    "PromptRow",
-    "UnpairedRow",
-    "encode_turn",
-    "load_benchmark",
-    "truncate_pair",
-    *_MODULE_OF_NAME,
-]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.data' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".benchmark": "load_benchmark",
+        ".conversation": "encode_turn",
+        ".math": "load_math",
+        ".packed_sft": "PackedSFTDataset",
+        ".schemas": "PreferenceRow PromptRow UnpairedRow",
+        ".templates": "load_prompt_template",
+        ".truncation": "truncate_pair",
+    },
+)

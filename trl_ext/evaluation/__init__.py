@@ -2,55 +2,41 @@
 
 from __future__ import annotations
 
-import importlib
+from trl_ext.names import lazy_names
 
 # Modules and their public names. A module loads when one of its names is first used.
 _NAMES_BY_MODULE = {
-    "judging.cache": "CacheError VerdictCache",
-    "judging.cost": "Estimate estimate",
-    "judging.openai_judge": "OpenAIJudge",
-    "judging.openai_model": "OpenAIModel",
-    "judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
-    "judging.prices": "load_prices",
-    "judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
-    "judging.rubric": "RubricReward",
-    "judging.score_judges": "GroundTruthJudge RewardModelJudge",
-    "methods.generations": "PolicyComparison compare_generations",
-    "methods.judge_examination": "ask_judge examine_judge",
-    "methods.overoptimization": "best_of_n_curve plot_best_of_n",
-    "methods.preferences": "approximate_kl join_pair_scores preference_metrics",
-    "methods.reward_models": "best_of_n reward_metrics reward_mistakes true_order_metrics",
-    "methods.tournament": "plot_tournament run_tournament",
-    "report": "write_report",
-    "reporting.plots": "plot_reward_run plot_run",
-    "stages": "compare_stages",
-    "statistics.agreement": "cohen_kappa",
-    "statistics.human_labels": "corrected_rate labels_needed prediction_powered",
-    "statistics.intervals": "mean_with_interval wilson_interval",
-    "statistics.length_control": "length_controlled_win_rate",
-    "statistics.paired": "mcnemar paired_difference",
-    "statistics.ratings": "bradley_terry",
-    "statistics.sampled_labels": "weighted_prediction_powered",
-    "statistics.sequential": "Decision confidence_sequence decide",
-    "statistics.win_rate": "Interval PairOutcome WinRate win_rate",
-    "submissions.candidates": "compare_candidates judge_candidate",
-    "submissions.grading": "grade_submission",
-    "submissions.labelled_pairs": "LabelledPair RecordedVerdict read_labelled_pairs read_recorded_verdicts",
-    "submissions.submission": "build_submission generate_submission_file pack_submission score_submission_file",
+    ".judging.cache": "CacheError VerdictCache",
+    ".judging.cost": "Estimate estimate",
+    ".judging.openai_judge": "OpenAIJudge",
+    ".judging.openai_model": "OpenAIModel",
+    ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
+    ".judging.prices": "load_prices",
+    ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
+    ".judging.rubric": "RubricReward",
+    ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
+    ".methods.generations": "PolicyComparison compare_generations",
+    ".methods.judge_examination": "ask_judge examine_judge",
+    ".methods.overoptimization": "best_of_n_curve plot_best_of_n",
+    ".methods.preferences": "approximate_kl join_pair_scores preference_metrics",
+    ".methods.reward_models": "best_of_n reward_metrics reward_mistakes true_order_metrics",
+    ".methods.tournament": "plot_tournament run_tournament",
+    ".report": "write_report",
+    ".reporting.plots": "plot_reward_run plot_run",
+    ".stages": "compare_stages",
+    ".statistics.agreement": "cohen_kappa",
+    ".statistics.human_labels": "corrected_rate labels_needed prediction_powered",
+    ".statistics.intervals": "mean_with_interval wilson_interval",
+    ".statistics.length_control": "length_controlled_win_rate",
+    ".statistics.paired": "mcnemar paired_difference",
+    ".statistics.ratings": "bradley_terry",
+    ".statistics.sampled_labels": "weighted_prediction_powered",
+    ".statistics.sequential": "Decision confidence_sequence decide",
+    ".statistics.win_rate": "Interval PairOutcome WinRate win_rate",
+    ".submissions.candidates": "compare_candidates judge_candidate",
+    ".submissions.grading": "grade_submission",
+    ".submissions.labelled_pairs": "LabelledPair RecordedVerdict read_labelled_pairs read_recorded_verdicts",
+    ".submissions.submission": "build_submission generate_submission_file pack_submission score_submission_file",
+    "trl_ext.rollouts.diagnostics": "GenerationDiagnostics diagnose_generations",
 }
-_MODULE_OF_NAME = {
-    name: f"trl_ext.evaluation.{module}" for module, names in _NAMES_BY_MODULE.items() for name in names.split()
-}
-_MODULE_OF_NAME |= dict.fromkeys(("GenerationDiagnostics", "diagnose_generations"), "trl_ext.rollouts.diagnostics")
-
-__all__ = list(_MODULE_OF_NAME)
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.evaluation' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy_names(__name__, _NAMES_BY_MODULE)

@@ -70,10 +70,7 @@ def mismatch_weights(
         sampler_log_probs: the same by the sampler, [B, T].
         mask: 1 where a token counts, [B, T].
         kind: a name in `CORRECTIONS`.
-        low, high: bounds on the ratio. Default: those of the kind.
-
-    Raises:
-        ValueError: see `bounds_of`.
+        low, high: bounds on the ratio, as for `bounds_of`.
     """
     unit, function, _, _ = CORRECTIONS[kind]
     low, high = bounds_of(kind, low, high)

@@ -36,7 +36,7 @@ class PreferenceObjective:
         columns: dataset columns to pass to the loss, in addition to those that it declares.
 
     Attributes:
-        needs_reference, batch_coupled: see `trl_ext.registry.PreferenceLoss`.
+        needs_reference, batch_coupled: see `trl_ext.registry.preference_loss`.
         needs_policy_weights: whether a weighting reads the policy weights of the responses.
         normalizes: whether a weighting is divided by its mean over the optimizer batch.
         columns: dataset columns passed to the loss and the weightings.
@@ -59,7 +59,12 @@ class PreferenceObjective:
         self.loss = preference_losses.find(loss)
         self.loss_options = dict(loss_options or {})
         self.loss.check_options(self.loss_options)
-        self.beta = self._resolve_beta(beta)
+        self.beta = self.loss.default_beta or 0.1 if beta is None else beta
+        if not 0 < self.beta < float("inf"):
+            raise ValueError(
+                f"beta must be positive, got {beta}: at 0 the loss would not depend on the policy, and a negative one "
+                "would prefer the rejected responses"
+            )
         self.weightings = self._resolve_weightings(weightings, dict(weighting_options or {}))
         self.needs_reference, self.batch_coupled = self.loss.needs_reference, self.loss.batch_coupled
         self.needs_policy_weights = any(weighting.needs_policy_weights for weighting, _ in self.weightings)
@@ -105,16 +110,6 @@ class PreferenceObjective:
             # If all weights are zero, the loss is zero.
             losses = losses * weights / mean.clamp(min=torch.finfo(weights.dtype).tiny)
         return losses
-
-    def _resolve_beta(self, beta: float | None) -> float:
-        if beta is None:
-            return self.loss.default_beta or 0.1
-        if not 0 < beta < float("inf"):
-            raise ValueError(
-                f"beta must be positive, got {beta}: at 0 the loss would not depend on the policy, and a negative one "
-                "would prefer the rejected responses"
-            )
-        return beta
 
     @staticmethod
     def _resolve_weightings(

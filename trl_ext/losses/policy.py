@@ -1,9 +1,9 @@
 """Policy-gradient losses: from token log-probabilities and advantages to token losses.
 
 Shapes: B responses of up to T tokens. A log-ratio is new minus old: [B, T] for one per token, [B, 1] for one per
-response. Advantages are [B], [B, 1] or [B, T]. Every loss is minimised and returned unreduced; at ratio 1 its gradient
-is `-advantage` times that of the log-probability, except for the tokens that `clip_cov` drops and for
-`optimal_advantage`.
+response. Advantages are [B], [B, 1] or [B, T]; log-probabilities, masks and covariances are [B, T]. Every loss is
+minimised and returned unreduced; at ratio 1 its gradient is `-advantage` times that of the log-probability, except for
+the tokens that `clip_cov` drops and for `optimal_advantage`.
 """
 
 from __future__ import annotations
@@ -100,11 +100,6 @@ def sapo(
 
     With p the sigmoid, the gradient is `4 p (1 - p)` times that of `-ratio A`. Tau is `temperature_pos` where the
     advantage is positive and `temperature_neg` elsewhere. At ratio 1 the loss is `-2 A / tau`, and the gradient -A.
-
-    Args:
-        log_ratio: [B, T] or [B, 1].
-        advantages: [B], [B, 1] or [B, T].
-
     arXiv 2511.20347.
     """
     advantages = column(advantages)
@@ -116,12 +111,8 @@ def gmpo(log_ratio: Tensor, mask: Tensor, advantages: Tensor, *, log_clip: float
     """GMPO: `-A exp(mean(clipped log-ratio))`: the geometric mean of a response's clipped ratios. [B, 1].
 
     Each token's log-ratio is clipped to plus and minus `log_clip`, in the direction that the advantage favours. A
-    clipped token has no gradient, and still scales that of the others.
-
-    Args:
-        log_ratio, mask: [B, T].
-        advantages: one for each response, [B] or [B, 1].
-
+    clipped token has no gradient, and still scales that of the others. The ratio is of tokens, [B, T], and there is
+    one advantage for each response.
     arXiv 2507.20673.
     """
     advantages = column(advantages)
@@ -136,13 +127,8 @@ def gspo_token(
 ) -> Tensor:
     """GSPO-token: GSPO's clip of `s exp(log_prob - sg[log_prob])` at each token, s the sequence's ratio, detached.
 
-    Its values are GSPO's. Its gradient is too if all tokens of a response have one advantage; they may also differ.
-
-    Args:
-        log_ratio: of the sequence, [B, 1].
-        log_probs: [B, T].
-        advantages: [B], [B, 1] or [B, T].
-
+    The ratio is of the sequence, [B, 1]. Its values are GSPO's. Its gradient is too if all tokens of a response have
+    one advantage; they may also differ.
     Zheng et al. 2025, arXiv 2507.18071.
     """
     ratio = bounded_ratio(log_ratio.detach()) * (log_probs - log_probs.detach()).exp()
@@ -164,12 +150,7 @@ def vespo(
     """VESPO: `-w^k exp(lambda (1 - w)) A log_prob`, with w the product of a response's ratios, without gradient.
 
     The factor is 1 at w = 1 and falls to 0 for small and large w. k and lambda are `_neg` where the advantage is
-    negative. Log-ratios are clamped at plus and minus 20.
-
-    Args:
-        log_ratio, log_probs, mask: [B, T].
-        advantages: [B], [B, 1] or [B, T].
-
+    negative. Log-ratios, [B, T], are clamped at plus and minus 20.
     arXiv 2602.10693.
     """
     advantages = column(advantages)
@@ -192,13 +173,8 @@ def dppo_tv(
     """DPPO, total variation: `-min(p / q, ratio_cap) A log_prob`, and 0 where `|p - q|` is above delta.
 
     p is a token's probability and q that of the policy that sampled it, as its sampler recorded it if it did. Only
-    tokens that have moved in the direction that their advantage favours become 0. p / q has no gradient.
-
-    Args:
-        log_probs, behaviour_log_probs: [B, T].
-        advantages: [B], [B, 1] or [B, T].
-        delta_low, delta_high: the largest divergence where the advantage is negative, and where it is positive.
-
+    tokens that have moved in the direction that their advantage favours become 0. p / q has no gradient. The limit is
+    `delta_low` where the advantage is negative, and `delta_high` where it is positive.
     Qi et al. 2026, arXiv 2602.04879.
     """
     divergence = (log_probs.detach().exp() - behaviour_log_probs.exp()).abs()
@@ -248,13 +224,8 @@ def clip_cov(
     """Clip-Cov: PPO's clip, and 0 for a few random tokens of high covariance, which lower the entropy most.
 
     Of N tokens, `max(1, share N)` are drawn among those that the clip leaves alone and whose covariance lies between
-    the bounds. They are drawn with torch's random numbers, so that a run's seed gives the same tokens again.
-
-    Args:
-        log_ratio, covariance, mask: [B, T]; the covariance is that of `PolicyScores`, over these B responses.
-        advantages: [B], [B, 1] or [B, T].
-        clip_low, clip_high: 1 is the clip of the authors' runs, which cuts little.
-
+    the bounds. They are drawn with torch's random numbers, so that a run's seed gives the same tokens again. The
+    covariance is that of `PolicyScores`, over these B responses. A clip of 1, as in the authors' runs, cuts little.
     Cui et al. 2025, arXiv 2505.22617.
     """
     losses = clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high)
@@ -276,13 +247,8 @@ def kl_cov(
 ) -> Tensor:
     """KL-Cov: `-ratio A`, and `coefficient |log_ratio|` more for the tokens of the highest covariance.
 
-    These are `max(1, share N)` of N tokens. While the policy is the one that sampled, the penalty has no gradient.
-
-    Args:
-        log_ratio, covariance, mask: [B, T]; the covariance is that of `PolicyScores`, over these B responses.
-        advantages: [B], [B, 1] or [B, T].
-        share: the share of tokens; the paper has 2e-3 for a model of 7B and 2e-4 for one of 32B.
-
+    These are `max(1, share N)` of N tokens; the paper's share is 2e-3 for a model of 7B and 2e-4 for one of 32B. While
+    the policy is the one that sampled, the penalty has no gradient. The covariance is that of `PolicyScores`.
     Cui et al. 2025, arXiv 2505.22617.
     """
     count = max(1, int(share * (mask != 0).sum()))
@@ -296,13 +262,8 @@ def optimal_advantage(
 ) -> Tensor:
     """A*-PO: `(beta h - A)^2`, with h the log-ratio of a response to the reference, summed over its tokens. [B, 1].
 
-    At its minimum, beta h is the advantage of the policy that is optimal with beta times the KL divergence.
-
-    Args:
-        log_probs, ref_log_probs, mask: [B, T].
-        advantages: one for each response, its reward less the optimal value of its prompt, [B] or [B, 1].
-        beta: the setting `beta`, the coefficient of the reference.
-
+    At its minimum, beta h is the advantage of the policy that is optimal with beta times the KL divergence. There is
+    one advantage for each response, its reward less the optimal value of its prompt.
     Brantley et al. 2025, arXiv 2505.20686.
     """
     log_ratio = masked_sum(log_probs - ref_log_probs, mask, dim=-1).unsqueeze(-1)

@@ -26,11 +26,7 @@ KINDS: dict[str, Iterable[str]] = {
 
 
 def check_setting(name: str, value: Any) -> None:
-    """Reject an unknown or out-of-range value of a loss setting.
-
-    Raises:
-        ValueError: names the flag and its permitted values.
-    """
+    """Raise ValueError, naming the flag and its values, for an unknown or out-of-range value of a loss setting."""
     if name in KINDS:
         check_choice(name, value, KINDS[name])
     LOSS_SETTINGS[name].check(name, value)
@@ -145,11 +141,7 @@ class PolicyLoss(LossFields):
         return surrogate + aggregate(divergence, scores.mask, self.kl_aggregation, **reduction)
 
     def clamped(self, scores: PolicyScores, ref_log_probs: Tensor | None = None) -> Tensor:
-        """Tokens with a log-ratio clamped at 20, where a term of the loss has no gradient. Boolean, [B, T].
-
-        Args:
-            scores, ref_log_probs: as for the loss.
-        """
+        """Tokens with a log-ratio clamped at 20, where a term of the loss has no gradient. Boolean, [B, T]."""
         has_divergence = self._adds_kl
         beyond = torch.zeros_like(scores.mask, dtype=torch.bool)
         # No gradient is lost if it flows through log_probs, as in CISPO.
@@ -169,13 +161,7 @@ class PolicyLoss(LossFields):
             return (self._surrogate_losses(scores) == 0) & matters
 
     def reward_penalty(self, log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor) -> Tensor:
-        """The KL penalty on each response's reward: beta times the sum of its KL estimates over the tokens. [B].
-
-        Args:
-            log_probs: log-probabilities of the sampled tokens under the policy that sampled them, [B, T].
-            ref_log_probs: the same under the reference.
-            mask: 1 where a token counts, [B, T].
-        """
+        """The KL penalty on each response's reward: beta times the sum of the estimates over its tokens. [B]."""
         divergence = kl_estimate(log_probs.detach(), ref_log_probs.detach(), self.kl_estimator)
         return self.beta * masked_sum(divergence, mask, dim=-1)
 

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
+from trl_ext.names import lazy_names
 
-from trl_ext.models.loading import resolve_model_path
-
-# These import torch, so they load on first use.
-_MODULE_OF_NAME = {
-    "Packing": "trl_ext.models.packing",
-    "SharedBackbone": "trl_ext.models.shared_backbone",
-    "completion_mask": "trl_ext.models.tokenization",
-    "packing_of": "trl_ext.models.packing",
-    "response_log_probs": "trl_ext.models.tokenization",
-    "score_responses": "trl_ext.models.log_probs",
-    "score_sequences": "trl_ext.models.sequence_scores",
-    "share_prefixes": "trl_ext.models.packing",
-    "token_entropy": "trl_ext.models.tokenization",
-    "tokenize_prompt_and_output": "trl_ext.models.tokenization",
-}
-
-__all__ = ["resolve_model_path", *_MODULE_OF_NAME]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.models' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Some modules import torch, so they are imported when their names are used.
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".loading": "resolve_model_path",
+        ".log_probs": "score_responses",
+        ".packing": "Packing packing_of share_prefixes",
+        ".sequence_scores": "score_sequences",
+        ".shared_backbone": "SharedBackbone",
+        ".tokenization": "completion_mask response_log_probs token_entropy tokenize_prompt_and_output",
+    },
+)

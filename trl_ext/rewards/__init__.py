@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+from trl_ext.names import lazy_names
 
-# Reward models import torch, so names are loaded on first use.
-_MODULE_OF_NAME = {
-    "RewardEnsemble": "trl_ext.rewards.ensemble",
-    "RewardModel": "trl_ext.rewards.reward_model",
-    "ShapedReward": "trl_ext.rewards.shaping",
-    "VerifiedReward": "trl_ext.rewards.verified",
-    "combine": "trl_ext.rewards.ensemble",
-    "countdown_reward": "trl_ext.rewards.verified",
-    "gsm8k_reward": "trl_ext.rewards.verified",
-    "gsm8k_truth": "trl_ext.rewards.parsers",
-    "is_correct": "trl_ext.rewards.answers",
-    "parse_gsm8k_response": "trl_ext.rewards.parsers",
-    "parse_mmlu_response": "trl_ext.rewards.parsers",
-    "parse_shaping": "trl_ext.rewards.shaping",
-    "question_only_reward": "trl_ext.rewards.verified",
-    "r1_zero_reward": "trl_ext.rewards.verified",
-    "share_or_load": "trl_ext.rewards.sharing",
-    "verified_reward": "trl_ext.rewards.verified",
-}
-
-__all__ = [*_MODULE_OF_NAME]
-
-
-def __getattr__(name: str):
-    if name not in _MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.rewards' has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF_NAME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Reward models import torch, so modules are imported when their names are used.
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".answers": "is_correct",
+        ".ensemble": "RewardEnsemble combine",
+        ".parsers": "gsm8k_truth parse_gsm8k_response parse_mmlu_response",
+        ".reward_model": "RewardModel",
+        ".shaping": "ShapedReward parse_shaping",
+        ".sharing": "share_or_load",
+        ".verified": "VerifiedReward verified_reward countdown_reward gsm8k_reward question_only_reward "
+        "r1_zero_reward",
+    },
+)

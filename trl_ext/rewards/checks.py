@@ -38,21 +38,12 @@ def find_reward_model(folder_or_hub_name: str | Path, *, base: str | None = None
 
 
 def read_limits(folder: Path) -> dict[str, int | None]:
-    """The `max_prompt_tokens` and `max_response_tokens` that a reward model was trained with; 512 if not recorded.
-
-    Raises:
-        ValueError: the file that records them is damaged.
-    """
+    """The `max_prompt_tokens` and `max_response_tokens` that a reward model was trained with; 512 if not recorded."""
     path = folder / LIMITS_FILE
     if not path.is_file():
         return {"max_prompt_tokens": 512, "max_response_tokens": 512}
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        return {name: saved[name] for name in ("max_prompt_tokens", "max_response_tokens")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{path} is damaged: it must hold max_prompt_tokens and max_response_tokens; save it again"
-        ) from error
+    saved = json.loads(path.read_text(encoding="utf-8"))
+    return {name: saved[name] for name in ("max_prompt_tokens", "max_response_tokens")}
 
 
 def require_tokenizer(folder: Path, adapter: RewardAdapter | None) -> str:

@@ -89,9 +89,18 @@ KINDS = (*ANSWER_REWARDS, "countdown")
 
 @dataclass(frozen=True)
 class VerifiedGrader:
-    """A verified reward for rows of `trl_ext.data.math.load_math`, created by `grader`."""
+    """A function that grades a response to a row of `trl_ext.data.math.load_math`.
 
-    kind: str
+    Attributes:
+        kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
+            expression of given numbers).
+        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
+
+    Raises:
+        ValueError: there is no such kind, or math-verify is asked for and not installed.
+    """
+
+    kind: str = "r1_zero"
     fast: bool = True
 
     def __post_init__(self):
@@ -119,18 +128,8 @@ class VerifiedGrader:
         return last_boxed(response) if self.kind == "question_only" else parse_gsm8k_response(response)
 
 
-def grader(kind: str = "r1_zero", *, fast: bool = True) -> VerifiedGrader:
-    """Create a function that grades a response to a row of `trl_ext.data.math.load_math`.
-
-    Args:
-        kind: `r1_zero` (tags), `question_only` (a box), `gsm8k` (the last number), or `countdown` (tags around an
-            expression of given numbers).
-        fast: False to ask math-verify about answers that `is_correct` cannot confirm by itself.
-
-    Raises:
-        ValueError: there is no such kind, or math-verify is asked for and not installed.
-    """
-    return VerifiedGrader(kind, fast)
+# The name under which recipes create it.
+grader = VerifiedGrader
 
 
 class VerifiedReward:

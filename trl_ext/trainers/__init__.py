@@ -3,7 +3,7 @@
 Names load on first use, so that one trainer does not import the others.
 """
 
-import importlib
+from trl_ext.names import lazy_names
 
 # Each loss or algorithm listed here has a {prefix}Config and a {prefix}Trainer, made from its row.
 PREFERENCE_METHODS = (
@@ -13,47 +13,36 @@ PREFERENCE_METHODS = (
 POLICY_METHODS = ("GRPO", "DrGRPO", "GSPO", "RLOO", "ReMax")
 
 
-def _pairs(prefixes: tuple[str, ...]) -> list[str]:
-    return [f"{prefix}{kind}" for prefix in prefixes for kind in ("Config", "Trainer")]
+def _pairs(prefixes: tuple[str, ...]) -> str:
+    return " ".join(f"{prefix}{kind}" for prefix in prefixes for kind in ("Config", "Trainer"))
 
 
-_NAMES_BY_MODULE = {
-    "trl_ext.trainers.preference.config": ["PreferenceConfig"],
-    "trl_ext.trainers.preference.trainer": ["PreferenceTrainer"],
-    "trl_ext.trainers.preference.methods": _pairs(PREFERENCE_METHODS),
-    "trl_ext.trainers.kto": ["KTOConfig", "KTOTrainer"],
-    "trl_ext.trainers.reward.config": ["RewardConfig"],
-    "trl_ext.trainers.reward.trainer": ["RewardTrainer"],
-    "trl_ext.trainers.reward.process": ["ProcessReward", "process_row"],
-    "trl_ext.trainers.sft": ["SFTConfig", "SFTTrainer"],
-    "trl_ext.trainers.expert_iteration": ["ExpertIterationConfig", "ExpertIterationTrainer"],
-    "trl_ext.trainers.policy.config": ["PolicyConfig"],
-    "trl_ext.trainers.policy.trainer": ["PolicyTrainer"],
-    "trl_ext.trainers.policy.methods": _pairs(POLICY_METHODS),
-    "trl_ext.trainers.ppo.config": ["PPOConfig"],
-    "trl_ext.trainers.ppo.trainer": ["PPOTrainer"],
-    "trl_ext.trainers.online_preference.config": ["OnlinePreferenceConfig"],
-    "trl_ext.trainers.online_preference.trainer": ["OnlinePreferenceTrainer"],
-    "trl_ext.trainers.distillation.config": ["DistillationConfig"],
-    "trl_ext.trainers.distillation.trainer": ["DistillationTrainer"],
-    "trl_ext.trainers.evolution.config": ["EvolutionConfig"],
-    "trl_ext.trainers.evolution.trainer": ["EvolutionTrainer"],
-    # Callbacks that record a run.
-    "trl_ext.trainers.callbacks": ["MetricsFileCallback", "read_metrics"],
-    "trl_ext.trainers.policies": ["remember_base"],
-    "trl_ext.trainers.policy.reward_functions": ["reward_columns"],
-}
-MODULE_OF_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
-
-__all__ = list(MODULE_OF_NAME)
-
-
-def __getattr__(name: str):
-    if name not in MODULE_OF_NAME:
-        raise AttributeError(f"module 'trl_ext.trainers' has no attribute {name!r}")
-    globals()[name] = value = getattr(importlib.import_module(MODULE_OF_NAME[name]), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__all__, __getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        ".preference.config": "PreferenceConfig",
+        ".preference.trainer": "PreferenceTrainer",
+        ".preference.methods": _pairs(PREFERENCE_METHODS),
+        ".kto": "KTOConfig KTOTrainer",
+        ".reward.config": "RewardConfig",
+        ".reward.trainer": "RewardTrainer",
+        ".reward.process": "ProcessReward process_row",
+        ".sft": "SFTConfig SFTTrainer",
+        ".expert_iteration": "ExpertIterationConfig ExpertIterationTrainer",
+        ".policy.config": "PolicyConfig",
+        ".policy.trainer": "PolicyTrainer",
+        ".policy.methods": _pairs(POLICY_METHODS),
+        ".ppo.config": "PPOConfig",
+        ".ppo.trainer": "PPOTrainer",
+        ".online_preference.config": "OnlinePreferenceConfig",
+        ".online_preference.trainer": "OnlinePreferenceTrainer",
+        ".distillation.config": "DistillationConfig",
+        ".distillation.trainer": "DistillationTrainer",
+        ".evolution.config": "EvolutionConfig",
+        ".evolution.trainer": "EvolutionTrainer",
+        # Callbacks that record a run.
+        ".callbacks": "MetricsFileCallback read_metrics",
+        ".policies": "remember_base",
+        ".policy.reward_functions": "reward_columns",
+    },
+)

@@ -13,16 +13,13 @@ from trl_ext.rollouts.generation import prompt_tokens
 
 
 def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str, int | None]) -> None:
-    """Reject prompts that leave too little of the context for their responses.
+    """Raise ValueError, naming the settings to lower, if prompts leave too little of the context for their responses.
 
     Args:
         model: a model with a `config`.
         tokenizer: the model's tokenizer.
         prompts: messages or text.
         limits: maximum tokens of a response, then of a prompt (None for no limit), by the names of the settings.
-
-    Raises:
-        ValueError: names the settings to lower.
     """
     response, prompt = limits.values()
 
@@ -33,11 +30,7 @@ def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str
 
 
 def check_rows(model, dataset: Any, limits: dict[str, int | None]) -> None:
-    """Reject a tokenized dataset with a row that is longer than the context; `limits` as for `check_generations`.
-
-    Raises:
-        ValueError: names the settings to lower.
-    """
+    """The same for the rows of a tokenized dataset, which may be no longer than the context."""
     if not isinstance(dataset, Dataset):
         return
     columns = set(dataset.column_names)

@@ -138,13 +138,16 @@ def temporarily(owner: object, **values: Any) -> Iterator[None]:
         vars(owner).update(saved)
 
 
-def check_configuration(trainer: str, args: object, config_class: type) -> None:
-    """Raise a TypeError for a configuration of another class, such as TRL's class of the same name."""
+def configuration(trainer: object, args: Any, config_class: type) -> Any:
+    """The given configuration, or a new one; a TypeError for one of another class, such as TRL's of that name."""
+    args = config_class() if args is None else args
     if not isinstance(args, config_class):
         name, given = config_class.__name__, type(args)
         raise TypeError(
-            f"{trainer} takes a {name}, got {given.__name__} of {given.__module__}: from trl_ext import {name}"
+            f"{type(trainer).__name__} takes a {name}, got {given.__name__} of {given.__module__}: "
+            f"from trl_ext import {name}"
         )
+    return args
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
 from trl_ext.rollouts.graded import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
-from trl_ext.trainers.defaults import check_at_least, check_configuration
+from trl_ext.trainers.defaults import check_at_least, configuration
 from trl_ext.trainers.policies import trained_policy
 from trl_ext.trainers.profile.steps import measured, profiled
 from trl_ext.trainers.sft import SFTConfig, SFTTrainer
@@ -126,7 +126,7 @@ class ExpertIterationTrainer(SFTTrainer):
         validate: Callable[[], None] | None = None,
         **kwargs: Any,
     ):
-        check_configuration("ExpertIterationTrainer", args, ExpertIterationConfig)
+        args = configuration(self, args, ExpertIterationConfig)
         if len(rows) < args.questions_per_step:
             raise ValueError(
                 f"questions_per_step {args.questions_per_step} is more than the {len(rows)} problems to train on: "

@@ -22,8 +22,8 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_choice,
-    check_configuration,
     check_training,
+    configuration,
     resolve_device_defaults,
     temporarily,
 )
@@ -91,9 +91,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
     carried_over = (*ResilientTraining.carried_over, "reward_sums")
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
-        if args is None:
-            args = self._config_class()
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(kwargs.get(name), Dataset):
                 kwargs[name] = _with_neighbours(kwargs[name], name, args)

@@ -156,10 +156,6 @@ class RewardMetrics(StepMetrics):
         return {"min_reward": "min", "max_reward": "max", "mean_reward": "pairs", **by_pair}
 
 
-# Of a sampler that records log-probabilities.
-SAMPLING_MEANS = ("sampling_logp_difference/mean", "effective_sample_size", "weight_mean", "dropped")
-
-
 class RolloutMetrics(StepMetrics):
     """For a policy's responses; a metric of clipped sequence ratios is weighted by responses.
 
@@ -167,21 +163,34 @@ class RolloutMetrics(StepMetrics):
     repeated prompts for rows that pad the batch.
     """
 
+    # A trainer's own means over the tokens that its loss counts.
+    _own_means: tuple[str, ...] = ()
+
+    @staticmethod
+    def _token_mask(inputs: dict) -> Tensor:
+        """1 where the policy chose the token: neither padding nor tool output. [B, T]."""
+        mask = inputs["completion_mask"]
+        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+
     def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        mask = self._token_mask(inputs)
-        return {"tokens": mask.sum(), "rows": torch.tensor(len(mask), device=mask.device)}
+        # A trainer's loss may leave out responses; TRL's metrics cover all tokens.
+        mask, counted = RolloutMetrics._token_mask(inputs), self._token_mask(inputs)
+        rows = torch.tensor(len(mask), device=mask.device)
+        return {"tokens": mask.sum(), "counted": counted.sum(), "rows": rows}
 
     def _loss_weight(self) -> str:
-        return "tokens" if self.objective.aggregation == "token_mean" else "rows"
+        return "counted" if self.objective.aggregation == "token_mean" else "rows"
 
     def _step_metrics(self, mode: str) -> dict[str, str]:
         by = "rows" if self.importance_sampling_level == "sequence" else "tokens"
+        of_sampler = ("sampling_logp_difference/mean", "effective_sample_size", "weight_mean", "dropped")
         return {
             "kl": "tokens",
             "entropy": "tokens",
             "cispo_clip_ratio": "tokens",
-            "log_ratio/clamped": "tokens",
-            **{f"sampling/{name}": "tokens" for name in SAMPLING_MEANS},
+            "log_ratio/clamped": "counted",
+            **dict.fromkeys(self._own_means, "counted"),
+            **{f"sampling/{name}": "counted" for name in of_sampler},
             "sampling/sampling_logp_difference/max": "max",
             **{f"clip_ratio/{name}_mean": by for name in ("low", "high", "region")},
             "clip_ratio/low_min": "min",

@@ -13,7 +13,7 @@ from trl_ext.data import encode_turn
 from trl_ext.models import packing_of
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.defaults import CommonFields, check_configuration, check_training, resolve_device_defaults
+from trl_ext.trainers.defaults import CommonFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.metrics import TokenMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -61,8 +61,7 @@ class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer
     _tag_names = ["trl", "trl_ext", "sft"]
 
     def __init__(self, model, args: SFTConfig | None = None, **kwargs: Any):
-        args = SFTConfig() if args is None else args
-        check_configuration("SFTTrainer", args, SFTConfig)
+        args = configuration(self, args, SFTConfig)
         super().__init__(model, args, **kwargs)
         self.packing = self._pack()
 

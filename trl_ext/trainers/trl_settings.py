@@ -74,11 +74,7 @@ def translate(args: Any, table: Mapping[str, Mapping[Any, Settings]]) -> dict[st
 
 
 def merge(given: Settings, translated: Mapping[str, Settings]) -> Settings:
-    """Combine settings given under our names with those given under TRL's.
-
-    Raises:
-        ValueError: the two contradict each other.
-    """
+    """Combine settings given under our names and under TRL's; a ValueError if the two contradict each other."""
     merged = dict(given)
     for source, settings in translated.items():
         for name, value in settings.items():
@@ -100,15 +96,7 @@ def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
 
 
 def refuse_given(args: Any, instead: Mapping[str, str]) -> None:
-    """Reject fields that have no effect here.
-
-    Args:
-        args: a configuration.
-        instead: field -> what to use in its place.
-
-    Raises:
-        ValueError: a field is not at its default.
-    """
+    """Raise ValueError for fields of a configuration that are given and have no effect; `instead` has what to use."""
     for name, use in instead.items():
         if getattr(args, name) != getattr(type(args), name):
             raise ValueError(f"{name} is not used by {type(args).__name__}: {use}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -91,7 +91,6 @@ class RubricReward:
         self.max_concurrency = max_concurrency
         self.usage = Usage()
         self.__name__ = f"rubric_{form}"
-        self._lock = threading.Lock()
 
     def __call__(
         self,
@@ -146,35 +145,26 @@ class RubricReward:
     def _ask_all(self, questions: Sequence[str]) -> list[float | None]:
         """The answers, each asked once and looked up in the cache first."""
         keys = {question: self._key(question) for question in questions}
-        known: dict[str, float | None] = {}
-        cache = None if self.cache is None else VerdictCache(self.cache)
-        try:
-            if cache is not None:
-                known = {key: record["value"] for key in keys.values() if (record := cache.get(key)) is not None}
+        with nullcontext() if self.cache is None else VerdictCache(self.cache) as cache:
+            found = {} if cache is None else {key: cache.get(key) for key in keys.values()}
+            known = {key: record["value"] for key, record in found.items() if record is not None}
             self.usage += Usage(cached=len(known))
             missing = [question for question, key in keys.items() if key not in known]
             with ThreadPoolExecutor(self.max_concurrency) as pool:
-                for question, value in zip(missing, pool.map(self._ask, missing), strict=True):
+                for question, (value, usage) in zip(missing, pool.map(self._ask, missing), strict=True):
                     known[keys[question]] = value
+                    self.usage += usage
                     if cache is not None and value is not None:
                         cache.add([{"key": keys[question], "value": value}])
-        finally:
-            if cache is not None:
-                cache.close()
         return [known[keys[question]] for question in questions]
 
-    def _ask(self, question: str) -> float | None:
-        answer = ANSWERS[self.form]
+    def _ask(self, question: str) -> tuple[float | None, Usage]:
+        schema = ANSWERS[self.form].model_json_schema()
         try:
-            value, usage = self.model.complete(
-                INSTRUCTIONS[self.form], question, answer.model_json_schema(), self._read
-            )
+            return self.model.complete(INSTRUCTIONS[self.form], question, schema, self._read)
         except JudgeError as error:
             warn_once_per_run(f"{self.__name__}: a question has no answer, and its response no reward: {error}")
-            value, usage = None, replace(error.usage or Usage(), errors=1)
-        with self._lock:
-            self.usage += usage
-        return value
+            return None, replace(error.usage or Usage(), errors=1)
 
     def _read(self, text: str) -> float:
         try:

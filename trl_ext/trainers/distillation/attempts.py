@@ -61,7 +61,7 @@ def attempts_of_rollout(trainer, output: dict) -> list[list[Attempt]]:
     # Masks may leave out truncated responses.
     tokens = [ids[:length] for ids, length in zip(output["completion_ids"], trainer._rollout[2], strict=True)]
     texts = gather_object(trainer._tokenizer.batch_decode(tokens, skip_special_tokens=True))
-    size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+    size = trainer.group_size
     first = trainer.accelerator.process_index * len(tokens)
 
     def group_of(row: int) -> list[Attempt]:

@@ -13,7 +13,7 @@ from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option, temporarily
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 DIVERGENCES = ("full", "sampled_token")
@@ -78,22 +78,10 @@ _NO_REWARDS = "the teacher takes the place of rewards, which are only logged; le
 _NO_REFERENCE = "there is no KL term beside the teacher; leave it out"
 # Settings of `PolicyConfig` without an effect: setting -> why.
 _NOT_USED = {
-    **dict.fromkeys(
-        (
-            "advantage",
-            "std_ddof",
-            "advantage_eps",
-            "scale_rewards",
-            "resample_groups",
-            "curriculum",
-            "missing_eos_penalty",
-            "overlong_share",
-        ),
-        _NO_REWARDS,
-    ),
-    **dict.fromkeys(
-        ("kl_estimator", "kl_in", "kl_ratio_correction", "kl_aggregation", "sync_ref_model"), _NO_REFERENCE
-    ),
+    **dict.fromkeys(("advantage", "std_ddof", "advantage_eps", "scale_rewards", "missing_eos_penalty"), _NO_REWARDS),
+    **dict.fromkeys(("resample_groups", "curriculum", "overlong_share"), _NO_REWARDS),
+    **dict.fromkeys(("kl_estimator", "kl_in", "kl_ratio_correction", "kl_aggregation"), _NO_REFERENCE),
+    "sync_ref_model": _NO_REFERENCE,
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
     "torch_compile": "hidden states are read inside the forward pass",
 }
@@ -101,7 +89,7 @@ _NOT_USED = {
 _OF_SAMPLED_TOKENS = (
     *(name for name in LOSS_SETTINGS if name not in ("beta", "aggregation", "loss_constant") and "kl_" not in name),
     *("loss_type", "advantage_clip", "importance_sampling_level", "delta", "top_entropy_quantile", "discount"),
-    *("sampler_correction", "sampler_correction_min", "sampler_correction_max", "cast_lm_head_to_fp32"),
+    *(*SAMPLER_CORRECTION, "cast_lm_head_to_fp32"),
 )
 
 
@@ -117,6 +105,7 @@ class DistillationConfig(PolicyConfig):
     """
 
     _method = "distillation"
+    _row = DISTILLATION
 
     algorithm: str = "distillation"
     teacher_model_name_or_path: str | None = field(
@@ -126,9 +115,9 @@ class DistillationConfig(PolicyConfig):
             "itself as it is now, which then needs teacher_prompt."
         },
     )
-    teacher_model_revision: str | None = field(default=None, metadata={"help": "Revision of a teacher on the hub."})
     teacher_model_init_kwargs: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Keywords of from_pretrained for the teacher, as JSON: '{\"dtype\": ...}'."}
+        default=None,
+        metadata={"help": "Keywords of from_pretrained for the teacher, such as dtype or revision, as JSON."},
     )
     teacher_prompt: str | None = field(
         default=None,
@@ -206,11 +195,7 @@ class DistillationConfig(PolicyConfig):
         self.beta = beta if self.beta is None else self.beta
 
     def build_objective(self) -> DistillationObjective:
-        """The distillation's settings in the form that `PolicyTrainer` expects.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """The distillation's settings in the form that `PolicyTrainer` expects."""
         names = (
             "preset",
             "teacher_model_name_or_path",
@@ -222,4 +207,4 @@ class DistillationConfig(PolicyConfig):
         )
         teaching = {name: getattr(self, name) for name in names}
         with temporarily(self, beta=None):
-            return DistillationObjective(self._objective_of(DISTILLATION), teaching)
+            return DistillationObjective(super().build_objective(), teaching)

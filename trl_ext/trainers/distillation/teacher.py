@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,12 +16,11 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from trl_ext.models.loading import find_policy, resolve_model_path, with_adapter
 from trl_ext.models.packing import share_prefixes
-from trl_ext.models.packing.attention import PLAN_KEYWORD
 from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.reward_adapter import policy_obstacle
 from trl_ext.models.shared_backbone import preserved_random_state, save_without
 from trl_ext.processes import warn_once_per_run
-from trl_ext.trainers.policy.scoring import count_from_the_first_token
+from trl_ext.trainers.policy.scoring import count_from_the_first_token, reading_hidden_states
 
 ADAPTER = "teacher"
 # Settings of models whose logits are not the output of their head.
@@ -58,11 +56,15 @@ class Teacher:
         elif given is not None:
             self.model = given
         self.is_policy = self.model is policy
-        if given is not None and not isinstance(given, str) and not self.is_policy:
-            self.model = given.requires_grad_(False).eval().to(trainer.accelerator.device)
         if not self.is_policy:
-            self._prepare(trainer)
-        self._check_logits(trainer.args.divergence)
+            self.model.requires_grad_(False).eval().to(trainer.accelerator.device)
+            whole, args = unwrapped(self.model), trainer.args
+            add_fused_lm_head(whole, trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
+            count_from_the_first_token(self.model)
+            if trainer.packing is not None:
+                share_prefixes(self.model, quiet=True)
+        if trainer.args.divergence == "full":
+            check_logits(policy, self.model)
 
     def _find(self, trainer, policy, name: str) -> None:
         args = trainer.args
@@ -75,10 +77,10 @@ class Teacher:
         adapters = [policy.peft_config[policy.active_adapters[0]]] if own else []
         adapters += [PeftConfig.from_pretrained(path)] if is_adapter else []
         shares = shares and not any(adapter.modules_to_save for adapter in adapters)
-        if shares and not is_adapter:
-            self._adapter = lambda: use_adapter(policy, None)
-            return
         if shares:
+            self._adapter = lambda: use_adapter(policy, ADAPTER if is_adapter else None)
+            if not is_adapter:
+                return
             with preserved_random_state():
                 policy.load_adapter(path, ADAPTER, is_trainable=False)
             for module in policy.modules():
@@ -86,81 +88,34 @@ class Teacher:
                     # The policy is in training mode when the teacher scores.
                     module.lora_dropout[ADAPTER] = torch.nn.Identity()
             save_without(policy, {ADAPTER: None})
-            self._adapter = lambda: use_adapter(policy, ADAPTER)
             return
-        given = {
-            "dtype": policy.dtype,
-            "revision": args.teacher_model_revision,
-            **(args.teacher_model_init_kwargs or {}),
-        }
+        given = {"dtype": policy.dtype, **(args.teacher_model_init_kwargs or {})}
         with preserved_random_state():
             model = AutoModelForCausalLM.from_pretrained(base, **given)
             self.model = with_adapter(model, path).merge_and_unload() if is_adapter else model
-        self.model.requires_grad_(False).eval().to(trainer.accelerator.device)
 
-    def _prepare(self, trainer) -> None:
-        add_fused_lm_head(
-            unwrapped(self.model), trainer.temperature, cast_lm_head_to_fp32=trainer.args.cast_lm_head_to_fp32
-        )
-        count_from_the_first_token(self.model)
-        if trainer.packing is not None:
-            share_prefixes(self.model, quiet=True)
-
-    def _check_logits(self, divergence: str) -> None:
-        policy = self._trainer.accelerator.unwrap_model(self._trainer.model)
-        for model in (policy, self.model):
-            config = model.config.get_text_config()
-            scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
-            if scaled and divergence == "full":
-                raise ValueError(
-                    f"divergence full takes logits from the head, and {model.name_or_path} changes them by "
-                    f"{scaled[0]}: use divergence sampled_token"
-                )
-
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        args = self._trainer.args
-        with (
-            self._adapter(),
-            disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs),
-            torch.no_grad(),
-        ):
-            yield
-
-    def log_probs(self, inputs: dict, batch_size: int) -> Tensor:
+    @torch.no_grad()
+    def log_probs(self, inputs: dict) -> Tensor:
         """Log-probabilities of the responses' tokens at the sampling temperature, [n, T]."""
-        with self._in_place():
-            return self._score(inputs, batch_size)
+        # The response is at the end, however long the teacher's own prompt.
+        own = {name.removeprefix("teacher_"): value for name, value in inputs.items() if name.startswith("teacher_")}
+        checkpointing = self._trainer.args.gradient_checkpointing_kwargs
+        with self._adapter(), disable_gradient_checkpointing(self.model, checkpointing):
+            return self._trainer.rollout_log_probs({**inputs, **own}, self.model)
 
     def hidden_states(self, inputs: dict) -> Tensor:
         """Last hidden states before each token of the responses, [n, T, H]."""
-        with self._in_place(), reading_hidden_states(self.model) as read:
-            self._score(inputs, len(inputs["completion_ids"]))
+        with reading_hidden_states(self.model) as read:
+            self.log_probs(inputs)
         return read(inputs["completion_ids"].shape[1])
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states."""
         return apply_head(self.model, hidden)
 
-    def _score(self, inputs: dict, batch_size: int) -> Tensor:
-        # The response is at the end, however long the teacher's own prompt.
-        prompt = {name: inputs.get(f"teacher_prompt_{name}", inputs[f"prompt_{name}"]) for name in ("ids", "mask")}
-        log_probs, _, _ = self._trainer._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([prompt["ids"], inputs["completion_ids"]], dim=1),
-            torch.cat([prompt["mask"], inputs["completion_mask"]], dim=1),
-            inputs["completion_ids"].shape[1],
-            batch_size=batch_size,
-        )
-        return log_probs
-
 
 def check_tokenizer(name: str, own, policy) -> None:
-    """Reject a teacher whose tokens have other ids than the policy's, and say if it knows another chat template.
-
-    Raises:
-        ValueError: names a token that differs.
-    """
+    """Raise ValueError if a token has another id than to the policy, and say if the chat template differs."""
     known, wanted = own.get_vocab(), policy.get_vocab()
     if known != wanted:
         differing = min((token for token in {*known, *wanted} if known.get(token) != wanted.get(token)), key=len)
@@ -172,29 +127,16 @@ def check_tokenizer(name: str, own, policy) -> None:
         warn_once_per_run(f"the teacher {name} has another chat template than the policy, whose prompts it is given")
 
 
-@contextmanager
-def reading_hidden_states(model) -> Iterator:
-    """Gives a function that returns the last hidden states of the passes within, once they are done.
-
-    The function takes a number of tokens T, and returns the states before each of the last T, [n, T, H].
-    """
-    passes: list[Tensor] = []
-    latest: list[Tensor] = []
-
-    def of_trunk(trunk, args, kwargs, output) -> None:
-        hidden, plan = output.last_hidden_state, kwargs.get(PLAN_KEYWORD)
-        latest[:] = [hidden if plan is None else hidden[0][plan.columns]]
-
-    # Packing's check of itself also runs the trunk; this hook marks the end of a requested pass.
-    hooks = [
-        unwrapped(model).base_model.register_forward_hook(of_trunk, with_kwargs=True),
-        model.register_forward_hook(lambda *_: passes.extend(latest)),
-    ]
-    try:
-        yield lambda count: torch.cat(passes)[:, -count - 1 : -1]
-    finally:
-        for hook in hooks:
-            hook.remove()
+def check_logits(*models) -> None:
+    """Raise ValueError for models whose logits are not the output of their head, as divergence full needs them."""
+    for model in models:
+        config = model.config.get_text_config()
+        scaled = [name for name in _SCALES if getattr(config, name, None) not in (None, 1)]
+        if scaled:
+            raise ValueError(
+                f"divergence full takes logits from the head, and {model.name_or_path} changes them by "
+                f"{scaled[0]}: use divergence sampled_token"
+            )
 
 
 def apply_head(model, hidden: Tensor) -> Tensor:

@@ -15,13 +15,13 @@ from trl_ext.losses.masking import masked_mean
 from trl_ext.names import load_function
 from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.context import check_generations
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.distillation.attempts import attempts_of_rollout, takes_attempts
 from trl_ext.trainers.distillation.config import DistillationConfig
-from trl_ext.trainers.distillation.teacher import Teacher, apply_head, reading_hidden_states
-from trl_ext.trainers.metrics import SAMPLING_MEANS
+from trl_ext.trainers.distillation.teacher import Teacher, apply_head
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
+from trl_ext.trainers.policy.scoring import reading_hidden_states
 from trl_ext.trainers.policy.trainer import PolicyTrainer
 
 
@@ -68,8 +68,7 @@ class DistillationTrainer(PolicyTrainer):
     def __init__(
         self, model, reward_funcs=None, args: DistillationConfig | None = None, *, teacher_model=None, **kwargs: Any
     ):
-        args = self._config_class() if args is None else args
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         teacher_model = args.teacher_model_name_or_path if teacher_model is None else teacher_model
         if teacher_model is None and args.teacher_prompt is None:
             raise ValueError(
@@ -116,32 +115,24 @@ class DistillationTrainer(PolicyTrainer):
         # Neither a faulty reward nor a signal in rewards concerns the update itself.
         output["bad_reward"].zero_()
         metrics = self._metrics[mode]
-        of_rewards = [name for name in metrics if name.startswith("advantages/")]
         if self._teacher_prompt is not None:
             output |= self._teacher_prompts(inputs, output, mode)
         if self._is_full:
-            self._seen_signal = seen_signal or self._metrics[mode].get("taught", [1])[-1] > 0
+            self._seen_signal = seen_signal or metrics.get("taught", [1])[-1] > 0
             output["advantages"] = torch.zeros_like(output["advantages"])
-            for name in of_rewards:
+            for name in [name for name in metrics if name.startswith("advantages/")]:
                 del metrics[name]
             return output
-        for name in of_rewards:
-            metrics[name].pop()
         mask = self._token_mask(output)
-        sampler, taught = self._sampler_log_probs(output), self.teacher.log_probs(output, self._batch_size)
+        sampler, taught = self._sampler_log_probs(output), self.teacher.log_probs(output)
         self._log_divergence(mode, sampler - taught, mask)
         advantages = teacher_advantages(sampler, taught, mask, discount=self.args.discount)
         clip = self.objective.advantage_clip
         output["advantages"] = advantages if clip is None else advantages.clamp(-clip, clip)
         means = self.accelerator.gather(masked_mean(output["advantages"], mask, dim=1).nan_to_num())
-        log_advantages(self, mode, means)
+        log_advantages(self, mode, means, again=True)
         self._seen_signal = seen_signal or bool(means.any())
         return output
-
-    @property
-    def _batch_size(self) -> int:
-        args = self.args
-        return args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size
 
     def _teacher_prompts(self, rows: list[dict], output: dict, mode: str) -> dict[str, Tensor]:
         """Prompts of the teacher as token ids, whole whatever max_prompt_tokens, padded on the left, [n, P].
@@ -195,13 +186,7 @@ class DistillationTrainer(PolicyTrainer):
         old, mask = output.get("old_per_token_logps"), self._token_mask(output)
         recorded = output.get("sampling_per_token_logps")
         if old is None and (recorded is None or recorded[mask.bool()].isnan().any()):
-            old, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                output["completion_ids"].size(1),
-                batch_size=self._batch_size,
-            )
+            old = self.rollout_log_probs(output)
         old = recorded if old is None else old
         return PolicyScores(old, old, mask, output["advantages"], sampler_log_probs=recorded).behaviour_log_probs
 
@@ -242,22 +227,10 @@ class DistillationTrainer(PolicyTrainer):
         )
         return loss + (divergence / self.current_gradient_accumulation_steps if training else divergence)
 
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        # TRL's metrics cover all tokens.
-        counts = super()._micro_batch_counts(inputs)
-        return {**counts, "tokens": PolicyTrainer._token_mask(inputs).sum(), "taught": counts["tokens"]}
-
-    def _loss_weight(self) -> str:
-        return "taught" if super()._loss_weight() == "tokens" else "rows"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
+    @property
+    def _own_means(self) -> tuple[str, ...]:
         # `sampled_token` logs its divergence once for a rollout.
-        names = (
-            "log_ratio/clamped",
-            *(f"sampling/{name}" for name in SAMPLING_MEANS),
-            *["divergence"] * self._is_full,
-        )
-        return {**super()._step_metrics(mode), **dict.fromkeys(names, "taught")}
+        return ("divergence",) if self._is_full else ()
 
     def _log_divergence(self, mode: str, values: Tensor, mask: Tensor) -> None:
         sums = torch.stack([values.masked_fill(mask == 0, 0).sum(), (mask != 0).sum()])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trl_ext.advantages import no_baseline
-from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
 from trl_ext.trainers.defaults import check_at_least
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Not a row of the table, since `PolicyTrainer` has no population.
@@ -29,7 +28,7 @@ _NOT_USED = {
     **dict.fromkeys((*LOSS_SETTINGS, "loss_type", "importance_sampling_level", "delta"), _NO_LOSS),
     **dict.fromkeys(("advantage", "std_ddof", "advantage_eps", "advantage_clip", "scale_rewards"), _NO_LOSS),
     **dict.fromkeys(("entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold"), _NO_LOSS),
-    **dict.fromkeys(("sampler_correction", "sampler_correction_min", "sampler_correction_max"), _NO_LOSS),
+    **dict.fromkeys(SAMPLER_CORRECTION, _NO_LOSS),
     **dict.fromkeys(("resample_groups", "group_filter", "curriculum"), "all members of a population have one batch"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), "responses are greedy"),
     "num_generations": "greedy responses to a prompt are all the same",
@@ -46,6 +45,7 @@ class EvolutionConfig(PolicyConfig):
     """
 
     _method = "evolution"
+    _row = EVOLUTION
 
     algorithm: str = "evolution"
     population: int = field(default=30, metadata={"help": "Perturbed policies for each update."})
@@ -66,7 +66,3 @@ class EvolutionConfig(PolicyConfig):
                 "each update has a population of its own, and its responses are one batch: leave out "
                 "generation_batch_size, num_iterations and gradient_accumulation_steps"
             )
-
-    def build_objective(self) -> PolicyObjective:
-        """The row `evolution`."""
-        return self._objective_of(EVOLUTION)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trl_ext.advantages import group_normalized
 from trl_ext.trainers.evolution.config import EvolutionConfig
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.generation import greedy_generation
@@ -110,15 +111,8 @@ class EvolutionTrainer(PolicyTrainer):
 
 
 def standardised(rewards: Tensor) -> Tensor:
-    """Rewards of a population less their mean, over their standard deviation (of the population) plus 1e-8. [N].
-
-    Those that are not finite, and all if they are equal, become 0.
-    """
-    known = rewards.isfinite()
-    found = rewards[known]
-    if not len(found) or bool((found == found[0]).all()):
-        return torch.zeros_like(rewards)
-    return ((rewards - found.mean()) / (found.std(correction=0) + 1e-8)).masked_fill(~known, 0)
+    """Rewards of a population less their mean, over their standard deviation; 0 for one that is not finite. [N]."""
+    return group_normalized(rewards, len(rewards), eps=1e-8)
 
 
 def noise_like(parameter: Tensor, generator: torch.Generator) -> Tensor:

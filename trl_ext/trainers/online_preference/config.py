@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from trl_ext.algorithms import PolicyObjective
@@ -13,7 +13,7 @@ from trl_ext.rollouts.replay import WEIGHT_CHOICES
 from trl_ext.settings import SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
 from trl_ext.trainers.online_preference.second_sampler import SECOND_SAMPLER_OF, SECOND_SAMPLERS
-from trl_ext.trainers.policy.config import PolicyConfig, check_whole_groups
+from trl_ext.trainers.policy.config import RESAMPLING, SAMPLER_CORRECTION, PolicyConfig, check_whole_groups
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Policy-gradient settings that a preference loss does not read: setting -> why.
@@ -28,16 +28,13 @@ _NOT_READ = {
     **dict.fromkeys(
         ("entropy_coef", "use_adaptive_entropy", "top_entropy_quantile"), "train an algorithm of PolicyConfig for it"
     ),
-    **dict.fromkeys(
-        ("sampler_correction", "sampler_correction_min", "sampler_correction_max"),
-        "a preference loss has no importance weights of tokens",
-    ),
-    **dict.fromkeys(
-        ("resample_groups", "group_filter"), "prompts whose responses tie make no pair and take no part in the mean"
-    ),
+    **dict.fromkeys(SAMPLER_CORRECTION, "a preference loss has no importance weights of tokens"),
+    **dict.fromkeys(RESAMPLING, "prompts whose responses tie make no pair and take no part in the mean"),
     "multi_objective_aggregation": "combine rewards with `trl_ext.rewards.RewardEnsemble`",
     "mask_truncated_completions": "use missing_eos_penalty, which lets finished responses win",
 }
+# Here beta belongs to the preference loss.
+del _NOT_READ["beta"]
 # What pairs of two samplers know of themselves, and settings that these do not go with.
 _PAIR_COLUMNS = ("second_is_chosen", "win_probability")
 _NOT_ACROSS = {
@@ -47,8 +44,6 @@ _NOT_ACROSS = {
     "use_transformers_continuous_batching": "a second sampler needs transformers' generate",
     "sync_ref_model": "a second sampler needs a reference that stays as it is",
 }
-# Here beta belongs to the preference loss.
-del _NOT_READ["beta"]
 
 
 class OnlinePreferenceObjective(PolicyObjective):
@@ -150,11 +145,7 @@ class OnlinePreferenceConfig(PolicyConfig):
         self._check_batches()
 
     def build_objective(self) -> OnlinePreferenceObjective:
-        """The loss with its options, in the form that `PolicyTrainer` expects.
-
-        Raises:
-            ValueError: an unknown loss or option, or a loss that reads dataset columns.
-        """
+        """The loss with its options, in the form that `PolicyTrainer` expects."""
         preference = PreferenceObjective(self.loss, beta=self.beta, loss_options=self.loss_kwargs)
         unknown = [name for name in preference.columns if not (self.across and name in _PAIR_COLUMNS)]
         if unknown:
@@ -220,10 +211,9 @@ class OnlinePreferenceConfig(PolicyConfig):
         if self.across:
             check_whole_groups(self, f"second_sampler {self.second_sampler} draws half of the responses to a prompt")
         if not self.replay_capacity:
-            for f in fields(self):
-                value = getattr(self, f.name)
-                if f.name.startswith("replay_") and value != f.default and f.name != "replay_capacity":
-                    raise ValueError(f"{f.name} {value} needs a replay: set replay_capacity, or leave it out")
+            for name in ("replay_fraction", "replay_max_age", "replay_weights", "replay_weight_cap"):
+                if (value := getattr(self, name)) != getattr(type(self), name):
+                    raise ValueError(f"{name} {value} needs a replay: set replay_capacity, or leave it out")
             return
         if not 0 < self.replay_fraction < 1:
             raise ValueError(

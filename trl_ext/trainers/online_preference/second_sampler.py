@@ -50,8 +50,7 @@ class SecondSampling:
     """Mixin: with `args.second_sampler`, the second half of the responses to a prompt is not the policy's."""
 
     def _is_second(self, place: int) -> bool:
-        size = self._group_size()
-        return self.args.across and place % size >= size // 2
+        return self.args.across and place % self.group_size >= self.group_size // 2
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         found, log_probs = {}, None

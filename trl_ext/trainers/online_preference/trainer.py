@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl_ext.losses import PreferenceScores
+from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.pairing import Selection, select_pairs
 from trl_ext.rollouts.replay import (
@@ -28,7 +29,7 @@ from trl_ext.rollouts.replay import (
     replayed_count,
     weighted_mean,
 )
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.online_preference.config import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
 from trl_ext.trainers.online_preference.second_sampler import SecondSampling
@@ -80,23 +81,18 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
 
     _tag_names = ["trl", "trl_ext", "online-preference-optimization"]
     _name = "Online preference optimization"
-    _paper: ClassVar[dict] = {
-        "title": "Direct Language Model Alignment from Online AI Feedback",
-        "id": "2402.04792",
-    }
+    _paper: ClassVar[dict] = {"title": "Direct Language Model Alignment from Online AI Feedback", "id": "2402.04792"}
     _config_class: ClassVar[type[OnlinePreferenceConfig]] = OnlinePreferenceConfig
     _without_signal = "no pair was made, as where all responses to a prompt are within tie_tolerance or not rewarded"
 
     def __init__(
         self, model, reward_funcs=None, args: OnlinePreferenceConfig | None = None, *, judge=None, **kwargs: Any
     ):
-        if args is None:
-            args = self._config_class()
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         functions = as_reward_functions(reward_funcs, args.packing)
         self._has_judge = judge is not None
         if judge is not None:
-            functions.append(JudgeRewards(judge, self._group_size, args))
+            functions.append(JudgeRewards(judge, lambda: self.group_size, args))
         several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
         if several:
             raise ValueError(f"{several[0]} makes responses of several turns, and pairs are made of single ones")
@@ -122,9 +118,6 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
     def _fit_trl_to_objective(self) -> None:
         super()._fit_trl_to_objective()
         self.scoring = ScoringTemperature(self)
-
-    def _group_size(self) -> int:
-        return self.num_generations if self.model.training else self.num_generations_eval
 
     # ---- Replay ----
 
@@ -189,7 +182,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         if "win_probability" in self.objective.preference.columns:
             # Where neither response wins, a policy gradient still has its KL term.
             tolerance = -1.0
-        selection = select_pairs(rewards, self._group_size(), choice, tolerance)
+        selection = select_pairs(rewards, self.group_size, choice, tolerance)
         self._log_selection(mode, rewards, selection)
         rows = self._rows(output)
         pairs = self._sampled_pairs(rows, rewards, selection)
@@ -265,14 +258,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
         if output.get("old_per_token_logps") is not None and not self.scoring.differs:
             return output["old_per_token_logps"]
         with self.scoring.of_the_sampler():
-            log_probs, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        return log_probs
+            return self.rollout_log_probs(output)
 
     # ---- From log-probabilities to the loss ----
 
@@ -378,8 +364,7 @@ class OnlinePreferenceTrainer(SampledPairMetrics, SecondSampling, PolicyTrainer)
 
     def _score_ahead(self, model, batches: list[dict]) -> list[PreferenceScores]:
         """Score without changing the random state, so that the training passes draw the same dropout masks."""
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), preserved_random_state():
             return [self._score(model, batch)[0] for batch in batches]
 
 

@@ -26,15 +26,14 @@ from trl_ext.trainers.policy.sampler_weights import check_sampler_correction
 from trl_ext.trainers.policy.step_credit import check_step_credit
 from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refuse_given, translate
 
-# Settings of TRL's loss without an equivalent: field -> what to use.
-_NOT_CARRIED = {
-    "label_smoothing_factor": "it belongs to the loss of transformers.Trainer",
-}
 # TRL's fields for options of a surrogate, whose names they begin with.
 _OPTION_FIELDS = {
     "sapo": ("temperature_pos", "temperature_neg"),
     "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
 }
+# Settings that a configuration without their part refuses together.
+RESAMPLING = ("resample_groups", "group_filter")
+SAMPLER_CORRECTION = ("sampler_correction", "sampler_correction_min", "sampler_correction_max")
 
 
 def _override(text: str) -> Any:
@@ -58,6 +57,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     # The algorithm of a named configuration; None if `algorithm` may be chosen.
     _method: ClassVar[str | None] = None
+    # Its row, if it is not in the table.
+    _row: ClassVar[Algorithm | None] = None
 
     algorithm: str = field(
         default="grpo",
@@ -175,17 +176,14 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         self._give_generation_limits()
         resolve_device_defaults(self)
         self._post_init_of_any_group_size()
-        self._check_batch(objective)
+        if objective.reads("greedy_rewards"):
+            check_whole_groups(self, "a greedy baseline needs whole groups on every process")
         self._say_what_is_not_exact(objective)
         self._save_between_rollouts()
 
     def build_objective(self) -> PolicyObjective:
-        """The algorithm with its settings resolved.
-
-        Raises:
-            ValueError: see the class.
-        """
-        return self._objective_of(self.algorithm)
+        """The algorithm with its settings resolved."""
+        return self._objective_of(self._row or self.algorithm)
 
     def _objective_of(self, algorithm: str | Algorithm) -> PolicyObjective:
         given = {name: getattr(self, name) for name in SETTINGS}
@@ -235,7 +233,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def _refuse_what_is_not_carried(self) -> None:
         self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
-        refuse_given(self, _NOT_CARRIED)
+        refuse_given(self, {"label_smoothing_factor": "it belongs to the loss of transformers.Trainer"})
         if self._method is not None and self.algorithm != self._method:
             raise ValueError(
                 f"{type(self).__name__} is the algorithm {self._method!r} and cannot be {self.algorithm!r}: "
@@ -329,10 +327,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
         super().__post_init__()
         self.num_generations = group
 
-    def _check_batch(self, objective: PolicyObjective) -> None:
-        if objective.reads("greedy_rewards"):
-            check_whole_groups(self, "a greedy baseline needs whole groups on every process")
-
     def _say_what_is_not_exact(self, objective: PolicyObjective) -> None:
         if objective.ratio == "none" and self.updates_per_rollout > 1:
             warn_once_per_run(
@@ -377,11 +371,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
 
 def check_whole_groups(args: PolicyConfig, why: str) -> None:
-    """Reject batch sizes that divide the responses to a prompt among processes, in training or in evaluation.
-
-    Raises:
-        ValueError: begins with `why` and names the nearest batch that does not.
-    """
+    """Raise ValueError, with the reason `why`, if processes would share a prompt's responses, also in evaluation."""
     local = args.per_device_train_batch_size * args.steps_per_generation
     sizes = [(local, args.num_generations, "per_device_train_batch_size or generation_batch_size")]
     if args.eval_strategy != "no":

@@ -64,13 +64,18 @@ def log_clipped(trainer, scores: PolicyScores, ref_log_probs: Tensor | None, mod
                 del metrics[name]
 
 
-def log_advantages(trainer, mode: str, advantages: Tensor) -> None:
-    """Log statistics of the advantages over all processes, [N], and put them into TRL's table of completions."""
-    metrics = trainer._metrics[mode]
-    metrics["advantages/mean"].append(advantages.mean().item())
-    metrics["advantages/std"].append(advantages.std(correction=0).item())
-    metrics["advantages/min"].append(advantages.min().item())
-    metrics["advantages/max"].append(advantages.max().item())
+def log_advantages(trainer, mode: str, advantages: Tensor, *, again: bool = False) -> None:
+    """Log statistics of the advantages over all processes, [N], and put them into TRL's table of completions.
+
+    `again` replaces the statistics that have been logged for this rollout.
+    """
+    figures = {"mean": advantages.mean(), "std": advantages.std(correction=0)}
+    figures |= {"min": advantages.min(), "max": advantages.max()}
+    for name, value in figures.items():
+        logged = trainer._metrics[mode][f"advantages/{name}"]
+        if again:
+            logged.pop()
+        logged.append(value.item())
     # TRL has just added its own advantages.
     logged = trainer._logs["advantages"]
     for _ in range(min(len(advantages), len(logged))):

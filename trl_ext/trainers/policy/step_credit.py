@@ -18,15 +18,7 @@ Steps = tuple[list[str], list[int]]
 
 
 def check_step_credit(args, objective) -> None:
-    """Reject settings that do not go with advantages of steps or of reward functions.
-
-    Args:
-        args: a `PolicyConfig`.
-        objective: its algorithm.
-
-    Raises:
-        ValueError: names the setting and what to use instead.
-    """
+    """Raise ValueError for settings that do not go with advantages of steps or of reward functions."""
     if not args.step_separator:
         raise ValueError(f"step_separator must be a text such as a line break, or {TURNS}")
     if objective.reads("components"):

@@ -22,7 +22,7 @@ from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.trainers.context import check_generations
-from trl_ext.trainers.defaults import check_configuration, temporarily
+from trl_ext.trainers.defaults import configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
@@ -78,8 +78,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
-        args = self._config_class() if args is None else args
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         self.objective = args.build_objective()
         functions = as_reward_functions(reward_funcs, args.packing)
         if not functions and not kwargs.get("environment_factory"):
@@ -87,7 +86,9 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
                 "no reward function: name a reward model or give a function as reward_funcs, or an "
                 "environment_factory whose environments have get_reward"
             )
-        self._check_greedy(kwargs)
+        several = [name for name in ("tools", "environment_factory", "rollout_func") if kwargs.get(name)]
+        if several and self.objective.reads("greedy_rewards"):
+            raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
         self._check_prompts(kwargs.get("train_dataset"), args)
         self.group_filter, self.curriculum = group_filter(args, kwargs), Curriculum(args, kwargs)
         self._reward_models = reward_models(functions)
@@ -129,11 +130,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if objective.surrogate == "vespo":
             for option, value in objective.options.items():
                 setattr(self.args, f"vespo_{option}", value)
-
-    def _check_greedy(self, given: dict[str, Any]) -> None:
-        named = [name for name in ("tools", "environment_factory", "rollout_func") if given.get(name)]
-        if named and self.objective.reads("greedy_rewards"):
-            raise ValueError(f"a greedy baseline does not go with {named[0]}: its greedy responses are single turns")
 
     def _check_prompts(self, dataset, args: PolicyConfig) -> None:
         columns = getattr(dataset, "column_names", None) or ()
@@ -190,6 +186,11 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         total = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return total.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
+    @property
+    def group_size(self) -> int:
+        """Responses to each prompt, in training or in evaluation."""
+        return self.num_generations if self.model.training else self.num_generations_eval
+
     def _sample(self, inputs):
         output = super()._generate_and_score_completions(inputs)
         return add_step_rewards(self, output) if self.objective.reads("step_rewards") else output
@@ -197,8 +198,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     def _generate_and_score_completions(self, inputs):
         output = sample_rollout(self, self._sample, inputs)
         self.curriculum.observe(self)
-        mode = "train" if self.model.training else "eval"
-        group_size = self.num_generations if mode == "train" else self.num_generations_eval
+        mode, group_size = "train" if self.model.training else "eval", self.group_size
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
         penalties = length_penalty(self)
@@ -218,13 +218,12 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             values = [row.get("optimal_value") for row in inputs]
             values = [float("nan") if value is None else value for value in values]
             known["optimal_values"] = gather(torch.tensor(values, device=mask.device))
+        errors = len(self.reward_guard.failed)
         if self.objective.reads("greedy_rewards"):
-            errors = len(self.reward_guard.failed)
             known["greedy_rewards"], bad_greedy = greedy_rewards(self, inputs, group_size, mode)
             bad = [own or bad_greedy[index // group_size] for index, own in enumerate(bad)]
-            log_reward_errors(self, mode, errors + len(self.reward_guard.failed))
-        else:
-            log_reward_errors(self, mode, len(self.reward_guard.failed))
+            errors += len(self.reward_guard.failed)
+        log_reward_errors(self, mode, errors)
         advantages = self.objective.advantages(shaped, group_size, **known)
         first = self.accelerator.process_index * len(inputs)
         output["advantages"] = advantages[first : first + len(inputs)]
@@ -246,23 +245,20 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if log_probs is None and "pixel_values" in output:
             raise ValueError("the KL term in the reward is for text: use kl_in loss with images")
         if log_probs is None:
-            tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
-            attended = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
-            # In batches of the same size as a training pass.
-            log_probs, _, _ = super()._get_per_token_logps_and_entropies(
-                self.model,
-                tokens,
-                attended,
-                output["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
+            log_probs = self.rollout_log_probs(output)
         return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
 
-    @staticmethod
-    def _token_mask(inputs: dict) -> Tensor:
-        """1 where the policy chose the token: neither padding nor tool output. [B, T]."""
-        mask = inputs["completion_mask"]
-        return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
+    def rollout_log_probs(self, output: dict, model=None) -> Tensor:
+        """Log-probabilities of a rollout's responses under the policy, or under another model. [n, T]."""
+        args = self.args
+        log_probs, _, _ = self._get_per_token_logps_and_entropies(
+            self.model if model is None else model,
+            torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
+            torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
+            output["completion_ids"].size(1),
+            batch_size=args.per_device_train_batch_size if self.model.training else args.per_device_eval_batch_size,
+        )
+        return log_probs
 
     # ---- From log-probabilities to the loss ----
 

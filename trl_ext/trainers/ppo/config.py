@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from trl_ext.advantages import no_baseline
-from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import clipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.trainers.defaults import check_at_least, check_choice
-from trl_ext.trainers.policy.config import PolicyConfig
+from trl_ext.trainers.policy.config import RESAMPLING, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 VALUE_MODELS = ("shared", "adapter", "separate")
@@ -52,9 +51,7 @@ _NOT_USED = {
         ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation", "step_separator"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
-    **dict.fromkeys(
-        ("resample_groups", "group_filter"), "a value function learns from groups of equal rewards too: leave it out"
-    ),
+    **dict.fromkeys(RESAMPLING, "a value function learns from groups of equal rewards too: leave it out"),
     "use_vllm": "the value head would be sent to vLLM with the policy's weights",
     "torch_compile": "the value head reads the hidden states inside the forward pass",
     "off_policy_mask_threshold": "it masks whole responses by one advantage, and here each token has its own",
@@ -71,6 +68,7 @@ class PPOConfig(PolicyConfig):
     """
 
     _method = "ppo"
+    _row = PPO
 
     algorithm: str = "ppo"
     num_iterations: int = field(
@@ -144,10 +142,8 @@ class PPOConfig(PolicyConfig):
 
     def __post_init__(self):
         self._check_value_model()
-        check_at_least(
-            self, {"value_coefficient": 0, "value_learning_rate": 0, "kl_horizon": 1, "likelihood_coefficient": 0}
-        )
-        check_at_least(self, {"value_pretraining_steps": 0})
+        from_0 = ("value_coefficient", "value_learning_rate", "likelihood_coefficient", "value_pretraining_steps")
+        check_at_least(self, {"kl_horizon": 1, **dict.fromkeys(from_0, 0)})
         for name in ("gamma", "lam", "value_lam"):
             if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
@@ -156,7 +152,9 @@ class PPOConfig(PolicyConfig):
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be positive, got {value}; leave it None for none")
         self._check_vapo()
-        self._refuse_what_has_no_place()
+        refuse_given(self, _NOT_USED)
+        # transformers would enable it for a model with adapters, whose parameters both losses reach.
+        self.ddp_find_unused_parameters = self.ddp_find_unused_parameters or False
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
@@ -170,14 +168,6 @@ class PPOConfig(PolicyConfig):
                 f"{self.generation_batch_size} responses, which could take beta to 0 or below it: set it to "
                 f"{math.floor(LARGEST_ERROR * self.generation_batch_size) + 1} at least"
             )
-
-    def build_objective(self) -> PolicyObjective:
-        """PPO's policy loss with its settings resolved.
-
-        Raises:
-            ValueError: see the class.
-        """
-        return self._objective_of(PPO)
 
     def _check_value_model(self) -> None:
         check_choice("value_model", self.value_model, VALUE_MODELS)
@@ -212,13 +202,3 @@ class PPOConfig(PolicyConfig):
                 f"value_pretraining_steps {self.value_pretraining_steps} leaves nothing of max_steps {self.max_steps} "
                 "for the policy: give fewer, or more steps"
             )
-
-    def _refuse_what_has_no_place(self) -> None:
-        refuse_given(self, _NOT_USED)
-        if self.ddp_find_unused_parameters:
-            raise ValueError(
-                "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "
-                "ready twice; leave it out"
-            )
-        # transformers would enable it for a model with adapters.
-        self.ddp_find_unused_parameters = False

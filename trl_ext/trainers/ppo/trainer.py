@@ -15,7 +15,6 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl_ext.advantages import clip_advantages, gae
 from trl_ext.losses import aggregate, clipped_value_loss, explained_variance, kl_estimate, whiten
 from trl_ext.losses.value import is_value_clipped, length_adaptive_lambda, moments
-from trl_ext.trainers.metrics import SAMPLING_MEANS
 from trl_ext.trainers.policy.resampling import raw_rewards
 from trl_ext.trainers.policy.reward_functions import length_penalty
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
@@ -51,6 +50,7 @@ class PPOTrainer(PolicyTrainer):
     _config_class = PPOConfig
     # An adaptive coefficient continues from its last value.
     carried_over = (*PolicyTrainer.carried_over, "objective.beta")
+    _own_means = ("value_loss", "value_clip_ratio", "approx_kl", "likelihood_loss")
 
     def __init__(self, model, reward_funcs=None, args: PPOConfig | None = None, **kwargs: Any):
         self.value_model = None
@@ -113,17 +113,8 @@ class PPOTrainer(PolicyTrainer):
         if "pixel_values" in output:
             raise ValueError("PPO's value function is for text: use GRPO with images")
         if output.get("old_per_token_logps") is None:
-            training = self.model.training
             with disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs):
-                output["old_per_token_logps"], _, _ = self._get_per_token_logps_and_entropies(
-                    self.model,
-                    torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
-                    torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
-                    output["completion_ids"].size(1),
-                    batch_size=self.args.per_device_train_batch_size
-                    if training
-                    else self.args.per_device_eval_batch_size,
-                )
+                output["old_per_token_logps"] = self.rollout_log_probs(output)
         output["old_values"] = self._estimates[1].masked_fill(self._token_mask(output) == 0, 0)
 
     # ---- From rewards to advantages ----
@@ -158,7 +149,9 @@ class PPOTrainer(PolicyTrainer):
         output |= {"advantages": advantages, "returns": returns, "value_mask": counted}
         if self.args.likelihood_coefficient:
             right = raw_rewards(self)[first : first + len(inputs)] >= self.args.likelihood_reward
-            output["likelihood_weights"] = self._likelihood_weights(counted, right)
+            # With these weights, a mean over the tokens of all responses is one over those of right ones.
+            every, of_right = self._sum_up(torch.stack([counted.sum(), counted[right].sum()]))
+            output["likelihood_weights"] = right * every / of_right.clamp(min=1)
         # The divisor of a step that spans several rollouts.
         output["num_items_in_batch"] = self._sum_up(counted.sum())
         self._log_rollout_values(mode, values, returns, counted, advantages, mask)
@@ -185,19 +178,13 @@ class PPOTrainer(PolicyTrainer):
             )
         return coefficient * divergence if self.objective.kl_in == "reward" else None
 
-    def _likelihood_weights(self, counted: Tensor, right: Tensor) -> Tensor:
-        """Weights with which a mean over the tokens of all responses is one over those of right ones. [n]."""
-        every, of_right = self._sum_up(torch.stack([counted.sum(), counted[right].sum()]))
-        return right * every / of_right.clamp(min=1)
-
     def _log_rollout_values(self, mode: str, values, returns, counted, advantages, mask) -> None:
         metrics = self._metrics[mode]
         for name, tensor in (("value/mean", values), ("returns/mean", returns)):
             metrics[name].append(moments(tensor, counted, self._sum_up)[1].item())
         metrics["explained_variance"].append(explained_variance(values, returns, counted, reduce=self._sum_up))
-        for name in ("mean", "std", "min", "max"):
-            metrics[f"advantages/{name}"].pop()
-        log_advantages(self, mode, gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)))
+        means = gather(advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1))
+        log_advantages(self, mode, means, again=True)
 
     # ---- From log-probabilities and values to the loss ----
 
@@ -205,20 +192,6 @@ class PPOTrainer(PolicyTrainer):
     def _token_mask(inputs: dict) -> Tensor:
         """1 where the policy chose the token and its response could be scored. [B, T]."""
         return inputs["value_mask"] if "value_mask" in inputs else PolicyTrainer._token_mask(inputs)
-
-    def _micro_batch_counts(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
-        # TRL's metrics cover all tokens.
-        tokens = PolicyTrainer._token_mask(inputs).sum()
-        counts = super()._micro_batch_counts(inputs)
-        return {**counts, "tokens": tokens, "scored": counts["tokens"]}
-
-    def _loss_weight(self) -> str:
-        return "scored" if super()._loss_weight() == "tokens" else "rows"
-
-    def _step_metrics(self, mode: str) -> dict[str, str]:
-        names = ("value_loss", "value_clip_ratio", "approx_kl", "likelihood_loss", "log_ratio/clamped")
-        own = dict.fromkeys((*names, *(f"sampling/{name}" for name in SAMPLING_MEANS)), "scored")
-        return {**super()._step_metrics(mode), **own}
 
     @property
     def _needs_token_count(self) -> bool:

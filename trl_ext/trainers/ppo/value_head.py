@@ -23,10 +23,10 @@ from trl.trainer.utils import disable_dropout_in_model
 from trl_ext.files import replacing
 from trl_ext.models import resolve_model_path
 from trl_ext.models.packing import packing_of
-from trl_ext.models.packing.attention import PLAN_KEYWORD
 from trl_ext.models.shared_backbone import preserved_random_state, save_without
 from trl_ext.rewards import RewardModel
 from trl_ext.trainers.policies import is_zero3
+from trl_ext.trainers.policy.scoring import reading_hidden_states
 
 VALUE_FILE = "value_head.safetensors"
 HEAD, ADAPTER = "value_head", "value"
@@ -116,35 +116,19 @@ class SharedValueModel(ValueModel):
     def __init__(self, trainer):
         super().__init__(trainer)
         _add_head(self.policy, _new_head(self.policy))
-        self._passes: list[Tensor] | None = None
-        self._latest: Tensor | None = None
-        _trunk_of(self.policy).register_forward_hook(self._read_hidden_states, with_kwargs=True)
-        # Packing's check of itself also runs the trunk; this hook marks the end of a requested pass.
-        self.policy.register_forward_hook(self._end_pass)
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        self._passes = []
-        try:
+        with reading_hidden_states(self.policy, self._value_of) as self._read:
             yield
-        finally:
-            self._read, self._passes, self._latest = self._passes, None, None
 
     def values(self, input_ids: Tensor, attention_mask: Tensor, count: int, batch_size: int | None) -> Tensor:
-        read, self._read = self._read, None
-        return torch.cat(read)[:, -count - 1 : -1]
+        values = self._read(count)
+        del self._read
+        return values
 
-    def _read_hidden_states(self, trunk, args, kwargs, output) -> None:
-        if self._passes is None:
-            return
-        hidden = output.last_hidden_state
-        values = _estimate(_head_of(self.policy), hidden.detach() if self.trainer.fits_values_only else hidden)
-        plan = kwargs.get(PLAN_KEYWORD)
-        self._latest = values if plan is None else _unpacked(values[0], plan)
-
-    def _end_pass(self, policy, args, output) -> None:
-        if self._passes is not None:
-            self._passes.append(self._latest)
+    def _value_of(self, hidden: Tensor) -> Tensor:
+        return _estimate(self.policy.value_head, hidden.detach() if self.trainer.fits_values_only else hidden)
 
 
 class AdapterValueModel(ValueModel):
@@ -186,7 +170,7 @@ class AdapterValueModel(ValueModel):
             weight.requires_grad_(True)
 
     def _every_value(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        trainer, head, packing = self.trainer, _head_of(self.policy), packing_of(self.policy)
+        trainer, head, packing = self.trainer, self.policy.value_head, packing_of(self.policy)
         with (
             self._switched_on(),
             # The backward pass would recompute checkpointed layers under the policy's adapter.
@@ -195,8 +179,9 @@ class AdapterValueModel(ValueModel):
         ):
             plan = None if packing is None else packing.plan(input_ids, attention_mask)
             if plan is not None:
-                return _unpacked(_estimate(head, packing.hidden_states(plan)), plan)
-            return _estimate(head, _hidden_states(_trunk_of(self.policy), input_ids, attention_mask))
+                values = _estimate(head, packing.hidden_states(plan))
+                return values[plan.columns].masked_fill(~plan.present, 0)
+            return _estimate(head, _hidden_states(self.policy.get_base_model().base_model, input_ids, attention_mask))
 
     @contextmanager
     def _switched_on(self) -> Iterator[None]:
@@ -294,14 +279,6 @@ def _new_head(policy) -> nn.Linear:
     return head
 
 
-def _head_of(policy) -> nn.Linear:
-    return policy.value_head if isinstance(policy.value_head, nn.Linear) else policy.value_head["head"]
-
-
-def _trunk_of(policy) -> nn.Module:
-    return (policy.get_base_model() if is_peft_model(policy) else policy).base_model
-
-
 def _trained(policy) -> list[nn.Parameter]:
     return [weight for weight in policy.parameters() if weight.requires_grad]
 
@@ -317,8 +294,3 @@ def _estimate(head: nn.Linear, hidden: Tensor) -> Tensor:
     """Apply the head in float32, whatever the policy's own precision."""
     with torch.autocast(hidden.device.type, enabled=False):
         return head(hidden.float()).squeeze(-1)
-
-
-def _unpacked(values: Tensor, plan) -> Tensor:
-    """Values of a packed row, [T], at the positions of their tokens in the batch, 0 at its padding, [B, L]."""
-    return values[plan.columns].masked_fill(~plan.present, 0)

@@ -104,11 +104,7 @@ class PreferenceConfig(TruncatedFields, TRLDPOConfig):
         super().__post_init__()
 
     def build_objective(self) -> PreferenceObjective:
-        """The loss, its options and its weightings as one function of `PreferenceScores`.
-
-        Raises:
-            ValueError: see the class.
-        """
+        """The loss, its options and its weightings as one function of `PreferenceScores`."""
         entry = preference_losses.find(self.loss)
         return PreferenceObjective(
             self.loss,

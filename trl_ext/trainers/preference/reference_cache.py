@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import replacing
+from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.policies import is_zero3
 
@@ -129,8 +130,7 @@ def reference_passes(trainer) -> Iterator[None]:
     training creates another, which renumbers the modules. After a single pass, the first engine then fails to find its
     numbers ("pop from an empty deque").
     """
-    devices = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with preserved_random_state():
         yield
     engine = trainer._precompute_engine
     if engine is not None and is_zero3(trainer.accelerator):

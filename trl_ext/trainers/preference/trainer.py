@@ -18,9 +18,10 @@ from torch import Tensor
 from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.losses import PreferenceScores
+from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import truncate_pairs
-from trl_ext.trainers.defaults import check_configuration, temporarily
+from trl_ext.trainers.defaults import configuration, temporarily
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -69,9 +70,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
     _config_class: ClassVar[type[PreferenceConfig]] = PreferenceConfig
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
-        if args is None:
-            args = self._config_class()
-        check_configuration(type(self).__name__, args, self._config_class)
+        args = configuration(self, args, self._config_class)
         self.objective = args.build_objective()
         self.columns = self.objective.columns
         self.packing = None
@@ -251,9 +250,8 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         batches = [self._prepare_inputs(batch) for batch in window.pending]
         window.pending = None
         window.reference = [self._reference(_without_own_keys(batch)) for batch in batches]
-        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
         parts = []
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.no_grad(), preserved_random_state():
             for batch, reference in zip(batches, window.reference, strict=True):
                 inputs = {**_without_own_keys(batch), **dict(zip(_REFERENCE_KEYS, reference, strict=True))}
                 labels = inputs["input_ids"].masked_fill(inputs["completion_mask"] == 0, -100)

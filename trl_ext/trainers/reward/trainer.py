@@ -31,7 +31,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rollouts import map_over_ranks
 from trl_ext.trainers.context import truncate_pairs
-from trl_ext.trainers.defaults import check_configuration
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RewardMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -66,8 +66,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
     _tag_names = ["trl", "trl_ext", "reward-trainer"]
 
     def __init__(self, model, args: RewardConfig | None = None, **kwargs: Any):
-        args = RewardConfig() if args is None else args
-        check_configuration(type(self).__name__, args, RewardConfig)
+        args = configuration(self, args, RewardConfig)
         if isinstance(model, str):
             model = _model_path(model, args)
         else:
