@@ -12,6 +12,7 @@ from tests.rollout_once import build, evens, prompts, train, train_in_processes
 from tests.test_resampling import GROUP, PROMPTS
 from tests.train_once import largest_difference, parameters, result
 from trl_ext import DistillationConfig
+from trl_ext.resilience.faults import TrainingFault
 from trl_ext.trainers.policy.curriculum import draw_prompts
 
 pytestmark = pytest.mark.usefixtures("in_float64")
@@ -149,7 +150,7 @@ def test_what_is_refused(policy_path, tmp_path):
         build(specification(policy_path, resample_groups=1), str(tmp_path), reward_funcs=evens)
     with pytest.raises(ValueError, match="has no curriculum 'spred'"):
         build(specification(policy_path, curriculum=f"{__file__}:spred"), str(tmp_path), reward_funcs=evens)
-    with pytest.raises(ValueError, match="by -1.0, not by 0 or more"):
+    with pytest.raises(TrainingFault, match="negative must give a weight of 0 or more, and gave -1 for the rewards"):
         train(specification(policy_path, curriculum=f"{__file__}:negative"), str(tmp_path), reward_funcs=evens)
     with pytest.raises(ValueError, match="the teacher takes the place of rewards"):
         DistillationConfig(str(tmp_path), report_to=[], curriculum="f.py:g", teacher_model_name_or_path="toy")

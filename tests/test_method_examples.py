@@ -234,8 +234,8 @@ def test_presets(preset, expected, tmp_path):
     [
         ({"preset": "gkd", "divergence": "sampled_token"}, "preset gkd and divergence sampled_token contradict"),
         ({"preset": "opd", "divergence": "full"}, "it has divergence sampled_token"),
-        ({"preset": "opsd", "teacher_prompt": "hint"}, "preset opsd needs teacher_model_name_or_path"),
-        ({"preset": "sdft"}, "preset sdft needs teacher_prompt"),
+        ({"preset": "opsd", "teacher_prompt": "hint"}, "preset opsd needs --teacher_model_name_or_path MODEL"),
+        ({"preset": "sdft"}, "preset sdft needs --teacher_prompt COLUMN"),
         ({"preset": "sdfd"}, "preset must be one of gkd, opd, opsd, sdft"),
     ],
 )

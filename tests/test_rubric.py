@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,6 +14,7 @@ from trl_ext import PolicyConfig, PolicyTrainer, load_benchmark
 from trl_ext.evaluation import JudgeUnavailable, OpenAIModel, RubricReward
 from trl_ext.evaluation.judging.rubric import read_rubric
 from trl_ext.toy import MODEL_DIR
+from trl_ext.trainers.policy.reward_functions import check_arguments
 
 pytestmark = pytest.mark.usefixtures("no_key")
 
@@ -168,8 +170,10 @@ def test_rubrics_that_cannot_be_read(rubric, words):
 
 
 def test_a_dataset_without_rubrics():
-    with pytest.raises(ValueError, match="column 'rubric'"):
-        reward_with(Server())(["q"], ["r"])
+    """A misspelt column is told before a model is loaded."""
+    with pytest.raises(ValueError, match="'rubric_explicit' takes 'rubric', and .* did you mean 'rubic'"):
+        check_arguments([reward_with(Server())], ["prompt", "rubic"])
+    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"])
 
 
 def test_an_unknown_form():

@@ -96,19 +96,17 @@ class RubricReward:
         self,
         prompts: Sequence,
         completions: Sequence,
-        rubric: Sequence[Sequence | None] | None = None,
+        rubric: Sequence[Sequence | None],
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
     ) -> list[float | None]:
         """One reward for each response. What the judge has cost each process so far is logged as `{name}/calls`.
 
         Raises:
-            ValueError: the dataset has no column `rubric`, or a rubric cannot be read.
+            ValueError: a rubric cannot be read.
             JudgeUnavailable: the judge can answer no question.
             CacheError: the cache cannot be read or written.
         """
-        if rubric is None:
-            raise ValueError("RubricReward reads the column 'rubric' of the dataset, a list of criteria; it has none")
         texts = [last_answer(completion) for completion in completions]
         rubrics = [read_rubric(one) for one in rubric]
         questions = [

@@ -188,7 +188,8 @@ class DistillationConfig(PolicyConfig):
                 )
         for name in needed:
             if getattr(self, name) is None:
-                raise ValueError(f"preset {self.preset} needs {name}: see docs/distillation.md")
+                what = "COLUMN or file.py:function" if name == "teacher_prompt" else "MODEL"
+                raise ValueError(f"preset {self.preset} needs --{name} {what}: see docs/distillation.md")
         if self.preset == "sdpo" and self.teacher_prompt is None:
             self.teacher_prompt = WITH_SUCCESS
         self.divergence = divergence if self.divergence is None else self.divergence

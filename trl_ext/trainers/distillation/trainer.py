@@ -17,7 +17,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.distillation.attempts import attempts_of_rollout, takes_attempts
-from trl_ext.trainers.distillation.config import DistillationConfig
+from trl_ext.trainers.distillation.config import WITH_SUCCESS, DistillationConfig
 from trl_ext.trainers.distillation.teacher import Teacher, apply_head
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.rollout_metrics import log_advantages
@@ -78,11 +78,12 @@ class DistillationTrainer(PolicyTrainer):
         self._teacher_prompt = _prompt_function(args.teacher_prompt, kwargs.get("train_dataset"))
         self._sees_attempts = self._teacher_prompt is not None and takes_attempts(self._teacher_prompt)
         if self._sees_attempts and not reward_funcs:
-            raise ValueError(
-                f"the teacher's prompt {args.teacher_prompt} shows attempts by their rewards: give a reward function "
-                "or a reward model"
-            )
+            prompt = "preset sdpo" if args.teacher_prompt == WITH_SUCCESS else f"the prompt {args.teacher_prompt}"
+            raise ValueError(f"{prompt} shows attempts by their rewards: give a reward function or a reward model")
         super().__init__(model, reward_funcs or no_reward, args, **kwargs)
+        if not reward_funcs:
+            # Held-out responses have no reward either.
+            self.plain_reward_functions.clear()
         if self.is_fsdp_enabled or is_zero3(self.accelerator):
             raise ValueError("distillation has not been tried with sharded parameters: use DDP or ZeRO-2")
         self.teacher = Teacher(self, teacher_model)

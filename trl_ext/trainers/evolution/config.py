@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trl_ext.advantages import no_baseline
+from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
@@ -22,13 +23,25 @@ EVOLUTION = Algorithm(
     surrogate="no_clip",
     group_size=1,
 )
+
+
+class EvolutionObjective(PolicyObjective):
+    """The row `evolution`, described by its population, since nothing of a loss is used."""
+
+    def __init__(self, **population: float):
+        super().__init__(EVOLUTION)
+        self._population = population
+
+    def to_dict(self) -> dict:
+        return {"algorithm": "evolution", **self._population, "options": {}}
+
+
 _NO_LOSS = "the update follows from the rewards of the population alone"
 # Settings of `PolicyConfig` without an effect: setting -> why.
 _NOT_USED = {
-    **dict.fromkeys((*LOSS_SETTINGS, "loss_type", "importance_sampling_level", "delta"), _NO_LOSS),
+    **dict.fromkeys((*LOSS_SETTINGS, "loss_type", "importance_sampling_level", "delta", "entropy_coef"), _NO_LOSS),
     **dict.fromkeys(("advantage", "std_ddof", "advantage_eps", "advantage_clip", "scale_rewards"), _NO_LOSS),
-    **dict.fromkeys(("entropy_coef", "top_entropy_quantile", "off_policy_mask_threshold"), _NO_LOSS),
-    **dict.fromkeys(SAMPLER_CORRECTION, _NO_LOSS),
+    **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold", *SAMPLER_CORRECTION), _NO_LOSS),
     **dict.fromkeys(("resample_groups", "group_filter", "curriculum"), "all members of a population have one batch"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), "responses are greedy"),
     "num_generations": "greedy responses to a prompt are all the same",
@@ -45,7 +58,6 @@ class EvolutionConfig(PolicyConfig):
     """
 
     _method = "evolution"
-    _row = EVOLUTION
 
     algorithm: str = "evolution"
     population: int = field(default=30, metadata={"help": "Perturbed policies for each update."})
@@ -66,3 +78,7 @@ class EvolutionConfig(PolicyConfig):
                 "each update has a population of its own, and its responses are one batch: leave out "
                 "generation_batch_size, num_iterations and gradient_accumulation_steps"
             )
+
+    def build_objective(self) -> EvolutionObjective:
+        """The row `evolution` with its population."""
+        return EvolutionObjective(population=self.population, perturbation=self.perturbation)

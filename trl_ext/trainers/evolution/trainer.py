@@ -53,16 +53,13 @@ class EvolutionTrainer(PolicyTrainer):
         if any(function.of_batch for function in self._shaped_rewards()):
             raise ValueError("reward_shaping: center and whiten would remove what tells members of a population apart")
 
-    # ---- The population ----
-
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     def _generator(self, member: int) -> torch.Generator:
         """The source of a member's noise, the same on all processes and in a resumed run."""
         words = np.random.SeedSequence((self.args.seed, self.state.global_step, member)).generate_state(2)
-        seed = int(words[0]) << 32 | int(words[1])
-        return torch.Generator(device=self.accelerator.device).manual_seed(seed)
+        return torch.Generator(device=self.accelerator.device).manual_seed(int(words[0]) << 32 | int(words[1]))
 
     @contextmanager
     def _perturbed(self, member: int, saved: list[Tensor]) -> Iterator[None]:
@@ -93,8 +90,6 @@ class EvolutionTrainer(PolicyTrainer):
         self._standardised = standardised(means)
         self._seen_signal = seen_signal or bool(self._standardised.any())
         return output
-
-    # ---- The update ----
 
     def _compute_loss(self, model, inputs):
         if not self.model.training:

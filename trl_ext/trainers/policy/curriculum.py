@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from trl_ext.names import load_function
+from trl_ext.resilience.faults import TrainingFault
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.resampling import Rows, check_drawable, own_rows, raw_rewards
 
@@ -83,7 +84,7 @@ class Curriculum:
         """Weigh the prompts of the rollout anew by its rewards before shaping and penalties.
 
         Raises:
-            ValueError: a weight is negative or no number.
+            TrainingFault: a weight is negative or no number.
         """
         if self._weight is None or not trainer.model.training:
             return
@@ -93,7 +94,11 @@ class Curriculum:
                 continue
             weight = float(self._weight(known))
             if not (isfinite(weight) and weight >= 0):
-                raise ValueError(f"the curriculum weighs rewards {known.tolist()} by {weight}, not by 0 or more")
+                seen = ", ".join(f"{reward:.3g}" for reward in known.tolist())
+                raise TrainingFault(
+                    f"the curriculum {trainer.args.curriculum} must give a weight of 0 or more, and gave {weight:.3g} "
+                    f"for the rewards {seen}"
+                )
             self.weights[index] = weight
         seen = 1 - self.weights.count(None) / len(self.weights)
         trainer._metrics["train"]["curriculum/seen"].append(seen)

@@ -13,6 +13,7 @@ from accelerate.utils import gather, is_peft_model
 from torch import Tensor
 from torch.nn import Module
 
+from trl_ext.names import nearest
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
@@ -20,6 +21,10 @@ from trl_ext.rewards.shaping import innermost
 from trl_ext.rewards.shaping_steps import soft_overlong
 from trl_ext.trainers.policies import is_zero3
 from trl_ext.trainers.policy.step_credit import find_steps
+
+# What every reward function is given besides the columns of the data.
+_OF_ROLLOUTS = ("prompts", "completions", "completion_ids", "finished", "environments")
+_OF_ROLLOUTS += ("trainer_state", "log_extra", "log_metric")
 
 
 def as_reward_functions(given: Any, packing: str = "auto") -> list:
@@ -29,6 +34,23 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
         RewardModel(function, packing=packing) if isinstance(function, (str, os.PathLike)) else function
         for function in functions
     ]
+
+
+def check_arguments(functions: list, columns: list[str]) -> None:
+    """Raise ValueError for an argument without a default that is no column of the data and that no rollout has."""
+    for function in functions:
+        if isinstance(function, Module):
+            continue
+        for name, argument in inspect.signature(innermost(function)).parameters.items():
+            is_needed = argument.default is argument.empty and argument.kind in (
+                argument.POSITIONAL_OR_KEYWORD,
+                argument.KEYWORD_ONLY,
+            )
+            if is_needed and name not in (*_OF_ROLLOUTS, *columns):
+                raise ValueError(
+                    f"the reward function {function_name(function)!r} takes {name!r}, and the data have no such column"
+                    f"{nearest(name, columns)} Columns: {', '.join(columns)}"
+                )
 
 
 def length_penalty(trainer) -> Tensor:
