@@ -150,7 +150,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             arguments,
             max_new_tokens=training.max_completion_length,
             batch_size=arguments.generation_eval_batch_size,
-            reward_columns=partial(reward_columns, trainer),
+            reward_columns=partial(reward_columns, trainer) if trainer.plain_reward_functions else None,
         )
     run.open(trainer)
     show_generations(trainer, evaluation, arguments, _evaluate_every(arguments, training), prefix="eval_")

@@ -63,7 +63,9 @@ class DistillationObjective(PolicyObjective):
     def describe(self) -> str:
         """One line for logs and reports."""
         settings = {**self.teaching, "aggregation": self.aggregation}
-        if self.teaching["divergence"] != "full":
+        if self.teaching["divergence"] == "full":
+            del settings["discount"]
+        else:
             settings |= {"ratio": self.ratio, "surrogate": self.surrogate}
         return (
             f"distillation ({', '.join(f'{name} {value}' for name, value in settings.items() if value is not None)})"
