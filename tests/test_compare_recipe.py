@@ -257,6 +257,8 @@ def test_runs_that_are_not_alike_are_refused(about, given, expected, compare, ca
             fake_run(
                 name, Path("old", f"{name}-{seed}"), {"seed": seed, **(given if odd else {})}, **about if odd else {}
             )
+    if "settings_digest" in about:
+        Path("old", "ipo-1", "config.yaml").write_text("learning_rate: 1.0\n")
     assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--runs", "old") == 2
     assert expected in capsys.readouterr().err
 

@@ -161,10 +161,16 @@ def test_keep_refuses_in_one_line(kept, data, tmp_path, capsys):
     assert "no finished run" in said and "dpo-0: not finished" in said
     assert "no folder" in refused(capsys, keep.main, tmp_path / "nowhere", "--study", "study")
     assert "lower-case" in refused(capsys, keep.main, kept, "--study", "../study")
-    write_run(tmp_path / "more" / "dpo-3", seed=3)
+    write_run(tmp_path / "more" / "dpo-3", seed=3, learning_rate=2e-4, beta=0.1)
     change(tmp_path / "more" / "dpo-3", "run", "settings_digest", to="others")
-    assert "differ in more than their seed" in refused(capsys, keep.main, tmp_path / "more", "--study", "study")
+    said = refused(capsys, keep.main, tmp_path / "more", "--study", "study")
+    assert "differ in more than their seed: learning_rate" in said
     assert not (data / "study" / "dpo-3").exists()
+    # How many prompts the KL is measured on is no part of the method.
+    write_run(tmp_path / "longer" / "dpo-3", seed=3, num_kl_prompts=64)
+    change(tmp_path / "longer" / "dpo-3", "run", "settings_digest", to="others")
+    keep.main([str(tmp_path / "longer"), "--study", "study"])
+    assert (data / "study" / "dpo-3" / "results.json").is_file()
 
 
 # ---- A run among the published ones ----

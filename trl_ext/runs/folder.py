@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from trl_ext.evaluation.methods.runs import NOT_OF_THE_METHOD
 from trl_ext.files import read_yaml
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
@@ -136,13 +137,9 @@ def config_text(*instances: Any) -> str:
     return yaml.safe_dump(plain, sort_keys=True, allow_unicode=True)
 
 
-# Settings that differ between runs of one method over several seeds.
-_OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
-
-
 def settings_digest(resolved: str) -> str:
     """A short digest of resolved arguments, equal for runs that differ only in their seed."""
-    values = {name: value for name, value in yaml.safe_load(resolved).items() if name not in _OF_THE_SEED}
+    values = {name: value for name, value in yaml.safe_load(resolved).items() if name not in NOT_OF_THE_METHOD}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -19,6 +19,9 @@ CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 METRICS = ("score", "win_rate")
 # Published runs have the values of all prompts here, and texts of a few in generations.jsonl.
 PROMPTS_NAME = "prompts.jsonl"
+# Settings that may differ between runs of one method over several seeds.
+NOT_OF_THE_METHOD = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
+NOT_OF_THE_METHOD += ("num_kl_prompts",)
 # The number of samples that a run learned from, and their unit.
 _SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
@@ -83,8 +86,18 @@ def check_alike(runs: Sequence[MethodRun]) -> None:
             raise ValueError(f"{run.folder} and {first.folder} were evaluated on different prompts, such as {odd[0]}")
         alike = settings.setdefault(run.method, run)
         digests = [one.results.run.settings_digest for one in (run, alike)]
-        if digests[0] != digests[1]:
-            raise ValueError(f"{run.folder} and {alike.folder} are of one method and differ in more than their seed")
+        if digests[0] != digests[1] and (odd := _odd_settings(run.settings, alike.settings)):
+            raise ValueError(
+                f"{run.folder} and {alike.folder} are of one method and differ in more than their seed: {odd}"
+            )
+
+
+def _odd_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Settings in which two runs of a method differ in more than the seed."""
+    if not own or not other:
+        return "no config.yaml"
+    names = sorted((own.keys() | other.keys()).difference(NOT_OF_THE_METHOD))
+    return ", ".join(name for name in names if own.get(name) != other.get(name))
 
 
 def choose_metric(runs: Iterable[MethodRun], wanted: str | None = None) -> str:
