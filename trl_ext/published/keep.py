@@ -18,7 +18,14 @@ import yaml
 
 from trl_ext import published
 from trl_ext.evaluation.command_line import CommandParser, one_line_errors
-from trl_ext.evaluation.methods.runs import CREDITS, PROMPTS_NAME, MethodRun, check_alike, read_method_run
+from trl_ext.evaluation.methods.runs import (
+    CREDITS,
+    OF_REPORTING,
+    PROMPTS_NAME,
+    MethodRun,
+    check_alike,
+    read_method_run,
+)
 from trl_ext.evaluation.reporting.curves import HELD_OUT_TITLES, TRAINING_TITLES, is_of_held_out_prompts
 from trl_ext.evaluation.reporting.results import RESULTS_NAME, Results
 from trl_ext.files import existing_file, read_json, read_yaml, write_text
@@ -29,8 +36,6 @@ TEXTS, WORST = 10, 3
 HELD_OUT_ROWS, TRAINING_ROWS = 20, 24
 KEPT_METRICS = {"step", "seconds", "collapsed", "sampled_kl", *HELD_OUT_TITLES, *TRAINING_TITLES}
 KEPT_OF_PROMPT = ("row_id", "score", "base_score", "generated_num_tokens", "finished", "outcome")
-# Settings that say where a run wrote and where it reported, and nothing about its method.
-NOT_KEPT = ("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_")
 # The folders of an absolute path. The slashes of an address or of `and/or` are preceded by other characters.
 FOLDERS = re.compile(r"(?<![\w./\\~-])(?:~|[A-Za-z]:)?[/\\](?![/\\])(?:[^\s/\\:]+[/\\])*")
 
@@ -98,7 +103,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     contents: dict[str, Any] = {RESULTS_NAME: results}
     if (folder / "config.yaml").is_file():
         settings = read_yaml(folder / "config.yaml") or {}
-        contents["config.yaml"] = clean({k: v for k, v in settings.items() if not k.startswith(NOT_KEPT)})
+        contents["config.yaml"] = clean({k: v for k, v in settings.items() if not k.startswith(OF_REPORTING)})
     if (folder / "metrics.jsonl").is_file():
         contents["metrics.jsonl"] = thin_metrics(_rows(folder / "metrics.jsonl"))
     # Runs of reward models answer no prompts.

@@ -22,6 +22,8 @@ PROMPTS_NAME = "prompts.jsonl"
 # Settings that may differ between runs of one method over several seeds.
 NOT_OF_THE_METHOD = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
 NOT_OF_THE_METHOD += ("num_kl_prompts",)
+# How settings begin that say where a run wrote and where it reported. Published runs do not have them.
+OF_REPORTING = ("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_")
 # The number of samples that a run learned from, and their unit.
 _SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
@@ -97,7 +99,8 @@ def _odd_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     if not own or not other:
         return "no config.yaml"
     names = sorted((own.keys() | other.keys()).difference(NOT_OF_THE_METHOD))
-    return ", ".join(name for name in names if own.get(name) != other.get(name))
+    odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(OF_REPORTING)]
+    return ", ".join(odd)
 
 
 def choose_metric(runs: Iterable[MethodRun], wanted: str | None = None) -> str:
