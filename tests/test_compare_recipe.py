@@ -253,10 +253,8 @@ def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
 def test_runs_that_are_not_alike_are_refused(about, given, expected, compare, capsys):
     for seed in ("0", "1"):
         for name in ("dpo", "ipo"):
-            odd = name == "ipo" and seed == "1"
-            fake_run(
-                name, Path("old", f"{name}-{seed}"), {"seed": seed, **(given if odd else {})}, **about if odd else {}
-            )
+            results, words = (about, given) if name == "ipo" and seed == "1" else ({}, {})
+            fake_run(name, Path("old", f"{name}-{seed}"), {"seed": seed, **words}, **results)
     if "settings_digest" in about:
         Path("old", "ipo-1", "config.yaml").write_text("learning_rate: 1.0\n")
     assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--runs", "old") == 2
