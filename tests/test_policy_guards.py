@@ -102,7 +102,8 @@ def test_a_function_that_raises_is_named_with_its_row(is_async, policy_path, tmp
     with pytest.raises(RewardError) as caught:
         train({"model": policy_path}, str(tmp_path), reward_funcs=[function])
     expected = f"the reward function {function.__name__!r} failed on row_id 'row1': KeyError: 'no answer'"
-    assert str(caught.value).startswith(expected) and "--reward_errors skip" in str(caught.value)
+    assert str(caught.value).startswith(f"{expected} (test_policy_guards.py, line ")
+    assert "--reward_errors skip" in str(caught.value)
 
 
 @pytest.mark.parametrize("returned", [None, ["good"] * 8, [[1.0]] * 8, [1.0] * 7, [float("nan")] * 9], ids=repr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 
@@ -171,9 +172,27 @@ def test_rubrics_that_cannot_be_read(rubric, words):
 
 def test_a_dataset_without_rubrics():
     """A misspelt column is told before a model is loaded."""
+    with pytest.raises(ValueError, match="column 'rubric'"):
+        reward_with(Server())(["q"], ["r"])
     with pytest.raises(ValueError, match="'rubric_explicit' takes 'rubric', and .* did you mean 'rubic'"):
-        check_arguments([reward_with(Server())], ["prompt", "rubic"])
-    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"])
+        check_arguments([reward_with(Server())], ["prompt", "rubic"], False)
+    check_arguments([reward_with(Server()), torch.nn.Linear(1, 1)], ["prompt", "rubric"], False)
+
+
+def test_arguments_of_reward_functions_are_known_before_sampling():
+    def lines(completions, steps):
+        return [1.0] * len(completions)
+
+    @functools.wraps(lines)
+    def decorated(completions, **columns):
+        return lines(completions, columns)
+
+    check_arguments([decorated, max, functools.partial(lines, steps=[])], ["prompt"], False)
+    check_arguments([lines], ["prompt"], True)
+    with pytest.raises(ValueError, match="'lines' takes the steps of responses: choose an --advantage of steps"):
+        check_arguments([lines], ["prompt"], False)
+    with pytest.raises(ValueError, match="takes 'completion', and .* did you mean 'completions'"):
+        check_arguments([lambda completion: [1.0]], ["prompt", "completion"], False)
 
 
 def test_an_unknown_form():

@@ -86,14 +86,14 @@ class RewardGuard:
         name, rows = function_name(function), _rows(arguments)
         rewards, error = await call(function, arguments)
         if isinstance(error, Stalled) or (error is not None and getattr(function, "scores_groups", False)):
-            self._report(name, dict(enumerate(rows)), error)
+            self._report(function, dict(enumerate(rows)), error)
             return [None] * len(rows)
         if error is not None:
             rewards = []
             for index, row in enumerate(rows):
                 own, fault = await call(function, row)
                 if fault is not None:
-                    self._report(name, {index: row}, fault)
+                    self._report(function, {index: row}, fault)
                 rewards.append(None if fault is not None else self._values(name, own, [row])[0])
             if self.on_error == "raise":
                 raise RewardError(
@@ -148,17 +148,15 @@ class RewardGuard:
                 )
         return values
 
-    def _report(self, name: str, rows: dict[int, dict[str, Any]], error: BaseException) -> None:
+    def _report(self, function: Callable, rows: dict[int, dict[str, Any]], error: BaseException) -> None:
         """Raise a `RewardError` for rows, by their indices, or log it and record that they failed."""
         named = list(dict.fromkeys(map(_describe, rows.values())))
         told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
         if isinstance(error, Stalled):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
         else:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{Path(frame.filename).name}, line {frame.lineno}"
-            what = f"failed on {told}: {type(error).__name__}: {error} ({place})"
-        message = f"the reward function {name!r} {what}"
+            what = f"failed on {told}: {type(error).__name__}: {error}{_place(function, error)}"
+        message = f"the reward function {function_name(function)!r} {what}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
         logger.warning(message)
@@ -168,6 +166,14 @@ class RewardGuard:
 def function_name(function: Callable) -> str:
     """A reward function's name in metrics."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _place(function: Callable, error: BaseException) -> str:
+    """The line of the function's own file that raised the error; empty if it is not known."""
+    plain = inspect.unwrap(getattr(function, "reward", function))
+    code = getattr(plain, "__code__", None)
+    lines = [at.lineno for at in traceback.extract_tb(error.__traceback__) if code and at.filename == code.co_filename]
+    return f" ({Path(code.co_filename).name}, line {lines[-1]})" if lines else ""
 
 
 def ignore(*arguments: Any) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from trl_ext.evaluation.methods.runs import NOT_OF_THE_METHOD
+from trl_ext.evaluation.methods.runs import OF_THE_SEED
 from trl_ext.files import read_yaml
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, check_checkpoint, last_checkpoint
@@ -139,7 +139,7 @@ def config_text(*instances: Any) -> str:
 
 def settings_digest(resolved: str) -> str:
     """A short digest of resolved arguments, equal for runs that differ only in their seed."""
-    values = {name: value for name, value in yaml.safe_load(resolved).items() if name not in NOT_OF_THE_METHOD}
+    values = {name: value for name, value in yaml.safe_load(resolved).items() if name not in OF_THE_SEED}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 

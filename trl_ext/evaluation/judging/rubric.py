@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -76,6 +77,8 @@ class RubricReward:
         ValueError: an unknown form.
     """
 
+    needed_columns = ("rubric",)
+
     def __init__(
         self,
         model: OpenAIModel,
@@ -91,22 +94,25 @@ class RubricReward:
         self.max_concurrency = max_concurrency
         self.usage = Usage()
         self.__name__ = f"rubric_{form}"
+        self._lock = threading.Lock()
 
     def __call__(
         self,
         prompts: Sequence,
         completions: Sequence,
-        rubric: Sequence[Sequence | None],
+        rubric: Sequence[Sequence | None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
     ) -> list[float | None]:
         """One reward for each response. What the judge has cost each process so far is logged as `{name}/calls`.
 
         Raises:
-            ValueError: a rubric cannot be read.
+            ValueError: the dataset has no column `rubric`, or a rubric cannot be read.
             JudgeUnavailable: the judge can answer no question.
             CacheError: the cache cannot be read or written.
         """
+        if rubric is None:
+            raise ValueError("RubricReward reads the column 'rubric' of the dataset, a list of criteria; it has none")
         texts = [last_answer(completion) for completion in completions]
         rubrics = [read_rubric(one) for one in rubric]
         questions = [
@@ -149,20 +155,23 @@ class RubricReward:
             self.usage += Usage(cached=len(known))
             missing = [question for question, key in keys.items() if key not in known]
             with ThreadPoolExecutor(self.max_concurrency) as pool:
-                for question, (value, usage) in zip(missing, pool.map(self._ask, missing), strict=True):
+                for question, value in zip(missing, pool.map(self._ask, missing), strict=True):
                     known[keys[question]] = value
-                    self.usage += usage
                     if cache is not None and value is not None:
                         cache.add([{"key": keys[question], "value": value}])
         return [known[keys[question]] for question in questions]
 
-    def _ask(self, question: str) -> tuple[float | None, Usage]:
+    def _ask(self, question: str) -> float | None:
         schema = ANSWERS[self.form].model_json_schema()
         try:
-            return self.model.complete(INSTRUCTIONS[self.form], question, schema, self._read)
+            value, usage = self.model.complete(INSTRUCTIONS[self.form], question, schema, self._read)
         except JudgeError as error:
             warn_once_per_run(f"{self.__name__}: a question has no answer, and its response no reward: {error}")
-            return None, replace(error.usage or Usage(), errors=1)
+            value, usage = None, replace(error.usage or Usage(), errors=1)
+        # Here, so that what was paid counts even if a later question ends the run.
+        with self._lock:
+            self.usage += usage
+        return value
 
     def _read(self, text: str) -> float:
         try:

@@ -19,9 +19,8 @@ CREDITS = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
 METRICS = ("score", "win_rate")
 # Published runs have the values of all prompts here, and texts of a few in generations.jsonl.
 PROMPTS_NAME = "prompts.jsonl"
-# Settings that may differ between runs of one method over several seeds.
-NOT_OF_THE_METHOD = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
-NOT_OF_THE_METHOD += ("num_kl_prompts",)
+# Settings that differ between runs of one method over several seeds.
+OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
 # How settings begin that say where a run wrote and where it reported. Published runs do not have them.
 OF_REPORTING = ("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_")
 # The number of samples that a run learned from, and their unit.
@@ -98,7 +97,7 @@ def _odd_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Settings in which two runs of a method differ in more than the seed."""
     if not own or not other:
         return "no config.yaml"
-    names = sorted((own.keys() | other.keys()).difference(NOT_OF_THE_METHOD))
+    names = sorted((own.keys() | other.keys()).difference(OF_THE_SEED, ["num_kl_prompts"]))
     odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(OF_REPORTING)]
     return ", ".join(odd)
 

@@ -36,21 +36,33 @@ def as_reward_functions(given: Any, packing: str = "auto") -> list:
     ]
 
 
-def check_arguments(functions: list, columns: list[str]) -> None:
+def check_arguments(functions: list, columns: list[str], has_steps: bool) -> None:
     """Raise ValueError for an argument without a default that is no column of the data and that no rollout has."""
-    for function in functions:
-        if isinstance(function, Module):
-            continue
-        for name, argument in inspect.signature(innermost(function)).parameters.items():
-            is_needed = argument.default is argument.empty and argument.kind in (
-                argument.POSITIONAL_OR_KEYWORD,
-                argument.KEYWORD_ONLY,
-            )
-            if is_needed and name not in (*_OF_ROLLOUTS, *columns):
+    columns = [name for name in columns if name not in ("prompt", "completion")]
+    given = (*_OF_ROLLOUTS, *columns, *["steps"] * has_steps)
+    for function in map(innermost, functions):
+        for name in () if isinstance(function, Module) else _needed(function):
+            if name == "steps" and not has_steps:
+                raise ValueError(
+                    f"the reward function {function_name(function)!r} takes the steps of responses: choose an "
+                    "--advantage of steps, such as process_normalized"
+                )
+            if name not in given:
                 raise ValueError(
                     f"the reward function {function_name(function)!r} takes {name!r}, and the data have no such column"
-                    f"{nearest(name, columns)} Columns: {', '.join(columns)}"
+                    f"{nearest(name, list(given))} Columns: {', '.join(columns)}"
                 )
+
+
+def _needed(function) -> list[str]:
+    try:
+        # A decorator may give what it wraps further arguments.
+        arguments = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [one.name for one in arguments if one.default is one.empty and one.kind in kinds]
+    return [*needed, *getattr(function, "needed_columns", ())]
 
 
 def length_penalty(trainer) -> Tensor:

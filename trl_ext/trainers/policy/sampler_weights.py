@@ -31,7 +31,10 @@ def check_sampler_correction(args, objective) -> None:
             f"sampler_correction {args.sampler_correction} would weigh the sampler twice: {args.algorithm} already "
             "compares with its probabilities. Leave sampler_correction out"
         )
-    bounds_of(args.sampler_correction, low, high)
+    try:
+        bounds_of(args.sampler_correction, low, high)
+    except ValueError as error:
+        raise ValueError(f"sampler_correction (and its _min and _max): {error}") from None
     if args.fast_rollouts == "off" and not args.use_vllm:
         raise ValueError(
             "sampler_correction reads what the sampler recorded, and transformers records nothing: leave "

@@ -91,9 +91,10 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if several and self.objective.reads("greedy_rewards"):
             raise ValueError(f"a greedy baseline does not go with {several[0]}: its greedy responses are single turns")
         self._check_prompts(kwargs.get("train_dataset"), args)
-        columns = getattr(kwargs.get("train_dataset"), "column_names", None)
-        if columns and not kwargs.get("rollout_func"):
-            check_arguments(functions, [*columns, *["steps"] * self.objective.reads("step_rewards")])
+        dataset = kwargs.get("train_dataset")
+        if isinstance(dataset, Dataset) and len(dataset) and not kwargs.get("rollout_func"):
+            # A transform may add columns.
+            check_arguments(functions, list(dataset[0]), self.objective.reads("step_rewards"))
         self.group_filter, self.curriculum = group_filter(args, kwargs), Curriculum(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.reads("step_rewards"))

@@ -153,8 +153,13 @@ class PPOConfig(PolicyConfig):
                 raise ValueError(f"{name} must be positive, got {value}; leave it None for none")
         self._check_vapo()
         refuse_given(self, _NOT_USED)
-        # transformers would enable it for a model with adapters, whose parameters both losses reach.
-        self.ddp_find_unused_parameters = self.ddp_find_unused_parameters or False
+        if self.ddp_find_unused_parameters:
+            raise ValueError(
+                "ddp_find_unused_parameters does not go with PPO: parameters that both losses reach would be marked "
+                "ready twice; leave it out"
+            )
+        # transformers would enable it for a model with adapters.
+        self.ddp_find_unused_parameters = False
         super().__post_init__()
         if self.kl_target is not None and not self.beta:
             raise ValueError(f"kl_target {self.kl_target} has no coefficient to adapt: give a beta above 0")
