@@ -33,7 +33,7 @@ def no_garbage_among_modules():
     """Imported modules are left out of garbage collection.
 
     A trainer collects garbage when its training starts, and looking through a million objects of torch and
-    transformers took a third of the tests' time.
+    transformers took half of the tests' processor time.
     """
     gc.collect()
     gc.freeze()
