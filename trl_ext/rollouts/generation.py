@@ -136,9 +136,14 @@ def generate_responses(
         return in_batches(model, generated, order, batch_size=batch_size, progress=progress)
 
 
+def end_token_ids(model, tokenizer) -> set[int]:
+    """Ids of the tokens that end a response: the tokenizer's and those of the model's generation settings."""
+    own = model.generation_config.eos_token_id
+    return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
+
+
 def _generation_config(model, tokenizer, max_new_tokens, stop, **settings) -> tuple[GenerationConfig, set[int]]:
-    own_end = model.generation_config.eos_token_id
-    end_ids = {tokenizer.eos_token_id, *(own_end if isinstance(own_end, list) else [own_end])} - {None}
+    end_ids = end_token_ids(model, tokenizer)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(end_ids),

@@ -153,7 +153,7 @@ def _plain(value: Any) -> Any:
 _MAY_CHANGE = (
     *("output_dir", "run_name", "report_to", "push_to_hub", "hub_", "disable_tqdm", "project", "trackio_"),
     *("save_", "log", "eval_", "num_eval_prompts", "num_kl_prompts", "num_generation_prompts", "max_hours"),
-    "generation_eval_",
+    *("generation_eval_", "base_responses"),
     *("per_device_", "gradient_accumulation_steps", "gradient_checkpointing", "packing", "fast_rollouts"),
     *("bf16", "fp16", "tf32", "dtype", "deepspeed", "fsdp", "torch_compile", "ddp_", "dataloader_"),
     *("use_vllm", "vllm_", "reward_timeout", "reward_errors", "max_skipped_updates"),

@@ -51,6 +51,10 @@ class EvaluatedArguments:
     generation_temperature: float = field(
         default=0.0, metadata={"help": "Of the held-out responses; 0 for greedy decoding."}
     )
+    base_responses: str | None = field(
+        default=None,
+        metadata={"help": "Folder where greedy responses of the untrained model are kept for other runs to read."},
+    )
 
     def __post_init__(self):
         check_at_least(self, {"num_generation_prompts": 1, "num_kl_prompts": 1, "generation_eval_every": 0})
@@ -222,6 +226,7 @@ def evaluate_generations(
     # Only the embedded benchmarks have a known quality for every response.
     score_function = known_score(arguments.dataset_name)
     judge = GroundTruthJudge(score_function) if score_function else None
+    options["base_responses"] = arguments.base_responses and Path(arguments.base_responses)
     return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)
 
 

@@ -22,7 +22,12 @@ PROMPTS_NAME = "prompts.jsonl"
 # Settings that differ between runs of one method over several seeds.
 OF_THE_SEED = ("seed", "data_seed", "output_dir", "run_name", "reward_model", "teacher_model_name_or_path")
 # How settings begin that say where a run wrote and where it reported. Published runs do not have them.
-OF_REPORTING = ("output_dir", "run_name", "logging_dir", "report_to", "hub_", "push_to_hub", "project", "trackio_")
+OF_REPORTING = (
+    *("output_dir", "base_responses", "run_name", "logging_dir"),
+    *("report_to", "hub_", "push_to_hub", "project", "trackio_"),
+)
+# How settings begin that change neither what is learned nor the responses.
+_WITHOUT_EFFECT = (*OF_REPORTING, "generation_eval_every", "logging_", "num_kl_prompts", "save_")
 # The number of samples that a run learned from, and their unit.
 _SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
@@ -97,8 +102,8 @@ def _odd_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Settings in which two runs of a method differ in more than the seed."""
     if not own or not other:
         return "no config.yaml"
-    names = sorted((own.keys() | other.keys()).difference(OF_THE_SEED, ["num_kl_prompts"]))
-    odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(OF_REPORTING)]
+    names = sorted((own.keys() | other.keys()).difference(OF_THE_SEED))
+    odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(_WITHOUT_EFFECT)]
     return ", ".join(odd)
 
 
