@@ -226,7 +226,9 @@ def evaluate_generations(
     # Only the embedded benchmarks have a known quality for every response.
     score_function = known_score(arguments.dataset_name)
     judge = GroundTruthJudge(score_function) if score_function else None
-    options["base_responses"] = arguments.base_responses and Path(arguments.base_responses)
+    if arguments.base_responses:
+        options["base_responses"] = Path(arguments.base_responses)
+        options["base_responses"].mkdir(parents=True, exist_ok=True)
     return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)
 
 
