@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trl_ext.rollouts import Generation
 
 
 def with_kept_responses(
-    folder: Path,
+    folder: str | Path,
     model,
     prompts: Sequence[list[int]],
     settings: dict[str, Any],
@@ -42,14 +42,14 @@ def with_kept_responses(
     """
     path, kept = None, {}
     if is_main_process():
-        path = folder / f"{_digest(model, settings)}.json"
+        path = Path(folder) / f"{_digest(model, settings)}.json"
         kept = {tuple(row["prompt_ids"]): Generation(**row) for row in (read_json(path) if path.is_file() else [])}
     [kept] = broadcast_object_list([kept])
     missing = [index for index, prompt in enumerate(prompts) if tuple(prompt) not in kept]
     if missing:
         kept |= {tuple(row.prompt_ids): row for row in generate(missing)}
         if is_main_process():
-            write_json(path, [asdict(row) for row in kept.values()])
+            write_json(path, [asdict(replace(row, log_probs=None)) for row in kept.values()])
     return [kept[tuple(prompt)] for prompt in prompts]
 
 

@@ -88,7 +88,7 @@ class GenerationEvaluation:
         judge: PairwiseJudge | None = None,
         score_function: Callable[..., float] | None = None,
         reward_columns: Callable[..., dict[str, list[float | None]]] | None = None,
-        base_responses: Path | None = None,
+        base_responses: str | Path | None = None,
     ):
         self.trainer = trainer
         self.prompts = list(prompts)

@@ -227,8 +227,8 @@ def evaluate_generations(
     score_function = known_score(arguments.dataset_name)
     judge = GroundTruthJudge(score_function) if score_function else None
     if arguments.base_responses:
-        options["base_responses"] = Path(arguments.base_responses)
-        options["base_responses"].mkdir(parents=True, exist_ok=True)
+        Path(arguments.base_responses).mkdir(parents=True, exist_ok=True)
+        options["base_responses"] = arguments.base_responses
     return GenerationEvaluation(trainer, prompts, settings, judge=judge, score_function=score_function, **options)
 
 
