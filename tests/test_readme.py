@@ -390,6 +390,8 @@ def test_every_recipe_and_folder_of_configurations_is_listed():
 def test_intervals_of_the_readmes_are_measured():
     """Each interval in a table of the README and the list of recipes is one of the measurements' pages."""
     interval = re.compile(r"[-+]?\d+\.\d+ \[[-+]?\d+\.\d+, [-+]?\d+\.\d+\]")
-    measured = set().union(*(interval.findall(text) for name, text in TEXTS.items() if name.startswith("docs/")))
+    # The tables of published runs escape brackets.
+    pages = [text.replace("\\", "") for name, text in TEXTS.items() if name.startswith("docs/")]
+    measured = set().union(*map(interval.findall, pages))
     for name in ("README.md", "recipes/README.md"):
         assert set(interval.findall(_prose(TEXTS[name]))) <= measured, name
