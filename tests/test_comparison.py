@@ -329,14 +329,14 @@ class TestBasePolicy:
         folder, full = tmp_path / "base", {"trainer": "DPOTrainer"}
         prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
 
-        def responses(spec, *, count, changed=False, tokens=6):
+        def responses(spec, *, count, changed=False, tokens=6, kept_in=folder):
             trainer = build({**spec, "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path / "run"))
             if changed:
                 with torch.no_grad():
                     next(trainer.ref_model.parameters()).mul_(1.5)
             remember_base(trainer)
             settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=tokens)
-            evaluation = GenerationEvaluation(trainer, prompts, settings, base_responses=folder)
+            evaluation = GenerationEvaluation(trainer, prompts, settings, base_responses=kept_in)
             made = []
             generate = evaluation._generate
 
@@ -354,6 +354,7 @@ class TestBasePolicy:
         assert made == 2
         made, whole = responses(full, count=4)
         assert made == 2 and whole[:2] == first, "two new ones"
+        assert responses(full, count=4, kept_in=None) == (4, whole), "as without the folder"
         assert responses({**full, "lora": True}, count=4) == (0, whole), "the weights without the adapter"
         assert responses(full, count=4, tokens=5)[0] == 4
         made, other = responses(full, count=4, changed=True)

@@ -20,7 +20,7 @@ from trl_ext.doctor.rows import (
     plain_text,
     read_rows,
 )
-from trl_ext.rollouts.generation import prompt_tokens
+from trl_ext.rollouts.generation import end_token_ids, prompt_tokens
 
 # The class in a trainer's ancestry -> the kind of the trainer. TRL's and this library's share these names.
 _KINDS = {
@@ -145,10 +145,7 @@ class Patient:
     @cached_property
     def stop_ids(self) -> set[int]:
         """Tokens that end a response in generation: the model's, and the tokenizer's, which training adds to them."""
-        generation = getattr(self.model, "generation_config", None)
-        ids = getattr(generation, "eos_token_id", None)
-        ids = set(ids) if isinstance(ids, list | tuple) else {ids}
-        return (ids | {self.tokenizer.eos_token_id}) - {None}
+        return end_token_ids(self.model, self.tokenizer)
 
     @cached_property
     def special_ids(self) -> set[int]:

@@ -23,12 +23,12 @@ def with_kept_responses(
     model,
     prompts: Sequence[list[int]],
     settings: dict[str, Any],
-    generate: Callable[[list[int]], list[Generation]],
+    generate: Callable[[Sequence[int]], list[Generation]],
 ) -> list[Generation]:
     """Responses to prompts: those that the folder holds, and new ones, which are added to it.
 
-    The folder has a file for each base and settings. Kept responses may differ from new ones by rounding, as those of
-    another processor do. Every process must call this; all return the same result.
+    The folder has a file for each base and settings. Responses from another processor may differ from new ones by
+    rounding. Every process must call this; all return the same result.
 
     Args:
         folder: where responses are kept.

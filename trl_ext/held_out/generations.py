@@ -215,7 +215,7 @@ class GenerationEvaluation:
             asked = [prompts[index] for index in missing]
             return self._generate(base, asked, settings.temperature, "base responses", progress)
 
-        # FSDP leaves each process a part of the weights, which tells nothing of the others.
+        # Under FSDP, no process has the whole weights to hash.
         if self.base_responses is None or settings.temperature > 0 or self.trainer.is_fsdp_enabled:
             return generate(range(len(prompts)))
         prompt_ids = [prompt_tokens(tokenizer, prompt, settings.max_prompt_tokens) for prompt in prompts]

@@ -138,7 +138,7 @@ def generate_responses(
 
 def end_token_ids(model, tokenizer) -> set[int]:
     """Ids of the tokens that end a response: the tokenizer's and those of the model's generation settings."""
-    own = model.generation_config.eos_token_id
+    own = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
 
