@@ -146,8 +146,9 @@ class TestProcesses:
         """60 pairs in both orders, killed at twenty random moments of judging and started again each time.
 
         What is in the cache at a kill is never asked again, and at the end every verdict is there once. Requests that
-        were open at a kill are sent again; a few of them had been answered in the milliseconds before it, and were not
-        written yet. There are no more of both than may be open.
+        were open at a kill are sent again, and so are those whose answers were not written yet. Answers are written
+        before anything else is asked, so both together are at most as many as may be open. How many of them had been
+        answered depends on the machine's speed.
         """
         cache, count, kills, concurrency = tmp_path / "cache.sqlite", 60, 20, 4
         keys, generator = question_keys(count), random.Random(time.time_ns())
@@ -181,7 +182,6 @@ class TestProcesses:
             f"requests repeated, of which {answered_twice} had been answered to a process killed before it could write"
         )
         assert repeated <= kills * concurrency
-        assert answered_twice <= kills * 2
 
 
 def wait_for(condition, seconds: float = 60.0) -> None:
