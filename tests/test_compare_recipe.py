@@ -279,6 +279,14 @@ def test_a_reward_in_the_configuration_needs_no_reward_model(compare, capsys):
     assert "# runs, grpo-0: new" in printed and "reward_model" not in printed
 
 
+def test_distillation_needs_no_reward_model_and_no_pairs(compare):
+    Path("settings.yaml").write_text("grid: {learning_rate: [0.1, 0.2]}\n")
+    plan = compare.module.read_plan(compare.module._parse(["--methods", "distillation", "--sweep", "settings.yaml"]))
+    assert compare.module.stage_runs(plan, "reward_models") == []
+    for run in compare.module.stage_runs(plan, "sweep"):
+        assert run.arguments["prompt_split"] == "validation_gen" and "eval_split" not in run.arguments
+
+
 def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_path, monkeypatch):
     """A stand-in for sbatch notes what it is given; its wrapped commands, run in turn, leave the report."""
     Path("settings.yaml").write_text("seeds: [7]\ngrid: {learning_rate: [0.1, 0.2]}\n")
