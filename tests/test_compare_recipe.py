@@ -228,10 +228,10 @@ def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
 
 
 def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
-    for name in ("dpo", "aot"):
+    for name in ("dpo", "mine"):
         for seed in (3, 4):
-            fake_run(name, Path("old", f"{name}-{seed}"), {"seed": str(seed)})
-    words = ["--methods", "aot,dpo", "--seeds", "3-4", "--runs", "old", "--baseline", "dpo", "--metric", "win_rate"]
+            fake_run("dpo", Path("old", f"{name}-{seed}"), {"seed": str(seed)})
+    words = ["--methods", "mine,dpo", "--seeds", "3-4", "--runs", "old", "--baseline", "dpo", "--metric", "win_rate"]
     compare.main(*words)
     assert not compare.calls and not Path("old/compare.json").exists()
     found = summary()

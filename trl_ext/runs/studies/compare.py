@@ -84,7 +84,7 @@ def _parse(arguments: Sequence[str] | None):
     parser.add_argument("--difference", type=float, help="the true difference to plan for; default: what was found")
     parser.add_argument("--max_steps", type=at_least_one, help="the same number of optimizer steps for every method")
     parser.add_argument("--output_dir", default="runs/compare", help="folder of the runs and the report (%(default)s)")
-    parser.add_argument("--runs", help="compare the finished runs {method}-{seed} of this folder, and run nothing")
+    parser.add_argument("--runs", help="compare finished runs {method}-{seed} of a folder; run nothing")
     parser.add_argument("--accelerate_config", help="for accelerate launch --config_file")
     parser.add_argument("--dry_run", action="store_true", help="print the commands and run nothing")
     parser.add_argument("--slurm", action="store_true", help="print a script that submits all as arrays of jobs")

@@ -98,7 +98,7 @@ def read_plan(given) -> Plan:
     if given.max_steps is not None:
         common = {**common, "max_steps": given.max_steps}
     names = given.methods.split(",") if given.methods else list(known)
-    methods = [_method(path, name.strip(), known, common) for name in names]
+    methods = [_method(path, name.strip(), known, common, to_run=not given.runs) for name in names]
     if not methods:
         raise ValueError("no methods: name some with --methods dpo,ipo, or in a file with --config")
     names = [method.name for method in methods]
@@ -199,13 +199,13 @@ def check_metric(plan: Plan) -> None:
             )
 
 
-def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]) -> Method:
+def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any], *, to_run: bool) -> Method:
     if not name.isidentifier():
         raise ValueError(f"{name!r} cannot be a method's name: it is part of its folders'")
     own = known.get(name) or {}
     arguments = sweep.read_arguments(path, f"methods, {name}", own) if own else {}
     recipe = str(arguments.get("recipe", name))
-    if recipe not in RECIPES:
+    if to_run and recipe not in RECIPES:
         raise ValueError(f"no method {recipe!r}{nearest(recipe, RECIPES)} Known: {', '.join(RECIPES)}")
     arguments = {key: value for key, value in arguments.items() if key != "recipe"}
     return Method(name, recipe, sweep.with_config_found(path, {**common, **arguments}))
