@@ -121,8 +121,8 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
         "learning rate": Cell("-" if rate is None else f"{rate:g}", rate),
         "steps": count(found[0]["steps"]),
         "seeds": Cell(", ".join(map(str, sorted(runs)))),
-        "gain in score": _over_prompts_and_seeds(rows, "gain"),
-        "win rate, ties as half": _over_prompts_and_seeds(rows, "win_rate"),
+        "gain in score": _over_prompts_and_seeds(rows, "gain", -1.0),
+        "win rate, ties as half": _over_prompts_and_seeds(rows, "win_rate", 0.0),
         "KL (nats)": _over_seeds(kl, 2),
         "tokens": _over_seeds(tokens, 1),
         "hours": figure(sum(hours) / len(hours) if hours else None, 2),
@@ -130,7 +130,7 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
     }
 
 
-def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str) -> Cell:
+def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str, lowest: float) -> Cell:
     """The mean of a metric, or of the `gain` in score, with its interval if there are several seeds."""
     for row in (row for run in runs for row in run.rows.values()):
         if row.get("score") is not None and row.get("base_score") is not None:
@@ -139,7 +139,10 @@ def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str) -> Cell:
         values, _ = metric_values(runs, metric)
     except ValueError:
         return Cell("-")
-    return estimate(asdict(crossed_mean(numpy.stack(list(values.values()), axis=1))), name="mean")
+    found = asdict(crossed_mean(numpy.stack(list(values.values()), axis=1)))
+    # With two seeds, an interval can reach beyond the possible values.
+    ends = {name: min(max(found[name], lowest), 1.0) for name in ("low", "high") if found[name] is not None}
+    return estimate({**found, **ends}, name="mean")
 
 
 def _over_seeds(values: Sequence[float], digits: int) -> Cell:
