@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import subprocess
@@ -22,8 +23,6 @@ PROMPTS = 40
 
 def wobble(*what) -> float:
     """A number in [-0.5, 0.5) that depends on what it is of, and looks like chance."""
-    import hashlib
-
     return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 2**32 - 0.5
 
 
@@ -271,20 +270,14 @@ def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     assert not compare.calls and not Path("runs").exists()
 
 
-def test_a_reward_in_the_configuration_needs_no_reward_model(compare, capsys):
+def test_methods_with_a_reward_function_or_a_teacher_need_no_reward_model_and_no_pairs(compare, capsys):
     Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
-    Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}}\n")
-    compare.main("--config", "methods.yaml", "--seeds", "0", "--dry_run")
-    printed = capsys.readouterr().out
-    assert "# runs, grpo-0: new" in printed and "reward_model" not in printed
-
-
-def test_distillation_needs_no_reward_model_and_no_pairs(compare):
+    Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, distillation: {}}\n")
     Path("settings.yaml").write_text("grid: {learning_rate: [0.1, 0.2]}\n")
-    plan = compare.module.read_plan(compare.module._parse(["--methods", "distillation", "--sweep", "settings.yaml"]))
-    assert compare.module.stage_runs(plan, "reward_models") == []
-    for run in compare.module.stage_runs(plan, "sweep"):
-        assert run.arguments["prompt_split"] == "validation_gen" and "eval_split" not in run.arguments
+    compare.main("--config", "methods.yaml", "--seeds", "0", "--sweep", "settings.yaml", "--dry_run")
+    printed = capsys.readouterr().out
+    assert all(f"# sweep, {name}-1-100: new" in printed for name in ("grpo", "distillation"))
+    assert "reward_model" not in printed and "eval_split" not in printed
 
 
 def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_path, monkeypatch):
