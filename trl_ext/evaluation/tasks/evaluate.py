@@ -116,14 +116,15 @@ def evaluate(
 def summarize(rows: Iterable[Mapping[str, Sequence[float]]], *, gains: bool = False) -> dict[str, dict[str, Any]]:
     """Each metric's `mean`, its interval `low` and `high`, and `n`, the number of values, from lists of values by row.
 
-    With `gains`, the values are paired differences; see `mean_with_interval`.
+    The metrics with the most values come first: those of all rows, then those of a kind of row. With `gains`, the
+    values are paired differences; see `mean_with_interval`.
     """
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name, values in row.items():
             columns.setdefault(name, []).extend(values)
-    found = {name: values for name, values in columns.items() if values}
-    return {name: {**mean_with_interval(values, gains=gains), "n": len(values)} for name, values in found.items()}
+    found = sorted(((name, values) for name, values in columns.items() if values), key=lambda item: -len(item[1]))
+    return {name: {**mean_with_interval(values, gains=gains), "n": len(values)} for name, values in found}
 
 
 def difference(before: Sequence[Row], after: Sequence[Row]) -> dict[str, dict[str, Any]]:
