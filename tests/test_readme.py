@@ -128,8 +128,10 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
         recipes.parse(monkeypatch, script, *given)
         return
     assert script in ("sweep", "compare")
-    # Finished runs are not there to be compared in a fresh clone, nor are adapters that a stage would read.
-    given = given[: given.index("--runs")] if "--runs" in given else given
+    # In a fresh clone, published runs are there to be compared, and no others, nor adapters that a stage would read.
+    at = given.index("--runs") if "--runs" in given else len(given)
+    are_published = at < len(given) and Path(given[at + 1]).is_dir()
+    given = [*given, "--output_dir", str(tmp_path)] if are_published else given[:at]
     if "--output_dir" in given:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
