@@ -141,7 +141,7 @@ def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str, lowest: floa
         return Cell("-")
     found = asdict(crossed_mean(numpy.stack(list(values.values()), axis=1)))
     # With two seeds, an interval can reach beyond the possible values.
-    ends = {name: min(max(found[name], lowest), 1.0) for name in ("low", "high") if found[name] is not None}
+    ends = {name: float(numpy.clip(found[name], lowest, 1.0)) for name in ("low", "high") if found[name] is not None}
     return estimate({**found, **ends}, name="mean")
 
 
