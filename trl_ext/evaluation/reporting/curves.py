@@ -27,6 +27,8 @@ TRAINING_TITLES = {
     "reward": "reward of the rollouts",
     "rewards/accuracies": "preference accuracy",
     "rewards/margins": "reward margin",
+    "rewards/chosen": "reward of chosen responses",
+    "rewards/rejected": "reward of rejected responses",
     "accuracy": "accuracy",
     "selection/accuracy": "accuracy, selection split",
     "selection/nll": "negative log-likelihood, selection split (nats)",
