@@ -108,7 +108,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     dpo, ipo, grpo = found["methods"]
     expected = sum(score("ipo", p, str(s), None) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
     assert ipo["mean"] == pytest.approx(expected)
-    assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "better"]
+    assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "higher"]
     assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
     # Ten steps of 40 pairs; 20 seconds, and 20 of the reward model's run.
     spent = {"optimizer_steps": 10, "training_seconds": 20, "reward_seconds": 0}
@@ -124,8 +124,8 @@ def test_methods_are_run_and_compared(compare, capsys):
     header = next(line for line in printed.splitlines() if line.startswith("method"))
     column = header.index("score")
     assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]
-    assert f"grpo is better than dpo by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
-    assert "Whether ipo or dpo is better, these runs cannot tell. To find a true difference of" in printed
+    assert f"grpo has a higher score than dpo, by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
+    assert "Whether ipo or dpo has the higher score, these runs cannot tell. To find a true difference of" in printed
     assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "compare.png", "report.html"}
 
     # The second time nothing is left to run.
@@ -306,7 +306,7 @@ def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_
             assert command[1] == str(recipes.RECIPES / "compare.py")
             compare.main(*command[2:])
     assert len(compare.calls) == 4 + 4 + 6, "the last job only reports"
-    assert summary()["comparisons"][0]["verdict"] == "better"
+    assert summary()["comparisons"][0]["verdict"] == "higher"
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_how_often_one_of_eleven_methods_is_called_where_all_are_alike(seeds, mo
 
 
 def test_the_verdict():
-    assert [verdict(0.1, 0.05), verdict(-0.1, 0.01), verdict(0.1, 0.051)] == ["better", "worse", "cannot tell"]
+    assert [verdict(0.1, 0.05), verdict(-0.1, 0.01), verdict(0.1, 0.051)] == ["higher", "lower", "cannot tell"]
     assert verdict(0.0, 0.0) == "cannot tell"
 
 
@@ -245,8 +245,8 @@ def test_methods_against_a_baseline():
     methods |= {"same": (base + noise[2], base), "itself": (base, base)}
     found = compare_with_baseline(methods)
     assert {name: one.verdict for name, one in found.items()} == {
-        "up": "better",
-        "down": "worse",
+        "up": "higher",
+        "down": "lower",
         "same": "cannot tell",
         "itself": "cannot tell",
     }

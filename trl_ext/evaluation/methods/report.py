@@ -165,10 +165,12 @@ def difference_table(summary: Mapping[str, Any]) -> tuple[list[str], list[list[A
 def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     """A comparison in words; if it is inconclusive, also how much data would decide it."""
     method, baseline, difference = one["method"], summary["baseline"], one["difference"]
+    metric = _metric(summary)
     if one["verdict"] != "cannot tell":
         size = abs(difference["mean"])
-        return f"**{method} is {one['verdict']} than {baseline}** by {size:.4f} (p {_p(one['adjusted_p_value'])})."
-    told = f"**Whether {method} or {baseline} is better, these runs cannot tell**"
+        p_value = _p(one["adjusted_p_value"])
+        return f"**{method} has a {one['verdict']} {metric} than {baseline}**, by {size:.4f} (p {p_value})."
+    told = f"**Whether {method} or {baseline} has the higher {metric}, these runs cannot tell**"
     if difference["variances"] is None:
         if difference["seeds"] < 2:
             return f"{told}: one seed says nothing of how seeds differ."

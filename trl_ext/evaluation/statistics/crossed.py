@@ -20,7 +20,7 @@ from scipy.special import gammaincinv, ndtr
 
 from trl_ext.evaluation.statistics.intervals import critical_value
 
-Verdict = Literal["better", "worse", "cannot tell"]
+Verdict = Literal["higher", "lower", "cannot tell"]
 ALPHA = 0.05
 POWER = 0.8
 # A study that needs more prompts or seeds than this counts as impossible.
@@ -74,7 +74,7 @@ class MethodDifference:
         difference: its mean and interval; the interval is for this comparison alone, without Holm's correction.
         p_value: two-sided, from the t-test that corresponds to the interval; 1 without an interval.
         adjusted_p_value: Holm's, over all comparisons with the baseline.
-        verdict: better or worse if the adjusted p-value is at most 0.05.
+        verdict: higher or lower if the adjusted p-value is at most 0.05.
         detectable: the smallest difference that this many prompts and seeds detect with a power of 0.8.
         effect: the difference for which the next two are computed.
         prompts_needed, seeds_needed: how many are needed to detect `effect` with a power of 0.8, if the number of the
@@ -214,7 +214,7 @@ def verdict(difference: float, adjusted_p_value: float) -> Verdict:
     """The conclusion about a difference, at a level of 0.05."""
     if adjusted_p_value > ALPHA or difference == 0:
         return "cannot tell"
-    return "better" if difference > 0 else "worse"
+    return "higher" if difference > 0 else "lower"
 
 
 # ---- Power ----
