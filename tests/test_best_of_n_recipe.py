@@ -94,6 +94,7 @@ def _fine_tunes_on(path, best, tmp_path):
     assert decoded.strip() == rows[0]["completion"][0]["content"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_path, monkeypatch, capsys):
     options = [*SHORT, "--reward_function", known, "--output_dir", "run"]
     recipes.run(monkeypatch, "best_of_n", *options)

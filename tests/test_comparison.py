@@ -218,6 +218,7 @@ class TestBasePolicy:
         after = parameters(trainer)
         assert all(torch.equal(before[name], after[name]) for name in before)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("spec", [{"trainer": "SimPOTrainer"}, {"trainer": "DPOTrainer", "lora": True}])
     def test_compiled(self, spec, tiny_model_path, tmp_path):
         from tests.train_once import build

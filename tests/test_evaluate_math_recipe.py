@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import shutil
 import signal
 import subprocess
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -21,12 +24,22 @@ SHORT = ["--num_eval_prompts=10", "--generation_eval_batch_size=4", "--save_ever
 FILES = {"config.yaml", "generations.jsonl", "results.json"}
 
 
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory) -> Path:
+    """A folder with a short evaluation, uninterrupted, and `printed.txt`, what it printed."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    with pytest.MonkeyPatch.context() as monkeypatch, redirect_stdout(io.StringIO()) as printed:
+        monkeypatch.chdir(folder)
+        recipes.run(monkeypatch, "evaluate_math", *SHORT, "--output_dir", "straight")
+    (folder / "printed.txt").write_text(printed.getvalue())
+    return folder
+
+
 @pytest.fixture
-def straight(monkeypatch, tmp_path, capsys) -> Path:
-    """A short evaluation, uninterrupted; `printed.txt` beside it holds what it printed."""
+def straight(evaluated, monkeypatch, tmp_path) -> Path:
+    """A copy of the evaluation that a test may change, in the working directory."""
+    shutil.copytree(evaluated, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
-    recipes.run(monkeypatch, "evaluate_math", *SHORT, "--output_dir", "straight")
-    (tmp_path / "printed.txt").write_text(capsys.readouterr().out)
     return tmp_path / "straight"
 
 

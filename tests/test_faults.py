@@ -61,6 +61,7 @@ class AfterStep(TrainerCallback):
 SAVING = {"save_strategy": "steps", "save_steps": 1, "optim": "adamw_torch", "max_steps": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "size", "file"),
     [(trainer, 20_000, "model.safetensors") for trainer in TRAINERS]

@@ -299,6 +299,7 @@ class TestHub:
             load_benchmark("tou")
 
 
+@pytest.mark.slow
 def test_fifty_thousand_rows_in_seconds(tmp_path):
     write_rows(
         tmp_path / "train_prefs.jsonl", *[pair(str(i), chosen_text="good " * 80, score=i) for i in range(50_000)]

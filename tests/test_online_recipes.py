@@ -265,6 +265,7 @@ def strictly(text: str):
     return json.loads(text, parse_constant=refuse)
 
 
+@pytest.mark.slow
 def test_rewards_that_are_not_finite_in_evaluation(tmp_path, monkeypatch):
     """They count as none, with the trained steps as they are: files hold null, and means are of the other rows."""
     monkeypatch.chdir(tmp_path)
@@ -294,6 +295,7 @@ def test_a_function_that_fails_in_evaluation_is_one_line(every, tmp_path, monkey
     assert "'fails_held_out' failed on row_id" in line and "--reward_errors skip" in line
 
 
+@pytest.mark.slow
 def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_faulty_rewards(tmp_path)

@@ -143,6 +143,7 @@ def test_a_folder_shows_at_most_12_files():
         assert len(files) <= 12, f"{folder}: {sorted(files)}"
 
 
+@pytest.mark.slow
 def test_every_trainer_imports_without_what_windows_lacks():
     code = (
         "import os, signal, sys, trl_ext\n"

@@ -180,6 +180,7 @@ def test_prompts_in_templates_and_behind_examples(monkeypatch, tmp_path):
     assert [message["content"] for message in own].count(one[1]["content"]) == 1 and len(own) == 5
 
 
+@pytest.mark.slow
 def test_the_recipe(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     options = [*SHORT, "--temperatures", "0", "1", "--top_ps", "0.8", "1", "--samples_per_prompt", "2"]

@@ -122,6 +122,7 @@ def test_the_licence_comes_along():
     assert sum(path.stat().st_size for path in DATA_DIR.iterdir()) < 1_200_000
 
 
+@pytest.mark.slow
 def test_a_build_gives_these_files(tmp_path):
     data = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
     if not (data / "svamp" / "SVAMP.json").is_file():
