@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 DRIVER = """
 import json, signal, sys
 from trl_ext.runs.studies.processes import run_in_session
