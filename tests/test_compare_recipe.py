@@ -314,11 +314,8 @@ def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_
     [
         (["--methods", "dpi"], None, "no method 'dpi'; did you mean 'dpo'?"),
         (["--methods", "sft,dpo"], None, "sft is evaluated on problems with known answers and dpo on prompts"),
-        (
-            ["--methods", "sft", "--sweep", "file.yaml"],
-            {"validation": {"eval_split": "test"}},
-            "eval_split is the one that sft is compared on",
-        ),
+        (["--methods", "sft", "--sweep", "file.yaml"], {"validation": {"eval_split": "test"}}, "is the one that sft"),
+        (["--config", "file.yaml", "--methods", "mne"], {"methods": {"mine": {"recipe": "dpo"}}}, "mean 'mine'?"),
         (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
         (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
         ([], None, "no methods: name some"),

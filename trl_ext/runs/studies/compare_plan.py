@@ -206,6 +206,7 @@ def _method(path: Path, name: str, known: dict[str, Any], common: dict[str, Any]
     arguments = sweep.read_arguments(path, f"methods, {name}", own) if own else {}
     recipe = str(arguments.get("recipe", name))
     if to_run and recipe not in RECIPES:
-        raise ValueError(f"no method {recipe!r}{nearest(recipe, RECIPES)} Known: {', '.join(RECIPES)}")
+        choices = list(RECIPES) if own else list(dict.fromkeys([*known, *RECIPES]))
+        raise ValueError(f"no method {recipe!r}{nearest(recipe, choices)} Known: {', '.join(choices)}")
     arguments = {key: value for key, value in arguments.items() if key != "recipe"}
     return Method(name, recipe, sweep.with_config_found(path, {**common, **arguments}))
