@@ -229,7 +229,7 @@ class Sampler:
                 logits = [decoder.enter(range(3))]
                 decoder.rows.add(decoder.owner)
                 decoder.rows.arrange()
-                logits += [decoder.step(tokens) for tokens in steps]
+                logits += [decoder.step(tokens).clone() for tokens in steps]
         except CannotSample as obstacle:
             self.reason = str(obstacle)
         except (RuntimeError, TypeError, KeyError, ValueError) as error:

@@ -41,6 +41,8 @@ class Decoder:
         self.owner = torch.tensor(owner)
         self.rows = Rows(min(capacity, len(prompts)), limit)
         self._first: dict[int, Tensor] = {}
+        # The logits of a step, which the next step overwrites: the system takes long to give fresh memory.
+        self._logits: Tensor | None = None
 
     def enter(self, numbers: Sequence[int]) -> Tensor:
         """Encode the prompts of rows that begin, where that is not done. Returns their first logits, [n, V]."""
@@ -54,14 +56,17 @@ class Decoder:
             positions = torch.cat([torch.arange(length) for length in lengths])
             logits = self._forward(tokens[None], positions[None], torch.tensor(lengths).cumsum(0) - 1)
             self.rows.end_prompts()
-            self._first.update(zip(chunk, logits[0], strict=True))
+            self._first.update(zip(chunk, logits[0].to(_at_least_float32(logits.dtype)), strict=True))
         return torch.stack([self._first[int(self.owner[number])] for number in numbers])
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Advance every row by a token, [n]. Returns the next logits, [n, V]."""
+        """Advance every row by a token, [n]. Returns the next logits, [n, V], which the next step overwrites."""
         self.rows.begin_step()
         starts = torch.tensor([len(prompt) for prompt in self.prompts])[self.rows.prompt]
         logits = self._forward(tokens[:, None], (starts + self.rows.age)[:, None], 1)[:, -1]
+        if self._logits is None:
+            self._logits = torch.empty(self.rows.capacity, logits.shape[-1], dtype=_at_least_float32(logits.dtype))
+        logits = self._logits[: len(logits)].copy_(logits)
         # Rows that have ended go on until they leave, and may have nowhere to go on to.
         self.rows.age = (self.rows.age + 1).clamp(max=self.limit - 1)
         return logits
@@ -70,7 +75,11 @@ class Decoder:
         output = self.model(
             input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep, **{KEYWORD: self.rows}
         )
-        return output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+        return output.logits
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def sample(
@@ -116,7 +125,7 @@ def sample(
         place = torch.arange(width + int(age.max())) - (age.max() - age)[:, None]
         ids = sequences[which[:, None], place.clamp(min=0)].masked_fill_(place < 0, padding)
         scores = logits_processor(ids, logits)
-        chosen, scores = draw(scores, None if numbers is None else numbers[which, age])
+        chosen, scores = draw(scores, None if numbers is None else numbers[which, age], work=logits)
         sequences[which, width + age] = chosen
         log_probs[which, age] = scores
         lengths[which] = age + 1
