@@ -13,6 +13,7 @@ import torch
 import transformers
 import trl
 import trl.trainer.utils
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import (
@@ -28,10 +29,11 @@ from benchmarks._lengths import Group, Pair, generation_batches, groups, pairs
 from trl_ext import share_prefixes
 from trl_ext.models import resolve_model_path
 
-# Hidden size, layers, intermediate size, heads, key heads, vocabulary; the last is Qwen2.5-1.5B.
+# Hidden size, layers, intermediate size, heads, key heads, vocabulary; the last two are SmolLM2-135M and Qwen2.5-1.5B.
 SIZES = {
     "24M": (512, 6, 2048, 8, 2, 2048),
     "53M": (768, 6, 3072, 12, 3, 2048),
+    "135M": (576, 30, 1536, 9, 3, 49152),
     "1.5B": (1536, 28, 8960, 12, 2, 151936),
 }
 
@@ -47,12 +49,22 @@ def prepare(arguments: argparse.Namespace) -> None:
     trl.trainer.utils._use_triton = lambda device: True
 
 
+def make_arm(name: str, arguments: argparse.Namespace, folder: Path) -> Arm:
+    """The arm `packed`, or `stock`: the baseline, which is the packed trainer in float32 if the arguments say so."""
+    if name == "stock" and arguments.baseline == "float32":
+        return Arm(True, argparse.Namespace(**{**vars(arguments), "dtype": "float32"}), folder)
+    return Arm(name == "packed", arguments, folder)
+
+
 class Arm:
     """A trainer and its optimizer, created once."""
 
     def __init__(self, packed: bool, arguments: argparse.Namespace, folder: Path):
         torch.manual_seed(0)
+        AcceleratorState._reset_state()
         self.trainer = make_trainer(arguments, folder)
+        # accelerate keeps the precision of autocast for the whole process.
+        self.state = dict(AcceleratorState._shared_state)
         # Replaces the schedule and the training loop, which are not measured.
         self.trainer.create_optimizer()
         self.trainer.current_gradient_accumulation_steps = 1
@@ -64,6 +76,7 @@ class Arm:
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
         """Run one optimizer step; return its time, loss and gradient norm."""
         parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
+        AcceleratorState._shared_state.update(self.state)
         # Trainers modify their input batch.
         batch = dict(batch)
         self._synchronize()
@@ -98,7 +111,8 @@ class Arm:
 def make_model(arguments: argparse.Namespace):
     """A Qwen2 with random weights, or the embedded model for the size `toy`."""
     classify = arguments.trainer == "reward"
-    dtype = getattr(torch, arguments.dtype)
+    # On a CPU as in the recipes: the weights stay in float32.
+    dtype = getattr(torch, arguments.dtype if arguments.device == "cuda" else "float32")
     if arguments.size == "toy":
         kind = AutoModelForSequenceClassification if classify else AutoModelForCausalLM
         return kind.from_pretrained(resolve_model_path("toy"), dtype=dtype, **({"num_labels": 1} if classify else {}))

@@ -3,7 +3,8 @@
 `python -m benchmarks.step --trainer preference --lengths wildchat --size 24M` creates TRL's trainer twice, on models
 with the same random weights, applies `share_prefixes` to one, and alternates between them on each batch. A step is the
 forward pass (also of the reference, if the trainer has one), loss, backward pass and `optimizer.step()`; generation is
-not measured. It prints a table; `--json` writes the figures of every batch.
+not measured. It prints a table; `--json` writes the figures of every batch. With `--baseline float32` and
+`--dtype bfloat16`, both trainers are packed, and the first one, still called stock in the JSON, computes in float32.
 
 Ratios are stock over packed. CPU seconds are valid while other programs run, wall seconds only on an idle machine. In
 both arms the LM head scores only labelled positions, as in TRL on CUDA. A policy batch is a micro-batch of whole
@@ -48,12 +49,13 @@ def parse(argv: Sequence[str] | None = None):
     parser = CommandParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--trainer", choices=TRAINERS, required=True)
     parser.add_argument("--lengths", choices=KINDS, default="wildchat")
-    parser.add_argument("--size", choices=["toy", "24M", "53M", "1.5B"], help="default: toy for toy, else 24M")
+    parser.add_argument("--size", choices=["toy", "24M", "53M", "135M", "1.5B"], help="default: toy for toy, else 24M")
     parser.add_argument("--group_size", type=at_least_one, default=4, help="responses to a prompt of the policy")
     parser.add_argument("--batch_size", type=at_least_one, help="pairs, or prompts of a micro-batch of the policy")
     parser.add_argument("--pairs", type=at_least_one, default=10, help="batches, each measured in both arms")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--baseline", choices=["stock", "float32"], default="stock", help="the other arm")
     parser.add_argument("--lora_r", type=int, default=0, help="rank of an adapter on every linear layer; 0 for none")
     parser.add_argument("--gradient_checkpointing", action="store_true")
     parser.add_argument("--threads", type=at_least_one, default=1, help="of torch, on the CPU")
@@ -80,8 +82,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
     from benchmarks import _step_arms
 
     _step_arms.prepare(arguments)
-    stock = _step_arms.Arm(False, arguments, folder)
-    packed = _step_arms.Arm(True, arguments, folder)
+    stock, packed = (_step_arms.make_arm(name, arguments, folder) for name in ("stock", "packed"))
     batches = _step_arms.make_batches(arguments, stock.trainer)
     for arm in (stock, packed):
         arm.step(batches[0])
@@ -136,7 +137,7 @@ def measure_memory(arguments, folder: Path) -> int:
     from benchmarks import _step_arms
 
     _step_arms.prepare(arguments)
-    arm = _step_arms.Arm(arguments.worker == "packed", arguments, folder)
+    arm = _step_arms.make_arm(arguments.worker, arguments, folder)
     batch = max(_step_arms.make_batches(arguments, arm.trainer), key=arm.encoded_tokens)
     with _step_arms.Peak(arguments.device) as peak:
         arm.step(batch)
@@ -182,8 +183,8 @@ def table(result: dict[str, Any]) -> str:
     if "peak_bytes" in result:
         peaks = {arm: value / MIB for arm, value in result["peak_bytes"].items()}
         rows.append(plain("peak memory, MiB", peaks, peaks["stock"] / peaks["packed"]))
-    head = ["", "stock", "packed", "ratio", "of medians", "range"]
     settings = result["settings"]
+    head = ["", settings["baseline"], "packed", "ratio", "of medians", "range"]
     title = (
         f"{settings['trainer']}, {settings['lengths']}, {result['parameters'] / 1e6:.1f} M parameters, "
         f"{len(result['batches'])} batches of {settings['batch_size']}; {result['machine']['device']}, "
