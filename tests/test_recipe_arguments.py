@@ -33,6 +33,7 @@ from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
         ("aot", ["--train_split=test_gen"], ["'test_gen' holds prompts and no pairs: name another --train_split"]),
         ("aot", ["--eval_split=test_gen"], ["'test_gen' holds prompts and no pairs: name another --eval_split"]),
         ("aot", ["--per_device_train_batch_size=0"], ["per_device_train_batch_size must be at least 1, got 0"]),
+        ("aot", ["--num_eval_prompts=0"], ["num_eval_prompts must be at least 1, got 0"]),
         ("aot", ["--learning_rate", "-1e-3"], ["learning_rate must be a number from 0 up, got -0.001"]),
         ("aot", ["--max_steps=0"], ["max_steps must be at least 1, got 0"]),
         ("preference", ["--loss=mine.py"], ["'mine.py' is a file", "mine.py:function"]),

@@ -34,7 +34,7 @@ class EvaluatedArguments:
         default="toy",
         metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
     )
-    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; not evaluated if missing."})
+    prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; none for no evaluation."})
     skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
     num_generation_prompts: int = field(default=32, metadata={"help": "Prompts in each table while training."})
@@ -57,7 +57,8 @@ class EvaluatedArguments:
     )
 
     def __post_init__(self):
-        check_at_least(self, {"num_generation_prompts": 1, "num_kl_prompts": 1, "generation_eval_every": 0})
+        counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")
+        check_at_least(self, dict.fromkeys(counts, 1) | {"generation_eval_every": 0})
         if self.generation_temperature < 0:
             raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
 
