@@ -93,7 +93,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
     for index, batch in enumerate(batches):
         # Alternate which arm goes first, so that neither always benefits from the caches.
         turns = list(arms)[:: -1 if index % 2 else 1]
-        counts = _step_arms.count_tokens(batch, arguments.trainer)
+        counts = _step_arms.count_tokens(batch, arguments.trainer) | {"padded_tokens": stock.encoded_tokens(batch)}
         figures = {name: arms[name].step(batch) for name in turns}
         rows.append({**counts, "packed_tokens": packed.encoded_tokens(batch), **figures})
     return {
