@@ -72,6 +72,8 @@ class Arm:
         self.packing = None
         if packed:
             self.packing = share_prefixes(self.trainer.model, getattr(self.trainer, "ref_model", None))
+        # As `train()` does, which starts autocast in the model's forward pass.
+        self.trainer.accelerator.prepare_model(self.trainer.model)
 
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
         """Run one optimizer step; return its time, loss and gradient norm."""

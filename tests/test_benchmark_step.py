@@ -7,20 +7,23 @@ import math
 import os
 
 import pytest
+import torch
 
 from benchmarks import step
 
 
 @pytest.fixture
 def as_before(monkeypatch):
-    """Undo what a run sets for its whole process: the scoring of TRL's head, and the environment."""
+    """Undo what a run sets for its whole process: the scoring of TRL's head, the precision, and the environment."""
     import trl.trainer.utils
+    from accelerate.state import AcceleratorState
 
     monkeypatch.setattr(trl.trainer.utils, "_use_triton", trl.trainer.utils._use_triton)
     environment = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(environment)
+    AcceleratorState._reset_state()
 
 
 def test_the_summary_is_of_totals_medians_and_range():
@@ -61,6 +64,21 @@ def test_a_rollout_is_padded_as_the_trainer_pads_it():
     assert batch["completion_mask"].sum(1).tolist() == [1, 2, 3, 1]
     assert batch["num_items_in_batch"] == 7
     assert batch["advantages"].shape == (4,)
+
+
+@pytest.mark.parametrize("trainer", step.TRAINERS)
+@pytest.mark.parametrize(("arm", "dtype"), [("stock", torch.float32), ("packed", torch.bfloat16)])
+def test_each_arm_computes_in_its_precision(trainer, arm, dtype, tmp_path, as_before):
+    from benchmarks._step_arms import make_arm, make_batches
+
+    flags = ["--dtype", "bfloat16", "--baseline", "float32", "--pairs", "1", "--batch_size", "2"]
+    arguments = step.parse(["--trainer", trainer, "--lengths", "toy", *flags])
+    made = make_arm(arm, arguments, tmp_path)
+    products = set()
+    layer = made.trainer.model.get_decoder().layers[0].mlp.down_proj
+    layer.register_forward_hook(lambda module, inputs, output: products.add(output.dtype))
+    made.step(make_batches(arguments, made.trainer)[0])
+    assert products == {dtype}
 
 
 @pytest.mark.slow
