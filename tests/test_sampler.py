@@ -177,6 +177,21 @@ def test_processors_and_criteria_of_the_call():
     assert not torch.equal(model.generate(**given, generation_config=settings())[:, : expected.shape[1]], expected)
 
 
+def test_a_processor_may_keep_its_scores():
+    kept, copies = [], []
+
+    def keep(ids, scores):
+        kept.append(scores)
+        copies.append(scores.clone())
+        return scores
+
+    model = decoder()
+    fast_rollouts(model)
+    given = settings(do_sample=True)
+    model.generate(**batch(), generation_config=given, logits_processor=LogitsProcessorList([keep]))
+    assert len(kept) > 1 and all(map(torch.equal, kept, copies))
+
+
 def test_stop_strings_end_a_response():
     tokenizer = build_tokenizer()
     model = decoder(vocab_size=len(tokenizer))

@@ -113,6 +113,8 @@ def sample(
     criteria = StoppingCriteriaList(
         criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)
     )
+    # A processor that is not transformers' own may keep its scores, whose memory is otherwise used again.
+    custom = any(type(one).__module__.partition(".")[0] != "transformers" for one in logits_processor)
     rows = decoder.rows
     waiting = list(decoder.order)
     living = torch.zeros(0, dtype=torch.long)
@@ -124,8 +126,10 @@ def sample(
         # Right-aligned, as rows of several ages need; the left is filled as padding of prompts is.
         place = torch.arange(width + int(age.max())) - (age.max() - age)[:, None]
         ids = sequences[which[:, None], place.clamp(min=0)].masked_fill_(place < 0, padding)
-        scores = logits_processor(ids, logits)
-        chosen, scores = draw(scores, None if numbers is None else numbers[which, age], work=logits)
+        scores = logits_processor(ids, logits.clone() if custom else logits)
+        chosen, scores = draw(
+            scores, None if numbers is None else numbers[which, age], work=None if custom else logits
+        )
         sequences[which, width + age] = chosen
         log_probs[which, age] = scores
         lengths[which] = age + 1
