@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+from accelerate.utils import DistributedType
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -289,8 +291,13 @@ def test_a_fallback_is_refused_or_said(name, phrase):
 def test_fsdp_on_a_cpu_is_a_fallback(monkeypatch, tmp_path):
     for name, value in (("ACCELERATE_USE_FSDP", "true"), ("FSDP_VERSION", "2")):
         monkeypatch.setenv(name, value)
-    engine = engine_in_force(PreferenceConfig(output_dir=str(tmp_path), **COMMON))
+    args = PreferenceConfig(output_dir=str(tmp_path), **COMMON)
+    engine = engine_in_force(args)
     assert (engine.name, engine.asked) == ("none", "FSDP2")
+    # What accelerate makes of several processes on GPUs, before the trainer is created and after.
+    for kind in (DistributedType.MULTI_GPU, DistributedType.FSDP):
+        monkeypatch.setattr(args, "distributed_state", SimpleNamespace(distributed_type=kind, num_processes=2))
+        assert engine_in_force(args).name == "FSDP2"
 
 
 # ---- The recipes ----

@@ -99,8 +99,8 @@ def engine_in_force(args) -> Engine:
     elif args.fsdp_plugin_args is not None or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
         version = (args.fsdp_plugin_args or {}).get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
         asked = f"FSDP{version}"
-        # Accelerate enables FSDP only for processes on accelerators.
-        shards = kind.startswith("MULTI_") and kind not in ("MULTI_CPU", "MULTI_NEURON")
+        # Accelerate enables FSDP only for processes on accelerators, and then changes their kind.
+        shards = kind == "FSDP" or kind.startswith("MULTI_") and kind not in ("MULTI_CPU", "MULTI_NEURON")
         name = asked if shards else plain
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     return Engine(name, asked, args.world_size, str(args.device), precision)

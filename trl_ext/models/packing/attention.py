@@ -10,6 +10,7 @@ device).
 from __future__ import annotations
 
 from functools import cache, wraps
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -154,6 +155,13 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
     query_bounds, key_bounds = plan.derived["bounds"]
     if plan.shares:
         key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
+    grouped = {}
+    if query.shape[1] != key.shape[1]:
+        if "enable_gqa" in signature(varlen_attn).parameters:
+            grouped = {"enable_gqa": True}
+        else:  # Before torch 2.12.
+            groups = query.shape[1] // key.shape[1]
+            key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     return varlen_attn(
         query.contiguous(),
         key.contiguous(),
@@ -165,7 +173,7 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
         scale=scaling,
         # transformers counts the token itself in its window.
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
 
 
