@@ -29,11 +29,12 @@ from benchmarks._lengths import Group, Pair, generation_batches, groups, pairs
 from trl_ext import share_prefixes
 from trl_ext.models import resolve_model_path
 
-# Hidden size, layers, intermediate size, heads, key heads, vocabulary; the last two are SmolLM2-135M and Qwen2.5-1.5B.
+# Hidden size, layers, intermediate size, heads, key heads, vocabulary; the last three are SmolLM2-135M and Qwen2.5's.
 SIZES = {
     "24M": (512, 6, 2048, 8, 2, 2048),
     "53M": (768, 6, 3072, 12, 3, 2048),
     "135M": (576, 30, 1536, 9, 3, 49152),
+    "0.5B": (896, 24, 4864, 14, 2, 151936),
     "1.5B": (1536, 28, 8960, 12, 2, 151936),
 }
 
@@ -132,7 +133,9 @@ def make_model(arguments: argparse.Namespace):
         pad_token_id=2,
         **({"num_labels": 1} if classify else {}),
     )
-    return (Qwen2ForSequenceClassification if classify else Qwen2ForCausalLM)(config).to(dtype)
+    # On a GPU the weights are drawn there, where it takes no time.
+    with torch.device(arguments.device):
+        return (Qwen2ForSequenceClassification if classify else Qwen2ForCausalLM)(config).to(dtype)
 
 
 def make_trainer(arguments: argparse.Namespace, folder: Path):

@@ -10,8 +10,8 @@ Ratios are stock over packed. CPU seconds are valid while other programs run, wa
 both arms the LM head scores only labelled positions, as in TRL on CUDA. A policy batch is a micro-batch of whole
 groups, as wide as TRL pads the 16 prompts that are sampled together. Tokens per second exclude padding and count
 repeated prompts each time.
-Peak memory is the memory of an arm's largest batch above that of its trainer before the first step. On the CPU it is
-resident memory, measured in a separate process for each arm.
+Peak memory is the memory of an arm's largest batch above that before its first step. On the CPU it is resident memory,
+measured in a separate process for each arm.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def parse(argv: Sequence[str] | None = None):
     parser = CommandParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--trainer", choices=TRAINERS, required=True)
     parser.add_argument("--lengths", choices=KINDS, default="wildchat")
-    parser.add_argument("--size", choices=["toy", "24M", "53M", "135M", "1.5B"], help="default: toy for toy, else 24M")
+    parser.add_argument(
+        "--size", choices=["toy", "24M", "53M", "135M", "0.5B", "1.5B"], help="default: toy for toy, else 24M"
+    )
     parser.add_argument("--group_size", type=at_least_one, default=4, help="responses to a prompt of the policy")
     parser.add_argument("--batch_size", type=at_least_one, help="pairs, or prompts of a micro-batch of the policy")
     parser.add_argument("--pairs", type=at_least_one, default=10, help="batches, each measured in both arms")
@@ -67,9 +69,9 @@ def parse(argv: Sequence[str] | None = None):
     arguments.batch_size = arguments.batch_size or default
     if arguments.trainer == "policy" and arguments.group_size < 2:
         raise ValueError("--group_size 1: an advantage needs a group of at least 2 responses")
-    if arguments.lengths == "toy" and arguments.size == "1.5B":
+    if arguments.lengths == "toy" and arguments.size in ("0.5B", "1.5B"):
         raise ValueError(
-            "--size 1.5B: the embedded benchmark is too short to measure it with; take --lengths wildchat"
+            f"--size {arguments.size}: the embedded benchmark is too short to measure it with; take --lengths wildchat"
         )
     return arguments
 
@@ -84,11 +86,15 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
     _step_arms.prepare(arguments)
     stock, packed = (_step_arms.make_arm(name, arguments, folder) for name in ("stock", "packed"))
     batches = _step_arms.make_batches(arguments, stock.trainer)
-    for arm in (stock, packed):
-        arm.step(batches[0])
+    arms = {"stock": stock, "packed": packed}
+    peaks = {}
+    for name, arm in arms.items():
+        largest = max(batches, key=arm.encoded_tokens)
+        with _step_arms.Peak(arguments.device) as peak:
+            arm.step(largest)
+        peaks[name] = peak.bytes
     if not packed.packing.active:
         raise ValueError(f"nothing to compare: {packed.packing.describe()}")
-    arms = {"stock": stock, "packed": packed}
     rows = []
     for index, batch in enumerate(batches):
         # Alternate which arm goes first, so that neither always benefits from the caches.
@@ -106,6 +112,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
         "machine": _step_arms.describe_machine(arguments),
         "batches": rows,
         "summary": summarize(rows),
+        **({"peak_bytes": peaks} if arguments.device == "cuda" else {}),
     }
 
 
@@ -204,8 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(measure_memory(arguments, Path(folder)))
             return
         # Before the arms of this process allocate memory.
-        peaks = memory(argv)
-        result = {**measure(arguments, Path(folder)), "peak_bytes": peaks}
+        peaks = {"peak_bytes": memory(argv)} if arguments.device == "cpu" else {}
+        result = {**measure(arguments, Path(folder)), **peaks}
         print(table(result))
         if arguments.json:
             from trl_ext.files import write_json
