@@ -1,11 +1,10 @@
-"""Compare transformers' generation with `fast_rollouts`, on the same prompts.
+"""Compare transformers' generation on a CPU with `fast_rollouts`, on the same prompts.
 
 `python -m benchmarks.rollouts --size 135M` makes a model of random weights and samples G responses of fixed length to
 each prompt: with `generate` as TRL calls it and with the sampler, each in float32 and in bfloat16. Each arm runs once
 before it is measured; then all arms alternate. Tokens per second count response tokens of whole calls, including the
 prompts' forward pass and the layout of the weights. `--size toy` takes the embedded model and benchmark, whose
-responses are about six tokens long, and lets them end. Wall seconds are valid on an idle machine only. The sampler is
-for CPUs, so `--device cuda` takes the arms of `generate` only.
+responses are about six tokens long, and lets them end. Wall seconds are valid on an idle machine only.
 """
 
 from __future__ import annotations
@@ -33,17 +32,13 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--tokens", type=at_least_one, default=96, help="response tokens")
     parser.add_argument("--rounds", type=at_least_one, default=5, help="measured calls of each arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=at_least_one, default=2, help="of torch")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    arguments = parser.parse_args(argv)
-    if arguments.device == "cuda":
-        arguments.arms = [name for name in arguments.arms if name.startswith("generate")]
-    return arguments
+    return parser.parse_args(argv)
 
 
 def prepare(arguments):
-    """The model in float32, a left-padded batch, and generation settings, on the device."""
+    """The model in float32, a left-padded batch, and generation settings."""
     import torch
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -85,8 +80,7 @@ def prepare(arguments):
         "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
         "attention_mask": torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows]),
     }
-    batch = {name: tensor.to(arguments.device) for name, tensor in batch.items()}
-    return model.float().eval().to(arguments.device), batch, GenerationConfig(**settings)
+    return model.float().eval(), batch, GenerationConfig(**settings)
 
 
 def arms(arguments, model) -> dict[str, Callable]:
@@ -123,7 +117,7 @@ def measure(arguments) -> dict[str, Any]:
         for name in list(made)[:: -1 if index % 2 else 1]:
             torch.manual_seed(index + 1)
             began, began_cpu = time.perf_counter(), time.process_time()
-            output = made[name](**batch, generation_config=settings).cpu()
+            output = made[name](**batch, generation_config=settings)
             seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - began_cpu
             responses = output[:, width:]
             ended = settings.eos_token_id is not None

@@ -1,7 +1,4 @@
-"""Train tiny models under FSDP2 or DDP on GPUs, as the specifications of `tests.zero_once` say: SPECS.json FOLDER.
-
-Not run on a GPU yet.
-"""
+"""Train tiny models under FSDP2 or DDP on GPUs, as the specifications of `tests.zero_once` say: SPECS.json FOLDER."""
 
 from __future__ import annotations
 

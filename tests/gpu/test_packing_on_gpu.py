@@ -1,6 +1,6 @@
 """Packed passes on a GPU, by data type and attention back-end: no further from float32 than padded ones.
 
-Not run on a GPU yet.
+Run on an NVIDIA H200 with torch 2.11, without flash-attn.
 """
 
 from __future__ import annotations

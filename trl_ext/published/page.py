@@ -96,17 +96,21 @@ def study_table(runs: Sequence[Run]) -> Table:
     """One row for each method: its figures over seeds and prompts, and its cost."""
     rows = [_method_cells(method, own) for method, own in by_method(runs).items()]
     about, prompts = runs[0].results.run, max(cells["prompts"].value for cells in rows)
-    records = [run.results.model_extra.get("kept", {}) for run in runs]
-    processors = ", ".join(sorted({str(record["processor"]) for record in records if record.get("processor")}))
-    commits = ", ".join(sorted({str(record["commit"]) for record in records if record.get("commit")}))
+    commits = _kept(runs, "commit")
     note = (
         f"The model {about.model} on {about.dataset}, {prompts:.0f} held-out prompts. Gain is in score over the "
         "untrained model. Brackets after it and after the win rate hold 95% intervals over "
         "prompts and seeds; those after KL and tokens, the lowest and the highest seed. Hours are of one run with its "
-        f"evaluation{f', on {processors}' if processors else ''}.{f' Commit: {commits}.' if commits else ''}"
+        f"evaluation.{f' Commit: {commits}.' if commits else ''}"
     )
     columns = [name for name in rows[0] if name != "prompts" and any(cells[name].text != "-" for cells in rows)]
     return Table("study", "Methods of the study", note, columns, [[cells[name] for name in columns] for cells in rows])
+
+
+def _kept(runs: Sequence[Run], name: str) -> str:
+    """What `trl_ext.published.keep` was told of the runs, each value once."""
+    records = [run.results.model_extra.get("kept", {}) for run in runs]
+    return ", ".join(sorted({str(record[name]) for record in records if record.get(name)}))
 
 
 def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
@@ -126,6 +130,7 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
         "KL (nats)": _over_seeds(kl, 2),
         "tokens": _over_seeds(tokens, 1),
         "hours": figure(sum(hours) / len(hours) if hours else None, 2),
+        "on": Cell(_kept(list(runs.values()), "processor") or "-"),
         "prompts": count(len(rows[0].rows)),
     }
 
