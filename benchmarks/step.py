@@ -69,6 +69,8 @@ def parse(argv: Sequence[str] | None = None):
     arguments.batch_size = arguments.batch_size or default
     if arguments.trainer == "policy" and arguments.group_size < 2:
         raise ValueError("--group_size 1: an advantage needs a group of at least 2 responses")
+    if arguments.baseline == arguments.dtype:
+        raise ValueError("--baseline float32 --dtype float32: nothing to compare; take --dtype bfloat16")
     if arguments.lengths == "toy" and arguments.size in ("0.5B", "1.5B"):
         raise ValueError(
             f"--size {arguments.size}: the embedded benchmark is too short to measure it with; take --lengths wildchat"
@@ -93,8 +95,9 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
         with _step_arms.Peak(arguments.device) as peak:
             arm.step(largest)
         peaks[name] = peak.bytes
-    if not packed.packing.active:
-        raise ValueError(f"nothing to compare: {packed.packing.describe()}")
+    for arm in arms.values():
+        if arm.packing is not None and not arm.packing.active:
+            raise ValueError(f"nothing to compare: {arm.packing.describe()}")
     rows = []
     for index, batch in enumerate(batches):
         # Alternate which arm goes first, so that neither always benefits from the caches.
@@ -191,7 +194,8 @@ def table(result: dict[str, Any]) -> str:
         peaks = {arm: value / MIB for arm, value in result["peak_bytes"].items()}
         rows.append(plain("peak memory, MiB", peaks, peaks["stock"] / peaks["packed"]))
     settings = result["settings"]
-    head = ["", settings["baseline"], "packed", "ratio", "of medians", "range"]
+    names = ["stock", "packed"] if settings["baseline"] == "stock" else ["float32", settings["dtype"]]
+    head = ["", *names, "ratio", "of medians", "range"]
     title = (
         f"{settings['trainer']}, {settings['lengths']}, {result['parameters'] / 1e6:.1f} M parameters, "
         f"{len(result['batches'])} batches of {settings['batch_size']}; {result['machine']['device']}, "
