@@ -133,7 +133,7 @@ def make_model(arguments: argparse.Namespace):
         pad_token_id=2,
         **({"num_labels": 1} if classify else {}),
     )
-    # On a GPU the weights are drawn there, where it takes no time.
+    # On a GPU the weights are drawn there, which is faster.
     with torch.device(arguments.device):
         return (Qwen2ForSequenceClassification if classify else Qwen2ForCausalLM)(config).to(dtype)
 

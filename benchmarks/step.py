@@ -115,7 +115,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
         "machine": _step_arms.describe_machine(arguments),
         "batches": rows,
         "summary": summarize(rows),
-        **({"peak_bytes": peaks} if arguments.device == "cuda" else {}),
+        "peak_bytes": peaks,
     }
 
 
@@ -214,9 +214,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.worker:
             print(measure_memory(arguments, Path(folder)))
             return
-        # Before the arms of this process allocate memory.
+        # Resident memory is measured in other processes, before the arms of this one allocate theirs.
         peaks = {"peak_bytes": memory(argv)} if arguments.device == "cpu" else {}
-        result = {**measure(arguments, Path(folder)), **peaks}
+        result = measure(arguments, Path(folder)) | peaks
         print(table(result))
         if arguments.json:
             from trl_ext.files import write_json

@@ -1,6 +1,6 @@
 """The trainers under FSDP2 on one GPU or two: what data parallelism gives, saved, loaded and taken up again.
 
-Run on one NVIDIA H200 with torch 2.11, not yet on two GPUs. On a CPU, accelerate uses plain data parallelism instead.
+On a CPU, accelerate uses plain data parallelism instead.
 """
 
 from __future__ import annotations

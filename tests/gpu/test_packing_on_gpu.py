@@ -1,7 +1,4 @@
-"""Packed passes on a GPU, by data type and attention back-end: no further from float32 than padded ones.
-
-Run on an NVIDIA H200 with torch 2.11, without flash-attn.
-"""
+"""Packed passes on a GPU, by data type and attention back-end: no further from float32 than padded ones."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
         "KL (nats)": _over_seeds(kl, 2),
         "tokens": _over_seeds(tokens, 1),
         "hours": figure(sum(hours) / len(hours) if hours else None, 2),
-        "on": Cell(_kept(list(runs.values()), "processor") or "-"),
+        "hardware": Cell(_kept(list(runs.values()), "processor") or "-"),
         "prompts": count(len(rows[0].rows)),
     }
 

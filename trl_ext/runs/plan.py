@@ -100,7 +100,7 @@ def engine_in_force(args) -> Engine:
         version = (args.fsdp_plugin_args or {}).get("fsdp_version", os.environ.get("FSDP_VERSION", "1"))
         asked = f"FSDP{version}"
         # Accelerate enables FSDP only for processes on accelerators, and then changes their kind.
-        shards = kind == "FSDP" or kind.startswith("MULTI_") and kind not in ("MULTI_CPU", "MULTI_NEURON")
+        shards = kind == "FSDP" or (kind.startswith("MULTI_") and kind not in ("MULTI_CPU", "MULTI_NEURON"))
         name = asked if shards else plain
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     return Engine(name, asked, args.world_size, str(args.device), precision)

@@ -157,9 +157,9 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
         key, value = key.index_select(0, plan.key_index), value.index_select(0, plan.key_index)
     grouped = {}
     if query.shape[1] != key.shape[1]:
-        if "enable_gqa" in signature(varlen_attn).parameters:
+        if _takes_groups(varlen_attn):
             grouped = {"enable_gqa": True}
-        else:  # Before torch 2.12.
+        else:
             groups = query.shape[1] // key.shape[1]
             key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     return varlen_attn(
@@ -175,6 +175,12 @@ def _varlen(plan: Plan, query, key, value, scaling, window) -> Tensor:
         window_size=(-1 if window is None else window - 1, 0),
         **grouped,
     )
+
+
+@cache
+def _takes_groups(function) -> bool:
+    """Whether `varlen_attn` takes fewer key heads than query heads: not in torch 2.11."""
+    return "enable_gqa" in signature(function).parameters
 
 
 def _flex(plan: Plan, query, key, value, scaling, window) -> Tensor:
