@@ -10,8 +10,8 @@ Ratios are stock over packed. CPU seconds are valid while other programs run, wa
 both arms the LM head scores only labelled positions, as in TRL on CUDA. A policy batch is a micro-batch of whole
 groups, as wide as TRL pads the 16 prompts that are sampled together. Tokens per second exclude padding and count
 repeated prompts each time.
-Peak memory is the memory of an arm's largest batch above that before its first step. On the CPU it is resident memory,
-measured in a separate process for each arm.
+Peak memory is that of an arm's first step, on its largest batch, above what was held before. On the CPU it is resident
+memory, measured in a separate process for each arm.
 """
 
 from __future__ import annotations

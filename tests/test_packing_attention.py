@@ -19,7 +19,7 @@ def varlen_by_contract(calls: list, grouped: bool = True):
     """`torch.nn.attention.varlen.varlen_attn` as it is documented, in plain operations, and what it was called with.
 
     Queries and keys of a segment end together. (-1, 0) is causal attention, (W, 0) that to W tokens before a token
-    and the token itself. Before torch 2.12 it has no grouped heads.
+    and the token itself. Without `grouped` it is that of torch 2.11, which has no grouped heads.
     """
 
     def varlen_attn(
