@@ -1,15 +1,20 @@
 """Compare transformers' generation on a CPU with `fast_rollouts`, on the same prompts.
 
 `python -m benchmarks.rollouts --size 135M` makes a model of random weights and samples G responses of fixed length to
-each prompt: with `generate` as TRL calls it and with the sampler, each in float32 and in bfloat16. Each arm runs once
+each prompt: with transformers' `generate` and with the sampler, each in float32 and in bfloat16. Each arm runs once
 before it is measured; then all arms alternate. Tokens per second count response tokens of whole calls, including the
 prompts' forward pass and the layout of the weights. `--size toy` takes the embedded model and benchmark, whose
-responses are about six tokens long, and lets them end. Wall seconds are valid on an idle machine only.
+responses are about ten tokens long, and lets them end. Wall seconds are valid on an idle machine only.
+
+`.venv/vllm/bin/python -m benchmarks.rollouts --vllm` adds vLLM, in the environment that `make test-vllm` makes. vLLM
+loads its weights once; its prefix cache is emptied before each call.
 """
 
 from __future__ import annotations
 
+import os
 import resource
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +27,7 @@ from trl_ext.files import write_json
 # Hidden size, intermediate size, layers, heads, key heads, vocabulary.
 SIZES = {"24M": (256, 768, 8, 4, 2, 49152), "135M": (576, 1536, 30, 9, 3, 49152)}
 ARMS = ("generate float32", "generate bfloat16", "sampler float32", "sampler bfloat16")
+VLLM_ARMS = ("vllm float32", "vllm bfloat16")
 
 
 def parse(argv: Sequence[str] | None = None):
@@ -32,9 +38,15 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--tokens", type=at_least_one, default=96, help="response tokens")
     parser.add_argument("--rounds", type=at_least_one, default=5, help="measured calls of each arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
+    parser.add_argument("--vllm", action="store_true", help="also measure vLLM in both precisions")
     parser.add_argument("--threads", type=at_least_one, default=2, help="of torch")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.vllm:
+        if arguments.size == "toy":
+            parser.error("vLLM's attention on a CPU does not support the head size of toy; choose another --size")
+        arguments.arms += VLLM_ARMS
+    return arguments
 
 
 def prepare(arguments):
@@ -94,13 +106,54 @@ def arms(arguments, model) -> dict[str, Callable]:
     made: dict[str, Callable] = {}
     for name in arguments.arms:
         kind, dtype = name.split()
-        if kind == "generate":
+        if kind == "vllm":
+            made[name] = vllm_generate(model, dtype)
+        elif kind == "generate":
             made[name] = copy.deepcopy(model).to(getattr(torch, dtype)).generate
         else:
             own = copy.deepcopy(model)
             fast_rollouts(own, dtype=getattr(torch, dtype))
             made[name] = own.generate
     return made
+
+
+def vllm_generate(model, dtype: str) -> Callable:
+    """A vLLM of `model`, called like `generate` with a left-padded batch."""
+    import torch
+
+    # vLLM reads these when it is imported.
+    for name, value in {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError("--vllm needs the environment that make test-vllm makes, and its Python") from error
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        llm = vllm.LLM(model=folder, dtype=dtype, skip_tokenizer_init=True, max_model_len=1024)
+
+    def generate(input_ids, attention_mask, generation_config):
+        rows = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]
+        sampling = vllm.SamplingParams(
+            temperature=generation_config.temperature,
+            max_tokens=generation_config.max_new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        # As TRL does after each update: only the samples of one call share the prefill of their prompt.
+        llm.reset_prefix_cache()
+        outputs = llm.generate([{"prompt_token_ids": row} for row in rows], sampling, use_tqdm=False)
+        responses = torch.tensor([list(output.outputs[0].token_ids) for output in outputs])
+        return torch.cat([input_ids, responses], 1)
+
+    return generate
 
 
 def measure(arguments) -> dict[str, Any]:

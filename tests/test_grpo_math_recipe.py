@@ -227,7 +227,7 @@ def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
     again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
     assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
     assert (again[-1].train_batch_size, again[-1].gradient_accumulation_steps) == (16, 2)
-    assert again[-1].max_steps == 20 and again[-1].generation_kwargs == {"stop_strings": ["</answer>"]}
+    assert again[-1].max_steps == 20 and again[-1].stop == ["</answer>"]
 
 
 @pytest.mark.parametrize(

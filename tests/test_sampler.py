@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
 
 from tests.packing import VOCABULARY, padded, tiny_model
-from tests.tiny import build_tokenizer, pairs
+from tests.tiny import pairs
 from trl_ext import ReMaxConfig, ReMaxTrainer
-from trl_ext.rollouts.sampler import fast_rollouts, hook, rows, sampled_fast, weights
+from trl_ext.rollouts.sampler import fast_rollouts, hook, loop, rows, sampled_fast, weights
 from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
 
 END = 1
@@ -165,43 +167,38 @@ def test_settings_are_those_of_transformers(given):
     assert not sampler.left
 
 
-def test_processors_and_criteria_of_the_call():
+def test_processors_that_know_rows_by_their_place_are_left_to_transformers():
+    """The sampler groups the rows of a prompt, and rows that have ended leave it."""
     model, given = decoder(), batch()
-    own = {
-        "logits_processor": LogitsProcessorList([lambda ids, scores: scores.scatter(1, ids[:, -1:], -9.0)]),
-        "stopping_criteria": StoppingCriteriaList([lambda ids, scores, **_: ids[:, -1] % 7 == 3]),
-    }
-    expected = model.generate(**given, generation_config=settings(), **own)
+
+    def own(ids, scores):
+        place = torch.arange(len(scores))[:, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, 5 + place, 0.0)
+
+    processors = LogitsProcessorList([own])
+    expected = model.generate(**given, generation_config=settings(), logits_processor=processors)
     sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings(), **own), expected) and not sampler.left
-    assert not torch.equal(model.generate(**given, generation_config=settings())[:, : expected.shape[1]], expected)
+    assert torch.equal(model.generate(**given, generation_config=settings(), logits_processor=processors), expected)
+    assert list(sampler.left) == ["function may know rows by their place in the batch"]
 
 
-def test_a_processor_may_keep_its_scores():
-    kept, copies = [], []
-
-    def keep(ids, scores):
-        kept.append(scores)
-        copies.append(scores.clone())
-        return scores
-
+def test_log_probs_can_take_part_in_a_loss():
     model = decoder()
-    fast_rollouts(model)
-    given = settings(do_sample=True)
-    model.generate(**batch(), generation_config=given, logits_processor=LogitsProcessorList([keep]))
-    assert len(kept) > 1 and all(map(torch.equal, kept, copies))
-
-
-def test_stop_strings_end_a_response():
-    tokenizer = build_tokenizer()
-    model = decoder(vocab_size=len(tokenizer))
-    given = batch()
-    plain = model.generate(**given, generation_config=settings())[:, 17:]
-    stop = [tokenizer.decode(plain[0, 3:5]), tokenizer.decode(plain[1, 6:7])]
-    expected = model.generate(**given, generation_config=settings(stop_strings=stop), tokenizer=tokenizer)
     sampler = fast_rollouts(model)
-    found = model.generate(**given, generation_config=settings(stop_strings=stop), tokenizer=tokenizer)
-    assert torch.equal(found, expected) and not torch.equal(found[:, 17:], plain) and not sampler.left
+    model.generate(**batch(), generation_config=settings(do_sample=True))
+    weight = torch.ones((), requires_grad=True)
+    (weight * sampler.log_probs).sum().backward()
+    assert weight.grad == sampler.log_probs.sum()
+
+
+def test_a_forward_pass_that_a_trainer_has_wrapped():
+    """accelerate's wrapper computes in another precision than the sampler, outside the trainer's autocast."""
+    model = decoder(dtype=torch.float32)
+    forward = model.forward
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(forward)
+    sampler = fast_rollouts(model)
+    model.generate(**batch(), generation_config=settings())
+    assert sampler.reason is None and sampler.largest_difference < 1e-4
 
 
 def test_without_private_operators(monkeypatch):
@@ -212,21 +209,22 @@ def test_without_private_operators(monkeypatch):
     assert torch.equal(seeded(model, 0, given), expected)
 
 
-def test_a_model_is_as_before_afterwards():
+def test_a_model_is_as_before_afterwards(monkeypatch):
     model, given = tiny_model("qwen2", head=False), batch()
     model.generation_config = GenerationConfig()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.model.layers[0].eval()
     training = [module.training for module in model.modules()]
     forward = model.forward
-    model.forward = replaced = lambda *args, **kwargs: forward(*args, **kwargs)
+    # As accelerate does, whose functions keep the signature.
+    model.forward = replaced = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
     attention = model.config._attn_implementation
     sampler = fast_rollouts(model, dtype=torch.bfloat16)
     model.generate(**given, generation_config=settings())
-    processor = LogitsProcessorList([lambda ids, scores: {}["no such entry"]])
+    monkeypatch.setattr(loop, "draw", lambda *given, **more: {}["no such entry"])
     with pytest.raises(KeyError):
-        model.generate(**given, generation_config=settings(), logits_processor=processor)
-    assert not sampler.left
+        model.generate(**given, generation_config=settings())
+    assert sampler.reason is None and not sampler.left
     assert model.forward is replaced and model.config._attn_implementation == attention
     assert [module.training for module in model.modules()] == training
     assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
@@ -367,12 +365,13 @@ def test_an_adapter_that_learns_a_prompt_is_left_to_transformers(caplog):
         assert sampler is None and torch.equal(model.generate(**given, generation_config=settings()), expected)
 
 
-def test_rows_wait_only_where_nothing_counts_tokens(monkeypatch):
+@pytest.mark.parametrize("own", [{"min_new_tokens": 6}, {"repetition_penalty": 3.0}], ids=str)
+def test_rows_wait_only_where_nothing_counts_tokens(monkeypatch, own):
     model, given = decoder(), batch()
     monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: 2)
-    expected = model.generate(**given, generation_config=settings(min_new_tokens=6))
+    expected = model.generate(**given, generation_config=settings(**own))
     sampler = fast_rollouts(model)
-    assert torch.equal(model.generate(**given, generation_config=settings(min_new_tokens=6)), expected)
+    assert torch.equal(model.generate(**given, generation_config=settings(**own)), expected)
     assert any("may count tokens" in reason for reason in sampler.left)
 
 

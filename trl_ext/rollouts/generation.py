@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from peft import PeftModel
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteriaList
 
-from trl_ext.models.batches import in_batches
+from trl_ext.models.batches import in_batches, pad_rows
 from trl_ext.rollouts.sampler import sampled_fast
-from trl_ext.rollouts.stopping import check_stop, cut_at_stop
+from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def generate_responses(
         One `Generation` per prompt, in order.
 
     Raises:
-        ValueError: the temperature is negative, a limit is below one token, a prompt or stop string is empty, or there
-            is one prompt instead of a list.
+        ValueError: the temperature is negative, a limit is below one token, a prompt or stop string is empty, a stop
+            string is a special token, or there is one prompt instead of a list.
     """
     if isinstance(prompts, str) or any(isinstance(prompt, dict) for prompt in prompts):
         raise ValueError("prompts is one prompt, and must be a list of prompts: give [prompt]")
@@ -100,22 +100,25 @@ def generate_responses(
         raise ValueError(f"temperature must not be negative, got {temperature}; 0 is greedy decoding")
     if max_new_tokens < 1 or (max_prompt_tokens is not None and max_prompt_tokens < 1):
         raise ValueError("max_new_tokens and max_prompt_tokens must be at least 1")
-    stop = check_stop(stop)
+    stop = check_stop(stop, tokenizer)
     sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k} if temperature > 0 else {}
     repetition = {"repetition_penalty": repetition_penalty, "no_repeat_ngram_size": no_repeat_ngram_size}
-    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, stop, **sampling, **repetition)
+    config, end_ids = _generation_config(model, tokenizer, max_new_tokens, **sampling, **repetition)
     prompt_ids = [prompt_tokens(tokenizer, prompt, max_prompt_tokens) for prompt in prompts]
     for index, ids in enumerate(prompt_ids):
         if not ids:
             raise ValueError(f"prompt {index} is empty: there is nothing to continue")
 
     def generated(rows: list[int]) -> list[Generation]:
-        padded = tokenizer.pad(
-            {"input_ids": [prompt_ids[i] for i in rows]}, padding_side="left", return_tensors="pt"
-        ).to(model.device)
-        # Stop strings need the tokenizer.
-        output = model.generate(**padded, generation_config=config, tokenizer=tokenizer)
-        width = padded["input_ids"].size(1)
+        ids, mask = pad_rows([prompt_ids[i] for i in rows], config.pad_token_id, "left")
+        width = ids.size(1)
+        criteria = StoppingCriteriaList([StopInResponse(tokenizer, stop, width)] if stop else [])
+        output = model.generate(
+            input_ids=ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            generation_config=config,
+            stopping_criteria=criteria,
+        )
         # Half precision rounds them differently from a pass for scores, with which they would be compared.
         sampled = sampler is not None and sampler.log_probs is not None and sampler.dtype.itemsize >= 4
         log_probs = sampler.log_probs.tolist() if sampled else [None] * len(rows)
@@ -142,13 +145,12 @@ def end_token_ids(model, tokenizer) -> set[int]:
     return {tokenizer.eos_token_id, *(own if isinstance(own, list) else [own])} - {None}
 
 
-def _generation_config(model, tokenizer, max_new_tokens, stop, **settings) -> tuple[GenerationConfig, set[int]]:
+def _generation_config(model, tokenizer, max_new_tokens, **settings) -> tuple[GenerationConfig, set[int]]:
     end_ids = end_token_ids(model, tokenizer)
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(end_ids),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids),
-        stop_strings=list(stop) or None,
+        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else min(end_ids, default=0),
         do_sample="temperature" in settings,
         **settings,
     )

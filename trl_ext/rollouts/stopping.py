@@ -4,6 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+
+# Tokens whose text is empty or part of a character, beside those of a stop string.
+_FURTHER_TOKENS = 8
+
+
+class StopInResponse(StoppingCriteria):
+    """Ends the rows of `generate` whose response contains a stop string.
+
+    transformers' own criterion also sees the prompt. A string that begins there would end a response that does not
+    contain it, and from which `cut_at_stop` could not remove the padding.
+
+    Args:
+        tokenizer: the tokenizer of the tokens.
+        stop: stop strings, as `check_stop` returns them.
+        width: columns of the prompts.
+    """
+
+    def __init__(self, tokenizer, stop: Sequence[str], width: int):
+        self.tokenizer, self.stop, self.width = tokenizer, stop, width
+        self._tail = max(len(one.encode()) for one in stop) + _FURTHER_TOKENS
+
+    def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs) -> Tensor:
+        ended = [self.has_ended(row[self.width :]) for row in input_ids.tolist()]
+        return torch.tensor(ended, device=input_ids.device)
+
+    def has_ended(self, tokens: list[int]) -> bool:
+        """Whether the tokens of a response contain a stop string, given that those before the last did not."""
+        # Few rows end in a step, so that most are decided by their last tokens.
+        return all(
+            end_of_stop(self.tokenizer.decode(part, skip_special_tokens=True), self.stop) is not None
+            for part in (tokens[-self._tail :], tokens)
+        )
+
 
 def end_of_stop(text: str, stop: Sequence[str]) -> int | None:
     """The end position of the first stop string to be completed in a text; None if there is none."""
@@ -42,12 +78,18 @@ def cut_at_stop(tokenizer, tokens: list[int], stop: Sequence[str]) -> tuple[list
     return tokens[:low], text[: end_of_stop(text, stop)]
 
 
-def check_stop(stop: Sequence[str]) -> tuple[str, ...]:
+def check_stop(stop: Sequence[str], tokenizer=None) -> tuple[str, ...]:
     """Stop strings as a tuple.
 
     Raises:
-        ValueError: a single string instead of a list, or an empty string, which would end every response at once.
+        ValueError: a single string instead of a list; an empty string, which would end every response at once; or a
+            special token of the tokenizer, which the text of a response does not contain.
     """
     if isinstance(stop, str) or not all(isinstance(one, str) and one for one in stop):
         raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")
+    if special := set(stop) & set(getattr(tokenizer, "all_special_tokens", ())):
+        raise ValueError(
+            f"stop has the special token {min(special)!r}, which is not part of a response's text: add it to "
+            "eos_token_id of the model's generation_config.json instead"
+        )
     return tuple(stop)

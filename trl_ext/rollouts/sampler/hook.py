@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from transformers import StoppingCriteriaList
 from transformers.generation import StopStringCriteria
 
+from trl_ext.models.batches import evaluating
 from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.packing.obstacles import original_context, packing_obstacle, sliding_window
 from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler.loop import Decoder, sample
 from trl_ext.rollouts.sampler.rows import CannotSample
-from trl_ext.rollouts.sampler.weights import prepared
+from trl_ext.rollouts.sampler.weights import prepared, without_wrappers
 
 # Where a model keeps its samplers, which have checked it: the one of its trainer, and the one of `sampled_fast`.
 _ATTRIBUTE, _OF_EVALUATION = "_trl_ext_sampler", "_trl_ext_evaluation_sampler"
@@ -32,6 +33,8 @@ _WITHOUT_EFFECT = {
     "use_cache": (None, True),
     "return_dict_in_generate": (None, False),
     "guidance_scale": (None, 1, 1.0),
+    "penalty_alpha": (None, 0, 0.0),
+    "dola_layers": (None,),
     "prompt_lookup_num_tokens": (None,),
     "cache_implementation": (None, "dynamic", "hybrid"),
     "token_healing": (None, False),
@@ -50,19 +53,38 @@ _ARGUMENTS = frozenset(
 )
 
 
-# Processors and criteria that treat a token alike however many came before it.
+# Processors and criteria that treat a row alike wherever it is in the batch, and a token however many came before it.
 _OF_ANY_AGE = frozenset(
     {
         "EosTokenCriteria",
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
         "MaxLengthCriteria",
+        "MaxTimeCriteria",
         "MinPLogitsWarper",
         "NoRepeatNGramLogitsProcessor",
-        "RepetitionPenaltyLogitsProcessor",
+        "StopInResponse",
         "StopStringCriteria",
         "SuppressTokensLogitsProcessor",
         "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
         "TopKLogitsWarper",
         "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    }
+)
+# Those that treat rows alike but count tokens, or see the padding before rows that are younger than others.
+_OF_EQUAL_AGE = frozenset(
+    {
+        "ForcedBOSTokenLogitsProcessor",
+        "ForcedEOSTokenLogitsProcessor",
+        "MinLengthLogitsProcessor",
+        "MinNewTokensLengthLogitsProcessor",
+        "NoBadWordsLogitsProcessor",
+        "RepetitionPenaltyLogitsProcessor",
+        "SequenceBiasLogitsProcessor",
+        "SuppressTokensAtBeginLogitsProcessor",
     }
 )
 
@@ -175,8 +197,7 @@ class Sampler:
         if self.model.device.type != "cpu":
             raise CannotSample("the model is not on a CPU")
         capacity = min(len(prompts), self._capacity(limit))
-        if capacity < len(prompts):
-            _check_ages(logits_processor, stopping_criteria)
+        _check_processors([*logits_processor, *stopping_criteria], waiting=capacity < len(prompts))
         if self.largest_difference is None:
             self._try()
         padding = generation_config.pad_token_id
@@ -190,6 +211,8 @@ class Sampler:
                 do_sample=bool(generation_config.do_sample),
                 padding=0 if padding is None else padding,
             )
+        # The tensors of inference mode could not take part in a loss.
+        self.log_probs = self.log_probs.clone()
         return sequences.clone()
 
     @contextmanager
@@ -251,20 +274,18 @@ class Sampler:
 
     @torch.no_grad()
     def _plain(self, tokens: list[int]) -> Tensor:
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model), without_wrappers(self.model):
             logits = self.model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -4:]
-        finally:
-            self.model.train(was_training)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
 
 
-def _check_ages(processors, criteria) -> None:
-    """Raise CannotSample for what may count tokens, if rows wait: those under way then differ in their number."""
-    for one in (*processors, *criteria):
-        if type(one).__name__ not in _OF_ANY_AGE:
-            raise CannotSample(f"{type(one).__name__} may count tokens, and not all rows can begin at once")
+def _check_processors(used: Sequence[Any], waiting: bool) -> None:
+    """Raise CannotSample for what may know a row by its place, and if rows wait, for what may count tokens."""
+    for name in [type(one).__name__ for one in used if type(one).__name__ not in _OF_ANY_AGE]:
+        if name not in _OF_EQUAL_AGE:
+            raise CannotSample(f"{name} may know rows by their place in the batch")
+        if waiting:
+            raise CannotSample(f"{name} may count tokens, and not all rows can begin at once")
 
 
 def _learns_prompts(model: nn.Module) -> bool:
@@ -294,9 +315,9 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
 
     The prompt of a group of samples is encoded once, rows have their own lengths without padding, rows that have ended
     leave the batch, and products use weights in oneDNN's layout, which are made again at every call. Settings are
-    transformers': temperature, top-p, top-k, penalties, stop strings and processors of your own. Greedy responses are
-    the same; sampled ones have the same distribution and other random numbers, which depend on torch's seed and on a
-    row's place in the batch.
+    transformers': temperature, top-p, top-k, penalties and stop strings. Greedy responses are the same; sampled ones
+    have the same distribution and other random numbers, which depend on torch's seed and on a row's place in the
+    batch.
 
     Call it once, after creating the trainer and before training:
 

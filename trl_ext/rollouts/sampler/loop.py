@@ -11,6 +11,7 @@ from transformers.generation import MaxLengthCriteria
 
 from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
 from trl_ext.rollouts.sampler.rows import KEYWORD, Rows
+from trl_ext.rollouts.stopping import StopInResponse
 
 # Tokens of prompts that are encoded in one pass; their activations are held at once.
 PREFILL_TOKENS = 4096
@@ -57,7 +58,11 @@ class Decoder:
             logits = self._forward(tokens[None], positions[None], torch.tensor(lengths).cumsum(0) - 1)
             self.rows.end_prompts()
             self._first.update(zip(chunk, logits[0].to(_at_least_float32(logits.dtype)), strict=True))
-        return torch.stack([self._first[int(self.owner[number])] for number in numbers])
+        logits = torch.stack([self._first[int(self.owner[number])] for number in numbers])
+        # Rows enter in the order of their prompts.
+        for index in [index for index in self._first if index < self.owner[numbers[-1]]]:
+            del self._first[index]
+        return logits
 
     def step(self, tokens: Tensor) -> Tensor:
         """Advance every row by a token, [n]. Returns the next logits, [n, V], which the next step overwrites."""
@@ -110,11 +115,10 @@ def sample(
     if do_sample:
         numbers = uniform_numbers(int(torch.randint(2**31, ())), count, limit)
     # The loop itself counts tokens, row by row.
+    stops = [criterion for criterion in stopping_criteria if isinstance(criterion, StopInResponse)]
     criteria = StoppingCriteriaList(
-        criterion for criterion in stopping_criteria if not isinstance(criterion, MaxLengthCriteria)
+        criterion for criterion in stopping_criteria if not isinstance(criterion, (MaxLengthCriteria, StopInResponse))
     )
-    # A processor that is not transformers' own may keep its scores, whose memory is otherwise used again.
-    custom = any(type(one).__module__.partition(".")[0] != "transformers" for one in logits_processor)
     rows = decoder.rows
     waiting = list(decoder.order)
     living = torch.zeros(0, dtype=torch.long)
@@ -126,16 +130,17 @@ def sample(
         # Right-aligned, as rows of several ages need; the left is filled as padding of prompts is.
         place = torch.arange(width + int(age.max())) - (age.max() - age)[:, None]
         ids = sequences[which[:, None], place.clamp(min=0)].masked_fill_(place < 0, padding)
-        scores = logits_processor(ids, logits.clone() if custom else logits)
-        chosen, scores = draw(
-            scores, None if numbers is None else numbers[which, age], work=None if custom else logits
-        )
+        scores = logits_processor(ids, logits)
+        chosen, scores = draw(scores, None if numbers is None else numbers[which, age], work=logits)
         sequences[which, width + age] = chosen
         log_probs[which, age] = scores
         lengths[which] = age + 1
         done = age + 1 == limit
         if criteria:
             done = done | criteria(torch.cat([ids, chosen[:, None]], dim=1), None)
+        for criterion in stops:
+            ended = map(criterion.has_ended, _responses(sequences[:, width:], which, age + 1))
+            done = done | torch.tensor(list(ended))
         return chosen, done
 
     while waiting or not ended.all():
@@ -170,3 +175,9 @@ def sample(
             tokens, ended = choose(living, rows.age, logits)
     longest = int(lengths.max())
     return sequences[:, : width + longest], log_probs[:, :longest]
+
+
+def _responses(sequences: Tensor, which: Tensor, lengths: Tensor) -> list[list[int]]:
+    """The tokens of rows so far."""
+    pairs = zip(which.tolist(), lengths.tolist(), strict=True)
+    return [sequences[row, :length].tolist() for row, length in pairs]

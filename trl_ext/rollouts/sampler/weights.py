@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from trl_ext.models.batches import evaluating
 from trl_ext.rollouts.sampler.rows import ATTENTION
 
 # Layers that are called one after another with the same input, by their names in a parent module.
@@ -33,9 +34,6 @@ def prepared(model: nn.Module, dtype: torch.dtype | None, rows: int) -> Iterator
         rows: the approximate number of rows of a decoding step, for which the layout is chosen.
     """
     modules = list(model.modules())
-    # Trainers replace methods of the whole model, by functions that expect its usual outputs.
-    replaced = [(module, module.__dict__.pop("forward")) for module in modules if "forward" in module.__dict__]
-    training = [module for module in modules if module.training]
     attention = model.config._attn_implementation
     linears = [module for module in modules if type(module) is nn.Linear]
     blocked = {id(module.weight) for module in linears}
@@ -49,39 +47,49 @@ def prepared(model: nn.Module, dtype: torch.dtype | None, rows: int) -> Iterator
         and parameter.dtype != (dtype or parameter.dtype)
         and (id(parameter) not in blocked or id(parameter) in embedded)
     ]
+    with without_wrappers(model), evaluating(model):
+        try:
+            for module in modules:
+                for names in SIBLINGS:
+                    layers = [getattr(module, name, None) for name in names]
+                    if (
+                        all(type(layer) is nn.Linear for layer in layers)
+                        and len({(layer.bias is None, layer.weight.dtype) for layer in layers}) == 1
+                    ):
+                        fused = _Fused(
+                            _product(*layers, dtype=dtype, rows=rows), [layer.out_features for layer in layers]
+                        )
+                        for index, layer in enumerate(layers):
+                            layer.forward = partial(fused, index)
+            for module in linears:
+                if "forward" not in module.__dict__:
+                    module.forward = _product(module, dtype=dtype, rows=rows)
+            copies: dict[int, nn.Parameter] = {}
+            for holder, name, parameter in cast:
+                if id(parameter) not in copies:
+                    copies[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
+                holder[name] = copies[id(parameter)]
+            model.config._attn_implementation = ATTENTION
+            yield
+        finally:
+            model.config._attn_implementation = attention
+            for holder, name, parameter in cast:
+                holder[name] = parameter
+            for module in linears:
+                module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def without_wrappers(model: nn.Module) -> Iterator[None]:
+    """Within the block, a model has its own forward passes, and not those that trainers have put in their place."""
+    replaced = [(module, module.__dict__["forward"]) for module in model.modules() if "forward" in module.__dict__]
     try:
-        for module in modules:
-            for names in SIBLINGS:
-                layers = [getattr(module, name, None) for name in names]
-                if (
-                    all(type(layer) is nn.Linear for layer in layers)
-                    and len({(layer.bias is None, layer.weight.dtype) for layer in layers}) == 1
-                ):
-                    fused = _Fused(_product(*layers, dtype=dtype, rows=rows), [layer.out_features for layer in layers])
-                    for index, layer in enumerate(layers):
-                        layer.forward = partial(fused, index)
-        for module in linears:
-            if "forward" not in module.__dict__:
-                module.forward = _product(module, dtype=dtype, rows=rows)
-        copies: dict[int, nn.Parameter] = {}
-        for holder, name, parameter in cast:
-            if id(parameter) not in copies:
-                copies[id(parameter)] = nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
-            holder[name] = copies[id(parameter)]
-        for module in training:
-            module.training = False
-        model.config._attn_implementation = ATTENTION
+        for module, _ in replaced:
+            del module.forward
         yield
     finally:
-        model.config._attn_implementation = attention
-        for holder, name, parameter in cast:
-            holder[name] = parameter
-        for module in linears:
-            module.__dict__.pop("forward", None)
         for module, forward in replaced:
             module.forward = forward
-        for module in training:
-            module.training = True
 
 
 def _product(*layers: nn.Linear, dtype: torch.dtype | None, rows: int) -> Callable[[Tensor], Tensor]:

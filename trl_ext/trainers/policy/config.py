@@ -290,7 +290,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             load_function(self.group_filter, "group filter")
 
     def _give_generation_limits(self) -> None:
-        """Pass on `min_new_tokens` and `stop` under the names that transformers or vLLM uses for them."""
+        """Pass on `min_new_tokens`, and `stop` to vLLM, under the names that transformers or vLLM uses for them."""
         given: dict[str, Any] = {}
         if self.min_new_tokens:
             given["min_tokens" if self.use_vllm else "min_new_tokens"] = self.min_new_tokens
@@ -299,8 +299,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             for name in ("mask_truncated_completions", "use_transformers_continuous_batching"):
                 if getattr(self, name):
                     raise ValueError(f"{name} does not go with stop: it knows of no responses that a text ends")
-            stopping = {"stop": self.stop, "include_stop_str_in_output": True}
-            given |= stopping if self.use_vllm else {"stop_strings": self.stop}
+            if self.use_vllm:
+                given |= {"stop": self.stop, "include_stop_str_in_output": True}
         if given:
             self.generation_kwargs = (parse_json_option("generation_kwargs", self.generation_kwargs) or {}) | given
 

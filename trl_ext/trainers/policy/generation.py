@@ -6,16 +6,16 @@ They are sampled fast on a CPU, ended by stop strings, and greedy for baselines 
 from __future__ import annotations
 
 import copy
-import functools
 from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from accelerate.utils import gather
+from transformers import StoppingCriteriaList
 
 from trl_ext.rollouts.sampler import Sampler, fast_rollouts, sampler_of
-from trl_ext.rollouts.stopping import cut_at_stop, end_of_stop
+from trl_ext.rollouts.stopping import StopInResponse, cut_at_stop, end_of_stop
 from trl_ext.trainers.defaults import temporarily
 
 # transformers' generation settings for always taking the most likely token.
@@ -65,10 +65,9 @@ class PolicyGeneration:
     def _samples_the_policy(self) -> bool:
         """Whether responses are drawn from the policy's own distribution, without truncation or penalties."""
         args = self.args
-        changed = set(args.generation_kwargs or {}) - {"stop_strings"}
         whole = args.top_p == 1 and not args.top_k and args.min_p is None and args.repetition_penalty == 1
         # Rollouts of several turns would be of several engines, if one of their turns is left to transformers.
-        return whole and not changed and not self.tools
+        return whole and not args.generation_kwargs and not self.tools
 
     def _generate_single_turn(self, *args, **kwargs):
         sampler = self.sampler
@@ -81,9 +80,14 @@ class PolicyGeneration:
     def _generate_to_stop(self, *args, **kwargs):
         if not self.args.stop:
             return super()._generate_single_turn(*args, **kwargs)
-        # TRL's call of `generate` passes no tokenizer, which finding stop strings takes.
         model = self.accelerator.unwrap_model(self.model_wrapped)
-        with temporarily(model, generate=functools.partial(model.generate, tokenizer=self._tokenizer)):
+        generate = model.generate
+
+        def generate_to_stop(*, input_ids, **inputs):
+            stops = StopInResponse(self._tokenizer, self.args.stop, input_ids.shape[1])
+            return generate(input_ids=input_ids, stopping_criteria=StoppingCriteriaList([stops]), **inputs)
+
+        with temporarily(model, generate=generate_to_stop):
             completion_ids, log_probs = super()._generate_single_turn(*args, **kwargs)
         # transformers pads a response that has met a stop string while others continue.
         cut = [cut_at_stop(self._tokenizer, ids, self.args.stop) for ids in completion_ids]

@@ -21,6 +21,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
+from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import configuration, temporarily
 from trl_ext.trainers.metrics import RolloutMetrics
@@ -66,7 +67,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
-        ValueError: no source of rewards, token limits beyond the model's context, or an unusable reward model.
+        ValueError: no source of rewards, token limits beyond the model's context, a stop string that is a special
+            token, or an unusable reward model.
     """
 
     _tag_names = [*TRLGRPOTrainer._tag_names, "trl_ext", "policy-optimization"]
@@ -113,6 +115,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
         check_generations(self.model, self.processing_class, prompts, limits)
+        check_stop(args.stop or (), self._tokenizer)
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]

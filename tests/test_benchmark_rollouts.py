@@ -1,0 +1,35 @@
+"""`benchmarks.rollouts`: a run on the embedded model, and vLLM's arguments."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from benchmarks import rollouts
+from trl_ext.files import read_json
+
+
+def test_a_run_on_the_embedded_model(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    arms = ["generate float32", "sampler float32"]
+    rollouts.main(
+        ["--size", "toy", "--prompts", "2", "--samples", "2", "--rounds", "1", "--arms", *arms, "--json", str(path)]
+    )
+    figures = read_json(path)
+    assert list(figures["calls"]) == arms and all(len(calls) == 1 for calls in figures["calls"].values())
+    assert all(0 < calls[0]["tokens"] <= 4 * 96 for calls in figures["calls"].values())
+    assert all(arm in capsys.readouterr().out for arm in arms[:1])
+
+
+def test_vllm_does_not_run_the_embedded_model(capsys):
+    with pytest.raises(SystemExit):
+        rollouts.main(["--vllm", "--size", "toy"])
+    assert "choose another --size" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_vllm_needs_its_environment(capsys):
+    with pytest.raises(SystemExit):
+        rollouts.main(["--vllm", "--size", "24M", "--arms", "sampler float32"])
+    assert "make test-vllm" in capsys.readouterr().err
