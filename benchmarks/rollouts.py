@@ -12,6 +12,7 @@ loads its weights once; its prefix cache is emptied before each call.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import resource
 import tempfile
@@ -39,12 +40,17 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--rounds", type=at_least_one, default=5, help="measured calls of each arm")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), metavar="ARM")
     parser.add_argument("--vllm", action="store_true", help="also measure vLLM in both precisions")
+    parser.add_argument("--block_size", type=at_least_one, default=32, help="of vLLM's prefix cache, in tokens")
     parser.add_argument("--threads", type=at_least_one, default=2, help="of torch")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args(argv)
     if arguments.vllm:
         if arguments.size == "toy":
             parser.error("vLLM's attention on a CPU does not support the head size of toy; choose another --size")
+        if importlib.util.find_spec("vllm") is None:
+            parser.error(
+                "--vllm needs the environment of make test-vllm: call .venv/vllm/bin/python -m benchmarks.rollouts"
+            )
         arguments.arms += VLLM_ARMS
     return arguments
 
@@ -107,7 +113,7 @@ def arms(arguments, model) -> dict[str, Callable]:
     for name in arguments.arms:
         kind, dtype = name.split()
         if kind == "vllm":
-            made[name] = vllm_generate(model, dtype)
+            made[name] = vllm_generate(model, dtype, arguments.block_size)
         elif kind == "generate":
             made[name] = copy.deepcopy(model).to(getattr(torch, dtype)).generate
         else:
@@ -117,7 +123,7 @@ def arms(arguments, model) -> dict[str, Callable]:
     return made
 
 
-def vllm_generate(model, dtype: str) -> Callable:
+def vllm_generate(model, dtype: str, block_size: int) -> Callable:
     """A vLLM of `model`, called like `generate` with a left-padded batch."""
     import torch
 
@@ -130,14 +136,13 @@ def vllm_generate(model, dtype: str) -> Callable:
         "VLLM_LOGGING_LEVEL": "ERROR",
     }.items():
         os.environ.setdefault(name, value)
-    try:
-        import vllm
-    except ImportError as error:
-        raise ValueError("--vllm needs the environment that make test-vllm makes, and its Python") from error
+    import vllm
 
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        llm = vllm.LLM(model=folder, dtype=dtype, skip_tokenizer_init=True, max_model_len=1024)
+        # Prompts are shared in whole blocks. vLLM's default on a CPU, 128 tokens, is longer than these prompts.
+        settings = {"skip_tokenizer_init": True, "max_model_len": 1024, "block_size": block_size}
+        llm = vllm.LLM(model=folder, dtype=dtype, **settings)
 
     def generate(input_ids, attention_mask, generation_config):
         rows = [row[mask.bool()].tolist() for row, mask in zip(input_ids, attention_mask, strict=True)]

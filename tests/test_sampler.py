@@ -396,3 +396,5 @@ def test_logits_that_are_not_finite_end_the_call():
 def test_a_wrong_argument():
     with pytest.raises(TypeError, match="takes a causal language model or a trainer, got str"):
         fast_rollouts("toy")
+    with pytest.raises(TypeError, match="floating-point dtype"):
+        fast_rollouts(decoder(), dtype="bfloat16")

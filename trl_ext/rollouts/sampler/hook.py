@@ -135,7 +135,8 @@ class Sampler:
         if self.reason is not None:
             return f"fast rollouts: off, transformers generates: {self.reason}"
         if self.largest_difference is None:
-            return "fast rollouts: undecided until the first batch"
+            left = "".join(f"; transformers generated: {reason}" for reason in self.left)
+            return f"fast rollouts: undecided until the first batch that it can sample{left}"
         return (
             f"fast rollouts: on, in {str(self.dtype).removeprefix('torch.')} (log-probabilities differ from the plain "
             f"forward by at most {self.largest_difference:.1e})"
@@ -176,6 +177,9 @@ class Sampler:
         if stop and self.model.generation_config.stop_strings:
             raise CannotSample("the model's own settings have stop strings")
         settings.stop_strings = None
+        # Given beside a generation_config, transformers calls them deprecated.
+        own = [name for name in kwargs if name not in _ARGUMENTS and hasattr(settings, name)]
+        settings.update(**{name: kwargs.pop(name) for name in own})
         kwargs["generation_config"] = settings
         return self._generate(**kwargs, stopping_criteria=criteria, custom_generate=self._loop)
 
@@ -337,8 +341,10 @@ def fast_rollouts(model, *, dtype: torch.dtype | None = None, quiet: bool = Fals
         The sampler: the `reason` if it is not used, the last call's `log_probs`, and `remove()`.
 
     Raises:
-        TypeError: the argument is neither a model nor a trainer.
+        TypeError: the argument is neither a model nor a trainer, or `dtype` is no floating-point dtype of torch.
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype must be a floating-point dtype such as torch.bfloat16, got {dtype!r}")
     given = type(model).__name__
     model = model if isinstance(model, nn.Module) else getattr(model, "model", None)
     inner = unwrapped(model)

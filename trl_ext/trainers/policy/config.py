@@ -301,8 +301,9 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                     raise ValueError(f"{name} does not go with stop: it knows of no responses that a text ends")
             if self.use_vllm:
                 given |= {"stop": self.stop, "include_stop_str_in_output": True}
+        self.generation_kwargs = parse_json_option("generation_kwargs", self.generation_kwargs)
         if given:
-            self.generation_kwargs = (parse_json_option("generation_kwargs", self.generation_kwargs) or {}) | given
+            self.generation_kwargs = (self.generation_kwargs or {}) | given
 
     def _post_init_of_any_group_size(self) -> None:
         """Run TRL's checks, which reject groups of 1, and suggest a batch size where none would divide."""
