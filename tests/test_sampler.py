@@ -167,7 +167,7 @@ def test_settings_are_those_of_transformers(given):
     assert not sampler.left
 
 
-def test_processors_that_know_rows_by_their_place_are_left_to_transformers():
+def test_processors_that_depend_on_a_rows_position_are_left_to_transformers():
     """The sampler groups the rows of a prompt, and rows that have ended leave it."""
     model, given = decoder(), batch()
 
@@ -179,7 +179,7 @@ def test_processors_that_know_rows_by_their_place_are_left_to_transformers():
     expected = model.generate(**given, generation_config=settings(), logits_processor=processors)
     sampler = fast_rollouts(model)
     assert torch.equal(model.generate(**given, generation_config=settings(), logits_processor=processors), expected)
-    assert list(sampler.left) == ["function may know rows by their place in the batch"]
+    assert list(sampler.left) == ["function may depend on a row's position in the batch"]
 
 
 def test_log_probs_can_take_part_in_a_loss():

@@ -284,10 +284,10 @@ class Sampler:
 
 
 def _check_processors(used: Sequence[Any], waiting: bool) -> None:
-    """Raise CannotSample for what may know a row by its place, and if rows wait, for what may count tokens."""
+    """Raise CannotSample for what may depend on a row's position, and if rows wait, for what may count tokens."""
     for name in [type(one).__name__ for one in used if type(one).__name__ not in _OF_ANY_AGE]:
         if name not in _OF_EQUAL_AGE:
-            raise CannotSample(f"{name} may know rows by their place in the batch")
+            raise CannotSample(f"{name} may depend on a row's position in the batch")
         if waiting:
             raise CannotSample(f"{name} may count tokens, and not all rows can begin at once")
 

@@ -49,21 +49,7 @@ def prepared(model: nn.Module, dtype: torch.dtype | None, rows: int) -> Iterator
     ]
     with without_wrappers(model), evaluating(model):
         try:
-            for module in modules:
-                for names in SIBLINGS:
-                    layers = [getattr(module, name, None) for name in names]
-                    if (
-                        all(type(layer) is nn.Linear for layer in layers)
-                        and len({(layer.bias is None, layer.weight.dtype) for layer in layers}) == 1
-                    ):
-                        fused = _Fused(
-                            _product(*layers, dtype=dtype, rows=rows), [layer.out_features for layer in layers]
-                        )
-                        for index, layer in enumerate(layers):
-                            layer.forward = partial(fused, index)
-            for module in linears:
-                if "forward" not in module.__dict__:
-                    module.forward = _product(module, dtype=dtype, rows=rows)
+            _multiply_blocked(modules, linears, dtype, rows)
             copies: dict[int, nn.Parameter] = {}
             for holder, name, parameter in cast:
                 if id(parameter) not in copies:
@@ -90,6 +76,25 @@ def without_wrappers(model: nn.Module) -> Iterator[None]:
     finally:
         for module, forward in replaced:
             module.forward = forward
+
+
+def _multiply_blocked(
+    modules: list[nn.Module], linears: list[nn.Linear], dtype: torch.dtype | None, rows: int
+) -> None:
+    """Give linear layers forward passes with blocked weights, and siblings one for all of them."""
+    for module in modules:
+        for names in SIBLINGS:
+            layers = [getattr(module, name, None) for name in names]
+            if (
+                all(type(layer) is nn.Linear for layer in layers)
+                and len({(layer.bias is None, layer.weight.dtype) for layer in layers}) == 1
+            ):
+                fused = _Fused(_product(*layers, dtype=dtype, rows=rows), [layer.out_features for layer in layers])
+                for index, layer in enumerate(layers):
+                    layer.forward = partial(fused, index)
+    for module in linears:
+        if "forward" not in module.__dict__:
+            module.forward = _product(module, dtype=dtype, rows=rows)
 
 
 def _product(*layers: nn.Linear, dtype: torch.dtype | None, rows: int) -> Callable[[Tensor], Tensor]:

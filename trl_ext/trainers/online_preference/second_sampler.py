@@ -69,7 +69,7 @@ class SecondSampling:
             with self._reference() as model, temporarily(self, model_wrapped=model):
                 yield
             return
-        policy, sampler = self.accelerator.unwrap_model(self.model_wrapped), self.sampler
+        policy = self.accelerator.unwrap_model(self.model_wrapped)
         generate = policy.generate
 
         def generate_from_mixture(*, attention_mask, **kwargs):
@@ -77,9 +77,8 @@ class SecondSampling:
             processors = LogitsProcessorList([mixture])
             return generate(attention_mask=attention_mask, logits_processor=processors, **kwargs)
 
-        # The fast sampler moves rows between steps, and the reference's cache would stay behind.
-        aside = temporarily(sampler, reason="the reference takes part") if sampler else nullcontext()
-        with aside, temporarily(policy, generate=generate_from_mixture):
+        # The fast sampler moves rows between steps, and leaves a call with such a processor to transformers.
+        with temporarily(policy, generate=generate_from_mixture):
             yield
 
     @contextmanager
