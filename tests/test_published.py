@@ -186,6 +186,9 @@ def test_a_run_inside_and_outside_the_band(kept, tmp_path):
     above = compare.compare_with_published(write_run(tmp_path / "above", seed=5, gain=0.70))
     assert above["figures"]["gain in score"]["place"] == "above"
     assert above["figures"]["KL (nats)"]["place"] == "inside"
+    # 0.25, 0.3, 0.5: mean 0.35, s = 0.1323, half-width 0.6573. No gain is above 1.
+    aot = compare.compare_with_published(write_run(tmp_path / "aot", "aot", seed=5, gain=0.3))
+    assert aot["figures"]["gain in score"]["band"] == pytest.approx((-0.3073, 1.0), abs=1e-4)
 
 
 def test_on_other_prompts_the_sampling_errors_are_added(kept, tmp_path):

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from trl_ext import published
 from trl_ext.evaluation.command_line import CommandParser, format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.methods.runs import OF_REPORTING, PROMPTS_NAME
@@ -23,6 +25,8 @@ from trl_ext.published.keep import clean
 from trl_ext.registry import nearest
 
 DIGITS = {"gain in score": 3, "win rate, ties as half": 3, "KL (nats)": 3, "tokens": 1}
+# The lowest and highest possible values, at which bands end.
+LIMITS = {"gain in score": (-1, 1), "win rate, ties as half": (0, 1), "KL (nats)": (0, None), "tokens": (0, None)}
 # Settings of a seed, of logging and saving, and of the machine, which do not make another experiment of a run.
 NOT_COMPARED = (
     *("seed", "data_seed", "reward_model", "log", "save_", "eval_", "disable_tqdm", "generation_eval_", "do_"),
@@ -133,6 +137,8 @@ def compare_figures(run: Run, others: Sequence[Run], *, same_prompts: bool) -> d
             widths = [_half_width(one) for one in values]
             half = math.hypot((band[1] - band[0]) / 2, _half_width(figure), sum(widths) / len(widths))
             band = (mean - half, mean + half)
+        if band is not None:
+            band = tuple(float(end) for end in numpy.clip(band, *LIMITS[name]))
         compared[name] = {
             **{key: figure.get(key) for key in ("value", "low", "high")},
             "published": [one["value"] for one in values],
