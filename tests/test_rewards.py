@@ -142,7 +142,7 @@ def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
     """Where padding is the end token, a cut completion scores as a finished one: said when one is to be scored."""
 
     def lines() -> list[str]:
-        return [r.getMessage() for r in caplog.records if "scores as if it had ended; said once" in r.getMessage()]
+        return [r.getMessage() for r in caplog.records if "missing_eos_penalty lowers its" in r.getMessage()]
 
     padded = RewardModel(with_end_as_padding(folders["adapter"], tmp_path / "padded"))
     scores = padded.score(PROMPTS, COMPLETIONS)

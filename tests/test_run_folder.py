@@ -124,8 +124,10 @@ LINES = [
     ),
     (
         {"loss": 0.0, "reward": 0.5, "kl": 0.00031, "entropy": 1.25, "completions/mean_length": 13.8}
-        | {"clip_ratio/region_mean": 0.01, "rewards/f/mean": 0.5, "learning_rate": 1e-6},
-        "step  3/10  reward  0.500  kl 0.0003  entropy 1.250  length 13.8  clipped 0.010  lr 1.0e-06  0:14 left",
+        | {"completions/clipped_ratio": 0.25, "clip_ratio/region_mean": 0.01, "rewards/f/mean": 0.5}
+        | {"learning_rate": 1e-6},
+        "step  3/10  reward  0.500  kl 0.0003  entropy 1.250  length 13.8  cut 0.250  clip ratio 0.010  lr 1.0e-06  "
+        "0:14 left",
     ),
     (
         {"loss": 0.1, "entropy": 1.25, "mean_token_accuracy": 0.97, "learning_rate": 1e-3},
