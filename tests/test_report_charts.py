@@ -170,3 +170,18 @@ class TestCharts:
         assert [segment[0][0] for segment in lines] == [0.53, 0.97]
         assert [end for _, end in lines[1]] == pytest.approx([0.376, 0.964], abs=5e-4)
         assert "accuracy 0.625 [0.310, 0.860], n = 8" in axis.texts[0].get_text()
+
+    @pytest.mark.parametrize("methods", [6, 18])
+    def test_panels_of_many_curves_share_a_legend(self, tmp_path, monkeypatch, methods):
+        """It names every curve once, and no panel is left without room, of which matplotlib would warn."""
+        drawn = []
+        figure = plots.new_figure
+        monkeypatch.setattr(plots, "new_figure", lambda *size: drawn.append(figure(*size)) or drawn[-1])
+        names = {f"method_{number:02}": f"m{number}" for number in range(methods)}
+        rows = [{"step": step, **dict.fromkeys(names.values(), 0.5)} for step in (0, 1)]
+        own = dict([*names.items()][1:])
+        plots.save_panels(plots.curve_panels({"all": names, "but one": own}, rows), tmp_path / "report.png")
+        ((picture, axes),) = drawn
+        shared = [text.get_text() for legend in picture.legends for text in legend.get_texts()]
+        assert shared == ([*names] if methods > 6 else [])
+        assert [axis.get_legend() is None for axis in axes] == [methods > 6] * 2

@@ -12,6 +12,8 @@ from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.files import replacing
 
 STEPS = "optimizer step"
+# Panels of more curves share a legend.
+CURVES_OF_A_LEGEND = 6
 # Draws one panel into a given axis.
 Draw = Callable[[Any], None]
 # Panel title -> label of each curve -> metric name in the run's metrics.
@@ -136,6 +138,8 @@ def curve_panels(
 def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> None:
     """Draw panels, in two rows if there are more than three, as a PNG with a title; an empty list writes no file.
 
+    Panels share one legend, beside them, if one has more than six curves.
+
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
     """
@@ -147,6 +151,14 @@ def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> Non
         draw(axis)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
+    legends = [dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)) for axis in axes]
+    if max(map(len, legends)) > CURVES_OF_A_LEGEND:
+        for axis in axes:
+            if axis.get_legend():
+                axis.get_legend().remove()
+        every = {label: handle for legend in legends for label, handle in legend.items()}
+        figure.set_figwidth(figure.get_figwidth() + 3)
+        figure.legend(every.values(), every, frameon=False, loc="outside right upper")
     save_figure(figure, path, title)
 
 
