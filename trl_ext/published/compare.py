@@ -137,6 +137,8 @@ def compare_figures(run: Run, others: Sequence[Run], *, same_prompts: bool) -> d
             widths = [_half_width(one) for one in values]
             half = math.hypot((band[1] - band[0]) / 2, _half_width(figure), sum(widths) / len(widths))
             band = (mean - half, mean + half)
+        # An estimate of a KL may lie just below 0, so the place is that in the whole band.
+        place = _place(figure["value"], band)
         if band is not None:
             band = tuple(float(end) for end in numpy.clip(band, *LIMITS[name]))
         compared[name] = {
@@ -144,7 +146,7 @@ def compare_figures(run: Run, others: Sequence[Run], *, same_prompts: bool) -> d
             "published": [one["value"] for one in values],
             "mean": mean,
             "band": band,
-            "place": _place(figure["value"], band),
+            "place": place,
         }
     if not compared:
         raise ValueError(f"{run.folder} has none of the published figures: {', '.join(own)}")

@@ -151,14 +151,12 @@ def save_panels(drawn: Sequence[Draw], path: str | Path, title: str = "") -> Non
         draw(axis)
     for axis in axes[len(drawn) :]:
         axis.set_axis_off()
-    legends = [dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True)) for axis in axes]
-    if max(map(len, legends)) > CURVES_OF_A_LEGEND:
+    if max(len(axis.get_legend_handles_labels()[1]) for axis in axes) > CURVES_OF_A_LEGEND:
         for axis in axes:
             if axis.get_legend():
                 axis.get_legend().remove()
-        every = {label: handle for legend in legends for label, handle in legend.items()}
         figure.set_figwidth(figure.get_figwidth() + 3)
-        figure.legend(every.values(), every, frameon=False, loc="outside right upper")
+        share_legend(figure, axes, loc="outside right upper")
     save_figure(figure, path, title)
 
 
@@ -176,6 +174,12 @@ def new_figure(rows: int, columns: int):
     figure = Figure(figsize=(4.4 * columns, 3.5 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+
+
+def share_legend(figure, axes, **placed: Any) -> None:
+    """Give a figure one legend, which names the curves of all axes once."""
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, frameon=False, **placed)
 
 
 def save_figure(figure, path: str | Path, title: str = "") -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.report import write_report
-from trl_ext.evaluation.reporting.plots import new_figure
+from trl_ext.evaluation.reporting.plots import new_figure, share_legend
 from trl_ext.evaluation.reporting.summary import pareto_front
 from trl_ext.evaluation.reporting.tables import Cell, Table, count, figure
 from trl_ext.files import read_json, replacing
@@ -209,8 +209,7 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
             style = {"fillstyle": "full" if point["on_front"] else "none", "color": colors[point["run"]]}
             axis.errorbar(kl["value"], reward["value"], **errors, **style, label=point["run"])
         axis.grid(alpha=0.3)
-    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    drawing.legend(handles.values(), handles, frameon=False, loc="outside lower center", ncols=len(handles))
+    share_legend(drawing, axes, loc="outside lower center", ncols=1 + len(models))
     with replacing(path) as temporary:
         drawing.savefig(temporary, dpi=110)
 
