@@ -84,6 +84,21 @@ class TestCurves:
         assert list(found["loss, dpo"].curves) == ["dpo", "dpo-2"]
         assert found["loss, ipo"].held_out == {"ipo": [(1, None, 75.0), (2, None, 75.0)]}
 
+    def test_no_reward_function_flattens_another(self, tmp_path):
+        """Runs with other reward functions have other panels; a run without rewards changes no title."""
+        for name, function, scale in (("rl", "exact", 1), ("rl-2", "exact", 2), ("learned", "rm", 50)):
+            write_policy(tmp_path / name, objective="grpo")
+            row = {"reward": scale, f"rewards/{function}/mean": scale}
+            write_rows(tmp_path / name / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
+        write_policy(tmp_path / "sft", objective="sft")
+        write_rows(tmp_path / "sft" / "metrics.jsonl", [{"step": step, "entropy": 1.0} for step in (1, 2)])
+        runs, _ = find_runs([tmp_path])
+        found = {panel.title: list(panel.curves) for panel in panels(runs)}
+        assert found["reward of the rollouts, exact"] == ["rl", "rl-2"]
+        assert found["reward of the rollouts, rm"] == ["learned"]
+        alone = {panel.title for panel in panels([run for run in runs if run.label != "learned"])}
+        assert "reward of the rollouts" in alone
+
 
 class TestCharts:
     """What is drawn is read back from the SVG, between the first and the last tick of each axis."""

@@ -162,10 +162,9 @@ def _over_seeds(values: Sequence[float], digits: int) -> Cell:
 
 def banded_panels(runs: Sequence[Run]) -> list[Any]:
     """Functions that draw the curves of each method, with bands over its seeds."""
-    titles = {*HELD_OUT_TITLES.values(), *(TRAINING_TITLES[name] for name in DRAWN)}
-    if runs:
-        titles.add(runs[0].score_name)
-    found = [panel for panel in panels(runs) if panel.title in titles]
+    titles = {*HELD_OUT_TITLES.values(), *(run.score_name for run in runs[:1])}
+    drawn = tuple(TRAINING_TITLES[name] for name in DRAWN)
+    found = [panel for panel in panels(runs) if panel.title in titles or panel.title.startswith(drawn)]
     return [draw for panel in found for draw in _banded(panel, by_method(runs))]
 
 

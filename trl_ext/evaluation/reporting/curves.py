@@ -40,7 +40,7 @@ TRAINING_TITLES = {
     "clip_ratio/region_mean": "share of tokens clipped",
     "grad_norm": "gradient norm",
 }
-# Methods do not share the scale of these, so each method has its own panel.
+# Methods do not share the scale of these.
 OF_A_METHOD = ("loss", "grad_norm")
 
 
@@ -67,16 +67,26 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         Panel(title, "held-out prompts", _curves(runs, lambda row, key=key: _held_out(row, key)), {})
         for key, title in titles.items()
     ]
-    methods = list(dict.fromkeys(run.method for run in runs))
     for key, title in TRAINING_TITLES.items():
-        alike = {title: runs}
-        if key in OF_A_METHOD and len(methods) > 1:
-            alike = {f"{title}, {method}": [run for run in runs if run.method == method] for method in methods}
-        for name, own in alike.items():
+        alike: dict[str, list[Run]] = {}
+        for run in runs:
+            if any(key in row or f"eval_{key}" in row for row in run.metrics):
+                alike.setdefault(_scale(run, key), []).append(run)
+        for scale, own in alike.items():
             training = _curves(own, lambda row, key=key: None if is_of_held_out_prompts(row) else row.get(key))
             held_out = _curves(own, lambda row, key=key: row.get(f"eval_{key}"))
-            found.append(Panel(name, "training", training, held_out))
+            found.append(Panel(f"{title}, {scale}" if len(alike) > 1 else title, "training", training, held_out))
     return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
+
+
+def _scale(run: Run, key: str) -> str:
+    """What a training metric's values depend on: runs with another scale have another panel."""
+    if key in OF_A_METHOD:
+        return run.method
+    if key != "reward":
+        return ""
+    logged = {name for row in run.metrics for name in row if name.startswith("rewards/") and name.endswith("/mean")}
+    return " + ".join(sorted(name.removeprefix("rewards/").removesuffix("/mean") for name in logged))
 
 
 def _curves(runs: Sequence[Run], value: Callable[[Row], float | None]) -> dict[str, list[Point]]:
