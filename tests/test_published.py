@@ -14,6 +14,7 @@ from tests import recipes
 from tests.report_runs import LOSS, TIE, WIN, change, rows_of, write_policy, write_reward_model
 from trl_ext import published
 from trl_ext.evaluation.methods.runs import read_method_run
+from trl_ext.evaluation.reporting.runs import find_runs
 from trl_ext.evaluation.statistics.intervals import prediction_interval
 from trl_ext.published import compare, keep, page
 
@@ -253,6 +254,24 @@ def test_the_page_and_the_table_in_the_docs(kept, tmp_path, capsys):
     docs.write_text("no markers")
     assert "lacks the lines" in refused(capsys, page.main, "study", "--docs", docs)
     assert "no published study" in refused(capsys, page.main, "other")
+
+
+def test_gains_in_which_cuts_cost_nothing_by_hand(tmp_path):
+    """A cut response has lost half of its score on `instructions`, the base's too."""
+    folder = write_run(tmp_path / "runs" / "dpo-0")
+    change(folder, "run", "dataset", to="instructions")
+    rows = rows_of(folder / "generations.jsonl")
+    scores = ((0.5, False, 0.5, True), (1.0, True, 0.25, False), (0.0, False, 0.0, False), (0.5, True, 0.5, True))
+    for row, values in zip(rows, scores, strict=True):
+        row |= dict(zip(("score", "finished", "base_score", "base_finished"), values, strict=True))
+    (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keep.keep(tmp_path / "runs", "study")
+    (run,), _ = find_runs([published.study_folder("study")])
+    table = page.study_table([run])
+    cells = dict(zip(table.columns, table.rows[0], strict=True))
+    assert cells["gain in score"].text == "0.188"  # (0 + 0.75 + 0 + 0) / 4
+    assert cells["gain, cuts cost nothing"].text == "0.250"  # (0.5 + 0.5 + 0 + 0) / 4
+    assert cells["cut"].text == "0.50"
 
 
 # ---- What comes with the package ----

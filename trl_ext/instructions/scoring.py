@@ -15,6 +15,8 @@ DATA_DIR = Path(__file__).parent / "data"
 DIFFERENT_WORDS = 8
 # The least share of its pairs of neighbouring words that may be distinct.
 DISTINCT_PAIRS = 0.6
+# The share of its score that a response keeps if it was cut at the token limit.
+KEPT_IF_CUT = 0.5
 
 
 def is_on_topic(response: str, keywords: str, prompt_text: str) -> bool:
@@ -58,7 +60,7 @@ def score_parts(row: Mapping[str, Any], response: str, *, finished: bool = True)
         name = requirement.pop("name")
         parts[name] = share * meets(response, name, requirement)
     if not finished:
-        parts["unfinished"] = 0.0 - sum(parts.values()) / 2
+        parts["unfinished"] = 0.0 - (1 - KEPT_IF_CUT) * sum(parts.values())
     return parts
 
 

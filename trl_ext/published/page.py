@@ -6,7 +6,7 @@ worst responses of each run. --docs also writes the table between two markers of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from trl_ext.evaluation.reporting.summary import policy_row
 from trl_ext.evaluation.reporting.tables import Cell, Table, count, estimate, figure, render_table
 from trl_ext.evaluation.statistics.crossed import crossed_mean
 from trl_ext.files import existing_file, write_text
+from trl_ext.instructions.scoring import KEPT_IF_CUT
 
 BEGIN, END = "<!-- {study}: rebuilt by trl_ext.published.page -->", "<!-- end of {study} -->"
 # Curves of training that are drawn beside those of held-out prompts.
@@ -99,9 +100,9 @@ def study_table(runs: Sequence[Run]) -> Table:
     commits = _kept(runs, "commit")
     note = (
         f"The model {about.model} on {about.dataset}, {prompts:.0f} held-out prompts. Gain is in score over the "
-        "untrained model. Brackets after it and after the win rate hold 95% intervals over "
-        "prompts and seeds; those after KL and tokens, the lowest and the highest seed. Hours are of one run with its "
-        f"evaluation.{f' Commit: {commits}.' if commits else ''}"
+        "untrained model. Brackets after gains and after the win rate hold 95% intervals over prompts and seeds; the "
+        "others, the lowest and the highest seed. Cut is the share of responses that reached the token limit. Hours "
+        f"are of one run with its evaluation.{f' Commit: {commits}.' if commits else ''}"
     )
     columns = [name for name in rows[0] if name != "prompts" and any(cells[name].text != "-" for cells in rows)]
     return Table("study", "Methods of the study", note, columns, [[cells[name] for name in columns] for cells in rows])
@@ -118,6 +119,7 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
     rows = [read_method_run(run.folder, method, seed) for seed, run in runs.items()]
     kl = [row["kl"]["value"] for row in found if row["kl"]]
     tokens = [row["tokens"]["policy"] for row in found if row["tokens"]["policy"] is not None]
+    cut = [_share_cut(row.rows.values()) for row in rows]
     rate = rows[0].settings.get("learning_rate")
     hours = [row["total_seconds"] / 3600 for row in found if row["total_seconds"] is not None]
     return {
@@ -126,9 +128,11 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
         "steps": count(found[0]["steps"]),
         "seeds": Cell(", ".join(map(str, sorted(runs)))),
         "gain in score": _over_prompts_and_seeds(rows, "gain", -1.0),
+        "gain, cuts cost nothing": _over_prompts_and_seeds(rows, "gain_uncut", -1.0),
         "win rate, ties as half": _over_prompts_and_seeds(rows, "win_rate", 0.0),
         "KL (nats)": _over_seeds(kl, 2),
         "tokens": _over_seeds(tokens, 1),
+        "cut": _over_seeds(cut, 2),
         "hours": figure(sum(hours) / len(hours) if hours else None, 2),
         "hardware": Cell(_kept(list(runs.values()), "processor") or "-"),
         "prompts": count(len(rows[0].rows)),
@@ -136,10 +140,14 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
 
 
 def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str, lowest: float) -> Cell:
-    """The mean of a metric, or of the `gain` in score, with its interval if there are several seeds."""
-    for row in (row for run in runs for row in run.rows.values()):
-        if row.get("score") is not None and row.get("base_score") is not None:
-            row["gain"] = row["score"] - row["base_score"]
+    """The mean of a metric, or of a gain in score, with its interval if there are several seeds."""
+    for run in runs:
+        halves = run.results.run.dataset == "instructions"
+        for row in run.rows.values():
+            if row.get("score") is not None and row.get("base_score") is not None:
+                row["gain"] = row["score"] - row["base_score"]
+                if halves and "base_finished" in row:
+                    row["gain_uncut"] = _uncut(row, "") - _uncut(row, "base_")
     try:
         values, _ = metric_values(runs, metric)
     except ValueError:
@@ -148,6 +156,15 @@ def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str, lowest: floa
     # With two seeds, an interval can reach beyond the possible values.
     ends = {name: float(numpy.clip(found[name], lowest, 1.0)) for name in ("low", "high") if found[name] is not None}
     return estimate({**found, **ends}, name="mean")
+
+
+def _uncut(row: Mapping[str, Any], whose: str) -> float:
+    """The score of `instructions`, had the response not lost a part of it for being cut."""
+    return row[f"{whose}score"] / (1.0 if row[f"{whose}finished"] else KEPT_IF_CUT)
+
+
+def _share_cut(rows: Collection[Mapping[str, Any]]) -> float:
+    return sum(not row.get("finished", True) for row in rows) / len(rows)
 
 
 def _over_seeds(values: Sequence[float], digits: int) -> Cell:
