@@ -58,7 +58,7 @@ class Table:
 
 def figure(value: float | None, digits: int = 3) -> Cell:
     """A number with a fixed number of decimals."""
-    return Cell(NOTHING) if value is None else Cell(f"{value:.{digits}f}", value)
+    return Cell(NOTHING) if value is None else Cell(f"{value:z.{digits}f}", value)
 
 
 def count(value: float | None) -> Cell:
@@ -71,8 +71,8 @@ def estimate(value: Mapping[str, float | None] | None, digits: int = 3, *, name:
     if value is None:
         return Cell(NOTHING)
     low, high = value["low"], value["high"]
-    interval = "" if low is None or high is None else f" [{low:.{digits}f}, {high:.{digits}f}]"
-    return Cell(f"{value[name]:.{digits}f}{interval}", value[name])
+    interval = "" if low is None or high is None else f" [{low:z.{digits}f}, {high:z.{digits}f}]"
+    return Cell(f"{value[name]:z.{digits}f}{interval}", value[name])
 
 
 def task_tables(task: Task) -> dict[str, Table]:
