@@ -21,6 +21,7 @@ from trl_ext.evaluation import plot_reward_run
 from trl_ext.evaluation.reporting import plots
 from trl_ext.evaluation.reporting.curves import panels, thin
 from trl_ext.evaluation.reporting.runs import find_runs
+from trl_ext.evaluation.reporting.tables import estimate, figure
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +99,11 @@ class TestCurves:
         assert found["reward of the rollouts, rm"] == ["learned"]
         alone = {panel.title for panel in panels([run for run in runs if run.label != "learned"])}
         assert "reward of the rollouts" in alone
+
+
+def test_a_figure_that_rounds_to_zero_has_no_sign():
+    assert [figure(value, 2).text for value in (-0.004, 0.004, -0.006)] == ["0.00", "0.00", "-0.01"]
+    assert estimate({"value": -0.0001, "low": -0.076, "high": -0.0002}).text == "0.000 [-0.076, 0.000]"
 
 
 class TestCharts:
