@@ -14,8 +14,9 @@ from typing import Any
 
 from benchmarks.toy_seeds import REPOSITORY, figure, print_table
 from trl_ext.evaluation import mean_with_interval
-from trl_ext.evaluation.methods.runs import MethodRun, check_alike, read_method_run
+from trl_ext.evaluation.methods.runs import MethodRun, check_alike, max_new_tokens, read_method_run
 from trl_ext.files import write_json
+from trl_ext.instructions import MAX_NEW_TOKENS
 from trl_ext.published.keep import processor_name
 
 # The score to reach, and the seeds of a record.
@@ -27,7 +28,7 @@ RULES = {
     "dataset_name": "instructions",
     "prompt_split": "test_gen",
     "generation_temperature": 0.0,
-    "max_new_tokens": 96,
+    "max_new_tokens": MAX_NEW_TOKENS,
 }
 
 
@@ -61,9 +62,10 @@ def record(runs: list[MethodRun]) -> dict[str, Any]:
     """
     check_alike(runs)
     for run in runs:
+        settings = {**run.settings, "max_new_tokens": max_new_tokens(run)}
         for name, value in RULES.items():
-            if run.settings.get(name) != value:
-                raise ValueError(f"{run.folder}: {name} is {run.settings.get(name)}, and the rules say {value}")
+            if settings.get(name) != value:
+                raise ValueError(f"{run.folder}: {name} is {settings.get(name)}, and the rules say {value}")
         if (split := str(run.settings.get("train_split"))).startswith(("validation", "test")):
             raise ValueError(f"{run.folder}: train_split is {split}, and the rules say train")
         if len(run.rows) != PROMPTS:

@@ -10,6 +10,7 @@ import numpy
 import pytest
 from scipy.stats import t
 
+from trl_ext.evaluation.methods.runs import inequalities, read_method_run
 from trl_ext.evaluation.statistics.crossed import (
     Variances,
     compare_with_baseline,
@@ -24,6 +25,7 @@ from trl_ext.evaluation.statistics.crossed import (
     smallest_detectable,
     verdict,
 )
+from trl_ext.published import study_folder
 
 
 def studies(variances: Variances, prompts: int, seeds: int, count: int, effect: float = 0.0) -> numpy.ndarray:
@@ -261,6 +263,13 @@ def test_methods_against_a_baseline():
     # Planned at 0.05 / 4, Holm's hardest step.
     assert up.detectable == pytest.approx(smallest_detectable(up.difference.variances, 200, 5, 0.0125))
     assert (found["itself"].p_value, found["itself"].detectable, found["itself"].seeds_needed) == (1.0, None, None)
+
+
+def test_runs_of_another_precision_are_named():
+    runs = [read_method_run(study_folder("smollm2-instructions") / f"{name}-0", name, 0) for name in ("dpo", "kto")]
+    assert inequalities({}, runs) == ["Not all runs have the same device: cpu and cuda."]
+    runs[1].settings["bf16"] = True
+    assert "Not all runs have the same precision: bfloat16 and float32." in inequalities({}, runs)
 
 
 def test_one_seed_cannot_tell():

@@ -203,7 +203,7 @@ def test_on_other_prompts_the_sampling_errors_are_added(kept, tmp_path):
 
 
 def test_settings_that_differ_are_named(kept, tmp_path, capsys):
-    run = write_run(tmp_path / "mine", "aot", seed=0, learning_rate=3e-4, save_steps=7)
+    run = write_run(tmp_path / "mine", "aot", seed=0, learning_rate=3e-4, save_steps=7, num_kl_prompts=64)
     change(run, "run", "optimizer_steps", to=20)
     compare.main([str(run)])
     said = capsys.readouterr().out

@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from benchmarks import speedrun
+from trl_ext.evaluation.methods.runs import read_method_run
+from trl_ext.published import study_folder
 
 SCORES = (0.45, 0.46, 0.44, 0.45, 0.47)
 
@@ -62,6 +64,12 @@ def test_runs_against_the_rules_are_refused(tmp_path, monkeypatch, capsys, chang
     with pytest.raises(SystemExit) as refused:
         printed(tmp_path, monkeypatch, capsys)
     assert all(word in str(refused.value) for word in ["error:", "fast-0", *words])
+
+
+def test_an_online_method_can_make_a_record():
+    runs = [study_folder("smollm2-instructions") / f"rloo-{seed}" for seed in speedrun.SEEDS]
+    found = speedrun.record([read_method_run(run, "rloo", seed) for seed, run in enumerate(runs)])
+    assert found["reached"] == (found["score"]["low"] >= speedrun.TARGET)
 
 
 def test_a_missing_run_is_named(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ import numpy
 
 from trl_ext import published
 from trl_ext.evaluation.command_line import CommandParser, format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.runs import OF_REPORTING, PROMPTS_NAME
+from trl_ext.evaluation.methods.runs import PROMPTS_NAME, WITHOUT_EFFECT
 from trl_ext.evaluation.reporting.runs import Run, find_runs
 from trl_ext.evaluation.reporting.summary import policy_row
 from trl_ext.evaluation.statistics.intervals import prediction_interval
@@ -29,8 +29,8 @@ DIGITS = {"gain in score": 3, "win rate, ties as half": 3, "KL (nats)": 3, "toke
 LIMITS = {"gain in score": (-1, 1), "win rate, ties as half": (0, 1), "KL (nats)": (0, None), "tokens": (0, None)}
 # Settings of a seed, of logging and saving, and of the machine, which do not make another experiment of a run.
 NOT_COMPARED = (
-    *("seed", "data_seed", "reward_model", "log", "save_", "eval_", "disable_tqdm", "generation_eval_", "do_"),
-    *("dataloader_", "per_device_eval", "local_rank", "use_cpu", "skip_memory", "include_", "ddp_", *OF_REPORTING),
+    *("seed", "data_seed", "reward_model", "log", "eval_", "disable_tqdm", "generation_eval_", "do_", "local_rank"),
+    *("dataloader_", "per_device_eval", "use_cpu", "skip_memory", "include_", "ddp_", *WITHOUT_EFFECT),
 )
 
 

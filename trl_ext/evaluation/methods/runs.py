@@ -27,7 +27,7 @@ OF_REPORTING = (
     *("report_to", "hub_", "push_to_hub", "project", "trackio_"),
 )
 # How settings begin that change neither what is learned nor the responses.
-_WITHOUT_EFFECT = (*OF_REPORTING, "generation_eval_every", "logging_", "num_kl_prompts", "save_")
+WITHOUT_EFFECT = (*OF_REPORTING, "generation_eval_every", "logging_", "num_kl_prompts", "save_")
 # The number of samples that a run learned from, and their unit.
 _SAMPLES = {"sampled_responses": "sampled responses", "train_pairs": "pairs", "train_responses": "labelled responses"}
 
@@ -103,7 +103,7 @@ def _odd_settings(own: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     if not own or not other:
         return "no config.yaml"
     names = sorted((own.keys() | other.keys()).difference(OF_THE_SEED))
-    odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(_WITHOUT_EFFECT)]
+    odd = [name for name in names if own.get(name) != other.get(name) and not name.startswith(WITHOUT_EFFECT)]
     return ", ".join(odd)
 
 
@@ -204,6 +204,7 @@ def inequalities(budgets: Mapping[str, Mapping[str, Any]], runs: Sequence[Method
     for what, of in (
         ("decoding of the evaluation", _decoding),
         ("device", lambda run: run.results.run.device),
+        ("precision", lambda run: "bfloat16" if run.settings.get("bf16") else "float32"),
         ("number of processes", lambda run: run.results.run.processes),
     ):
         kinds = sorted({str(of(run)) for run in runs})
@@ -225,10 +226,13 @@ def _total_seconds(one: Mapping[str, Any]) -> float | None:
     return None if None in parts else sum(parts)
 
 
+def max_new_tokens(run: MethodRun) -> int | None:
+    """Maximum response length of the evaluation, which has one of its own only if training does not sample."""
+    return run.settings.get("max_new_tokens", run.settings.get("max_completion_length"))
+
+
 def _decoding(run: MethodRun) -> str:
-    # An evaluation has its own maximum response length only if training does not sample.
-    limit = run.settings.get("max_new_tokens", run.settings.get("max_completion_length"))
-    return f"temperature {run.settings.get('generation_temperature')} and at most {limit} tokens"
+    return f"temperature {run.settings.get('generation_temperature')} and at most {max_new_tokens(run)} tokens"
 
 
 def _reward_seconds(folder: Path, path: Path) -> float | None:
