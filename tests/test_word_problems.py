@@ -85,6 +85,7 @@ def test_numbers_of_a_template():
 def test_splits(rows):
     assert {split: len(found) for split, found in rows.items()} == SPLITS
     assert Counter(row["row_id"].partition("-")[0] for row in rows["train"]) == {"mawps": 1346, "svamp": 485}
+    assert load_math("word_problems", "train_mawps") + load_math("word_problems", "train_svamp") == rows["train"]
     with pytest.raises(FileNotFoundError, match="word_problems has no split 'dev' .* train, validation, test"):
         load_math("word_problems", "dev")
 

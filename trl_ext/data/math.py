@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,9 @@ def load_math(name_or_path: str | Path = "toy", split: str = "train") -> list[Ro
     """Load problems with their answers, and check every row.
 
     Sources: `toy`, the embedded additions, with splits `train` (and worked traces to fine-tune on, a quarter of them
-    wrong), `validation` and `test`; `word_problems`, embedded too, with the same splits, all with solutions; a folder
-    of `{split}.jsonl` files; or one JSONL file, whatever the split.
+    wrong), `validation` and `test`; `word_problems`, embedded too, with the same splits, all with solutions, and the
+    parts of `train` by source, `train_mawps` and `train_svamp`; a folder of `{split}.jsonl` files; or one JSONL file,
+    whatever the split.
 
     A row of a file has one of these layouts: `prompt_text`, `answer` and perhaps a `solution`; GSM8K's `question` and
     `answer` with `####`; MATH's `problem` with `answer`, or with a `solution` whose last `\\boxed{}` (or `\\boxed 5`,
@@ -109,13 +110,15 @@ def _load_toy(split: str) -> list[Row]:
 def _load_word_problems(split: str) -> list[Row]:
     from trl_ext.word_problems import DATA_DIR
 
-    _check_split("word_problems", split)
-    return _checked(read_jsonl(DATA_DIR / f"{split}.jsonl"))
+    parts = [f"train_{source}" for source in ("mawps", "svamp")]
+    _check_split("word_problems", split, (*SPLITS, *parts))
+    name, _, source = split.partition("_")
+    return [row for row in _checked(read_jsonl(DATA_DIR / f"{name}.jsonl")) if row["row_id"].startswith(source)]
 
 
-def _check_split(name: str, split: str) -> None:
-    if split not in SPLITS:
-        raise FileNotFoundError(f"{name} has no split {split!r} of problems: it has {', '.join(SPLITS)}")
+def _check_split(name: str, split: str, splits: Sequence[str] = SPLITS) -> None:
+    if split not in splits:
+        raise FileNotFoundError(f"{name} has no split {split!r} of problems: it has {', '.join(splits)}")
 
 
 # The problems that come with the library, by name.
