@@ -11,7 +11,6 @@ from datasets import Dataset
 
 from trl_ext.data.unpaired import pairs_to_unpaired
 from trl_ext.losses import kto
-from trl_ext.losses.unpaired import recommended_undesirable_weight
 
 LOG_RATIO = torch.tensor([2.0, -1.0, -1.0, 1.0], dtype=torch.float64)
 DESIRABLE = torch.tensor([True, True, False, False])
@@ -58,15 +57,6 @@ def test_wrong_loss_arguments():
         kto(LOG_RATIO, DESIRABLE, torch.zeros(0))
     with pytest.raises(ValueError, match="undesirable_weight must be positive"):
         kto(LOG_RATIO, DESIRABLE, KL, undesirable_weight=0)
-
-
-def test_recommended_weights():
-    """300 desirable, 700 undesirable: between 300 / 700 = 0.428571 and 3/4 of it, 0.321429."""
-    assert recommended_undesirable_weight(300, 700) == pytest.approx((0.321429, 0.428571), abs=1e-6)
-    # Twice the desirable weight, twice the bounds.
-    assert recommended_undesirable_weight(300, 700, 2.0) == pytest.approx((0.642857, 0.857143), abs=1e-6)
-    with pytest.raises(ValueError, match="both labels are needed, got 0 desirable"):
-        recommended_undesirable_weight(0, 5)
 
 
 # ---- Pairs taken apart ----

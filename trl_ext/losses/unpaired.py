@@ -8,9 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# Bounds of desirable_weight n_desirable / (undesirable_weight n_undesirable) that the paper recommends (equation 8).
-RECOMMENDED_RATIO = (1.0, 4 / 3)
-
 
 def kto(
     log_ratio: Tensor,
@@ -75,25 +72,3 @@ def reward_shift(sums: Sequence[float]) -> float:
         sums: sum and number of desirable responses' rewards, then of undesirable ones'; 0 for a mean of none.
     """
     return (sums[0] / max(sums[1], 1) + sums[2] / max(sums[3], 1)) / 2
-
-
-def recommended_undesirable_weight(
-    desirable: int, undesirable: int, desirable_weight: float = 1.0
-) -> tuple[float, float]:
-    """Bounds of the undesirable weight for which both labels have about equal influence.
-
-    Within them, `desirable_weight * desirable : undesirable_weight * undesirable` lies in [1, 4/3] (arXiv 2402.01306,
-    equation 8).
-
-    Args:
-        desirable, undesirable: numbers of responses.
-        desirable_weight: the weight of a desirable response.
-
-    Raises:
-        ValueError: a number is below 1.
-    """
-    if desirable < 1 or undesirable < 1:
-        raise ValueError(f"both labels are needed, got {desirable} desirable and {undesirable} undesirable responses")
-    low, high = RECOMMENDED_RATIO
-    whole = desirable_weight * desirable / undesirable
-    return whole / high, whole / low

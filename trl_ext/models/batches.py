@@ -1,4 +1,4 @@
-"""Passes over many token sequences: padded batches, the model's mode, and a progress bar."""
+"""Passes over many token sequences: padded batches, the model's mode and attributes, and a progress bar."""
 
 from __future__ import annotations
 
@@ -49,6 +49,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def temporarily(owner: object, **values: Any) -> Iterator[None]:
+    """Give attributes of an object other values within a block."""
+    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(saved)
 
 
 def pad_rows(rows: Sequence[Sequence[int]], padding: int, side: str) -> tuple[Tensor, Tensor]:

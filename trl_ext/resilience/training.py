@@ -26,6 +26,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from safetensors.torch import load_file, save_file
 
 from trl_ext.files import write_text
+from trl_ext.models.batches import temporarily
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
     FaultOfAllProcesses,
@@ -164,11 +165,8 @@ class ResilientTraining:
         name = f"checkpoint-{self.state.global_step}"
         partial, final = output_dir / checkpoints.PARTIAL_FOLDER / name, output_dir / name
         with checkpoints.written_whole(partial, final, self.accelerator, saves=self.args.should_save):
-            self._partial = partial.parent
-            try:
+            with temporarily(self, _partial=partial.parent):
                 super()._save_checkpoint(model, trial)
-            finally:
-                self._partial = None
             write_text(partial / self._progress_file, json.dumps(self._progress_now()))
             self._save_reference(partial)
             if self.state.best_model_checkpoint == str(partial):
@@ -235,15 +233,9 @@ class ResilientTraining:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         device = self.args.device
-        if device.type != "cpu" or device.index is None:
-            super()._load_optimizer_and_scheduler(checkpoint)
-            return
         # Several processes on a CPU have numbered devices such as cpu:1, to which torch cannot load.
-        self.args.__dict__["_setup_devices"] = torch.device("cpu")
-        try:
+        with temporarily(self.args, _setup_devices=torch.device("cpu") if device.type == "cpu" else device):
             super()._load_optimizer_and_scheduler(checkpoint)
-        finally:
-            self.args.__dict__["_setup_devices"] = device
 
     def _take_up_progress(self) -> None:
         progress, self._progress = self._progress, None
@@ -298,12 +290,8 @@ class ResilientTraining:
             return super()._finalize_training(*args, **kwargs)
         # With a limit of one, transformers would delete all checkpoints but the best, even the one to resume from.
         hidden = {"save_total_limit": None} | ({"load_best_model_at_end": False} if self.interrupted else {})
-        given = {name: getattr(self.args, name) for name in hidden}
-        vars(self.args).update(hidden)
-        try:
+        with temporarily(self.args, **hidden):
             return super()._finalize_training(*args, **kwargs)
-        finally:
-            vars(self.args).update(given)
 
     def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler: bool = False):
         if skip_scheduler and self.state.global_step:

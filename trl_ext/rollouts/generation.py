@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from trl_ext.models.batches import in_batches, pad_rows
+from trl_ext.models.batches import in_batches, pad_rows, temporarily
+from trl_ext.models.packing.hook import unwrapped
 from trl_ext.rollouts.sampler import sampled_fast
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
@@ -132,7 +132,9 @@ def generate_responses(
     with (
         torch.random.fork_rng(devices=devices),
         torch.no_grad(),
-        _no_settings_of_its_own(model),
+        # From the model's own settings, transformers would take values that are not given.
+        temporarily(model, generation_config=GenerationConfig()),
+        temporarily(unwrapped(model), generation_config=GenerationConfig()),
         sampled_fast(model) if fast else nullcontext() as sampler,
     ):
         torch.manual_seed(seed)
@@ -155,20 +157,6 @@ def _generation_config(model, tokenizer, max_new_tokens, **settings) -> tuple[Ge
         **settings,
     )
     return config, end_ids
-
-
-@contextmanager
-def _no_settings_of_its_own(model) -> Iterator[None]:
-    """Temporarily clear the model's generation settings, from which transformers takes values that are not given."""
-    holders = [model, model.get_base_model()] if isinstance(model, PeftModel) else [model]
-    saved = [holder.generation_config for holder in holders]
-    for holder in holders:
-        holder.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        for holder, config in zip(holders, saved, strict=True):
-            holder.generation_config = config
 
 
 def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | None) -> list[int]:

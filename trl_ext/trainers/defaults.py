@@ -6,8 +6,6 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,19 +121,6 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         warn_once_per_run(f"bf16 was asked for, but is no faster than float32 on this {device}: training in float32")
     elif args.bf16 and args.use_cpu:
         warn_once_per_run(f"bf16: this CPU multiplies in bfloat16 {bfloat16_speed():.1f} times as fast as in float32")
-
-
-@contextmanager
-def temporarily(owner: object, **values: Any) -> Iterator[None]:
-    """Give attributes of an object other values within a block."""
-    saved = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    vars(owner).update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            del vars(owner)[name]
-        vars(owner).update(saved)
 
 
 def configuration(trainer: object, args: Any, config_class: type) -> Any:

@@ -19,6 +19,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerState
 
 from trl_ext.files import write_json, write_json_lines
+from trl_ext.models.batches import temporarily
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.checkpoints import ROUND_FILE
 from trl_ext.rewards.verified import Grader, count_categories
@@ -317,11 +318,8 @@ class ExpertIterationTrainer(SFTTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log with the number of updates over all rounds as the step."""
-        self.state.global_step += self._steps_before
-        try:
+        with temporarily(self.state, global_step=self.state.global_step + self._steps_before):
             super().log(logs, start_time)
-        finally:
-            self.state.global_step -= self._steps_before
 
 
 class _MetricsOfAllRounds(MetricsFileCallback):

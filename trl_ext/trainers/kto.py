@@ -16,7 +16,8 @@ from trl import KTOConfig as TRLKTOConfig
 from trl import KTOTrainer as TRLKTOTrainer
 
 from trl_ext.data.unpaired import pairs_to_unpaired
-from trl_ext.losses.unpaired import RECOMMENDED_RATIO, bco, recommended_undesirable_weight, reward_shift
+from trl_ext.losses.unpaired import bco, reward_shift
+from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.defaults import (
@@ -25,7 +26,6 @@ from trl_ext.trainers.defaults import (
     check_training,
     configuration,
     resolve_device_defaults,
-    temporarily,
 )
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
@@ -216,11 +216,8 @@ def _check_labels(dataset: Dataset) -> tuple[int, int]:
 def _say_how_labels_weigh(counts: tuple[int, int], args: KTOConfig) -> None:
     desirable, undesirable = counts
     ratio = args.desirable_weight * desirable / (args.undesirable_weight * undesirable)
-    low, high = recommended_undesirable_weight(desirable, undesirable, args.desirable_weight)
-    least, most = RECOMMENDED_RATIO
-    inside = least - 1e-9 <= ratio <= most + 1e-9
-    advice = "as recommended" if inside else f"set undesirable_weight from {low:.4g} to {high:.4g}"
+    # TRL says which weights would do where these do not.
     warn_once_per_run(
         f"KTO: {desirable} desirable and {undesirable} undesirable responses weigh {ratio:.3g} to 1; between 1 and "
-        f"4/3 is recommended (arXiv 2402.01306): {advice}"
+        "4/3 is recommended (arXiv 2402.01306)"
     )

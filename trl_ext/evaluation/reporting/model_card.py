@@ -8,8 +8,7 @@ from typing import Any
 from trl_ext.evaluation.reporting.results import Results
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import policy_row, reward_model_row
-from trl_ext.evaluation.reporting.tables import NOTHING, estimate, run_figures
-from trl_ext.files import markdown_line
+from trl_ext.evaluation.reporting.tables import NOTHING, Cell, Table, estimate, render_table, run_figures
 
 
 def results_section(content: dict[str, Any]) -> str:
@@ -24,13 +23,7 @@ def results_section(content: dict[str, Any]) -> str:
         for when in ("before", "after"):
             for decoding, one in getattr(reasoning, when).items():
                 figures[f"accuracy {when}, {decoding}"] = estimate(one.accuracy.figure())
-    lines = [
-        f"| {markdown_line(name)} | {markdown_line(cell.text)} |"
-        for name, cell in figures.items()
-        if cell.text != NOTHING
-    ]
-    if not lines:
-        return ""
+    rows = [[Cell(name), cell] for name, cell in figures.items() if cell.text != NOTHING]
     compared = "" if run.trains_reward_model else "; comparisons are with the base model"
     note = f"Measured on held-out data{compared}. Brackets hold 95% intervals."
-    return "\n".join(["## Results", "", note, "", "| figure | value |", "| :-- | --: |", *lines])
+    return render_table(Table("results", "Results", note, ["figure", "value"], rows))

@@ -8,10 +8,10 @@ from typing import Any
 
 from trl_ext.evaluation.command_line import format_table
 from trl_ext.evaluation.report import write_report
-from trl_ext.evaluation.reporting.plots import new_figure, share_legend
+from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure, share_legend
 from trl_ext.evaluation.reporting.summary import pareto_front
-from trl_ext.evaluation.reporting.tables import Cell, Table, count, figure
-from trl_ext.files import read_json, replacing
+from trl_ext.evaluation.reporting.tables import Cell, Table, count, estimate, figure
+from trl_ext.files import read_json
 from trl_ext.runs.results import drawing
 from trl_ext.runs.studies.pipeline import SFT, Pipeline, RLHFArguments
 from trl_ext.runs.studies.pipeline_evaluation import ADVERSARIAL, HELD_OUT, PATTERNS
@@ -56,7 +56,7 @@ def _model_tables(summary: Mapping[str, Any]) -> list[Table]:
     tables = []
     for name, found in summary["prompts"].items():
         rows = found["models"]
-        cells = [[Cell(row["name"]), *_figures(row, rows), _kl(row)] for row in rows]
+        cells = [[Cell(row["name"]), *_figures(row, rows), estimate(row["kl"], 2, name="mean")] for row in rows]
         columns = ["model", *_figure_names(rows), "KL to SFT (nats)"]
         tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, columns, cells))
         rows = [{**row, "family": family} for family, models in found["families"].items() for row in models]
@@ -77,20 +77,12 @@ def _figure_names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _figures(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Cell]:
     """The cells of one of the rows for the columns of `_figure_names(rows)`."""
     cells = [count(row["n"])]
-    cells += [part for one in row["rewards"].values() for part in (_mean(one), figure(one["std"], 2))]
+    for one in row["rewards"].values():
+        cells += [estimate(one, 2, name="mean"), figure(one["std"], 2)]
     if any(other["true_score"] for other in rows):
         true = row["true_score"]
-        cells += [_mean(true, 3), count(true["n"])] if true else [Cell("-"), count(0)]
+        cells += [estimate(true, name="mean"), count(true["n"])] if true else [Cell("-"), count(0)]
     return [*cells, figure(row["tokens"]["mean"], 1)]
-
-
-def _mean(value: Mapping[str, float], digits: int = 2) -> Cell:
-    text = f"{value['mean']:.{digits}f} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
-    return Cell(text, value["mean"])
-
-
-def _kl(row: Mapping[str, Any]) -> Cell:
-    return Cell("-") if row["kl"] is None else _mean(row["kl"])
 
 
 def _mistake_tables(summary: Mapping[str, Any]) -> list[Table]:
@@ -205,15 +197,9 @@ def plot_pareto(summary: Mapping[str, Any], path: str | Path) -> None:
         axis.plot(*zip(*front, strict=True), color="grey", linestyle="--", linewidth=1, label="Pareto front")
         for point in points:
             kl, reward = point["kl"], point["reward"]
-            errors = {"xerr": _error(kl), "yerr": _error(reward), "fmt": "o", "capsize": 3}
+            errors = {"xerr": distances(**kl), "yerr": distances(**reward), "fmt": "o", "capsize": 3}
             style = {"fillstyle": "full" if point["on_front"] else "none", "color": colors[point["run"]]}
             axis.errorbar(kl["value"], reward["value"], **errors, **style, label=point["run"])
         axis.grid(alpha=0.3)
     share_legend(drawing, axes, loc="outside lower center", ncols=1 + len(models))
-    with replacing(path) as temporary:
-        drawing.savefig(temporary, dpi=110)
-
-
-def _error(estimate: Mapping[str, float]) -> list[list[float]]:
-    value = estimate["value"]
-    return [[max(value - estimate["low"], 0)], [max(estimate["high"] - value, 0)]]
+    save_figure(drawing, path)

@@ -10,9 +10,10 @@ from torch import Tensor
 from trl_ext.advantages import no_baseline
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import unclipped_surrogate
+from trl_ext.models.batches import temporarily
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
-from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option, temporarily
+from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
 from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 

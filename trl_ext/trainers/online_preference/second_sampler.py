@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from trl.trainer.utils import use_adapter
 
-from trl_ext.trainers.defaults import temporarily
+from trl_ext.models.batches import temporarily
 
 # The samplers, and that of losses which are defined by it.
 SECOND_SAMPLERS = ("policy", "reference", "mixture")

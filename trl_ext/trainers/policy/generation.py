@@ -14,9 +14,9 @@ import torch
 from accelerate.utils import gather
 from transformers import StoppingCriteriaList
 
+from trl_ext.models.batches import temporarily
 from trl_ext.rollouts.sampler import Sampler, fast_rollouts, sampler_of
 from trl_ext.rollouts.stopping import StopInResponse, cut_at_stop, end_of_stop
-from trl_ext.trainers.defaults import temporarily
 
 # transformers' generation settings for always taking the most likely token.
 _GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "min_p": None}

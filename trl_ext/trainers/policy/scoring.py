@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -14,6 +14,7 @@ from accelerate.utils import convert_to_fp32, is_peft_model
 from torch import Tensor, nn
 from trl.trainer.utils import add_fused_lm_head
 
+from trl_ext.models.batches import temporarily
 from trl_ext.models.packing import packing_of
 from trl_ext.models.packing.attention import PLAN_KEYWORD
 from trl_ext.models.packing.hook import unwrapped
@@ -39,14 +40,9 @@ class ScoringTemperature:
             if trainer.ref_model is not None:
                 self._add_head(trainer, trainer.ref_model, ("log_probs",))
 
-    @contextmanager
-    def of_the_sampler(self) -> Iterator[None]:
+    def of_the_sampler(self) -> AbstractContextManager[None]:
         """Within this context, forward passes give log-probabilities under the sampling distribution."""
-        self._samples = True
-        try:
-            yield
-        finally:
-            self._samples = False
+        return temporarily(self, _samples=True)
 
     @staticmethod
     def _as_prepared(accelerator: Accelerator, forward: Callable) -> Callable:
@@ -114,12 +110,8 @@ def reading_hidden_states(model, function: Callable[[Tensor], Tensor] = lambda h
         latest[:] = [found if plan is None else found[0][plan.columns]]
 
     # Packing's check of itself also runs the trunk; the second hook marks the end of a requested pass.
-    hooks = [
+    with (
         unwrapped(model).base_model.register_forward_hook(of_trunk, with_kwargs=True),
         model.register_forward_hook(lambda *_: passes.extend(latest)),
-    ]
-    try:
+    ):
         yield lambda count: torch.cat(passes)[:, -count - 1 : -1]
-    finally:
-        for hook in hooks:
-            hook.remove()

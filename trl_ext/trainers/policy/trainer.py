@@ -17,13 +17,14 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 
 from trl_ext.losses import PolicyScores
 from trl_ext.losses.masking import masked_mean
+from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.context import check_generations
-from trl_ext.trainers.defaults import configuration, temporarily
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup

@@ -18,10 +18,11 @@ from torch import Tensor
 from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.losses import PreferenceScores
+from trl_ext.models.batches import temporarily
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import truncate_pairs
-from trl_ext.trainers.defaults import configuration, temporarily
+from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer

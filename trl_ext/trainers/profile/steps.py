@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from trl_ext.models import packing_of
-from trl_ext.trainers.defaults import temporarily
+from trl_ext.models.batches import temporarily
 from trl_ext.trainers.profile.processor import matrix_product_peak, now, operations_per_token
 
 # The phases of a step, and their names in the table.
