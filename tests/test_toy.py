@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
-import sys
 import unicodedata
 
 import pytest
@@ -182,11 +180,6 @@ def test_an_unknown_prompt_is_refused(prompt):
         score(prompt, "cat")
     with pytest.raises(ValueError, match="unknown prompt"):
         kind_of(prompt)
-
-
-def test_importing_the_task_loads_neither_torch_nor_transformers():
-    code = "import sys, trl_ext.toy; print(sorted({'torch', 'transformers', 'trl', 'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_splits_have_their_sizes(splits):
