@@ -41,7 +41,7 @@ def device(monkeypatch):
 
 
 def test_the_speed_of_bfloat16_is_not_that_of_one_moment(monkeypatch):
-    """Another program halves the speed of the first and the fourth product: 200 against 100 all the same."""
+    """Another program slows the first and the fourth measurement: 200 against 100 all the same."""
     peaks = iter([90, 100, 200, 50, 200, 100])
     monkeypatch.setattr(defaults, "matrix_product_peak", lambda device, dtype: next(peaks))
     assert defaults.bfloat16_speed.__wrapped__() == 2
