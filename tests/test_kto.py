@@ -163,6 +163,8 @@ def test_the_balance_of_the_labels_is_told(tiny_model_path, tmp_path, caplog):
     rows = labelled(True, True, False, True)
     build(tiny_model_path, tmp_path, rows)
     assert "3 desirable and 1 undesirable responses weigh 3 to 1" in caplog.text
+    # TRL's advice: 3 / 1.33 to 3.
+    assert "undesirable_weight in [2.26, 3.0]" in caplog.text
     caplog.clear()
     build(tiny_model_path, tmp_path, rows, undesirable_weight=2.5)
     assert "weigh 1.2 to 1" in caplog.text

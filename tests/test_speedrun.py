@@ -69,7 +69,8 @@ def test_runs_against_the_rules_are_refused(tmp_path, monkeypatch, capsys, chang
 def test_an_online_method_can_make_a_record():
     runs = [study_folder("smollm2-instructions") / f"rloo-{seed}" for seed in speedrun.SEEDS]
     found = speedrun.record([read_method_run(run, "rloo", seed) for seed, run in enumerate(runs)])
-    assert found["reached"] == (found["score"]["low"] >= speedrun.TARGET)
+    # The base's 0.3975 and the published gain of 0.063.
+    assert found["score"]["mean"] == pytest.approx(0.4603, abs=1e-4)
 
 
 def test_a_missing_run_is_named(tmp_path, monkeypatch, capsys):

@@ -110,8 +110,7 @@ def _load_toy(split: str) -> list[Row]:
 def _load_word_problems(split: str) -> list[Row]:
     from trl_ext.word_problems import DATA_DIR
 
-    parts = [f"train_{source}" for source in ("mawps", "svamp")]
-    _check_split("word_problems", split, (*SPLITS, *parts))
+    _check_split("word_problems", split, (*SPLITS, "train_mawps", "train_svamp"))
     name, _, source = split.partition("_")
     return [row for row in _checked(read_jsonl(DATA_DIR / f"{name}.jsonl")) if row["row_id"].startswith(source)]
 

@@ -1,4 +1,4 @@
-"""Passes over many token sequences: padded batches, the model's mode and attributes, and a progress bar."""
+"""Passes over many token sequences: padded batches, modes and attributes for a while, and a progress bar."""
 
 from __future__ import annotations
 

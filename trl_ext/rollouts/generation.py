@@ -132,7 +132,7 @@ def generate_responses(
     with (
         torch.random.fork_rng(devices=devices),
         torch.no_grad(),
-        # From the model's own settings, transformers would take values that are not given.
+        # transformers would take values that are not given from these; an adapter's wrapper has settings of its own.
         temporarily(model, generation_config=GenerationConfig()),
         temporarily(unwrapped(model), generation_config=GenerationConfig()),
         sampled_fast(model) if fast else nullcontext() as sampler,
