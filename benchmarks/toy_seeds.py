@@ -41,7 +41,10 @@ def run_recipe(
         command += [str(REPOSITORY / "accelerate_configs" / "cpu.yaml"), str(REPOSITORY / "recipes" / f"{recipe}.py")]
         command += ["--seed", str(seed), "--output_dir", str(output_dir), *begin, *flags]
         output = {"stdout": sys.stderr} if show else {"capture_output": True}
-        done = subprocess.run(command, text=True, **output)
+        try:
+            done = subprocess.run(command, text=True, **output)
+        except KeyboardInterrupt:
+            raise SystemExit("interrupted: this command goes on from the last checkpoint") from None
         if done.returncode:
             raise SystemExit(f"{output_dir.name} failed\n{(done.stderr or '')[-2000:]}")
     return json.loads((output_dir / "results.json").read_text())

@@ -24,7 +24,7 @@ def main() -> None:
         refuse_completions(arguments)
         splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         train, held_out = load_demonstrations(arguments, splits)
-        prompts = optional_split(splits, arguments.prompt_split, arguments, "no generations")
+        prompts = optional_split(splits, "prompt_split", arguments, "no generations")
         if prompts is not None and (shared := shared_prompts(train, prompts)):
             warn_once_per_run(
                 f"{shared} of the {len(prompts)} prompts of {arguments.prompt_split} are trained on, too"

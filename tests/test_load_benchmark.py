@@ -243,6 +243,11 @@ class TestSources:
         with pytest.raises(FileNotFoundError, match="no such benchmark file or folder: .*such|a/b/c"):
             load_benchmark(name)
 
+    def test_problems_are_no_benchmark(self, monkeypatch):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
+        with pytest.raises(ValueError, match="use sft.py, expert_iteration.py or grpo_math.py"):
+            load_benchmark("word_problems")
+
     def test_toy(self):
         folder = Path(__file__).parents[1] / "trl_ext" / "toy" / "data"
         benchmark = load_benchmark()
@@ -295,7 +300,7 @@ class TestHub:
             raise datasets.exceptions.DatasetNotFoundError(name)
 
         monkeypatch.setattr(datasets, "load_dataset", fail)
-        with pytest.raises(FileNotFoundError, match="'tou' is neither 'toy', nor a local file or folder"):
+        with pytest.raises(FileNotFoundError, match="'tou' is neither a benchmark of the library .* nor a local file"):
             load_benchmark("tou")
 
 

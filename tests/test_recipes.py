@@ -147,12 +147,15 @@ def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 25))
     results = [json.loads((run / "results.json").read_text()) for run in (straight, broken)]
     assert results[0]["win_rate"] == results[1]["win_rate"]
+    # The time of both parts.
+    assert results[1]["run"]["training_seconds"] >= rows[-1]["seconds"] - 0.1
     # Resuming where training had ended, as after a crash in the evaluation, trains no further.
     (broken / "results.json").unlink()
     recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
     again = load_file(broken / "model.safetensors")
     assert max((expected[name] - again[name]).abs().max().item() for name in expected) == 0.0
-    assert json.loads((broken / "results.json").read_text())["run"]["optimizer_steps"] == 24
+    run = json.loads((broken / "results.json").read_text())["run"]
+    assert run["optimizer_steps"] == 24 and run["training_seconds"] >= rows[-1]["seconds"] - 0.1
 
 
 @pytest.mark.slow

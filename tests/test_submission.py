@@ -230,7 +230,7 @@ class TestGenerate:
 
         monkeypatch.setattr(huggingface_hub.HfApi, "model_info", unreachable)
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("asked again"))
-        with pytest.raises(FileNotFoundError, match="no model 'runz/nosuch': there is no such folder, .* not known"):
+        with pytest.raises(FileNotFoundError, match=r"no model 'runz/nosuch'\. There is no such folder, .* not known"):
             generate_submission_file("runz/nosuch", tmp_path / "x.jsonl", prompts_jsonl=prompts_file)
         assert asked == ["runz/nosuch"]
 

@@ -86,6 +86,8 @@ def _read(name_or_path: str | os.PathLike, wanted: list[str] | None) -> dict[str
             f"no such benchmark file or folder: {path}; put files such as train_prefs.jsonl and test_gen.jsonl into a "
             f"folder, and name it; {there}"
         )
+    if name_or_path == "word_problems":
+        raise ValueError("word_problems holds problems with answers: use sft.py, expert_iteration.py or grpo_math.py")
     return _read_hub(str(name_or_path), wanted)
 
 
@@ -122,8 +124,10 @@ def _read_hub(name: str, wanted: list[str] | None) -> dict[str, RawSplit]:
     try:
         source = load_dataset(name)
     except (DatasetNotFoundError, HFValidationError, ConnectionError) as error:
-        message = f"{name!r} is neither 'toy', nor a local file or folder, nor a hub data set that can be reached"
-        raise FileNotFoundError(message) from error
+        raise FileNotFoundError(
+            f"{name!r} is neither a benchmark of the library ({', '.join(EMBEDDED)}), nor a local file or folder, nor "
+            "a hub data set that can be reached"
+        ) from error
     source_names = {_hub_split_name(split_name, source): split_name for split_name in source}
     names = [split for split in KNOWN_SPLITS if split in source_names] if wanted is None else wanted
     missing = [split for split in names if split not in source_names and split not in source]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trl_ext.models.gguf import gguf_folder, is_smollm2, smollm2_file
+from trl_ext.names import nearest
 from trl_ext.toy import MODEL_DIR
 
 # Files that change a model's answers. Pickled files are never read.
@@ -164,8 +165,8 @@ def require_on_hub(name: str) -> None:
     except Exception as error:  # of the hub's, of the network's and of the name's several kinds
         reason = " ".join(str(error).split())[:200]
         raise FileNotFoundError(
-            f"no model {name!r}: there is no such folder, none of that name was downloaded before, and the hub gives "
-            f"none: {reason}"
+            f"no model {name!r}{nearest(name, ['toy', 'smollm2'])} There is no such folder, none of that name was "
+            f"downloaded before, and the hub gives none: {reason}"
         ) from error
 
 

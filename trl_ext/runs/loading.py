@@ -191,12 +191,25 @@ def _check_template(model_path: str, model: ModelArguments, training, rows: Any)
         )
 
 
-def optional_split(benchmark, name: str, arguments: EvaluatedArguments, consequence: str):
-    """A split of held-out rows. If it is missing, warn about the consequence and return None."""
-    if name not in benchmark:
+def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, consequence: str):
+    """The split of held-out rows that a field of the arguments names, or None.
+
+    `none` is no split. If the split that the field names by default is missing, this warns about the consequence.
+
+    Raises:
+        ValueError: the user named a split that does not exist.
+    """
+    name = getattr(arguments, field_name)
+    if name in benchmark:
+        return benchmark[name]
+    if name == getattr(type(arguments), field_name):
         warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {consequence}")
-        return None
-    return benchmark[name]
+    elif name != "none":
+        raise ValueError(
+            f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}: name one of these with "
+            f"--{field_name}, or none"
+        )
+    return None
 
 
 def evaluate_generations(

@@ -36,7 +36,7 @@ class OfflineArguments(EvaluatedArguments):
     """Data, evaluation and output of a run."""
 
     train_split: str = field(default="train_prefs", metadata={"help": "Pairs to train on."})
-    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; not evaluated if missing."})
+    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; none for no evaluation."})
     generation_eval_every: int = field(
         default=100, metadata={"help": "Steps between tables of generations while training; 0 for none."}
     )
@@ -68,10 +68,10 @@ def main(
         )
         arguments, training = run.arguments, run.training
         splits = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
-        held_out = optional_split(splits, arguments.eval_split, arguments, "held-out pairs will not be evaluated")
+        held_out = optional_split(splits, "eval_split", arguments, "held-out pairs will not be evaluated")
         if held_out is not None:
             check_pairs(held_out, arguments.eval_split, "eval_split")
-        prompts = optional_split(splits, arguments.prompt_split, arguments, "generations will not be evaluated")
+        prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
         trainer = run.load_trainer(trainer_class, train_dataset=splits[arguments.train_split], eval_dataset=held_out)
         if held_out is not None:
             remember_base(trainer)
@@ -122,7 +122,7 @@ class DemonstrationArguments(OfflineArguments):
         },
     )
     eval_split: str = field(
-        default="validation_prefs", metadata={"help": "Held-out demonstrations, for their loss; none if missing."}
+        default="validation_prefs", metadata={"help": "Held-out demonstrations, for their loss, or none."}
     )
     num_examples: int | None = field(default=None, metadata={"help": "Train on the first so many. Default: all."})
     max_prompt_tokens: int | None = field(
@@ -161,9 +161,9 @@ def load_demonstrations(arguments: DemonstrationArguments, splits) -> tuple[Data
     if arguments.demonstrations is not None:
         source = arguments.demonstrations
         rows = Dataset.from_list(convert_file(source, "prompt_completion", skip_bad_rows=arguments.skip_bad_rows))
-    held_out = None
-    if arguments.eval_split in splits:
-        held_out = demonstrations(splits[arguments.eval_split], arguments.eval_split)
+    held_out = optional_split(splits, "eval_split", arguments, "the loss on held-out responses will not be computed")
+    if held_out is not None:
+        held_out = demonstrations(held_out, arguments.eval_split)
     return demonstrations(rows, source, arguments.num_examples), held_out
 
 

@@ -134,7 +134,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
         arguments, training = run.arguments, run.training
         splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         train = splits[arguments.train_split]
-        prompts = optional_split(splits, arguments.prompt_split, arguments, "no held-out evaluation")
+        prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
         plain = load_rewards(arguments, training.per_device_eval_batch_size, needed=trainer_class.needs_rewards)
         rewards = _shaped(plain, arguments, training)
         trainer = run.load_trainer(partial(trainer_class, reward_funcs=rewards), train_dataset=train)

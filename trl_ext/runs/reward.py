@@ -39,7 +39,7 @@ class RewardArguments:
         default="toy", metadata={"help": "toy, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."}
     )
     train_split: str = field(default="train_prefs", metadata={"help": "Pairs to train on."})
-    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; not evaluated if missing."})
+    eval_split: str = field(default="test_prefs", metadata={"help": "Held-out pairs; none for no evaluation."})
     selection_split: str | None = field(
         default=None,
         metadata={
@@ -86,7 +86,7 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
         benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
-        held_out = optional_split(benchmark, arguments.eval_split, arguments, "held-out pairs will not be evaluated")
+        held_out = optional_split(benchmark, "eval_split", arguments, "held-out pairs will not be evaluated")
         if held_out is not None:
             check_pairs(held_out, arguments.eval_split, "eval_split")
         selection_split = _selection_split(benchmark, arguments, training)

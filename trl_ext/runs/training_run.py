@@ -50,7 +50,8 @@ class TrainingRun:
         checkpoint: the checkpoint that the run resumes from; None to start from the beginning.
         started: start time in seconds of the system clock.
         resolved: the arguments as config.yaml holds them; set by `load_trainer`.
-        training_seconds: duration of `train`.
+        training_seconds: duration of `train` with its evaluations; that of a resumed run includes the earlier parts.
+        metrics: the callback that writes metrics.jsonl, after `open`.
     """
 
     arguments: Any
@@ -61,6 +62,7 @@ class TrainingRun:
     started: float
     resolved: str = ""
     training_seconds: float = 0.0
+    metrics: MetricsFileCallback | None = None
 
     @property
     def folder(self) -> Path:
@@ -110,6 +112,7 @@ class TrainingRun:
         if metrics is None:
             metrics = MetricsFileCallback(self.folder / "metrics.jsonl")
             trainer.add_callback(metrics)
+        self.metrics = metrics
         StepLineCallback.show_in(trainer)
         if self.launch.doctor == "on" and self.checkpoint is None:
             report_before_training(trainer)
@@ -125,12 +128,11 @@ class TrainingRun:
             save: False if the recipe first chooses a checkpoint and saves it itself.
             mendable: errors that end the run with one line.
         """
-        begun = time.time()
         with one_line_errors(mendable), logging_redirect_tqdm():
             # Add it last: it may end the program, and all other callbacks must have finished.
             trainer.add_callback(Preemption(trainer))
             trainer.train(resume_from_checkpoint=self.checkpoint)
-        self.training_seconds = time.time() - begun
+        self.training_seconds = self.metrics.seconds
         if save:
             trainer.save_model(self.training.output_dir)
 

@@ -32,7 +32,7 @@ _WHAT_IT_SAYS = (
     "Holm's hardest step leaves, with the variances taken as they were estimated: with few seeds, a rough guide."
 )
 
-_UNTUNED = "No settings were searched: a verdict is on the methods with the settings that they were given."
+_UNTUNED = "This comparison searched no settings: a verdict is on the methods with the settings that they were given."
 
 
 def compare_runs(
@@ -180,7 +180,7 @@ def sentence(one: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
     prompts, seeds = difference["prompts"], difference["seeds"]
     more_seeds = _needed(one["seeds_needed"], "seeds", f"on these {prompts} prompts")
     more_prompts = _needed(one["prompts_needed"], "prompts", f"with these {seeds} seeds")
-    return f"{told}. To find a true difference of {one['effect']:.4f} takes {more_seeds}, or {more_prompts}."
+    return f"{told}. To find a true difference of {one['effect']:.4f}, {more_seeds}; {more_prompts}."
 
 
 def plot_comparison(summary: Mapping[str, Any], path: str | Path) -> None:
@@ -244,4 +244,4 @@ def _p(value: float) -> str:
 
 
 def _needed(count: int | None, what: str, beside: str) -> str:
-    return f"more {what} than there could be {beside}" if count is None else f"{count:,} {what} {beside}"
+    return f"no number of {what} {beside} is enough" if count is None else f"{count:,} {what} {beside} are enough"
