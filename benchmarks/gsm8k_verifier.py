@@ -24,9 +24,14 @@ from trl_ext.evaluation.reasoning.samples import majority_at_k
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rewards import RewardModel, parse_gsm8k_response
 
-# No split is evaluated by the recipe: the held-out questions are, below.
-LIMITS = {"max_prompt_tokens": 256, "max_response_tokens": 256}
-SETTINGS = {"learning_rate": 2e-5, "select_best": "none", "eval_split": "none", **LIMITS}
+# The recipe evaluates no split: the held-out questions are evaluated below.
+SETTINGS = {
+    "learning_rate": 2e-5,
+    "max_prompt_tokens": 256,
+    "max_response_tokens": 256,
+    "select_best": "none",
+    "eval_split": "none",
+}
 # As in `48/2 = <<48/2=24>>24`.
 CALCULATION = re.compile(r"<<[^<>]*>>")
 
