@@ -271,7 +271,26 @@ def test_gains_in_which_cuts_cost_nothing_by_hand(tmp_path):
     cells = dict(zip(table.columns, table.rows[0], strict=True))
     assert cells["gain in score"].text == "0.188"  # (0 + 0.75 + 0 + 0) / 4
     assert cells["gain, cuts cost nothing"].text == "0.250"  # (0.5 + 0.5 + 0 + 0) / 4
-    assert cells["cut"].text == "0.50"
+    assert cells["cut"].text == "0.50" and "gain, greedy" not in cells
+
+
+def test_gains_of_greedy_answers_by_hand(tmp_path):
+    """Problems have a greedy response beside the sampled one, for policy and base."""
+    folder = write_run(tmp_path / "runs" / "grpo_math-0", "grpo_math")
+    rows = rows_of(folder / "generations.jsonl")
+    answers = (
+        ("correct", "wrong_answer"),
+        ("correct", "correct"),
+        ("wrong_format", "correct"),
+        ("correct", "wrong_format"),
+    )
+    for row, (own, base) in zip(rows, answers, strict=True):
+        row |= {"greedy_category": own, "base_greedy_category": base}
+    (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keep.keep(tmp_path / "runs", "study")
+    (run,), _ = find_runs([published.study_folder("study")])
+    table = page.study_table([run])
+    assert dict(zip(table.columns, table.rows[0], strict=True))["gain, greedy"].text == "0.250"  # (1 + 0 - 1 + 1) / 4
 
 
 # ---- What comes with the package ----

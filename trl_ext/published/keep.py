@@ -35,7 +35,10 @@ TEXTS, WORST = 10, 3
 # Rows of metrics.jsonl that are kept: those with figures of held-out rows, and those of training alone.
 HELD_OUT_ROWS, TRAINING_ROWS = 20, 24
 KEPT_METRICS = {"step", "seconds", "collapsed", "sampled_kl", *HELD_OUT_TITLES, *TRAINING_TITLES}
-KEPT_OF_PROMPT = ("row_id", "score", "base_score", "generated_num_tokens", "finished", "base_finished", "outcome")
+KEPT_OF_PROMPT = (
+    *("row_id", "score", "base_score", "generated_num_tokens", "finished", "base_finished", "outcome"),
+    *("greedy_category", "base_greedy_category"),
+)
 # The folders of an absolute path. The slashes of an address or of `and/or` are preceded by other characters.
 FOLDERS = re.compile(r"(?<![\w./\\~-])(?:~|[A-Za-z]:)?[/\\](?![/\\])(?:[^\s/\\:]+[/\\])*")
 

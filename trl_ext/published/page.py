@@ -100,9 +100,9 @@ def study_table(runs: Sequence[Run]) -> Table:
     commits = _kept(runs, "commit")
     note = (
         f"The model {about.model} on {about.dataset}, {prompts:.0f} held-out prompts. Gain is in score over the "
-        "untrained model. Brackets after gains and after the win rate hold 95% intervals over prompts and seeds; the "
-        "others, the lowest and the highest seed. Cut is the share of responses that reached the token limit. Hours "
-        f"are of one run with its evaluation.{f' Commit: {commits}.' if commits else ''}"
+        "model before training. Brackets after gains and after the win rate hold 95% intervals over prompts and "
+        "seeds; the others, the lowest and the highest seed. Cut is the share of responses that reached the token "
+        f"limit. Hours are of one run with its evaluation.{f' Commit: {commits}.' if commits else ''}"
     )
     columns = [name for name in rows[0] if name != "prompts" and any(cells[name].text != "-" for cells in rows)]
     return Table("study", "Methods of the study", note, columns, [[cells[name] for name in columns] for cells in rows])
@@ -128,6 +128,7 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
         "steps": count(found[0]["steps"]),
         "seeds": Cell(", ".join(map(str, sorted(runs)))),
         "gain in score": _over_prompts_and_seeds(rows, "gain", -1.0),
+        "gain, greedy": _over_prompts_and_seeds(rows, "gain_greedy", -1.0),
         "gain, cuts cost nothing": _over_prompts_and_seeds(rows, "gain_uncut", -1.0),
         "win rate, ties as half": _over_prompts_and_seeds(rows, "win_rate", 0.0),
         "KL (nats)": _over_seeds(kl, 2),
@@ -146,6 +147,8 @@ def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str, lowest: floa
         for row in run.rows.values():
             if row.get("score") is not None and row.get("base_score") is not None:
                 row["gain"] = row["score"] - row["base_score"]
+                if "greedy_category" in row:
+                    row["gain_greedy"] = _right(row, "") - _right(row, "base_")
                 if halves and "base_finished" in row:
                     row["gain_uncut"] = _uncut(row, "") - _uncut(row, "base_")
     try:
@@ -161,6 +164,11 @@ def _over_prompts_and_seeds(runs: Sequence[MethodRun], metric: str, lowest: floa
 def _uncut(row: Mapping[str, Any], whose: str) -> float:
     """The score of `instructions`, had the response not lost a part of it for being cut."""
     return row[f"{whose}score"] / (1.0 if row[f"{whose}finished"] else KEPT_IF_CUT)
+
+
+def _right(row: Mapping[str, Any], whose: str) -> float:
+    """1 if the greedy answer to a problem is right, else 0."""
+    return float(row[f"{whose}greedy_category"] == "correct")
 
 
 def _share_cut(rows: Collection[Mapping[str, Any]]) -> float:
