@@ -302,7 +302,7 @@ SHIPPED = sorted((recipes.REPOSITORY / "trl_ext" / "published" / "data").glob("*
 @pytest.mark.parametrize("folder", SHIPPED, ids=lambda path: path.name)
 def test_shipped_runs_are_small_and_name_no_machine(folder):
     texts = {path.name: path.read_text() for path in folder.iterdir()}
-    assert sum(len(text.encode()) for text in texts.values()) < 65_000
+    assert sum(len(text.encode()) for text in texts.values()) < 90_000
     for name in ("results.json", "config.yaml"):
         content = yaml.safe_load(texts[name])
         assert keep.clean(content) == content
