@@ -23,7 +23,6 @@ from tests.recipes import REPOSITORY, copy_repository
 pytestmark = pytest.mark.slow
 setuptools = pytest.importorskip("setuptools")
 
-MAX_BYTES = 4 * 2**20
 # What working in a folder of scripts may leave in it.
 LEFT_BEHIND = (".env", "runs/x/model.safetensors", "runs/x/config.yaml", "wandb/run/config.yaml", "aot.py~")
 LEFT_BEHIND += (".ipynb_checkpoints/one.ipynb", "__pycache__/aot.cpython-311.pyc", "configs/.secret.yaml", "nohup.out")
@@ -141,6 +140,18 @@ def test_source_distribution_builds_and_carries_no_runs(built):
     assert "recipes/aot.py" in files and "recipes/configs/toy/aot.yaml" in files
     assert not [name for name in files if name.startswith(("runs", "tests", ".venv", "build/"))]
     assert not files & {f"recipes/{name}" for name in LEFT_BEHIND}
+
+
+def test_editable_install_is_found_before_a_folder_of_its_name(built, tmp_path):
+    """In the folder above a clone called trl_ext, Python takes the clone for a package without an `__init__.py`."""
+    build = "import setuptools.build_meta as backend, sys; print(backend.build_editable(sys.argv[1]))"
+    run([sys.executable, "-c", build, str(tmp_path)], built.source)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        archive.extractall(tmp_path / "site")
+    (tmp_path / "above" / "trl_ext").mkdir(parents=True)
+    code = "import site, sys; site.addsitedir(sys.argv[1]); import trl_ext; print(trl_ext.__file__)"
+    found = run([sys.executable, "-S", "-c", code, str(tmp_path / "site")], tmp_path / "above").strip()
+    assert Path(found) == built.source / "trl_ext" / "__init__.py"
 
 
 def test_import_away_from_the_repository(installed):
