@@ -227,10 +227,11 @@ def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
 
 
 def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
-    for name in ("dpo", "mine"):
+    """What their names would say of the data, were they recipes to run, does not matter."""
+    for name in ("sft", "mine"):
         for seed in (3, 4):
             fake_run("dpo", Path("old", f"{name}-{seed}"), {"seed": str(seed)})
-    words = ["--methods", "mine,dpo", "--seeds", "3-4", "--runs", "old", "--baseline", "dpo", "--metric", "win_rate"]
+    words = ["--methods", "mine,sft", "--seeds", "3-4", "--runs", "old", "--baseline", "sft", "--metric", "win_rate"]
     compare.main(*words)
     assert not compare.calls and not Path("old/compare.json").exists()
     found = summary()
