@@ -227,7 +227,7 @@ def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
 
 
 def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
-    """What their names would say of the data, were they recipes to run, does not matter."""
+    """Their names, one of them a recipe that is evaluated on other data, do not matter."""
     for name in ("sft", "mine"):
         for seed in (3, 4):
             fake_run("dpo", Path("old", f"{name}-{seed}"), {"seed": str(seed)})
