@@ -104,7 +104,7 @@ def read_plan(given) -> Plan:
     names = [method.name for method in methods]
     if len(set(names)) < len(names):
         raise ValueError(f"--methods {given.methods}: a method is named twice")
-    if not given.runs:  # Runs that are there are compared by their own prompts.
+    if not given.runs:  # Finished runs are checked by the prompts that they answered.
         _check_one_kind(methods)
     baseline = given.baseline or content.get("baseline") or names[0]
     choices = names if given.baseline else list(dict.fromkeys([*known, *names]))
