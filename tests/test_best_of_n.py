@@ -185,6 +185,19 @@ def test_empty_responses():
     assert nothing.picks() == [None] and nothing.unscorable == 1
 
 
+def test_the_penalty_for_cut_responses():
+    """By hand: 3 - 1 < 2.5, so that the whole response is picked; what has no reward gets none."""
+    result = best_of_n(
+        ROWS[:1],
+        Engine(texts=["cut", "whole", "cut again"]),
+        lambda **columns: [3.0, 2.5, None],
+        3,
+        missing_eos_penalty=1.0,
+    )
+    assert [row["reward"] for row in result.rows] == [2.0, 2.5, None]
+    assert result.picks()[0]["response_text"] == "whole"
+
+
 def test_rewards_that_are_no_numbers():
     result = best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0, math.nan, None, math.inf], 4)
     assert [row["reward"] for row in result.rows] == [1.0, None, None, None]

@@ -146,7 +146,7 @@ def test_what_the_recipe_refuses_in_one_line(options, message, known, tmp_path, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
+def test_a_file_of_prompts_needs_no_split_named_and_cut_responses_can_be_penalized(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.py").write_text(
         "def long(completion_ids, **columns):\n    return list(map(len, completion_ids))\n"
@@ -154,11 +154,12 @@ def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
     rows = [{"row_id": f"p{i}", "prompt_text": f"Name fruit number {i}."} for i in range(3)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
-    recipes.run(
-        monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", "--reward_function", "long.py:long"
-    )
+    rewarded = ["--reward_function", "long.py:long", "--missing_eos_penalty", "9"]
+    recipes.run(monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", *rewarded)
     samples = read(tmp_path / "run", "samples.jsonl")
-    assert [row["reward"] for row in samples] == [row["generated_num_tokens"] for row in samples]
+    assert not all(row["finished"] for row in samples)
+    for row in samples:
+        assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
     assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
     assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
 

@@ -77,6 +77,7 @@ def best_of_n(
     n: int,
     *,
     empty: str = "score",
+    missing_eos_penalty: float = 0.0,
     seed: int = 0,
     path: str | Path | None = None,
     save_every: int = SAVE_EVERY,
@@ -98,6 +99,7 @@ def best_of_n(
         n: responses to each prompt.
         empty: how to treat a response without text: `score` it like any other, `leave_out` to give it no reward,
             `refuse` to raise.
+        missing_eos_penalty: what is subtracted from the reward of a response that was cut at the token limit.
 
     Raises:
         ValueError: there are no prompts, n is below 1, a response has no text and `empty` is `refuse`, the reward
@@ -117,7 +119,11 @@ def best_of_n(
     items = [(row, row["prompt"], sample) for row in rows for sample in range(n)]
 
     def scored(part: list, generations: list[Generation]) -> list[dict[str, Any]]:
-        return _scored(part, generations, reward, empty)
+        rows = _scored(part, generations, reward, empty)
+        for row in rows:
+            if row["reward"] is not None and not row["finished"]:
+                row["reward"] -= missing_eos_penalty
+        return rows
 
     options = {"seed": seed, "path": path, "save_every": save_every, "accelerator": accelerator, "progress": progress}
     done = sample_rows(items, engine, scored, **options)

@@ -57,6 +57,9 @@ class BestOfNArguments(SampledArguments):
         default="score",
         metadata={"help": "Responses without text: score them like others, leave_out of the picks, or refuse."},
     )
+    missing_eos_penalty: float = field(
+        default=0.0, metadata={"help": "Taken off the reward of a response that was cut at max_new_tokens."}
+    )
     keep: str | None = field(
         default=None,
         metadata={
@@ -136,6 +139,7 @@ def main() -> None:
             reward,
             arguments.num_samples,
             empty=arguments.empty,
+            missing_eos_penalty=arguments.missing_eos_penalty,
             seed=arguments.seed,
             path=folder / SAMPLES,
             save_every=arguments.save_every,
@@ -153,7 +157,9 @@ def main() -> None:
                 write_json_lines(folder / SAMPLES, result.rows)
             results = _compare(arguments, result, prompts, base, judge, tokenizer, folder)
             named = {"reward": name_of_reward(reward), "judge": arguments.judge}
-            objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g})"
+            penalty = arguments.missing_eos_penalty
+            penalized = f", missing_eos_penalty {penalty:g}" if penalty else ""
+            objective = f"best of {arguments.n[-1]} (temperature {settings.temperature:g}{penalized})"
             results["run"] = run.describe(objective, settings, **named)
             if arguments.keep:
                 provenance = {"sampled_from": run.model.model_name_or_path, "rewarded_by": named["reward"]}
