@@ -123,6 +123,8 @@ def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_pat
         ([], "nothing to reward responses with: give --reward_model FOLDER"),
         (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
         (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
+        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
+        (["--missing_eos_penalty", "nan"], "missing_eos_penalty must be a number from 0 up, got nan"),
         (["--keep", "threshold"], "keep threshold needs keep_threshold"),
         (["--keep", "best", "--keep_count", "2"], "keep_count is for --keep top_k, and --keep is best"),
         (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
@@ -146,7 +148,7 @@ def test_what_the_recipe_refuses_in_one_line(options, message, known, tmp_path, 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_file_of_prompts_needs_no_split_named_and_cut_responses_can_be_penalized(tmp_path, monkeypatch):
+def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "long.py").write_text(
         "def long(completion_ids, **columns):\n    return list(map(len, completion_ids))\n"

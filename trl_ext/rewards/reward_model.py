@@ -189,7 +189,8 @@ class RewardModel:
             self._said_that_ends_do_not_show = True
             logger.warning(
                 "reward model %s: its padding token is the end-of-turn token, so scores are read before it, and a "
-                "completion that was cut scores as if it had ended; missing_eos_penalty lowers its reward; said once",
+                "completion that was cut scores as if it had ended; in training and best-of-n, missing_eos_penalty "
+                "lowers its reward; said once",
                 self.name,
             )
 

@@ -35,6 +35,7 @@ from trl_ext.runs.studies.sampling import (
     response_ids,
     sampling_errors,
 )
+from trl_ext.trainers.defaults import check_at_least
 
 SAMPLES = "samples.jsonl"
 FILES = (
@@ -74,6 +75,7 @@ class BestOfNArguments(SampledArguments):
 
     def __post_init__(self):
         super().__post_init__()
+        check_at_least(self, {"missing_eos_penalty": 0})
         self.n = sorted({1, 2, 4, 8, 16} if self.n is None else {*self.n})
         if self.n[0] < 1:
             raise ValueError(f"n must be at least 1, got {self.n[0]}")
