@@ -65,8 +65,8 @@ def test_top_k_and_the_penalty_are_what_they_say(toy, prompts):
             with torch.no_grad():
                 logits = model(torch.tensor([ids])).logits[0, -1]
             seen = torch.tensor(sorted(set(ids)))
-            penalized = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
-            assert logits.scatter(0, seen, penalized).argmax() == token
+            penalised = torch.where(logits[seen] > 0, logits[seen] / 1.7, logits[seen] * 1.7)
+            assert logits.scatter(0, seen, penalised).argmax() == token
             ids.append(token)
 
 

@@ -55,7 +55,7 @@ def length_controlled_win_rate(
     The model is that of AlpacaEval 2 (Dubois et al. 2024, arXiv 2404.04475) without its term for the difficulty of a
     prompt: the log-odds that the candidate wins on prompt x are theta + phi tanh(d_x / s), with d_x the length of the
     candidate's response minus the base's, and s the sample standard deviation of the d_x. The rate is sigmoid(theta).
-    AlpacaEval penalizes the coefficients by their absolute values, with a cross-validated weight, and adds two made-up
+    AlpacaEval penalises the coefficients by their absolute values, with a cross-validated weight, and adds two made-up
     comparisons that guard against gaming. Here a wide normal prior replaces both.
 
     Args:
