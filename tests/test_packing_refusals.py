@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -94,7 +95,8 @@ def test_soft_cap_of_the_attention_scores_is_noticed():
     expected = forward(model, batch).log_probs
     packing = share_prefixes(model)
     assert forward(model, batch).log_probs.equal(expected)
-    assert packing.reason == "its attention takes softcap"
+    # From 5.18 on, transformers chooses eager attention for such a model.
+    assert re.match("its attention (takes softcap|is eager)", packing.reason)
 
 
 def test_model_that_ignores_its_positions_is_noticed(monkeypatch):

@@ -147,20 +147,29 @@ def test_numbers_of_a_row_depend_on_its_index():
     assert len(uniform_numbers(5, 100, 8).unique()) == 800
 
 
+@pytest.mark.parametrize("prompts", ["padded", "of equal length"])
 @pytest.mark.parametrize(
     "given",
     [
+        {},
         {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
         {"no_repeat_ngram_size": 2},
         {"min_new_tokens": 10},
         {"do_sample": True, "top_k": 1},
         {"do_sample": True, "top_p": 1e-6, "top_k": 0},
         {"num_return_sequences": 1, "suppress_tokens": [4, 7, 50]},
     ],
-    ids=lambda given: next(reversed(given)),
+    ids=lambda given: next(reversed(given), "greedy"),
 )
-def test_settings_are_those_of_transformers(given):
+def test_settings_are_those_of_transformers(given, prompts):
+    """Responses end at different steps, and rows that have ended leave the sampler's batch."""
     model, rows_given = decoder(), batch()
+    if prompts == "of equal length":
+        # The longest prompt and its copies, and that prompt with other beginnings; transformers may drop the mask.
+        full = rows_given["input_ids"][rows_given["attention_mask"].all(1)]
+        ids = torch.cat([full, full.roll(3, dims=1), full.roll(7, dims=1)])
+        rows_given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     expected = model.generate(**rows_given, generation_config=settings(**given))
     sampler = fast_rollouts(model)
     assert torch.equal(model.generate(**rows_given, generation_config=settings(**given)), expected)

@@ -192,7 +192,9 @@ class Sampler:
         generation_config=None,
         **model_kwargs: Any,
     ) -> Tensor:
-        attended = model_kwargs["attention_mask"]
+        # transformers from 5.18 on drops a mask that hides nothing.
+        attended = model_kwargs.get("attention_mask")
+        attended = torch.ones_like(input_ids) if attended is None else attended
         limit = generation_config.max_length - input_ids.shape[1]
         prompts = [row[mask != 0].tolist() for row, mask in zip(input_ids, attended, strict=True)]
         self._check_lengths(max(map(len, prompts)) + limit)

@@ -119,6 +119,9 @@ def sample(
     criteria = StoppingCriteriaList(
         criterion for criterion in stopping_criteria if not isinstance(criterion, (MaxLengthCriteria, StopInResponse))
     )
+    # Since transformers 5.23, a repetition penalty knows the padding of each row of the batch.
+    ignored = [(one, getattr(one, "prompt_ignore_length", None)) for one in logits_processor]
+    ignored = [(one, leading) for one, leading in ignored if isinstance(leading, Tensor)]
     rows = decoder.rows
     waiting = list(decoder.order)
     living = torch.zeros(0, dtype=torch.long)
@@ -130,6 +133,8 @@ def sample(
         # Right-aligned, as rows of several ages need; the left is filled as padding of prompts is.
         place = torch.arange(width + int(age.max())) - (age.max() - age)[:, None]
         ids = sequences[which[:, None], place.clamp(min=0)].masked_fill_(place < 0, padding)
+        for processor, leading in ignored:
+            processor.prompt_ignore_length = leading[which]
         scores = logits_processor(ids, logits)
         chosen, scores = draw(scores, None if numbers is None else numbers[which, age], work=logits)
         sequences[which, width + age] = chosen
