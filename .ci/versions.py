@@ -1,9 +1,11 @@
-"""The versions that the workflow tests: the Pythons and the releases of TRL that pyproject.toml permits.
+"""The versions that the checks use: the Pythons and the ends of the ranges of packages that pyproject.toml permits.
 
-    python .ci/versions.py matrix          # the jobs, as GitHub reads them
-    python .ci/versions.py pin oldest      # constraints.txt then asks for that release of TRL
+    python .ci/versions.py pythons         # the Pythons, as GitHub's matrix reads them
+    python .ci/versions.py oldest          # constraints for pip: the oldest permitted release of every package
+    python .ci/versions.py newest          # the newest, which pip chooses itself
 
-To add a Python, add a classifier; to add a release of TRL, move a bound of the requirement. This file stays the same.
+Both ends take the torch of constraints.txt, since other releases have no build for CPUs alone everywhere.
+To add a Python, add a classifier; to permit another release, move a bound. This file stays the same.
 """
 
 from __future__ import annotations
@@ -27,39 +29,21 @@ def pythons() -> list[str]:
     return [match[1] for match in found if match]
 
 
-def trl_bounds() -> tuple[str, str]:
-    """The inclusive lower and the exclusive upper bound on TRL's release, such as 1.16 and 1.17."""
-    requirement = next(name for name in project()["dependencies"] if name.startswith("trl>="))
-    oldest, below = re.fullmatch(r"trl>=([\d.]+),<([\d.]+)", requirement).groups()
-    return oldest, below
-
-
-def requirement(which: str) -> str:
-    """The line of constraints.txt for the `oldest` or the `newest` permitted TRL."""
-    oldest, below = trl_bounds()
-    return f"trl~={oldest}.0" if which == "oldest" else f"trl>={oldest},<{below}"
-
-
-def matrix() -> dict[str, list[dict[str, str]]]:
-    """Every Python with the pinned versions, and the oldest and newest TRL, which may be the same release."""
-    jobs = [{"python": version, "trl": "pinned"} for version in pythons()]
-    (major, oldest), (_, below) = (map(int, bound.split(".")) for bound in trl_bounds())
-    ends = ["newest"] if below == oldest + 1 else ["oldest", "newest"]
-    return {"include": [*jobs, *({"python": pythons()[0], "trl": end} for end in ends)]}
-
-
-def pin(which: str) -> None:
-    """Replace the requirement of TRL in constraints.txt; `pinned` leaves it unchanged."""
-    path = ROOT / "constraints.txt"
-    if which != "pinned":
-        text = re.sub(r"^trl==.*$", requirement(which), path.read_text(encoding="utf-8"), flags=re.MULTILINE)
-        path.write_text(text, encoding="utf-8")
+def constraints(which: str) -> list[str]:
+    """Lines of a constraints file: torch of the pins, and for `oldest` the lower bound of every other requirement."""
+    torch = re.search(r"^torch==.*$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), flags=re.MULTILINE)[0]
+    if which == "newest":
+        return [torch]
+    requirements = [*project()["dependencies"], *sum(project()["optional-dependencies"].values(), [])]
+    bounds = (re.match(r"([\w.-]+)(?:\[[\w,]+\])?>=(\d+)(?:\.(\d+))?", line) for line in requirements)
+    lowest = {match[1]: f"{match[2]}.{match[3] or 0}" for match in bounds if match}
+    return [torch, *(f"{name}=={version}.*" for name, version in lowest.items() if name != "torch")]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["matrix"]:
-        print(json.dumps(matrix()))
-    elif sys.argv[1:2] == ["pin"] and sys.argv[2:] in (["pinned"], ["oldest"], ["newest"]):
-        pin(sys.argv[2])
+    if sys.argv[1:] == ["pythons"]:
+        print(json.dumps(pythons()))
+    elif sys.argv[1:] in (["oldest"], ["newest"]):
+        print(*constraints(sys.argv[1]), sep="\n")
     else:
         raise SystemExit(__doc__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shutil
 import subprocess
@@ -42,43 +41,56 @@ def test_the_workflow_does_what_ci_run_does():
     # A step with a condition is of the weekly run alone.
     steps = [step.get("run", "") for step in WORKFLOW["jobs"]["test"]["steps"] if "if" not in step]
     assert [step.split()[1] for step in steps if step.startswith("make ")] == wanted
-    assert wanted == ["lint", "test", "test-processors", "test-slow", "test-zero"]
+    assert wanted == ["lint", "test", "test-processors", "test-slow", "test-zero", "test-oldest", "test-newest"]
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
     assert {*wanted, "docs"} <= set(targets)
 
 
-def test_the_matrix_is_generated_from_the_project():
-    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"] == "${{ fromJSON(needs.versions.outputs.matrix) }}"
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / ".ci" / "versions.py"), "matrix"], capture_output=True, text=True, check=True
-    )
-    jobs = json.loads(done.stdout)["include"]
-    assert all(set(job) == {"python", "trl"} for job in jobs)
-    classifiers = PROJECT["project"]["classifiers"]
-    named = {name.rpartition(" ")[2] for name in classifiers if re.search(r":: 3\.\d+$", name)}
-    assert {job["python"] for job in jobs if job["trl"] == "pinned"} == named == {"3.11", "3.12", "3.13"}
-    assert PROJECT["project"]["requires-python"] == f">={min(named)}"
-    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{min(named).replace('.', '')}"
+def test_the_pythons_are_those_of_the_project(versions):
+    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"] == {
+        "python": "${{ fromJSON(needs.versions.outputs.pythons) }}"
+    }
+    pythons = versions.pythons()
+    assert pythons == ["3.11", "3.12", "3.13"]
+    assert PROJECT["project"]["requires-python"] == f">={pythons[0]}"
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{pythons[0].replace('.', '')}"
 
 
-@pytest.mark.parametrize(("bounds", "ends"), [("1.16,<1.17", ["newest"]), ("1.16,<1.18", ["oldest", "newest"])])
-def test_a_new_release_of_trl_is_one_bound(bounds, ends, versions):
+def test_both_ends_of_every_range(versions):
+    """`>=4.7` asks for 4.7.*, `>=4` for 4.0.*; torch is the pinned one at both ends."""
     path = versions.ROOT / "pyproject.toml"
-    path.write_text(re.sub(r"trl>=[\d.]+,<[\d.]+", f"trl>={bounds}", path.read_text()))
-    assert [job["trl"] for job in versions.matrix()["include"] if job["trl"] != "pinned"] == ends
+    path.write_text(re.sub(r'"peft>=[\d.]+"', '"peft>=7"', path.read_text()))
+    oldest = versions.constraints("oldest")
+    pinned = next(
+        line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line.startswith("torch=")
+    )
+    assert oldest[0] == pinned and versions.constraints("newest") == [pinned]
+    assert {"trl==1.16.*", "transformers==5.17.*", "datasets==4.7.*", "peft==7.0.*", "openai==2.0.*"} <= set(oldest)
+    named = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
+    assert named <= {line.split("==")[0] for line in oldest}
 
 
-@pytest.mark.parametrize(("which", "line"), [("oldest", "trl~=1.16.0"), ("newest", "trl>=1.16,<1.17")])
-def test_another_trl_is_asked_for_in_the_constraints(which, line, versions):
-    path = versions.ROOT / "constraints.txt"
-    before = path.read_text().splitlines()
-    versions.pin(which)
-    after = path.read_text().splitlines()
-    assert [new for old, new in zip(before, after, strict=True) if old != new] == [line]
+def test_what_broke_in_a_minor_release_has_an_upper_bound():
+    for name in ("trl", "transformers", "vllm"):
+        lines = [*PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"]["vllm"]]
+        assert re.fullmatch(rf"{name}>=[\d.]+,<[\d.]+", next(line for line in lines if line.startswith(name + ">")))
 
 
-def test_the_contract_tests_permit_what_the_project_permits(versions):
-    oldest, below = versions.trl_bounds()
+def test_the_extra_with_the_tested_versions_is_the_constraints():
+    pins = dict(
+        line.split(" ")[0].split("==")
+        for line in (REPOSITORY / "constraints.txt").read_text().splitlines()
+        if "==" in line and not line.startswith("#") and " ; " not in line
+    )
+    named = [re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]]
+    assert PROJECT["project"]["optional-dependencies"]["tested"] == [
+        f"{name}=={pins[name]}" for name in named if name in pins
+    ]
+
+
+def test_the_contract_tests_permit_what_the_project_permits():
+    [bounds] = [line for line in PROJECT["project"]["dependencies"] if line.startswith("trl>")]
+    oldest, below = re.fullmatch(r"trl>=([\d.]+),<([\d.]+)", bounds).groups()
     for name in ("test_trl_contract.py", "test_policy_contract.py"):
         text = (REPOSITORY / "tests" / name).read_text()
         assert f'Version("{oldest}") <= ' in text and f' < Version("{below}")' in text, name
