@@ -65,7 +65,7 @@ def test_both_ends_of_every_range(versions):
         line for line in (REPOSITORY / "constraints.txt").read_text().splitlines() if line.startswith("torch=")
     )
     assert oldest[0] == pinned and versions.constraints("newest") == [pinned]
-    assert {"trl==1.16.*", "transformers==5.17.*", "datasets==4.7.*", "peft==7.0.*", "openai==2.0.*"} <= set(oldest)
+    assert {"trl==1.16.*", "transformers==5.17.*", "datasets==4.7.*", "peft==7.0.*", "openai==3.0.*"} <= set(oldest)
     named = {re.match(r"[\w.-]+", line)[0] for line in PROJECT["project"]["dependencies"]}
     assert named <= {line.split("==")[0] for line in oldest}
 
