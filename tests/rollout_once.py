@@ -7,6 +7,7 @@ random weights makes varied enough.
 
 from __future__ import annotations
 
+import copy
 import functools
 import zlib
 from pathlib import Path
@@ -136,8 +137,6 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     if "fault" in spec:
         trainer_class = type(trainer_class.__name__, (FAULTS[spec["fault"]], trainer_class), {})
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec.get("dtype", "float64")))
-    if "perturb" in spec:
-        perturbed(model, seed=spec["perturb"], scale=0.02)
     lora = None
     if spec.get("lora"):
         lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -152,7 +151,14 @@ def build(spec: dict, output_dir: str, **trainer_arguments: Any):
     arguments = {**defaults, **trainer_arguments}
     reward_functions = arguments.pop("reward_funcs")
     args = config_class(**{**DEFAULTS, **spec.get("args", {}), "output_dir": output_dir})
-    return trainer_class(model, reward_functions, args=args, **arguments)
+    policy, moved = list(model.parameters()), []
+    if "perturb" in spec:
+        moved = perturbed(copy.deepcopy(model), seed=spec["perturb"], scale=0.02).parameters()
+    trainer = trainer_class(model, reward_functions, args=args, **arguments)
+    # Only now: the reference of a model in memory is a copy of it.
+    for parameter, value in zip(policy, moved, strict=False):
+        parameter.data.copy_(value)
+    return trainer
 
 
 class LossFaultOnTheLastRank:

@@ -231,13 +231,6 @@ def test_when_they_are_precomputed(args, precomputed, tiny_model_path, tmp_path)
     assert trainer.args.precompute_ref_log_probs == configuration.get("precompute_ref_log_probs")
 
 
-def test_the_reference_of_a_whole_model_in_memory_is_left_to_trl(tiny_model_path, tmp_path):
-    """Which loads it from where the model came from, while the model's weights may have changed since."""
-    spec = {"model": tiny_model_path, "args": {"max_steps": 5}}
-    assert not train_once.build(spec, str(tmp_path / "in memory")).precompute_ref_logps
-    assert train_once.build({**spec, "reference_seed": 1}, str(tmp_path / "given")).precompute_ref_logps
-
-
 @float32_again()
 def test_they_come_from_the_cache_the_second_time(tiny_model_path, tmp_path, monkeypatch):
     monkeypatch.setattr(reference_cache, "cache_folder", lambda: tmp_path / "cache")

@@ -97,6 +97,10 @@ SOURCES = [
     (kto_trainer, '"KL_completion_ids"', f"{KTO}._prepare_dataset"),
     *((kind._save_checkpoint, "create_model_card(", CARD) for kind in TRAINERS),
     (peft.PeftModel.save_pretrained, "create_or_update_model_card(", CARD),
+    *(
+        (kind.__init__, "self.ref_model = create_model_from_path(", "trl_ext.trainers.policies.reference_in_memory")
+        for kind in (trl.DPOTrainer, trl.KTOTrainer, trl.GRPOTrainer)
+    ),
 ]
 # Attributes that `GRPOTrainer._compute_loss` reads when it is called: ours sets some of them, and reads the others.
 POLICY_ATTRIBUTES = (

@@ -252,7 +252,7 @@ def keeps_reference(args, model: str, datasets: Mapping[str, Any]) -> bool:
     if not isinstance(args, PreferenceConfig):
         return False
     objective = args.build_objective()
-    return objective.needs_reference and not precomputes_reference(objective, args, model, None, dict(datasets))
+    return objective.needs_reference and not precomputes_reference(objective, args, dict(datasets))
 
 
 def plan_updates(args, processes: int, rows: int | None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from trl_ext.trainers.defaults import (
 )
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.policies import Tap
+from trl_ext.trainers.policies import Tap, check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.profile.steps import ProfiledTraining
 from trl_ext.trainers.trl_settings import refuse_given
 
@@ -104,8 +104,11 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
         if args.loss_type == "bco":
             self._name, self._paper = "BCO", BCO_PAPER
         # TRL runs its forward pass for a loss without a divergence, which is then replaced.
-        with temporarily(args, loss_type="apo_zero_unpaired" if args.loss_type == "bco" else args.loss_type):
+        loss_type = "apo_zero_unpaired" if args.loss_type == "bco" else args.loss_type
+        with temporarily(args, loss_type=loss_type), reference_in_memory(self, TRLKTOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
+        if self.ref_model is None:
+            check_base_of_adapter(self.model)
         self.packing = pack_trainer(self)
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):

@@ -2,13 +2,83 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from accelerate.utils import is_peft_model
+from transformers import PreTrainedModel
 from trl.models import unwrap_model_for_generation
 from trl.trainer.utils import use_adapter
+
+from trl_ext.models.batches import temporarily
+from trl_ext.processes import warn_once_per_run
+
+# Initializations of LoRA that change the weights of the base, so that these without the adapter are no model's.
+_CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+@contextmanager
+def reference_in_memory(trainer, trl_trainer: type, model) -> Iterator[None]:
+    """Within the block, TRL's constructor makes the reference of a given model by copying it.
+
+    TRL reads the reference from the folder that the model was once loaded from. The weights there are others if the
+    model has been trained or edited, has new tokens, or if the folder was overwritten.
+
+    Args:
+        trainer: the trainer that is constructed.
+        trl_trainer: TRL's class, whose constructor is called within the block.
+        model: as the trainer was given it.
+    """
+    if not isinstance(model, PreTrainedModel):
+        yield
+    elif any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        warn_once_per_run(
+            "ZeRO-3 divides the model, which can therefore not be copied: the reference is read from "
+            f"{model.config._name_or_path!r}, and is another one if the model was changed since it was loaded"
+        )
+        yield
+    else:
+        with temporarily(sys.modules[trl_trainer.__module__], create_model_from_path=lambda *_, **__: frozen(model)):
+            yield
+
+
+def frozen(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model in evaluation mode, without gradients and without what trainers have put on the model."""
+    model = copy.deepcopy(model)
+    model.zero_grad(set_to_none=True)
+    # Functions that an earlier trainer put in place of the model's may call the model they were made for.
+    if not hasattr(model, "_hf_hook"):
+        for name in [name for name in vars(model) if name in ("forward", "generate") or name.startswith("_trl_ext")]:
+            del vars(model)[name]
+    return model.requires_grad_(False).eval()
+
+
+def check_base_of_adapter(model) -> None:
+    """Reject an adapter which, when switched off, does not leave the model that training begins from.
+
+    Raises:
+        ValueError: the message names the setting of the adapter.
+    """
+    if not is_peft_model(model):
+        return
+    for config in model.peft_config.values():
+        start = getattr(config, "init_lora_weights", None)
+        if isinstance(start, str) and start.startswith(_CHANGE_THE_BASE):
+            raise ValueError(
+                f"init_lora_weights={start!r} changes the weights of the base, so that switching the adapter off does "
+                "not give the model that training begins from, which is needed here: leave the setting out"
+            )
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    inside = [name for name in names if not set(model.peft_config).intersection(name.split("."))]
+    if inside:
+        raise ValueError(
+            f"beside the adapter, parameters of the base are trained, such as {inside[0]}, and switching the adapter "
+            "off does not give the model that training begins from, which is needed here: freeze them "
+            '(LoraConfig(bias="none")), or name their modules in modules_to_save'
+        )
 
 
 @contextmanager
@@ -33,9 +103,13 @@ def remember_base(trainer) -> None:
     CPU memory, and also the trained ones while `base_policy` is in use.
 
     Raises:
-        ValueError: the weights will be sharded by FSDP, which prevents exchanging them in place.
+        ValueError: the weights will be sharded by FSDP, which prevents exchanging them in place; or switching the
+            adapter off does not give the base.
     """
-    if is_peft_model(trainer.model) or _fixed_reference(trainer) is not None:
+    if _fixed_reference(trainer) is not None:
+        return
+    if is_peft_model(trainer.model):
+        check_base_of_adapter(trainer.model)
         return
     if trainer.is_fsdp_enabled:
         raise ValueError(

@@ -28,6 +28,7 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
+from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.policy.curriculum import Curriculum
 from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
@@ -109,7 +110,10 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         # Those that were sampled only to replace groups of others are counted apart.
         self.rollouts = self.further_rollouts = 0
         self.plain_reward_functions, guarded = named_and_guarded(functions, self.reward_guard)
-        super().__init__(model, guarded, args, **kwargs)
+        with reference_in_memory(self, TRLGRPOTrainer, model):
+            super().__init__(model, guarded, args, **kwargs)
+        if self.beta and self.ref_model is None:
+            check_base_of_adapter(self.model)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
         watch_server(self)

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
@@ -62,18 +61,15 @@ def with_reference_log_probs(
     return datasets.concatenate_datasets([dataset, Dataset.from_dict(columns)], axis=1)
 
 
-def precomputes_reference(objective, args, model, ref_model, given: dict[str, Any]) -> bool:
+def precomputes_reference(objective, args, given: dict[str, Any]) -> bool:
     """Whether to compute reference log-probabilities before training: if requested, or if that saves passes.
 
-    `model`, `ref_model` and `given` are the trainer's arguments.
+    `given` holds the trainer's datasets by argument.
     """
     if args.precompute_ref_log_probs is not None:
         return args.precompute_ref_log_probs
     sharded = args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
     if not objective.needs_reference or args.sync_ref_model or sharded:
-        return False
-    # For a whole model in memory, TRL reloads the reference, whose weights may differ from those in memory.
-    if not isinstance(model, (str, PeftModel)) and ref_model is None and given.get("peft_config") is None:
         return False
     train_dataset, eval_dataset = given.get("train_dataset"), given.get("eval_dataset")
     sets = [train_dataset, *(eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset])]

@@ -26,7 +26,7 @@ from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
-from trl_ext.trainers.policies import Tap
+from trl_ext.trainers.policies import Tap, check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.preference.config import PreferenceConfig
 from trl_ext.trainers.preference.optimizer_batch import Window, coupled_shares
 from trl_ext.trainers.preference.reference_cache import (
@@ -79,7 +79,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         self._reference_key = None
         self._check_reference(ref_model, args)
         self._check_datasets(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
-        precomputes = precomputes_reference(self.objective, args, model, ref_model, kwargs)
+        precomputes = precomputes_reference(self.objective, args, kwargs)
         setup = {
             # Only with this setting does TRL keep no reference model; `_precompute_ref_logps` then has nothing to do.
             "precompute_ref_log_probs": precomputes or not self.objective.needs_reference,
@@ -88,8 +88,10 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
             # Any type that its constructor accepts: the list is empty whenever TRL's loss is computed.
             "loss_type": ["sigmoid"],
         }
-        with temporarily(args, **setup):
+        with temporarily(args, **setup), reference_in_memory(self, TRLDPOTrainer, model):
             super().__init__(model, ref_model, args, **kwargs)
+        if self.objective.needs_reference and self.ref_model is None:
+            check_base_of_adapter(self.model)
         self._pack()
         self.use_weighting = False
         self.precompute_ref_logps = precomputes
