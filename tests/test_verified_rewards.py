@@ -165,6 +165,20 @@ def test_corpus_with_math_verify():
     assert _worker.started - started <= 1
 
 
+SPELLINGS = ["{}", " {} ", "${}$", "${}$.", r"\({}\).", "{}."]
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_truth_compared_with_itself_is_correct(spelling):
+    """Whatever delimiters and full stop are around either."""
+    for text in {
+        row[side] for row in CORPUS for side in ("answer", "truth") if row["kind"] not in ("broken", "refused")
+    }:
+        spelled = spelling.replace("{}", text)
+        assert is_correct(spelled, text) and is_correct(text, spelled), text
+        assert parts(question_only_reward(rf"so \boxed{{{spelled}}}.", text)) == (1, 1, 1), text
+
+
 @pytest.mark.parametrize("truth", ["", [], None, float("nan"), r"\boxed{7"])
 @pytest.mark.parametrize("response", [TAGGED.format("7"), "no form"])
 def test_a_truth_that_is_none_is_refused(truth, response):

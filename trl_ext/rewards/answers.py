@@ -10,14 +10,14 @@ from fractions import Fraction
 from numbers import Real
 
 from trl_ext.data.boxes import last_boxed
-from trl_ext.rewards.expression import FUNCTIONS, depths, nesting, values_agree
+from trl_ext.rewards.expression import FUNCTIONS, depths, nesting, values_agree, values_differ
 from trl_ext.rewards.math_worker import require_math_verify, verify_in_worker
-from trl_ext.rewards.normalization import Answer, clean
+from trl_ext.rewards.normalization import Answer, clean, without_exponent
 
 MAX_CHARACTERS = 1000
 MAX_NESTING = 30
 INTEGER = re.compile(r"[+-]?[0-9]+")
-DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*(?:e[+-]?[0-9]{1,3})?")
+DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*\.?[0-9]*")
 FRACTION = re.compile(r"([+-]?)(?:\\frac\{([+-]?[0-9]+)\}\{([+-]?[0-9]+)\}|([0-9]+)/([0-9]+))")
 MIXED = re.compile(r"(-?)([0-9]+)\s*(?:\\frac\{([0-9]+)\}\{([0-9]+)\}|(?<=\s)([0-9]+)/([0-9]+))")
 # Repeating decimals: the digits under a bar.
@@ -32,6 +32,21 @@ SPACES = re.compile(
 )
 SUBSCRIPT = re.compile(r"(?<!log)_\s*([0-9]+|[a-z](?![a-z]))")
 PAIRS = {"(": ")", "[": "]", "⦃": "⦄"}
+# One symbol, though its letters look like factors: a derivative, `y'`, `f(x+1)` and any letter before a lone number or
+# letter in brackets. Commands and words are matched after them, so that their last letters are not read as functions.
+DIFFERENTIAL = r"(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?(?:\^\{?[0-9]\}?)?"
+DERIVATIVE = re.compile(rf"\\frac\{{({DIFFERENTIAL})\}}\{{({DIFFERENTIAL})\}}")
+INDEX, LONE = r"(?:_(?:\w|\{\w+\}))?", "[+-]?(?:[0-9.]+|[A-Za-z])"
+ARGUMENT = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
+GREEK = (
+    r"\\(?:var)?(?:[aA]lpha|[bB]eta|[gG]amma|[dD]elta|epsilon|zeta|eta|[tT]heta|[lL]ambda|mu|nu|[xX]i|rho|[sS]igma|tau"
+    r"|[pP]hi|chi|[pP]si|[oO]mega)"
+)
+SYMBOL = re.compile(
+    rf"(?P<symbol>(?<![A-Za-z]){DIFFERENTIAL}/{DIFFERENTIAL}(?![A-Za-z])|[A-Za-z]{INDEX}'+(?:{ARGUMENT})?"
+    rf"|[fghFGH]{INDEX}(?:\^\{{-1\}})?{ARGUMENT}|\\?(?:log|ln|lg)\^\{{-1\}}"
+    rf"|(?:[A-Za-z]|{GREEK}){INDEX}\({LONE}(?:,{LONE})*\))|\\[A-Za-z]+|[A-Za-z]{{3,}}|ln"
+)
 # Towers of powers, long exponents, and factorials of large numbers, of powers or of factorials would keep a computer
 # algebra system busy until the time limit.
 EXPLOSIVE = re.compile(
@@ -129,7 +144,41 @@ def _verified(answer: str, truth: str) -> bool:
     ):
         return False
     equations = "=" in given.body + true.body
-    return verify_in_worker(given.formula(with_variable=equations), true.formula(with_variable=equations))
+    formulas = _with_letters(*(one.formula(with_variable=equations) for one in (given, true)))
+    return formulas is not None and not _numbers_differ(*formulas) and verify_in_worker(*formulas)
+
+
+def _with_letters(answer: str, truth: str) -> tuple[str, str] | None:
+    """Both formulas with a letter of its own for each `f(0)`, `y'` and `\\frac{dy}{dx}`, which are no products.
+
+    Returns:
+        The formulas; None if there are not enough letters.
+    """
+    letters = iter(sorted(set("ABCFGHJKLMPQRTUVWXYZabcfghjklmnpqrstuvwxyz") - set(answer + truth)))
+    names: dict[str, str] = {}
+
+    def letter(match: re.Match) -> str:
+        return f" {names.setdefault(symbol, next(letters, ''))} " if (symbol := match["symbol"]) else match[0]
+
+    def replaced(text: str) -> str:
+        text = DERIVATIVE.sub(r" \1/\2 ", re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text))
+        return SYMBOL.sub(letter, text)
+
+    while (replacement := (replaced(answer), replaced(truth))) != (answer, truth):
+        answer, truth = replacement
+    return None if "" in names.values() else (answer, truth)
+
+
+def _numbers_differ(answer: str, truth: str) -> bool:
+    """Whether a part of the truth has a value that no part of the answer has.
+
+    math-verify rounds to six decimals, so that `2^{-98}` would be `2^{-99}`.
+    """
+    given, true = (
+        [_canonical(part) for part in _brackets_and_parts(text.replace(r"\{", "⦃").replace(r"\}", "⦄"))[1]]
+        for text in (answer, truth)
+    )
+    return any(all(values_differ(one, part) for one in given) for part in true)
 
 
 def _is_formula(answer: Answer) -> bool:
@@ -206,7 +255,8 @@ def _elements_match(answer: str, truth: str) -> bool:
         return False
     if INTEGER.fullmatch(given) or INTEGER.fullmatch(true) or _are_names(given, true, answer + truth):
         return False
-    return values_agree(given, true)
+    formulas = _with_letters(given, true)
+    return formulas is not None and values_agree(*formulas)
 
 
 def _are_names(given: str, true: str, written: str) -> bool:
@@ -241,8 +291,9 @@ def _canonical(text: str) -> str:
 
 def _number(text: str) -> str:
     """A canonical spelling of a whole number, a fraction, a repeating decimal, or a number with an exponent."""
+    text = without_exponent(text)
     if DECIMAL.fullmatch(text):
-        if "e" not in text and text.partition(".")[2].strip("0"):
+        if text.partition(".")[2].strip("0"):
             # Decimals are compared by value: `0.5` is `2/4`, and `1/2` is not.
             return text
         return str(int(text) if INTEGER.fullmatch(text) else Fraction(text))

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
+import operator
 import random
 import re
+from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 MAX_DEPTH = 60
 # Larger powers, factorials and function arguments would take too long to compute.
 MAX_EXPONENT = 10_000
+MAX_EXACT_BITS = 1_000_000
 MAX_FACTORIAL = 200
 MAX_ARGUMENT = 100_000
 DIGITS = 80
@@ -48,6 +53,21 @@ def values_agree(first: str, second: str) -> bool:
     return letters and _agree_where_real(first, second)
 
 
+def values_differ(first: str, second: str) -> bool:
+    """Whether two formulas certainly have different values, by more than the rounding of a decimal.
+
+    If one has a decimal point, values within a millionth of each other may be a rounding. A text that the parser
+    cannot read differs from none.
+    """
+    tolerance = 1e-6 if "." in first + second else 1e-60
+    try:
+        pairs = [[evaluate(text, point) for text in (first, second)] for point in COMPLEX_POINTS]
+    except ValueError:
+        return False
+    pairs = [[_numbers().convert(value) for value in pair] for pair in pairs]
+    return any(abs(one - other) > tolerance * max(abs(one), abs(other)) for one, other in pairs)
+
+
 def _agree_where_real(first: str, second: str) -> bool:
     """Whether both agree at two or more real points, at least one of them positive, and disagree at none."""
     agreed = 0
@@ -65,7 +85,7 @@ def _agree_where_real(first: str, second: str) -> bool:
 
 
 def evaluate(text: str, point: int = 0) -> Any:
-    """The value of a formula, as an mpmath number of 80 digits.
+    """The value of a formula: a fraction if it is rational and short enough, else an mpmath number of 80 digits.
 
     Args:
         text: `+ - * / ^ !`, brackets, implicit products, `\\frac`, `\\sqrt`, `\\binom`, elementary functions, `\\pi`,
@@ -107,8 +127,18 @@ def _numbers():
 
 
 def _close(one: Any, other: Any) -> bool:
+    if isinstance(one, Fraction) and isinstance(other, Fraction):
+        return one == other
+    one, other = map(_numbers().convert, (one, other))
     tolerance = _numbers().mpf(10) ** -(DIGITS - 20)
     return abs(one - other) <= tolerance * (max(abs(one), abs(other)) + tolerance)
+
+
+def _apply(operation: Callable[[Any, Any], Any], one: Any, other: Any) -> Any:
+    """The operation on two fractions exactly, on other numbers in mpmath's precision."""
+    if not (isinstance(one, Fraction) and isinstance(other, Fraction)):
+        one, other = map(_numbers().convert, (one, other))
+    return operation(one, other)
 
 
 def _tokens(word: str) -> list[str]:
@@ -138,17 +168,16 @@ class _Formula:
         total = self.product()
         while sign := self.take("+", "-"):
             term = self.product()
-            total = total + term if sign == "+" else total - term
+            total = _apply(operator.add if sign == "+" else operator.sub, total, term)
         return total
 
     def product(self) -> Any:
         result = self.signed()
         while True:
-            if operator := self.take("*", "/"):
-                factor = self.signed()
-                result = result * factor if operator == "*" else result / factor
+            if sign := self.take("*", "/"):
+                result = _apply(operator.mul if sign == "*" else operator.truediv, result, self.signed())
             elif self.starts_a_factor():
-                result = result * self.power()
+                result = _apply(operator.mul, result, self.power())
             else:
                 return result
 
@@ -171,7 +200,7 @@ class _Formula:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
         base = self.atom()
         while self.take("!"):
-            base = _numbers().factorial(_small_whole(base))
+            base = Fraction(math.factorial(_small_whole(base)))
         if self.take("^"):
             base = self.raised(base, self.signed())
         self.depth -= 1
@@ -186,16 +215,16 @@ class _Formula:
                 raise ValueError(f"{token!r} is not closed")
             return value
         if token[:1].isdigit() or token[:1] == "." != token:
-            return numbers.mpf(token)
+            return Fraction(token)
         if token in FUNCTIONS:
             return self.function(token)
         if token == "sqrt":
-            degree = self.atom() if self.tokens[-1:] == ["["] else 2
-            return self.raised(self.atom(), numbers.one / degree)
+            degree = self.atom() if self.tokens[-1:] == ["["] else Fraction(2)
+            return self.raised(self.atom(), _apply(operator.truediv, Fraction(1), degree))
         if token == "frac":
-            return self.atom() / self.atom()
+            return _apply(operator.truediv, self.atom(), self.atom())
         if token == "binom":
-            return numbers.binomial(_small_whole(self.atom()), _small_whole(self.atom()))
+            return Fraction(math.comb(_small_whole(self.atom()), _small_whole(self.atom())))
         if token in ("pi", "e"):
             return +getattr(numbers, token)
         if len(token) == 1 and token.isalpha() and token.isascii():
@@ -217,21 +246,27 @@ class _Formula:
         argument = self.power()
         # The argument of `sin 2x` is 2x.
         while not bracketed and self.tokens and re.fullmatch("[A-Za-z]|pi", self.tokens[-1]):
-            argument = argument * self.power()
+            argument = _apply(operator.mul, argument, self.power())
         if name not in ("log", "ln") and abs(argument) > MAX_ARGUMENT:
             raise ValueError(f"{name} of a number that is too large")
-        value = self.checked(getattr(_numbers(), FUNCTIONS[name])(argument))
+        value = self.checked(getattr(_numbers(), FUNCTIONS[name])(_numbers().convert(argument)))
         if base is not None:
-            value = value / _numbers().ln(base)
+            value = value / _numbers().ln(_numbers().convert(base))
         return value if exponent is None else self.raised(value, exponent)
 
     def raised(self, base: Any, exponent: Any) -> Any:
         if abs(exponent) > MAX_EXPONENT or (base == 0 and not exponent.real >= 0):
             raise ValueError(f"no power with the exponent {exponent}")
-        return self.checked(base**exponent)
+        if isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1:
+            bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+            if bits * abs(exponent) <= MAX_EXACT_BITS:
+                return base ** int(exponent)
+        return self.checked(_numbers().convert(base) ** _numbers().convert(exponent))
 
     def checked(self, value: Any) -> Any:
         """Return the value if it is finite and, at a real point, real."""
+        if isinstance(value, Fraction):
+            return value
         if not _numbers().isfinite(value) or (self.point in REAL_POINTS and value.imag != 0):
             raise ValueError("no finite value, or not real at a real point")
         return value

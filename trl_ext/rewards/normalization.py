@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
+from decimal import Decimal
 
 SYMBOLS = {
-    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": r"\div ", "π": r"\pi ", "∞": r"\infty ", "°": r"^\circ",
-    "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ", "±": r"\pm ", "²": "^2", "³": "^3",
-    "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "⁄": "/", "\u00a0": " ", "\u202f": "",
+    **dict.fromkeys("−–‐‑‒—―", "-"), "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": r"\div ", "∞": r"\infty ",
+    **dict.fromkeys("°º˚", r"^\circ "), "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∈": r"\in ",
+    "∅": r"\emptyset ", "±": r"\pm ", "ℝ": r"\mathbb{R}", "⁄": "/", "∕": "/", "。": ".", "′": "'", "’": "'",
+    "\u00a0": " ", "\u202f": "",
     **dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", ""),
 }  # fmt: skip
+GREEK = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi omicron pi rho"
+SYMBOLS |= {chr(ord("α") + index): rf"\{name} " for index, name in enumerate(GREEK.split())}
+SYMBOLS |= {"σ": r"\sigma ", "τ": r"\tau ", "φ": r"\phi ", "χ": r"\chi ", "ψ": r"\psi ", "ω": r"\omega "}
+RAISED, LOWERED = re.compile("[⁰¹²³⁴-⁹⁺⁻]+"), re.compile("[₀-₉]+")
+VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+ROOT = re.compile(r"√\s*([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\([^()]*\))")
+FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {0x2212: "-"}
 LAYOUT = re.compile(
     r"\\(?:left|right|[bB]ig{1,2}[lrm]?|displaystyle|limits)(?![A-Za-z])\.?|(?<!\\)\\[!,;:]|\\q?quad|(?<!\\)~"
 )
@@ -38,11 +48,28 @@ NO_UNIT = re.compile(
     r"|nine|ten|eleven|twelve|hal(?:f|ves)|(?:third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|dozen"
     r"|(?:hundred|thousand|million|billion|trillion)(?:th)?)s?)\b|^(?:squared|cubed)\b"
 )
-TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mbox|hbox|mathrm|mathbf|rm)\s*\{([^{}]*)\}")
-TRAILING_TEXT = re.compile(r"\\(?:text|mbox|hbox|mathrm|textrm)\s*\{([^{}]*)\}(\s*\^\s*\{?[23]\}?)?$")
+WORDS = "text(?:bf|it|rm|normal|sf|tt|sc)?|[mh]box|mathrm|mathsf|rm"
+TEXT_COMMAND = re.compile(rf"\\(?:{WORDS}|mathbf)\s*\{{([^{{}}]*)\}}")
+TRAILING_TEXT = re.compile(rf"\\(?:{WORDS})\s*\{{([^{{}}]*)\}}(\s*\^\s*\{{?[23]\}}?)?$")
 BOLD = re.compile(r"\*\*\s*((?:(?!\*\*).)+?)\s*\*\*[.:]?")
-LABEL = re.compile(r"^([A-Za-z])\s*(?:\(\s*[A-Za-z]\s*\)\s*)?(?:=|\\in(?![A-Za-z]))\s*(?=\S)")
+# The `x` of `x = 5`, the `f(2)` of `f(2) = 5`, the `y'` of `y' = 2x`.
+LABEL = re.compile(
+    r"^([A-Za-z](?:_\s*(?:\w|\{\s*\w+\s*\}))?\s*'*\s*(?:\([^()=]{1,20}\))?)\s*(?:=|\\in(?![A-Za-z]))\s*(?=\S)"
+)
+REVERSED_LABEL = re.compile(r"([^=]*[^=\s<>!\\])\s*=\s*([A-Za-z])")
 THOUSANDS = re.compile(r"^([+-]?)([0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]*)?$")
+# A comma in braces or before a negative space, or a thin space: the separators of LaTeX.
+SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,?\\[!,;:])\s*(?=[0-9]{3}(?![0-9]))")
+SCIENTIFIC = re.compile(
+    r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:e|\s*(?:\\times|\\cdot|\*|x)\s*10\s*\^\s*)(\{?)\s*([+-]?[0-9]{1,3})\s*(\}?)",
+    re.IGNORECASE,
+)
+DEGREE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?:([CF])|\\(?:text|mathrm)\s*\{\s*([CF])\s*\})?$")
+# The brackets around a matrix and the columns of an array are spelled in several ways.
+MATRIX_NAME = re.compile(r"\\begin\s*\{array\}\s*\{[lcr|\s]*\}|\\(begin|end)\s*\{(?:array|(?:[pbB]|small)?matrix)\}")
+MATRIX_IN_BRACKETS = re.compile(
+    r"([(\[|])\s*\\begin\{pmatrix\}((?:(?!\\begin|\\end).)*)\\end\{pmatrix\}\s*[)\]|]", re.DOTALL
+)
 SCALED = re.compile(r"^([+-]?[0-9]+(?:\.[0-9]+)?)\s*(hundred|thousand|million|billion|trillion)$", re.IGNORECASE)
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 
@@ -54,7 +81,7 @@ class Answer:
     Attributes:
         body: the remaining text, still in LaTeX.
         unit: the unit that was removed, in a canonical spelling; empty for none.
-        variable: the `x` of `x = 5`; empty for none.
+        variable: the `x` of `x = 5` and the `f(2)` of `f(2) = 5`; empty for none.
     """
 
     body: str
@@ -78,29 +105,71 @@ def clean(text: str) -> Answer:
     variable = ""
     label = LABEL.match(text)
     if label and "=" not in text[label.end() :]:
-        variable, text = label[1], text[label.end() :]
+        variable, text = "".join(label[1].split()), text[label.end() :]
+    elif reversed_label := REVERSED_LABEL.fullmatch(text):
+        text, variable = reversed_label.groups()
     text, unit = _without_unit(text)
     text = TEXT_COMMAND.sub(r" \1 ", text).strip()
     return Answer(_without_separators(text), unit, variable)
 
 
+def plain_digits(text: str) -> str:
+    """Full-width characters, the minus sign and the digits of any script as ASCII."""
+    return text if text.isascii() else re.sub(r"\d", lambda digit: str(int(digit[0])), text.translate(FULL_WIDTH))
+
+
+def _ascii(text: str) -> str:
+    """Unicode's mathematical characters in LaTeX."""
+    text = RAISED.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", plain_digits(text))
+    text = LOWERED.sub(lambda match: f"_{{{unicodedata.normalize('NFKC', match[0])}}}", text)
+    text = VULGAR_FRACTION.sub(_fraction, text)
+    for symbol, latex in SYMBOLS.items():
+        text = text.replace(symbol, latex)
+    return unicodedata.normalize("NFKC", ROOT.sub(r"\\sqrt{\1}", text)).replace("\u2212", "-")
+
+
+def _fraction(match: re.Match) -> str:
+    return r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", match[0]).split("\u2044"))
+
+
 def _without_layout(text: str) -> str:
-    if not text.isascii():
-        for symbol, latex in SYMBOLS.items():
-            text = text.replace(symbol, latex)
-    text = LAYOUT.sub("", text).replace("{,}", ",")
+    text = text if text.isascii() else _ascii(text)
+    text = LAYOUT.sub("", SEPARATOR.sub(",", text)).replace("{,}", ",").replace("{}^", "^")
     text = re.sub(r"(?<!\\)\\ ", " ", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
-    text = " ".join(text.split())
-    bold = BOLD.fullmatch(text)
-    text = bold[1] if bold else text
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
-            text = text[len(opening) : -len(closing)].strip()
-    while text.endswith((".", ";", ",")):
-        text = text[:-1].rstrip()
-    whole = TEXT_COMMAND.fullmatch(text)
-    return whole[1].strip() if whole else text
+    text = re.sub(r"\^\s*\{\s*\\degree\s*\}|\^?\s*\\degree(?![A-Za-z])", r"^\\circ", text)
+    text = re.sub(r"\\(sin|cos|tan|sec|csc|cot|sinh|cosh|tanh)\s*\^\s*\{\s*-\s*1\s*\}", r"\\arc\1 ", text)
+    text = _without_delimiters(" ".join(text.split()))
+    return _one_matrix(text) if "\\begin" in text else text
+
+
+def _without_delimiters(text: str) -> str:
+    """Remove dollars, bold stars, a text command around everything and full stops, in whatever order they come."""
+    before = None
+    while text != before:
+        before = text
+        bold = BOLD.fullmatch(text)
+        text = bold[1] if bold else text
+        for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+            if text.startswith(opening) and text.endswith(closing) and len(text) > len(opening) + len(closing):
+                text = text[len(opening) : -len(closing)].strip()
+        while text.endswith((".", ";", ",")):
+            text = text[:-1].rstrip()
+        whole = TEXT_COMMAND.fullmatch(text)
+        text = whole[1].strip() if whole else text
+    return text
+
+
+def _one_matrix(text: str) -> str:
+    """Every matrix as `pmatrix`, every determinant as `vmatrix`, without a last empty row."""
+    text = MATRIX_NAME.sub(lambda match: rf"\{match[1] or 'begin'}{{pmatrix}}", text)
+    text = re.sub(r"\s*\\\\\s*(?=\\end\{)", "", text)
+
+    def bracketed(match: re.Match) -> str:
+        name = "vmatrix" if match[1] == "|" else "pmatrix"
+        return rf"\begin{{{name}}}{match[2]}\end{{{name}}}"
+
+    return MATRIX_IN_BRACKETS.sub(bracketed, text)
 
 
 def _without_unit(text: str) -> tuple[str, str]:
@@ -111,9 +180,10 @@ def _without_unit(text: str) -> tuple[str, str]:
     unit = "dollar" if currency and "$" in currency[2] else currency[2] if currency else ""
     text = text.replace(r"\$", "").replace("$", "")
     percent = re.search(r"\s*\\?%$", text)
-    degree = re.search(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})$", text)
+    degree = DEGREE.search(text)
     if percent or degree:
-        return text[: (percent or degree).start()], "percent" if percent else "degree"
+        scale = degree and (degree[1] or degree[2])
+        return text[: (percent or degree).start()], "percent" if percent else f"degree{scale or ''}"
     words = TRAILING_TEXT.search(text)
     if words and words.start() and _names_a_unit(words[1]) and re.search(r"\d|\\pi|\\sqrt", text[: words.start()]):
         return text[: words.start()].strip(), _one_spelling(words[1] + (words[2] or "")) or unit
@@ -147,7 +217,16 @@ def _without_separators(text: str) -> str:
     return ",".join(_plain_number(part.strip()) for part in parts)
 
 
+def without_exponent(text: str) -> str:
+    """`1.5e3` and `1.5\\times 10^{3}` as `1500`; any other text as it is."""
+    scientific = SCIENTIFIC.fullmatch(text)
+    if not scientific or bool(scientific[2]) != bool(scientific[4]):
+        return text
+    return f"{Decimal(f'{scientific[1]}e{scientific[3]}'):f}"
+
+
 def _plain_number(text: str) -> str:
+    text = without_exponent(text)
     thousands = THOUSANDS.match(text)
     if thousands:
         return thousands[1] + thousands[2].replace(",", "") + (thousands[3] or "")

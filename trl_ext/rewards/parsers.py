@@ -10,18 +10,32 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-# A minus is a sign if no operand precedes it.
+from trl_ext.rewards.normalization import SEPARATOR, plain_digits
+
+# A minus is a sign if no operand precedes it; one with a space after it only after `=`, `(`, `#`, `:` or `is`.
 NUMBER = re.compile(
-    r"((?<![\w)\]}.])[-\u2212])?(?:\\?\$)?((?<![0-9])(?<![0-9]\.)[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
+    r"((?<![\w)\]}.])[-\u2013]|(?:[=(#:]|\bis)[ \t]*[-\u2013][ \t]*)?(?:\\?\$[ \t]*)?"
+    r"((?<![0-9])(?<![0-9]\.)[0-9][0-9,]*(?:\.[0-9]+)?|(?<![0-9.])\.[0-9]+)"
+    r"(?:(?:[eE]|[ \t]*(?:\\times|\\cdot|[×*x])[ \t]*10\^\{?)([+-]?[0-9]{1,3})(?!\w|\.[0-9]))?"
 )
+OPEN = r"(?:(?:option|choice)\s+)?(?:\\boxed\{|\\(?:text|mathrm|textbf)\{)*\(?"
 STATED_CHOICE = re.compile(
-    r"answer(?:\s+choice|\s+option)?(?:\s+is|\s+would\s+be|\s+must\s+be)?\s*:?[\s*\"'$]*"
-    r"(?:(?:option|choice)\s+)?(?:\\boxed\{|\\text\{)*\(?([A-Z])(?![\w'])",
+    r"answer(?:\s+choice|\s+option)?(?:\s+is|\s+would\s+be|\s+must\s+be)?\s*:?[\s*\"'$]*" + OPEN + r"([A-Z])(?![\w'])",
     re.IGNORECASE,
 )
-LONE_CHOICE = re.compile(r"\W*(?:(?:option|choice)\s+)?(?:\\boxed\{|\\text\{)*\W*([A-Za-z])\W*", re.IGNORECASE)
-LEADING_CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])(?=\s|$)")
+LONE_CHOICE = re.compile(rf"\W*{OPEN}\W*([A-Za-z])\W*", re.IGNORECASE)
+LEADING_CHOICE = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])[).:])(?=[\s,/&]|$)")
 MARKED_CHOICE = re.compile(r"\(([A-Z])\)|\b(?:[Oo]ption|[Cc]hoice)\s+\(?([A-Z])\b|\\boxed\{\s*([A-Z])\s*\}")
+# What follows a letter if it is one of several: `and C`, `, C`, `/C`, `(C)`. A word after the second letter makes it
+# the subject of a statement, as in `A, since B is wrong`.
+ANOTHER_CHOICE = re.compile(
+    rf"[\s)}}\].:*\"'$]*(?:(?:,\s*)?(?:\b(?:and|or|nor|as\s+well\s+as)\b|&)\s*|[,/+]\s*|(?<=\))\s*(?=\([a-z]\)))[*\"'$]*{OPEN}"
+    r"[a-z](?![\w'])(?!\s+(?!(?:and|or|nor|are|both|because|since|as)\b)[a-z])",
+    re.IGNORECASE,
+)
+REFUSED_CHOICE = re.compile(
+    rf"(?:\b(?:[Nn]ot|[Nn]either|nor|than|except)|n't)\s+(?:be\s+)?{OPEN}[A-Z]\b\)?|\(?\b[A-Z]\)?\s+is\s+(?:not|wrong|incorrect|false)\b",
+)
 MAX_CHOICE_CHARACTERS = 20_000
 MAX_EQUATION_CHARACTERS = 300
 EQUATION = re.compile(r"[0-9.+\-*/() ]+")
@@ -30,9 +44,15 @@ SIGNS = {"−": "-", "×": "*", "·": "*", "÷": "/", r"\times": "*", r"\cdot": 
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
-    """The last number in a response, without thousands separators or currency; None if there is none."""
-    last = deque(NUMBER.finditer(model_output), maxlen=1)
-    return "-" * bool(last[0][1]) + last[0][2].replace(",", "") if last else None
+    """The last number in a response, without thousands separators or currency; None if there is none.
+
+    `1{,}234` is 1234, `= - 5` is -5, and `1.5\\times 10^{3}` is returned as `1.5e3`.
+    """
+    last = deque(NUMBER.finditer(SEPARATOR.sub(",", plain_digits(model_output))), maxlen=1)
+    if not last:
+        return None
+    sign, number, exponent = last[0].groups()
+    return "-" * bool(sign) + number.replace(",", "") + (f"e{exponent}" if exponent else "")
 
 
 def gsm8k_truth(answer: str) -> str:
@@ -77,15 +97,16 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
 
 
 def _chosen_letter(text: str) -> str | None:
-    stated = [match[1] for match in STATED_CHOICE.finditer(text) if not _is_article(text, match)]
+    stated = [match for match in STATED_CHOICE.finditer(text) if not _is_article(text, match)]
     if stated:
-        return stated[-1].upper()
+        return None if ANOTHER_CHOICE.match(text, stated[-1].end()) else stated[-1][1].upper()
     lone = LONE_CHOICE.fullmatch(text) if len(text) <= 40 else None
     if lone:
         return lone[1].upper()
+    text = REFUSED_CHOICE.sub(" ", text)
     leading = LEADING_CHOICE.match(text)
     if leading:
-        return leading[1] or leading[2]
+        return None if ANOTHER_CHOICE.match(text, leading.end()) else leading[1] or leading[2]
     marked = {next(filter(None, match.groups())) for match in MARKED_CHOICE.finditer(text)}
     return marked.pop() if len(marked) == 1 else None
 
