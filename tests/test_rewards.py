@@ -23,7 +23,7 @@ from tests.reward_adapters import (
     turns,
 )
 from trl_ext.models import SharedBackbone
-from trl_ext.rewards import RewardModel
+from trl_ext.rewards import RewardEnsemble, RewardModel
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,44 @@ def test_a_cut_completion_is_scored_at_its_last_token(shared, tiny_model_path, f
     expected = torch.stack([ended[0], cut[1], cut[2], ended[3]])
     assert (scores - expected).abs().max() <= 2e-6
     assert (ended - cut).abs().min() > 0.01, "the end token must matter, or this would prove nothing"
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>AFTER{% endfor %}"
+TURN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("content", "after", "response", "rendered"),
+    [
+        ("m['content'] | trim", "\n", "good\n", "good"),
+        ("m['content'] | trim", "", "  good ", "good"),
+        ("m['content'].split('</think>')[-1]", "\n", "<think>a</think>good", "good"),
+        ("m['content'].split('</think>')[-1]", "\n", "<think>not yet", "<think>not yet"),
+        ("m['content'].split() | join(' ')", "\n\n", "so  \n good", "so good"),
+        ("m['content']", "\n", "good\n", "good\n"),
+        ("m['content']", "", "", ""),
+        ("m['content'] | trim", "\n", "\n", ""),
+        ("m['content']", "\n", "ends in a", "ends in a"),
+        ("m['content']", "\n", "says <|im_end|>\n", "says <|im_end|>\n"),
+    ],
+)
+def test_a_truncated_response_is_rendered_without_its_end(
+    content, after, response, rendered, shared, tiny_model_path, folders
+):
+    reward = RewardModel(folders["adapter"])
+    reward.tokenizer.chat_template = TURN.replace("CONTENT", content).replace("AFTER", after)
+    if shared:
+        reward.share(SharedBackbone(load_policy(tiny_model_path)))
+    text = f"<|im_start|>user\nWhy?<|im_end|>{after}<|im_start|>assistant\n{rendered}"
+    model = plain_model(tiny_model_path, folders["adapter"])
+    ids = [reward.tokenizer(text + end)["input_ids"] for end in ("", f"<|im_end|>{after}")]
+    scores = reward.score([[{"role": "user", "content": "Why?"}]] * 2, [response] * 2, finished=[False, True])
+    assert (scores - plain_scores(model, ids)).abs().max() <= 2e-6
+    ensemble = RewardEnsemble([reward, reward])
+    assert ensemble.member_scores(
+        [[{"role": "user", "content": "Why?"}]], [response], finished=[False]
+    ).flatten().tolist() == pytest.approx([scores[0].item()] * 2, abs=2e-6)
 
 
 def test_plain_text(tiny_model_path, folders):

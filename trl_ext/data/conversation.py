@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from trl_ext.data.truncation import truncate_pair
+from trl_ext.models.tokenization import text_ids
 
 Messages = list[dict[str, Any]]
 
@@ -26,7 +28,7 @@ def encode_turn(
         tokenizer: a tokenizer, with a chat template if the prompt is messages.
         prompt: messages, or plain text.
         response: text, or a list of one assistant message.
-        finished: False for a response that was cut at a length limit, which has no end-of-turn token.
+        finished: False for a truncated response, which is rendered without what the template puts after a response.
         max_prompt_tokens: longer prompts lose their beginning; None for no limit.
         max_response_tokens: longer responses lose their end, the end-of-turn token included; None for no limit.
         template_kwargs: arguments for the chat template in addition to the messages, such as `tools`.
@@ -44,16 +46,14 @@ def encode_turn(
         {"verbose": limit is None} for limit in (max_prompt_tokens, max_response_tokens)
     )
     if isinstance(prompt, str):
-        prompt_ids = tokenizer(prompt, **warn_of_prompts)["input_ids"]
+        prompt_ids = text_ids(tokenizer, prompt, **warn_of_prompts)
         response_ids = tokenizer(text, add_special_tokens=False, **warn_of_responses)["input_ids"]
         if finished and response_ids[-1:] != [tokenizer.eos_token_id]:
             response_ids = [*response_ids, tokenizer.eos_token_id]
     else:
         rendered, turn = _render(tokenizer, prompt, response, text, template_kwargs or {})
         if not finished:
-            if not turn.startswith(text):
-                raise ValueError("the chat template changes a response's text, so one that was cut cannot be rendered")
-            turn = text
+            turn = turn.removesuffix(_end_of_turn(tokenizer, prompt, template_kwargs or {}))
         prompt_ids = tokenizer(rendered, add_special_tokens=False, **warn_of_prompts)["input_ids"]
         response_ids = tokenizer(turn, add_special_tokens=False, **warn_of_responses)["input_ids"]
     limits = {"max_prompt_tokens": max_prompt_tokens, "max_response_tokens": max_response_tokens}
@@ -78,3 +78,9 @@ def _render(tokenizer, prompt: Messages, response: Messages | str, text: str, op
             "give the tokenizer one whose generation prompt is the start of an assistant turn"
         )
     return rendered, conversation[len(rendered) :]
+
+
+def _end_of_turn(tokenizer, prompt: Messages, options: dict) -> str:
+    """What the chat template puts after a response: the common end of two responses without a common letter."""
+    turns = [_render(tokenizer, prompt, text, text, options)[1] for text in ("a", "b")]
+    return os.path.commonprefix([turn[::-1] for turn in turns])[::-1]

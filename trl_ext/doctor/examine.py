@@ -161,6 +161,6 @@ def _example(patient: Patient, sampled: Sampled) -> Example:
     """A sampled response after its prompt."""
     prompt, response = (
         prompt_tokens(patient.tokenizer, sampled.prompt, None),
-        patient.tokenizer(sampled.text)["input_ids"],
+        patient.tokenizer(sampled.text, add_special_tokens=False)["input_ids"],
     )
     return Example([*prompt, *response], [False] * len(prompt) + [True] * len(response), False, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,9 +59,21 @@ def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence
 def _prompt_ids(tokenizer, prompt: str) -> list[int]:
     """Ids of a text that another follows: one beginning-of-text token if the tokenizer uses one, and no end token."""
     has_beginning = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
-    ids = tokenizer(prompt, add_special_tokens=not has_beginning)["input_ids"]
-    ended_by_tokenizer = bool(ids) and ids[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token)
-    return ids[:-1] if ended_by_tokenizer else ids
+    return tokenizer(prompt, add_special_tokens=False)["input_ids"] if has_beginning else text_ids(tokenizer, prompt)
+
+
+def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
+    """Token ids of a text that another follows, without the end token that some tokenizers append to every text.
+
+    The tokens that the tokenizer puts before a text stay, and so does an end token that the text itself contains.
+    """
+    ids = tokenizer(text, **options)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        return ids
+    own = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+    # Of an empty text, a single token is the beginning if it can be one.
+    appended = ids[-len(own) :] != own if own else len(ids) > 1 or tokenizer.bos_token_id != ids[-1]
+    return ids[:-1] if appended else ids
 
 
 def token_entropy(logits: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from transformers import GenerationConfig, StoppingCriteriaList
 
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing.hook import unwrapped
+from trl_ext.models.tokenization import text_ids
 from trl_ext.rollouts.sampler import sampled_fast
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 
@@ -164,7 +165,7 @@ def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | 
     # The tokenizer warns about texts that are too long for the model, but the prompt is cut here.
     warn = {"verbose": max_prompt_tokens is None}
     if isinstance(prompt, str):
-        ids = tokenizer(prompt, **warn)["input_ids"]
+        ids = text_ids(tokenizer, prompt, **warn)
     else:
         ids = tokenizer.apply_chat_template(
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, tokenizer_kwargs=warn

@@ -24,6 +24,7 @@ INLINED = (
     "trl_ext.models.tokenization",
     "trl_ext.names",
     "trl_ext.registry",
+    "trl_ext.rewards.normalization",
     "trl_ext.rewards.parsers",
     "trl_ext.rewards.verified",
 )

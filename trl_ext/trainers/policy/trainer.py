@@ -18,6 +18,7 @@ from trl import GRPOTrainer as TRLGRPOTrainer
 from trl_ext.losses import PolicyScores
 from trl_ext.losses.masking import masked_mean
 from trl_ext.models.batches import temporarily
+from trl_ext.models.tokenization import text_ids
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
@@ -158,6 +159,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _tokenize_prompts(self, prompts: list):
         prompt_ids, images, multimodal_fields = super()._tokenize_prompts(prompts)
+        if isinstance(prompts[0], str):
+            prompt_ids = [text_ids(self._tokenizer, prompt) for prompt in prompts]
         limit = self.args.max_prompt_tokens
         return [ids if limit is None else ids[-limit:] for ids in prompt_ids], images, multimodal_fields
 

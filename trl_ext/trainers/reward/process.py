@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trl_ext.data.conversation import Messages
+from trl_ext.models.tokenization import text_ids
 
 
 def encode_steps(
@@ -19,7 +20,7 @@ def encode_steps(
     Each step is tokenized by itself, so that no token is of two steps.
     """
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]
+        ids = text_ids(tokenizer, prompt)
     else:
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
     ids, places = list(ids), []

@@ -27,6 +27,7 @@ from trl_ext.files import write_json
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.models import score_sequences
 from trl_ext.models.reward_adapter import LIMITS_FILE
+from trl_ext.models.tokenization import text_ids
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rollouts import map_over_ranks
@@ -217,7 +218,7 @@ def _token_ids(row: dict, tokenizer) -> tuple[list[int], list[int], list[int]]:
     if "prompt" not in row and isinstance(row["chosen"], str):
         # Tokenize each whole text, as TRL does: the common prefix of the texts may end inside a token.
         texts = (row[side].removesuffix(tokenizer.eos_token) + tokenizer.eos_token for side in ("chosen", "rejected"))
-        chosen, rejected = (tokenizer(text)["input_ids"] for text in texts)
+        chosen, rejected = (text_ids(tokenizer, text) for text in texts)
         shared = len(os.path.commonprefix([chosen, rejected]))
         return chosen[:shared], chosen[shared:], rejected[shared:]
     row = maybe_extract_prompt(row)
