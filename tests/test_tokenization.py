@@ -9,7 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.tiny import build_tokenizer
+from trl_ext.data import encode_turn
+from trl_ext.data.packed_sft import encode_documents
 from trl_ext.models import completion_mask, response_log_probs, token_entropy, tokenize_prompt_and_output
+from trl_ext.rollouts.generation import prompt_tokens
 
 
 @pytest.fixture
@@ -244,3 +247,37 @@ def test_completion_mask_by_hand():
     assert completion_mask(ids, 2).dtype == torch.bool
     assert completion_mask(ids, [7, 2]).tolist() == [[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
     assert completion_mask(ids[:, :0], 2).shape == (4, 0)
+
+
+@pytest.mark.parametrize(
+    ("single", "beginning", "text", "kept"),
+    [
+        ("$A <|im_end|>", None, "the cat", "the cat"),
+        ("$A <|im_end|>", None, "the cat<|im_end|>", "the cat<|im_end|>"),
+        ("$A <|im_end|>", None, "", ""),
+        ("<|im_start|> $A <|im_end|>", "<|im_start|>", "the cat", "<|im_start|>the cat"),
+        ("<|im_start|> $A <|im_end|>", "<|im_start|>", "", "<|im_start|>"),
+        ("<|im_start|> $A <|im_end|>", "<|im_start|>", "a<|im_end|>", "<|im_start|>a<|im_end|>"),
+        ("<|im_end|> $A", "<|im_end|>", "the cat", "<|im_end|>the cat"),
+        ("<|im_end|> $A", "<|im_end|>", "the cat<|im_end|>", "<|im_end|>the cat<|im_end|>"),
+        ("<|im_end|> $A", "<|im_end|>", "", "<|im_end|>"),
+        ("$A", None, "the cat", "the cat"),
+    ],
+)
+def test_an_appended_end_token_is_no_part_of_a_prompt(single, beginning, text, kept):
+    tokenizer = with_special_tokens(build_tokenizer(), single)
+    tokenizer.bos_token = beginning
+    expected = build_tokenizer()(kept)["input_ids"]
+    end = tokenizer.eos_token_id
+    assert prompt_tokens(tokenizer, text, None) == expected
+    assert prompt_tokens(tokenizer, text, 2) == expected[-2:]
+    prompt, response = encode_turn(tokenizer, text, "sat")
+    assert (prompt, response) == (expected, [*build_tokenizer()("sat")["input_ids"], end])
+    assert encode_turn(tokenizer, text, "sat", finished=False)[1] == response[:-1]
+    chat = [{"role": "user", "content": "the cat"}]
+    assert prompt_tokens(tokenizer, chat, None) == prompt_tokens(build_tokenizer(), chat, None)
+    (document,) = encode_documents(tokenizer, [{"prompt": "Why?", "response": "So"}])
+    assert document[-1] == end and document.count(end) == 1 + single.startswith("<|im_end|>")
+    if expected:
+        batch = tokenize_prompt_and_output([text], ["sat"], tokenizer)
+        assert [*batch["input_ids"][0].tolist(), batch["labels"][0, -1].item()] == [*expected, *response[:-1]]
