@@ -138,6 +138,39 @@ class TestPreferenceRow:
         row = PreferenceRow.model_validate({**PAIR, "prompt_messages": [{**user("Hi"), "language": "English"}]})
         assert row.prompt == [user("Hi")]
 
+    def test_parts_of_text_are_joined(self):
+        parts = [{"type": "text", "text": "Name "}, {"type": "text", "text": "a fruit."}]
+        row = PreferenceRow.model_validate({**PAIR, "prompt_messages": [{"role": "user", "content": parts}]})
+        assert row.prompt == [user("Name a fruit.")]
+
+    @pytest.mark.parametrize(
+        ("turn", "message"),
+        [
+            (
+                {"content": None, "tool_calls": [{"function": {"name": "add"}}]},
+                "a message has tool_calls, and only role",
+            ),
+            ({"content": "", "tool_calls": [1]}, "a message has tool_calls"),
+            ({"content": "5", "tool_call_id": "call_1"}, "a message has tool_call_id"),
+            ({"content": "5", "function_call": {"name": "add"}}, "a message has function_call"),
+            ({"content": "5", "reasoning_content": "2 + 3"}, "a message has reasoning_content"),
+            ({"content": "5", "thinking": "2 + 3"}, "a message has thinking"),
+            ({"content": [{"type": "image", "image": "a.png"}]}, "a message has content of the type 'image'"),
+            (
+                {"content": [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "?"}]},
+                "'image_url'",
+            ),
+        ],
+    )
+    @pytest.mark.parametrize("field", ["prompt_messages", "chosen_text"])
+    def test_what_a_message_carries_besides_a_text_is_refused(self, field, turn, message):
+        turns = [{"role": "assistant", **turn}]
+        rows = {"prompt_messages": [user("Add."), *turns, user("And?")], "chosen_text": turns}
+        with pytest.raises(ValidationError, match=f"{field}: .*{message}"):
+            PreferenceRow.model_validate({**PAIR, field: rows[field]})
+        empty = {"role": "assistant", "content": "5", "tool_calls": None, "thinking": ""}
+        assert PreferenceRow.model_validate({**PAIR, "chosen_text": [empty]}).chosen == [assistant("5")]
+
     @pytest.mark.parametrize(
         "changes, message",
         [

@@ -145,6 +145,19 @@ class TestBadRows:
         assert self.error(source).startswith(f"{path}: expected the columns prompt")
 
     @pytest.mark.parametrize(
+        ("lines", "expected"),
+        [
+            (["not json", "neither"], "2 bad rows: line 1: bad JSON: Expecting value at column 1; line 2: bad JSON"),
+            (["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
+            ([{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
+            ([pair("a", chosen_text=""), "x"], "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON"),
+        ],
+    )
+    def test_a_file_without_a_good_row(self, tmp_path, lines, expected):
+        path = write_rows(tmp_path / "train_prefs.jsonl", *lines)
+        assert f"{path}: {expected}" in self.error(path)
+
+    @pytest.mark.parametrize(
         ("columns", "advice"),
         [
             (("prompt", "choosen", "rejected"), "rename 'choosen' to 'chosen' (1 bad row)"),

@@ -22,7 +22,10 @@ from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import Generation
 
 DATA = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
-ROWS = [{"q": "What is 2 + 3?", "a": 5.0, "tags": ["x"]}, {"q": "What is 12 + 30?", "a": 42.0, "tags": []}]
+ROWS = [
+    {"q": "What is 2 + 3?", "a": 5.0, "tags": ["x"], "hint": None},
+    {"q": "What is 12 + 30?", "a": 42.0, "tags": []},
+]
 TASK = 'data: rows.json\nprompt: "{q}"\nanswer: "{a}"\ncheck: contains\nmax_new_tokens: 8\n'
 
 
@@ -66,8 +69,11 @@ class TestRows:
             assert all(one.get("accuracy", 1) == 1 for one in metrics), "the right answers are right"
 
     def test_columns(self):
-        row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": None}
-        assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} null"
+        row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": ""}
+        assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} "
+        for empty, name in ((None, "null"), (float("nan"), "nan")):
+            with pytest.raises(ValueError, match=f"the column 'e' is {name}; give a text"):
+                fill("{a}{e}", {**row, "e": empty})
         assert fill("{d}", row) == row["d"]
         assert fill("{a} {b}", {"a": 1234567.0, "b": 1234.5678}) == "1234567 1234.5678", "no digit is lost"
 
@@ -84,7 +90,8 @@ class TestRows:
                 TASK.replace("contains", "contain"),
                 "check: 'contain' is no check; did you mean 'contains'? Known: r1_zero",
             ),
-            (TASK.replace("{q}", "{question}"), "rows.json: row 1 has no column 'question'; it has q, a, tags"),
+            (TASK.replace("{q}", "{question}"), "rows.json: row 1 has no column 'question'; it has q, a, tags, hint"),
+            (TASK.replace("{q}", "{q} {hint}"), "rows.json: row 1: the column 'hint' is null; give a text"),
             (TASK.replace('answer: "{a}"\n', ""), "the check contains needs the key answer"),
             (TASK.replace("rows.json", "none.json"), "no file none.json in"),
             (TASK.replace("contains", "rubric"), "the check rubric needs the key judge"),

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 
-from trl_ext.data.schemas import FIELDS_OF_COLUMN, PreferenceRow, PromptRow, UnpairedRow, row_type
+from trl_ext.data.schemas import FIELDS_OF_COLUMN, NOT_PLAIN, PreferenceRow, PromptRow, UnpairedRow, row_type
 from trl_ext.files import brief, existing_file, parse_json, read_json
 
 if TYPE_CHECKING:
@@ -210,6 +210,8 @@ def build_split(split: RawSplit, *, pairs: bool, skip_bad_rows: bool) -> dataset
         raise ValueError(f"{split.describe()} ({advice})")
     if split.problems:
         logger.warning("%s (dropped of %d)", split.describe(), total)
+    if dropped := _other_keys(split):
+        logger.warning("%s: dropped from messages: %s; role and content are used", split.source, brief(dropped, 160))
     if len({type(row["prompt"]) for row in rows}) > 1:
         raise ValueError(f"{split.source}: some prompts are plain strings and others messages; give one kind")
     return _to_dataset(split.source, rows, columns)
@@ -220,6 +222,14 @@ def first_error(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     message = first["msg"].removeprefix("Value error, ")
     return brief(": ".join([".".join(map(str, first["loc"]))] * bool(first["loc"]) + [message]), 160)
+
+
+def _other_keys(split: RawSplit) -> str:
+    """The names of what messages hold besides a role and a content."""
+    turns = (turn for _, row in split.rows for value in row.values() if isinstance(value, list) for turn in value)
+    messages = (turn for turn in turns if isinstance(turn, dict) and {"role", "content"} <= turn.keys())
+    keys = dict.fromkeys(key for message in messages for key, value in message.items() if value is not None)
+    return ", ".join(key for key in keys if key not in ("role", "content", *NOT_PLAIN))
 
 
 def _check_encodable(row: Mapping[str, Any]) -> None:
@@ -235,7 +245,7 @@ def _wrong_columns(split: RawSplit, columns: tuple[str, ...]) -> str | None:
     """A message if no row of a file has a required column; None for any other problem."""
     found = {name: None for _, row in split.rows for name in row}
     missing = [name for name in columns[1:] if found.keys().isdisjoint(FIELDS_OF_COLUMN[name])]
-    if not missing:
+    if not missing or not found:
         return None
     expected = ", ".join(columns[1:])
     if columns == PROMPT_COLUMNS and not split.stem.endswith("_gen"):

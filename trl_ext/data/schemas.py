@@ -27,8 +27,12 @@ FIELDS_OF_COLUMN = {
 }
 
 
+# What chat templates render of a message besides its role and content.
+NOT_PLAIN = ("tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking")
+
+
 class Message(TypedDict):
-    """One turn of a conversation. Other keys are dropped, because chat templates ignore them."""
+    """One turn of a conversation. Those of `NOT_PLAIN` are refused, and other keys are dropped with a warning."""
 
     role: str
     content: str
@@ -150,10 +154,30 @@ def _take(fields: dict[str, Any], names: tuple[str, ...], *, required: bool = Tr
 
 def _messages(name: str, value: Any, role: str = "assistant") -> list[Message]:
     """The messages; a text becomes one message with this role."""
+    value = [{"role": role, "content": value}] if isinstance(value, str) else value
+    if isinstance(value, list):
+        value = [_plain_message(name, message) for message in value]
     try:
-        return MESSAGES.validate_python([{"role": role, "content": value}] if isinstance(value, str) else value)
+        return MESSAGES.validate_python(value)
     except ValidationError:
         raise ValueError(f"{name}: must be text or a non-empty list of messages with a role and a content") from None
+
+
+def _plain_message(name: str, message: Any) -> Any:
+    """The message, with parts of text joined; raises ValueError if it carries more than a role and a text."""
+    if not isinstance(message, Mapping):
+        return message
+    if carried := [key for key in NOT_PLAIN if message.get(key)]:
+        raise ValueError(
+            f"{name}: a message has {carried[0]}, and only role and content are used: write it into the content, "
+            "as the chat template renders it, or remove it"
+        )
+    parts = message.get("content")
+    if not isinstance(parts, list) or not all(isinstance(part, Mapping) for part in parts):
+        return message
+    if other := [part.get("type") for part in parts if not isinstance(part.get("text"), str)]:
+        raise ValueError(f"{name}: a message has content of the type {other[0]!r}, and only text is used")
+    return {**message, "content": "".join(part["text"] for part in parts)}
 
 
 def _prompt_messages(name: str, value: Any) -> list[Message]:

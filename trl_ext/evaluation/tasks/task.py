@@ -105,6 +105,8 @@ def read_rows(task: Task, folders: list[Path]) -> list[Row]:
             raise ValueError(
                 f"{path}: row {number} has no column {error.args[0]!r}; it has {brief(', '.join(row), 160)}"
             ) from None
+        except ValueError as error:
+            raise ValueError(f"{path}: row {number}: {error}") from None
         rows.append({**row, **own})
     return rows
 
@@ -114,6 +116,7 @@ def fill(template: str, row: Mapping[str, Any]) -> Any:
 
     Raises:
         KeyError: the row lacks a column.
+        ValueError: a column is null or not a number.
     """
     alone = _COLUMN.fullmatch(template)
     if alone and isinstance(row[alone[1]], list):
@@ -121,6 +124,10 @@ def fill(template: str, row: Mapping[str, Any]) -> Any:
 
     def text(found: re.Match) -> str:
         value = row[found[1]]
+        if value is None or value != value:
+            raise ValueError(
+                f"the column {found[1]!r} is {'null' if value is None else value}; give a text, or leave out the row"
+            )
         # Data often has whole numbers as floats.
         value = int(value) if isinstance(value, float) and value.is_integer() else value
         return value if isinstance(value, str) else json.dumps(value)
