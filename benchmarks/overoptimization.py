@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import subprocess
@@ -206,11 +207,11 @@ def _at(by_seed: list[list[dict[str, Any]]], kl: float) -> str:
                 scores.append(before["true"] + share * (after["true"] - before["true"]))
                 break
     each = ", ".join(f"{score:.2f}" for score in scores)
-    return f"{sum(scores) / len(scores):.3f} ({each})" if scores else "-"
+    return f"{math.fsum(scores) / len(scores):.3f} ({each})" if scores else "-"
 
 
 def _mean(rows: list[dict[str, Any]], name: str) -> float:
-    return sum(row[name] for row in rows) / len(rows)
+    return math.fsum(row[name] for row in rows) / len(rows)
 
 
 def _each(rows: list[dict[str, Any]], name: str) -> str:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -77,7 +78,7 @@ def record(runs: list[MethodRun]) -> dict[str, Any]:
         "scores": scores,
         "seconds": seconds,
         "score": score,
-        "training_seconds": sum(seconds) / len(seconds),
+        "training_seconds": math.fsum(seconds) / len(seconds),
         "target": TARGET,
         "reached": score["low"] >= TARGET,
     }

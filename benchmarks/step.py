@@ -16,6 +16,7 @@ memory, measured in a separate process for each arm.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -126,9 +127,9 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         stock, packed = ([row[arm][name] for row in rows] for arm in ("stock", "packed"))
         ratios = [own / other for own, other in zip(stock, packed, strict=True)]
         summary[name] = {
-            "stock": sum(stock),
-            "packed": sum(packed),
-            "ratio_of_totals": sum(stock) / sum(packed),
+            "stock": math.fsum(stock),
+            "packed": math.fsum(packed),
+            "ratio_of_totals": math.fsum(stock) / math.fsum(packed),
             "ratio_of_medians": median(stock) / median(packed),
             "range": [min(ratios), max(ratios)],
         }

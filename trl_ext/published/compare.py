@@ -132,10 +132,10 @@ def compare_figures(run: Run, others: Sequence[Run], *, same_prompts: bool) -> d
         if figure is None or not values:
             continue
         band = prediction_interval([one["value"] for one in values])
-        mean = sum(one["value"] for one in values) / len(values)
+        mean = math.fsum(one["value"] for one in values) / len(values)
         if band is not None and not same_prompts:
             widths = [_half_width(one) for one in values]
-            half = math.hypot((band[1] - band[0]) / 2, _half_width(figure), sum(widths) / len(widths))
+            half = math.hypot((band[1] - band[0]) / 2, _half_width(figure), math.fsum(widths) / len(widths))
             band = (mean - half, mean + half)
         # An estimate of a KL may lie just below 0, so the place is that in the whole band.
         place = _place(figure["value"], band)

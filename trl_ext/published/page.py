@@ -6,6 +6,7 @@ worst responses of each run. --docs also writes the table between two markers of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -134,7 +135,7 @@ def _method_cells(method: str, runs: dict[int, Run]) -> dict[str, Cell]:
         "KL (nats)": _over_seeds(kl, 2),
         "tokens": _over_seeds(tokens, 1),
         "cut": _over_seeds(cut, 2),
-        "hours": figure(sum(hours) / len(hours) if hours else None, 2),
+        "hours": figure(math.fsum(hours) / len(hours) if hours else None, 2),
         "hardware": Cell(_kept(list(runs.values()), "processor") or "-"),
         "prompts": count(len(rows[0].rows)),
     }
@@ -179,7 +180,7 @@ def _over_seeds(values: Sequence[float], digits: int) -> Cell:
     if not values:
         return Cell("-")
     low, high = (min(values), max(values)) if len(values) > 1 else (None, None)
-    return estimate({"value": sum(values) / len(values), "low": low, "high": high}, digits)
+    return estimate({"value": math.fsum(values) / len(values), "low": low, "high": high}, digits)
 
 
 # ---- Curves and responses ----
@@ -202,7 +203,7 @@ def _banded(panel: Panel, methods: dict[str, dict[int, Run]]) -> list[Any]:
                 at.setdefault(step, []).append(value)
         for step, values in at.items():
             row = rows.setdefault(step, {"step": step})
-            row[method] = sum(values) / len(values)
+            row[method] = math.fsum(values) / len(values)
             if len(runs) > 1:
                 row |= {f"{method}_low": min(values), f"{method}_high": max(values)}
     ordered = [rows[step] for step in sorted(rows)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -144,7 +145,7 @@ class RubricReward:
         if self.form == "implicit":
             return (values[0] - 1) / 9
         weights = [weight for _, weight in rubric]
-        return sum(weight * met for weight, met in zip(weights, values, strict=True)) / sum(weights)
+        return math.fsum(weight * met for weight, met in zip(weights, values, strict=True)) / math.fsum(weights)
 
     def _ask_all(self, questions: Sequence[str]) -> list[float | None]:
         """The answers, each asked once and looked up in the cache first."""

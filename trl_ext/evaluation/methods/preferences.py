@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,10 +104,10 @@ def approximate_kl(policy: Sequence[Tensor], base: Sequence[Tensor]) -> dict[str
     totals = (k3 if by_k3 else k1).tolist()
     low, high = mean_interval(totals)
     return {
-        "mean": sum(totals) / len(totals),
+        "mean": math.fsum(totals) / len(totals),
         "low": low,
         "high": high,
-        "per_token": sum(totals) / max(sum(map(len, differences)), 1),
+        "per_token": math.fsum(totals) / max(sum(map(len, differences)), 1),
         "n": len(totals),
         "estimator": "k3" if by_k3 else "k1",
     }

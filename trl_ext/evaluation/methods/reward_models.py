@@ -65,7 +65,7 @@ def reward_metrics(
         "margin": float(margins.mean()),
         "nll": float(numpy.logaddexp(0.0, -margins).mean()),
         "brier": float((expit(-margins) ** 2).mean()),
-        "ece": sum(gaps) / n,
+        "ece": math.fsum(gaps) / n,
         "calibration": calibration,
     }
 
@@ -132,7 +132,7 @@ def best_of_n(proxy: Sequence, gold: Sequence, n: int) -> dict[str, float]:
         raise ValueError("proxy and gold must be finite: no order exists between other numbers")
     picks = {"gold": (proxies, golds), "proxy": (proxies, proxies), "oracle": (golds, golds)}
     figures = {
-        name: sum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)
+        name: math.fsum(_expected_best(by, of, n) for by, of in zip(*pair, strict=True)) / len(proxies)
         for name, pair in picks.items()
     }
     return {**figures, "regret": figures["oracle"] - figures["gold"]}

@@ -157,7 +157,7 @@ def budget(run: MethodRun) -> dict[str, Any]:
         "unit": None if name is None else _SAMPLES[name],
         "optimizer_steps": about.optimizer_steps,
         "training_seconds": about.training_seconds,
-        "reward_seconds": None if None in rewards else float(sum(rewards)),
+        "reward_seconds": None if None in rewards else math.fsum(rewards),
     }
 
 
@@ -183,7 +183,7 @@ def mean_budget(budgets: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     mean: dict[str, Any] = {"unit": budgets[0]["unit"]}
     for name in ("samples", "optimizer_steps", "training_seconds", "reward_seconds"):
         values = [one[name] for one in budgets]
-        mean[name] = None if None in values else sum(values) / len(values)
+        mean[name] = None if None in values else math.fsum(values) / len(values)
     return mean
 
 
@@ -223,7 +223,7 @@ def _unequal(what: str, values: Mapping[str, float | None], factor: float) -> li
 
 def _total_seconds(one: Mapping[str, Any]) -> float | None:
     parts = [one["training_seconds"], one["reward_seconds"]]
-    return None if None in parts else sum(parts)
+    return None if None in parts else math.fsum(parts)
 
 
 def max_new_tokens(run: MethodRun) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,4 +195,6 @@ def _pair_accuracy(run: Run) -> dict[str, float | None] | None:
 
 def _spread(values: Iterable[Mapping[str, Any] | float | None]) -> dict[str, float | int] | None:
     known = [value["value"] if isinstance(value, Mapping) else value for value in values if value is not None]
-    return {"mean": sum(known) / len(known), "low": min(known), "high": max(known), "n": len(known)} if known else None
+    if not known:
+        return None
+    return {"mean": math.fsum(known) / len(known), "low": min(known), "high": max(known), "n": len(known)}

@@ -28,6 +28,7 @@ Finished runs are skipped and interrupted ones are resumed. The results are comp
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -214,7 +215,7 @@ def _means(name: str, tried: dict[int, list[MethodRun]], metric: str) -> tuple[d
     except ValueError as error:
         raise ValueError(f"the settings of {name} cannot be compared: {error}") from None
     means = {index: [values[run.method, run.seed].mean() for run in own] for index, own in tried.items()}
-    return {index: float(sum(own) / len(own)) for index, own in means.items()}, left_out
+    return {index: math.fsum(own) / len(own) for index, own in means.items()}, left_out
 
 
 # ---- The report ----

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -249,7 +250,7 @@ def pattern_statistics(described: Sequence[Mapping[str, Any]]) -> dict[str, Any]
     values = {name: [one[name] for one in described] for name in ("length", "overlap", "position", "label_wrong")}
     values["longer"] = [length > 0 for length in values["length"] if length]
     known = {name: [value for value in values[name] if value is not None] for name in PATTERNS}
-    means = {name: sum(own) / len(own) if own else None for name, own in known.items()}
+    means = {name: math.fsum(own) / len(own) if own else None for name, own in known.items()}
     return {"n": len(described), **means}
 
 
