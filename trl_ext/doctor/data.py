@@ -6,7 +6,7 @@ from typing import Any
 
 from trl_ext.doctor.patient import Patient
 from trl_ext.doctor.report import Found
-from trl_ext.doctor.rows import as_text
+from trl_ext.doctor.rows import as_text, is_tokens, plain_text
 from trl_ext.doctor.table import check
 
 _PAIRS = "preference reward"
@@ -40,8 +40,9 @@ def chosen_equals_rejected(patient: Patient) -> Found | None:
 @check("length-predicts-label", "warning", "data", _PAIRS)
 def length_predicts_label(patient: Patient) -> Found | None:
     pairs = [sides for row in patient.many_rows if (sides := sides_of(row)) is not None]
-    longer = sum(len(chosen) > len(rejected) for chosen, rejected in pairs)
-    shorter = sum(len(chosen) < len(rejected) for chosen, rejected in pairs)
+    lengths = [[len(side if is_tokens(side) else plain_text(side)) for side in pair] for pair in pairs]
+    longer = sum(chosen > rejected for chosen, rejected in lengths)
+    shorter = sum(chosen < rejected for chosen, rejected in lengths)
     if longer + shorter < 50 or max(longer, shorter) < 0.9 * (longer + shorter):
         return None
     which = "longer" if longer > shorter else "shorter"

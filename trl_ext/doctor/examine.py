@@ -104,9 +104,16 @@ class DoctorCallback(TrainerCallback):
         if state.global_step <= self._last:
             control.should_log = True
             if self.patient.kind == "policy":
-                read_sampled(self.patient, state.global_step)
+                self._read_sampled(state.global_step)
         if self.stop and state.global_step >= self._last:
             control.should_training_stop = True
+
+    def _read_sampled(self, step: int) -> None:
+        """Read the step's responses; what cannot be read is named in the report and never ends the training."""
+        try:
+            read_sampled(self.patient, step)
+        except Exception as error:
+            self.report.skipped["sampled responses"] = brief(f"{type(error).__name__}: {error}", 200)
 
     def on_log(self, args, state, control, logs: dict[str, Any] | None = None, **kwargs):
         if not logs or "learning_rate" not in logs or state.global_step > self._last or not self._watched:

@@ -13,7 +13,7 @@ from scipy.special import expit
 from trl_ext.doctor.data import sides_of
 from trl_ext.doctor.patient import Patient
 from trl_ext.doctor.report import Found
-from trl_ext.doctor.rows import as_text, plain_text
+from trl_ext.doctor.rows import as_text, is_tokens, plain_text
 from trl_ext.doctor.table import check
 from trl_ext.models.log_probs import score_responses
 
@@ -97,7 +97,7 @@ def _is_another_source(rows: Sequence[dict[str, Any]], part: slice) -> bool:
 
 def _predicted(pairs: Sequence[tuple[Any, Any]]) -> np.ndarray:
     """The log-odds that each pair's label is as it is, by a classifier fitted without the pair; [N]."""
-    sides = [[side if isinstance(side[0], int) else plain_text(side) for side in pair] for pair in pairs]
+    sides = [[side if is_tokens(side) else plain_text(side) for side in pair] for pair in pairs]
     tokens = [[_first_tokens(side) for side in pair] for pair in sides]
     differ = Counter(token for chosen, rejected in tokens for token in set(chosen) ^ set(rejected))
     index = {token: place for place, (token, _) in enumerate(differ.most_common(_FEATURES))}

@@ -26,6 +26,11 @@ def plain_text(value: Any) -> str:
     return str(value)
 
 
+def is_tokens(side: Any) -> bool:
+    """Whether a response is token ids rather than a text or messages; an empty list is."""
+    return isinstance(side, list) and all(isinstance(one, int) for one in side[:1])
+
+
 def media_columns(dataset: Any) -> set[str]:
     """The columns of images, videos and sounds."""
     features = getattr(dataset, "features", None) or {}

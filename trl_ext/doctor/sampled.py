@@ -115,6 +115,10 @@ def _weights(patient: Patient) -> list[float]:
     return [1.0] * len(patient.trainer.reward_funcs) if weights is None else weights.tolist()
 
 
+def _missing(reward: float | None) -> bool:
+    return reward is None or math.isnan(reward)
+
+
 def read_sampled(patient: Patient, step: int) -> None:
     """Add the responses of the latest rollout, unless they are there already."""
     from trl_ext.trainers.policy.rollout_metrics import latest_rollout
@@ -123,7 +127,9 @@ def read_sampled(patient: Patient, step: int) -> None:
     weights = _weights(patient)
     new = []
     for prompt, completion, rewards in rows:
-        reward = sum(weight * one for weight, one in zip(weights, rewards.values(), strict=False))
+        # As TRL sums: a function that gives no reward for a response counts as 0 beside others.
+        given = [(weight, one) for weight, one in zip(weights, rewards.values(), strict=False) if not _missing(one)]
+        reward = sum(weight * one for weight, one in given) if given else math.nan
         new.append(Sampled(step, prompt, plain_text(completion), rewards, reward))
     last = patient.sampled[-len(new) :] if new else []
     if [(one.prompt, one.text) for one in last] != [(one.prompt, one.text) for one in new]:

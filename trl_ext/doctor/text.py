@@ -133,14 +133,26 @@ def _is_generated_from(example: Example) -> bool:
 def begin_token_doubled(patient: Patient) -> Found | None:
     begin = patient.tokenizer.bos_token_id
     found = [one for one in patient.examples if begin is not None and one.ids[:2] == [begin, begin]]
-    if not found:
+    before = [one for one in patient.examples if begin is not None and _begins_again(patient, one)]
+    if not found and not before:
         return None
+    name = repr(patient.tokenizer.bos_token)
     return Found(
-        f"{_share(found, patient.examples)} begin with {patient.tokenizer.bos_token!r} twice",
+        f"{_share(found, patient.examples)} begin with {name} twice"
+        if found
+        else f"{name} stands before the response as well as before the prompt in {_share(before, patient.examples)}",
         "the chat template and the tokenizer both add it: remove it from the text, or set tokenizer.add_bos_token "
-        "to False",
-        patient.tokens(found[0]),
+        "to False; tokenize a response with add_special_tokens=False",
+        patient.tokens((found or before)[0]),
     )
+
+
+def _begins_again(patient: Patient, example: Example) -> bool:
+    """Whether the response of a row that begins with the beginning token begins with it too."""
+    begin, start = patient.tokenizer.bos_token_id, example.learned.index(True) if any(example.learned) else 0
+    # One that is an end token may also end the prompt's last turn.
+    places = {start} if begin in patient.stop_ids else {start - 1, start}
+    return example.ids[:1] == [begin] and any(place > 0 and example.ids[place] == begin for place in places)
 
 
 @check("end-token-missing", "error", "data", _LEARNS)
