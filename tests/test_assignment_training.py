@@ -16,6 +16,10 @@ from tests.test_assignment_grader import SPECS, run
 from trl_ext.assignment.builder.spec import load_spec
 from trl_ext.assignment.builder.writing import write_assignment
 from trl_ext.assignment.train import command
+from trl_ext.assignment.train.functions import Functions
+from trl_ext.assignment.train.loops import Loop
+from trl_ext.assignment.train.recipe import LoopSettings
+from trl_ext.data.math import load_math
 
 pytestmark = pytest.mark.slow
 
@@ -157,6 +161,32 @@ def test_runs_on_the_library_have_another_folder(tmp_path, monkeypatch):
     plan = json.loads((tmp_path / "course_grader" / "grading.json").read_text())
     uses = ["tokenize_prompt_and_output", "response_log_probs", "sft_microbatch_step"]
     assert [each["uses"] for each in plan["thresholds"] if each["recipe"] == "sft"] == [uses]
+
+
+def test_figures_are_read_by_the_library_s_parser():
+    """Not by the student's, which may be blank in a recipe that does not train on it, or read other numbers."""
+
+    def blank(model_output):
+        raise NotImplementedError("implement parse_gsm8k_response")
+
+    functions = Functions({"parse": blank}, {"parse": "rewards.parse_gsm8k_response"}, {"parse"})
+    loop = Loop(functions, LoopSettings())
+    rows = load_math("toy", "test")[:20]
+    assert loop.accuracy(rows) == Loop(Functions({}, {}), LoopSettings()).accuracy(rows)
+    with pytest.raises(NotImplementedError):
+        loop._reward("5", "5")
+    assert functions.yours(["parse", "other"]) == ["parse"] and functions.yours(["other"]) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "recipe", "kind"), [("reasoning", "sft", "sft_loop"), ("rlhf_project", "dpo", "preference")]
+)
+def test_a_reward_model_is_refused_where_none_is_used(spec, recipe, kind, solved, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        solved(spec, recipe, "library", "--reward_model", "/nowhere")
+    assert stopped.value.code == 2
+    line = f"--reward_model is used by recipes of the kind policy, and {recipe} is of the kind {kind}"
+    assert line in capsys.readouterr().err
 
 
 def test_a_step_without_a_backward_pass_is_an_error(solved, capsys):

@@ -18,7 +18,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--assignment", type=Path, default=Path("assignment.yaml"), help="default: assignment.yaml")
     parser.add_argument("--implementation", help="default: the assignment's package; library for the library's")
     parser.add_argument("--output_dir", type=Path, help="default: runs/RECIPE, and runs/RECIPE-library")
-    parser.add_argument("--reward_model", help="a folder to reward responses with; default: the known score")
+    parser.add_argument(
+        "--reward_model", help="of a policy recipe: a folder to reward responses with; default: the known score"
+    )
     parser.add_argument("--eval_prompts", type=int, default=100, help="held-out prompts at the end; 0 for none")
     with one_line_errors():
         # Every other flag is a setting of the trainer.
@@ -27,6 +29,11 @@ def main(arguments: list[str] | None = None) -> None:
         check_known("no recipe", options.recipe, assignment["recipes"])
         sys.path.insert(0, str(options.assignment.resolve().parent))
         recipe = RecipeSpec.model_validate(assignment["recipes"][options.recipe])
+        if options.reward_model and recipe.kind != "policy":
+            raise ValueError(
+                "--reward_model is used by recipes of the kind policy, and "
+                f"{options.recipe} is of the kind {recipe.kind}"
+            )
         functions = load_functions(assignment, options.implementation or assignment["package"])
         name = options.recipe if functions.own else f"{options.recipe}-{LIBRARY}"
         options.output_dir = options.output_dir or Path("runs") / name

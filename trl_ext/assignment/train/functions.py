@@ -38,6 +38,10 @@ class Functions:
         names = [name for name, known in self.library.items() if known == library]
         return self.by_name[names[0]] if names else task(library).function
 
+    def yours(self, names: list[str]) -> list[str]:
+        """The student's functions among those that a run used, in order."""
+        return sorted(self.own & set(names))
+
     def describe(self, names: list[str]) -> str:
         """Describe which functions are the student's."""
         whose = {True: "yours", False: "the library's"}

@@ -61,7 +61,11 @@ def run_trainer(recipe: RecipeSpec, functions: Functions, options: Any, rest: li
     trainer.train()
     trainer.save_model(str(options.output_dir))
     steps = trainer.state.global_step
-    results = {"yours": sorted(functions.own), "steps": steps, "summary": f"{steps} steps"}
+    results = {
+        "yours": functions.yours(used_functions(recipe, functions.library)),
+        "steps": steps,
+        "summary": f"{steps} steps",
+    }
     if recipe.kind == "reward":
         accuracy = trainer.evaluate()["eval_accuracy"]
         results |= {"accuracy": accuracy, "summary": f"accuracy on held-out pairs {accuracy:.3f}"}
