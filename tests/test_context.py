@@ -81,6 +81,19 @@ class TestRecipes:
         with pytest.raises(ValueError, match="model has no chat template .*: put a chat_template.jinja into"):
             training.load_trainer(pytest.fail, model, given, train_dataset=Dataset.from_dict(rows))
 
+    def test_plain_prompts_are_pointed_out_and_not_rejected(self, training, tmp_path, caplog):
+        given = SimpleNamespace(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, model_init_kwargs=None)
+        rows = Dataset.from_dict({"prompt": ["Name a fruit."]})
+        reached = []
+
+        def build(*args, **kwargs):
+            reached.append(True)
+            raise OSError("far enough")
+
+        with pytest.raises(ValueError, match="far enough"):
+            training.load_trainer(build, training.ModelArguments(model_name_or_path="toy"), given, train_dataset=rows)
+        assert reached and "the model's chat template is not applied" in caplog.text
+
     def test_one_file_is_the_split_to_train_on(self, training, tmp_path):
         path = tmp_path / "mine.jsonl"
         path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')

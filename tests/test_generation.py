@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.tiny import pairs
 from trl_ext.rollouts import generate_responses, map_over_ranks
+from trl_ext.rollouts.generation import without_template
 
 PROMPTS = [row["prompt"] for row in pairs(6, seed=2)]
 LIMIT = 12
@@ -246,3 +247,23 @@ def test_two_processes_share_the_work(tmp_path):
     )
     assert launched.returncode == 0, launched.stderr[-4000:]
     assert (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        (["Name a fruit."], True),
+        (["Name a fruit.", "What is 2 + 3?", "The answer is:"], True),
+        (["The answer is:"] * 2 + ["Name a fruit."], False),
+        (["User: Name a fruit.\n\nAssistant:"], False),
+        (["Think. <think>\n"], False),
+        (["<|im_start|>user\nHi<|im_end|>"], False),
+        (PROMPTS, False),
+        ([], False),
+    ],
+)
+def test_plain_prompts_of_a_model_with_a_chat_template(prompts, told, tokenizer, monkeypatch):
+    line = without_template(tokenizer, prompts)
+    assert (line is not None) is told and (not told or "rename the column to prompt_text" in line)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert without_template(tokenizer, prompts) is None

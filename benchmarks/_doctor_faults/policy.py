@@ -33,6 +33,10 @@ def _user_text(row):
     return [{"role": "user", "content": row["prompt"][0]["content"] + "<|im_end|>"}]
 
 
+def _plain(row):
+    return row["prompt"][0]["content"]
+
+
 def _system(row):
     return [{"role": "system", "content": "Answer in one short sentence."}, *row["prompt"]]
 
@@ -44,6 +48,7 @@ def _system_lost(trainer, patch):
 
 BUILT = [
     Fault("template-missing", "policy", _template(None)),
+    Fault("template-unused", "policy", change_columns(prompt=_plain)),
     Fault("template-of-another-model", "policy", _template(LLAMA)),
     Fault("special-token-in-text", "policy", change_columns(prompt=_user_text)),
     Fault("begin-token-doubled", "policy", _template("<|im_start|>ORIGINAL", bos_token="<|im_start|>")),

@@ -8,7 +8,7 @@ from collections import Counter
 from trl_ext.doctor.patient import Example, Patient
 from trl_ext.doctor.report import Found
 from trl_ext.doctor.table import check
-from trl_ext.rollouts.generation import prompt_tokens
+from trl_ext.rollouts.generation import prompt_tokens, without_template
 
 # What chat templates write around turns, and other texts rarely contain. Some models spell `<|user|>` with ordinary
 # tokens.
@@ -37,6 +37,16 @@ def template_missing(patient: Patient) -> Found | None:
         "the rows hold messages, and the tokenizer has no chat template to write them with",
         "set tokenizer.chat_template (or chat_template_path in TRL's SFTConfig), or give the prompts as plain text",
     )
+
+
+@check("template-unused", "warning", "data", "sft preference policy")
+def template_unused(patient: Patient) -> Found | None:
+    prompts = [row["prompt"] for row in patient.rows if row.get("prompt")]
+    line = without_template(patient.tokenizer, prompts)
+    if line is None:
+        return None
+    evidence, remedy = line.split("; ")
+    return Found(f"{evidence}, such as {prompts[0][:60]!r}", remedy)
 
 
 @check("template-of-another-model", "error", "data")

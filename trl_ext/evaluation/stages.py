@@ -107,7 +107,9 @@ def compare_stages(
     limit = default_max_new_tokens(prompts_jsonl) if max_new_tokens is None else max_new_tokens
     prompts = load_prompts(prompts_jsonl)[:num_prompts]
 
+    from trl_ext.processes import warn_once_per_run
     from trl_ext.rollouts import generate_responses
+    from trl_ext.rollouts.generation import without_template
 
     scorer = None
     if reward_model is not None:
@@ -119,6 +121,8 @@ def compare_stages(
     rows, samples = [], {}
     for name, source in models.items():
         policy, tokenizer = reference_model if name == reference else load_policy(source, dtype=dtype)
+        if line := without_template(tokenizer, messages):
+            warn_once_per_run(f"{name}: {line}")
         generations = generate_responses(
             policy,
             tokenizer,

@@ -173,6 +173,25 @@ def prompt_tokens(tokenizer, prompt: list[dict] | str, max_prompt_tokens: int | 
     return ids if max_prompt_tokens is None else ids[-max_prompt_tokens:]
 
 
+def without_template(tokenizer, prompts: Sequence[list[dict] | str]) -> str | None:
+    """A line about plain texts that a model with a chat template is prompted with; None if nothing is to be said.
+
+    The template is not applied to texts. Those that hold its special tokens, or end with a colon or a tag as a text to
+    continue does, are taken to be intended.
+    """
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    special = tokenizer.all_special_tokens
+    plain = [
+        text for text in texts if not text.rstrip().endswith((":", ">")) and not any(one in text for one in special)
+    ]
+    if not tokenizer.chat_template or len(plain) <= len(prompts) / 2:
+        return None
+    return (
+        "the prompts are plain text, to which the model's chat template is not applied: a chat model may answer badly "
+        "or not at all; rename the column to prompt_text, or give messages, unless plain text is intended"
+    )
+
+
 def _finish(
     tokenizer,
     prompt_ids: list[int],

@@ -20,6 +20,7 @@ from trl_ext.held_out.table import GenerationTableCallback
 from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.faults import plain_faults
+from trl_ext.rollouts.generation import without_template
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors
 from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import check_at_least
@@ -175,15 +176,20 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
 def _check_template(model_path: str, model: ModelArguments, training, rows: Any) -> None:
     """Reject conversations if there is no chat template; otherwise some trainers would fail only in their first step.
 
+    Plain texts for a model with a chat template are pointed out, and not rejected.
+
     Raises:
         OSError: the tokenizer cannot be loaded.
         ValueError: there is no template; the message says what to do.
     """
     columns = rows.column_names if isinstance(rows, Dataset) else []
     first = rows[0]["prompt"] if "prompt" in columns and len(rows) else None
-    if not isinstance(first, list) or getattr(training, "chat_template_path", None):
+    if first is None or getattr(training, "chat_template_path", None):
         return
-    if AutoTokenizer.from_pretrained(model_path, revision=model.model_revision).chat_template is None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path, revision=model.model_revision)
+    if line := without_template(tokenizer, rows[:100]["prompt"]):
+        warn_once_per_run(line)
+    if isinstance(first, list) and tokenizer.chat_template is None:
         raise ValueError(
             f"the data holds messages, and the model {model.model_name_or_path} has no chat template to write them "
             "by: put a chat_template.jinja into the model's folder, or give plain text (prompt, chosen and rejected "

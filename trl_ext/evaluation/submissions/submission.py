@@ -110,8 +110,12 @@ def generate_submission_file(
 
         from tqdm.auto import tqdm
 
+        from trl_ext.processes import warn_once_per_run
         from trl_ext.rollouts import generate_responses
+        from trl_ext.rollouts.generation import without_template
 
+        if line := without_template(tokenizer, [row["prompt"] for row in prompts]):
+            warn_once_per_run(line)
         with tqdm(total=len(prompts), initial=len(file.rows), desc="responses", disable=not progress) as bar:
             for batch in batches:
                 generations = generate_responses(
