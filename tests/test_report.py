@@ -261,7 +261,10 @@ class TestUntrustedText:
     def test_markdown_stays_text(self, markdown):
         assert not re.search(r"(?<!\\)[<>]|(?<!\\)!\[|(?<!\\)`", markdown)
         assert not set(markdown) & set("\u2028\u2029")
-        assert markdown_line("a|b\n<c> [d](e) *f* &amp;") == r"a\|b &lt;c\> \[d\]\(e\) \*f\* &amp;amp;"
+        assert markdown_line("Commit: 1fc 2:3 a@b $5 ~x :up: http://a.b") == (
+            "Commit: 1fc 2:3 a&#64;b &#36;5 &#126;x &#58;up: http&#58;//a.b"
+        )
+        assert markdown_line("a|b\n<c> [d](e) *f* &amp;") == r"a&#124;b &lt;c\> \[d\]\(e\) \*f\* &amp;amp;"
 
     def test_nothing_but_the_pages_own_script_and_style_may_run_or_load(self, page):
         tags = [tag for tag, _ in page.tags]

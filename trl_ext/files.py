@@ -111,10 +111,13 @@ def existing_file(path: str | Path) -> Path:
 
 
 # Characters that start markup or HTML, and everything that readers treat as the end of a line.
-_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#!|~$:@])")
+_MARKUP = re.compile(r"([\\`*_{}\[\]<>()#!])")
+# Signs that some readers treat as markup, and in which others show a backslash; a colon of `:smile:` or of a URL.
+_SIGNS = re.compile(r"[|~$@]|:(?=//|[a-z0-9_+-]+:)")
 _BREAKS = re.compile("[\\s\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 def markdown_line(text: str) -> str:
     """Escape text as one line of Markdown that shows it unchanged, without markup or HTML."""
-    return _MARKUP.sub(r"\\\1", _BREAKS.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;"))
+    text = _MARKUP.sub(r"\\\1", _BREAKS.sub(" ", text).replace("&", "&amp;").replace("<", "&lt;"))
+    return _SIGNS.sub(lambda sign: f"&#{ord(sign[0])};", text)
