@@ -69,6 +69,13 @@ class TestFolder:
         (tmp_path / "test_gen.jsonl").write_bytes(b"\xef\xbb\xbf" + (line + "\r\n\r\n").encode())
         assert load_benchmark(tmp_path)["test_gen"][0]["prompt"] == [user(text)]
 
+    def test_keys_of_messages_that_are_dropped_are_named(self, tmp_path, caplog):
+        turn = {"role": "user", "content": "Name a fruit.", "name": "Ann", "turn": 1, "tool_calls": None}
+        path = write_rows(tmp_path / "mine.jsonl", {"prompt": [turn]}, {"prompt": [{**turn, "name": None}]})
+        (rows,) = load_benchmark(path).values()
+        assert rows["prompt"][0] == [{"role": "user", "content": "Name a fruit."}]
+        assert f"{path}: dropped from messages: name, turn; role and content are used" in caplog.text
+
     def test_columns_that_are_dropped(self, tmp_path, caplog):
         write_rows(
             tmp_path / "train_prefs.jsonl",

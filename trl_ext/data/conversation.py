@@ -6,8 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from trl_ext.data.truncation import truncate_pair
-from trl_ext.models.tokenization import text_ids
+from trl_ext.data.truncation import text_ids, truncate_pair
 
 Messages = list[dict[str, Any]]
 

@@ -1,8 +1,9 @@
-"""Separate token limits for the prompt and for the responses of a preference pair."""
+"""Token ids of a prompt, and separate token limits for the prompt and for the responses of a preference pair."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 def truncate_pair(
@@ -40,3 +41,17 @@ def truncate_pair(
 def _check_limit(name: str, limit: int | None) -> None:
     if limit is not None and limit < 1:
         raise ValueError(f"{name} must be at least 1, got {limit}; pass None for no limit")
+
+
+def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
+    """Token ids of a text that another follows, without the end token that some tokenizers append to every text.
+
+    The tokens that the tokenizer puts before a text stay, and so does an end token that the text itself contains.
+    """
+    ids = tokenizer(text, **options)["input_ids"]
+    if ids[-1:] != [tokenizer.eos_token_id]:
+        return ids
+    own = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
+    # Of an empty text, a single token is the beginning if it can be one.
+    appended = ids[-len(own) :] != own if own else len(ids) > 1 or tokenizer.bos_token_id != ids[-1]
+    return ids[:-1] if appended else ids

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from trl_ext.data.truncation import text_ids
 
 
 def tokenize_prompt_and_output(prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer) -> dict[str, Tensor]:
@@ -60,20 +61,6 @@ def _prompt_ids(tokenizer, prompt: str) -> list[int]:
     """Ids of a text that another follows: one beginning-of-text token if the tokenizer uses one, and no end token."""
     has_beginning = bool(tokenizer.bos_token) and prompt.startswith(tokenizer.bos_token)
     return tokenizer(prompt, add_special_tokens=False)["input_ids"] if has_beginning else text_ids(tokenizer, prompt)
-
-
-def text_ids(tokenizer, text: str, **options: Any) -> list[int]:
-    """Token ids of a text that another follows, without the end token that some tokenizers append to every text.
-
-    The tokens that the tokenizer puts before a text stay, and so does an end token that the text itself contains.
-    """
-    ids = tokenizer(text, **options)["input_ids"]
-    if ids[-1:] != [tokenizer.eos_token_id]:
-        return ids
-    own = tokenizer(text, add_special_tokens=False, **options)["input_ids"]
-    # Of an empty text, a single token is the beginning if it can be one.
-    appended = ids[-len(own) :] != own if own else len(ids) > 1 or tokenizer.bos_token_id != ids[-1]
-    return ids[:-1] if appended else ids
 
 
 def token_entropy(logits: Tensor) -> Tensor:

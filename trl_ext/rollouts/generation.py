@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteriaList
 
+from trl_ext.data.truncation import text_ids
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing.hook import unwrapped
-from trl_ext.models.tokenization import text_ids
 from trl_ext.rollouts.sampler import sampled_fast
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
 

@@ -15,10 +15,10 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOTrainer as TRLGRPOTrainer
 
+from trl_ext.data.truncation import text_ids
 from trl_ext.losses import PolicyScores
 from trl_ext.losses.masking import masked_mean
 from trl_ext.models.batches import temporarily
-from trl_ext.models.tokenization import text_ids
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining

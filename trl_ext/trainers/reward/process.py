@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trl_ext.data.conversation import Messages
-from trl_ext.models.tokenization import text_ids
+from trl_ext.data.truncation import text_ids
 
 
 def encode_steps(
