@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sqlite3
 import time
 
 import pytest
@@ -32,16 +33,29 @@ class TestCache:
         assert kept(path) == 2 and list(path.parent.iterdir()) == [path]
 
     def test_a_verdict_is_on_the_disk_when_add_returns(self, tmp_path):
-        """SQLite promises so of a write-ahead log with full synchronisation."""
+        """SQLite promises so of a rollback journal with its highest synchronisation."""
         with VerdictCache(tmp_path / "cache.sqlite") as cache:
-            assert cache._database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-            assert cache._database.execute("PRAGMA synchronous").fetchone() == (2,)
+            assert cache._database.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+            assert cache._database.execute("PRAGMA synchronous").fetchone() == (3,)
+
+    def test_a_cache_that_cannot_be_written_fails_when_it_is_opened(self, tmp_path, monkeypatch):
+        """A user who may not write, for whom SQLite opens the file to read alone: before any verdict is paid for."""
+        path, connect = tmp_path / "cache.sqlite", sqlite3.connect
+        VerdictCache(path).close()
+        monkeypatch.setattr(sqlite3, "connect", lambda path, **_: connect(f"file:{path}?mode=ro", uri=True))
+        with pytest.raises(CacheError, match="cache.sqlite: attempt to write a readonly database: check the disk"):
+            VerdictCache(path)
 
     def test_another_file_is_left_alone(self, tmp_path):
         path = tmp_path / "judge_cache.jsonl"
         path.write_text('{"key": "ab", "verdict": "A"}\n')
         with pytest.raises(CacheError, match="judge_cache.jsonl: file is not a database: .* name another cache"):
             VerdictCache(path)
+        with sqlite3.connect(tmp_path / "other") as other:
+            other.execute("CREATE TABLE verdicts (rubric TEXT)")
+        with pytest.raises(CacheError, match="other: no such column: record: .* name another cache"):
+            VerdictCache(tmp_path / "other")
+        (tmp_path / "other").unlink()
         assert path.read_text() == '{"key": "ab", "verdict": "A"}\n' and list(tmp_path.iterdir()) == [path]
 
     def test_a_path_that_cannot_be_opened(self, tmp_path):
@@ -106,7 +120,28 @@ def question_keys(count: int) -> dict[str, tuple[str, str, str]]:
     return {q.key: (f"user: {q.prompt[-1]['content']}", q.response_a, q.response_b) for q in both}
 
 
+def open_and_write(path: str, name: str, start) -> None:
+    start.wait()
+    for _ in range(2):
+        with VerdictCache(path) as cache:
+            cache.add([{"key": key, "verdict": name} for key in (name, "shared")])
+            assert cache.get(name)["verdict"] == name
+
+
 class TestProcesses:
+    def test_several_that_create_one_cache_at_the_same_moment(self, tmp_path):
+        context = multiprocessing.get_context("fork")
+        for trial in range(30):
+            path, count = tmp_path / f"folder-{trial}" / "cache.sqlite", 2 + trial % 3
+            start = context.Barrier(count)
+            running = [context.Process(target=open_and_write, args=(path, f"{k}", start)) for k in range(count)]
+            for process in running:
+                process.start()
+            for process in running:
+                process.join(60)
+            assert [process.exitcode for process in running] == [0] * count
+            assert kept(path) == count + 1
+
     def test_two_on_one_cache(self, processes, tmp_path):
         """Both judge the same 60 pairs at the same time, and share the work.
 

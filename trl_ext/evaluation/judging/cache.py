@@ -17,8 +17,7 @@ class CacheError(OSError):
 class VerdictCache:
     """A file of verdicts by key. Runs on one machine may share it, and see each other's verdicts at once.
 
-    A verdict is on disk when `add` returns, so a kill or a power failure loses none. After a kill, the last verdicts
-    are in a second file whose name ends in `-wal`, until the cache is opened again.
+    A verdict is on disk when `add` returns, so a kill or a power failure loses none.
 
     Args:
         path: the file; it is created if missing, along with its folder.
@@ -31,13 +30,14 @@ class VerdictCache:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._one_line_errors():
-            # The timeout allows for another run that is writing.
+            # The timeout allows for other runs that are writing. It would not cover a switch to a write-ahead log.
             self._database = sqlite3.connect(self.path, timeout=60)
         try:
             with self._one_line_errors(), self._database:
-                self._database.execute("PRAGMA journal_mode = WAL")
-                self._database.execute("PRAGMA synchronous = FULL")
+                self._database.execute("PRAGMA synchronous = EXTRA")
                 self._database.execute("CREATE TABLE IF NOT EXISTS verdicts (key TEXT PRIMARY KEY, record TEXT)")
+                # Changes nothing, and fails here, not at the first verdict, if the file is read-only or another's.
+                self._database.execute("UPDATE verdicts SET record = record WHERE key IS NULL")
         except BaseException:
             self._database.close()
             raise
