@@ -209,7 +209,7 @@ def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> Non
     """Train from the last checkpoint, if there is one, to the end or to the kill point; in the process that calls."""
     import torch
 
-    from trl_ext.resilience.checkpoints import checkpoints_in, last_checkpoint
+    from trl_ext.resilience.checkpoints import checkpoints_in
     from trl_ext.resilience.preemption import Preemption
 
     torch.set_num_threads(1)
@@ -219,11 +219,8 @@ def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> Non
     trainer.add_callback(Preemption(trainer))
     if kill is not None and trainer.accelerator.process_index in (kill[2:] or [0]):
         PLACES[kill[0]](trainer, kill[1])
-    resume = bool(checkpoints_in(folder / "run"))
-    if kind == "expert":
-        resume = str(last_checkpoint(folder / "run")) if resume else None
     (folder / "began").touch()
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=bool(checkpoints_in(folder / "run")))
     if kind == "reward":
         trainer.selection.load_best(split="held out")
     if trainer.accelerator.is_main_process:

@@ -244,6 +244,20 @@ def test_a_checkpoint_that_is_named_and_damaged_is_refused(spec, run):
         build(spec, str(run)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
 
 
+@pytest.mark.parametrize(("rows", "accumulation"), [(1, 2), (2, 1), (1, 1), (2, 2)])
+def test_the_split_of_an_optimizer_batch_may_change_and_the_batch_may_not(rows, accumulation, spec, run):
+    """It was begun with 2 pairs to an update."""
+    split = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    trainer = build({**spec, "args": {**spec["args"], **split}}, str(run))
+    if rows * accumulation == 2:
+        trainer.train(resume_from_checkpoint=True)
+        return
+    expected = f"checkpoint-3 is of a run with 2 examples to an update, and now it is {rows * accumulation}: "
+    for wanted in (True, str(run / "checkpoint-3")):
+        with pytest.raises(ValueError, match=expected):
+            trainer.train(resume_from_checkpoint=wanted)
+
+
 def test_a_finished_run_takes_no_further_step(spec, run):
     """3 steps of 6 pairs are one epoch and no more; with 4 pairs, the end lies in the middle of an epoch."""
 

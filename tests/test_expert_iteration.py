@@ -187,13 +187,19 @@ class TestRounds:
         checkpoint = tmp_path / f"checkpoint-{step - 1}"
         assert (checkpoint / "trainer_state.json").is_file()
         assert not (tmp_path / f"checkpoint-{step}" / "trainer_state.json").exists()
-        build(tmp_path).train(resume_from_checkpoint=str(checkpoint))
+        build(tmp_path).train(resume_from_checkpoint=True)
         assert same_weights(tmp_path / "checkpoint-3", straight / "checkpoint-3")
         for name in ("expert_1_dataset", "expert_2_rollouts", "expert_3_dataset"):
             path = Path("samples") / f"{name}.jsonl"
             assert (tmp_path / path).read_bytes() == (straight / path).read_bytes()
         steps = [[row["step"] for row in read(folder / "metrics.jsonl")] for folder in (tmp_path, straight)]
         assert steps[0] == steps[1]
+
+    def test_a_checkpoint_that_cannot_be_resumed_from(self, straight, tmp_path):
+        with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+            build(tmp_path).train(resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="is of a run with 16 examples to an update, and now it is 8: "):
+            build(straight, per_device_train_batch_size=8).train(resume_from_checkpoint=True)
 
     def break_at(self, step: int, place: str, folder: Path, monkeypatch) -> None:
         from trl_ext.rollouts import saved_rows as run
@@ -233,7 +239,7 @@ class TestRounds:
 
                 patch.setattr(expert_iteration, "write_json", breaking)
             with pytest.raises(Broken):
-                trainer.train()
+                trainer.train(resume_from_checkpoint=False)
 
 
 def test_a_round_without_a_correct_response_says_so(tmp_path):

@@ -93,13 +93,14 @@ class ResilientTraining:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: the given checkpoint is not complete.
+            ValueError: the given checkpoint is not complete, or is of another optimizer batch.
             FloatingPointError: `max_skipped_updates` updates in a row were not finite; there is a checkpoint.
             TrainingFault: the disk is full, another process has ended, or memory is too small.
         """
         self.interrupted, self._progress = False, None
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
+            self.check_optimizer_batch(checkpoint)
             self._resumed_from = Path(checkpoint)
             self._progress = self._read_progress(self._resumed_from)
         with plain_faults(self.args.output_dir):
@@ -130,6 +131,24 @@ class ResilientTraining:
         if found[0] is None:
             raise FileNotFoundError(f"{self.args.output_dir} has no checkpoint to resume from")
         return str(found[0])
+
+    def check_optimizer_batch(self, checkpoint: str | Path) -> None:
+        """Reject a checkpoint of a run with another number of examples to an update; their split may differ.
+
+        Raises:
+            ValueError: the message has both numbers.
+        """
+        records = [
+            Path(checkpoint) / name for name in (self._progress_file, _progress_file(0), checkpoints.ROUND_FILE)
+        ]
+        record = next((json.loads(path.read_text(encoding="utf-8")) for path in records if path.is_file()), {})
+        now = self.get_total_train_batch_size(self.args)
+        begun = record.get("optimizer_batch", now)
+        if begun != now:
+            raise ValueError(
+                f"{checkpoint} is of a run with {begun} examples to an update, and now it is {now}: processes times "
+                f"per_device_train_batch_size times gradient_accumulation_steps must be {begun} to resume it"
+            )
 
     # ---- Updates ----
 
@@ -194,6 +213,7 @@ class ResilientTraining:
         """This process's gathered metrics and counts, ready for JSON; floats keep all their digits."""
         return {
             "processes": self.args.world_size,
+            "optimizer_batch": self.get_total_train_batch_size(self.args),
             "loss": self._tr_loss.item(),
             "loss_before": self._total_loss_scalar,
             "logged_at": self._globalstep_last_logged,

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -148,27 +148,49 @@ def _plain(value: Any) -> Any:
     return value.to_dict() if hasattr(value, "to_dict") else str(value)
 
 
-# Prefixes of settings that may change when a run is resumed: output and evaluation, how an optimizer batch is split,
-# the device, and fault handling.
-_MAY_CHANGE = (
-    *("output_dir", "run_name", "report_to", "push_to_hub", "hub_", "disable_tqdm", "project", "trackio_"),
-    *("save_", "log", "eval_", "num_eval_prompts", "num_kl_prompts", "num_generation_prompts", "max_hours"),
-    *("generation_eval_", "base_responses"),
-    *("per_device_", "gradient_accumulation_steps", "gradient_checkpointing", "packing", "fast_rollouts"),
-    *("bf16", "fp16", "tf32", "dtype", "deepspeed", "fsdp", "torch_compile", "ddp_", "dataloader_"),
-    *("use_vllm", "vllm_", "reward_timeout", "reward_errors", "max_skipped_updates"),
+# Settings that may change when a run is resumed; the trainer checks that the optimizer batch stays the same.
+_MAY_CHANGE = frozenset(
+    # What is reported, and where.
+    ("output_dir", "run_name", "report_to", "project", "trackio_space_id", "trackio_bucket_id")
+    + ("trackio_static_space_id", "disable_tqdm", "include_num_input_tokens_seen", "skip_memory_metrics", "debug")
+    + ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision")
+    + ("logging_steps", "logging_strategy", "logging_first_step", "logging_nan_inf_filter")
+    + ("log_level", "log_level_replica", "log_on_each_node", "log_completions", "log_unique_prompts")
+    + ("log_multimodal", "log_completions_hub_repo", "num_completions_to_print")
+    # When it is saved and evaluated.
+    + ("save_steps", "save_strategy", "save_total_limit", "save_only_model", "save_on_each_node", "max_hours")
+    + ("eval_steps", "eval_strategy", "eval_on_start", "eval_delay", "eval_split", "eval_every", "eval_packing")
+    + ("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics")
+    + ("do_train", "do_eval", "do_predict", "prediction_loss_only", "bf16_full_eval", "fp16_full_eval")
+    + ("num_eval_prompts", "num_kl_prompts", "num_generation_prompts", "generation_eval_every", "base_responses")
+    + ("generation_eval_batch_size", "per_device_eval_batch_size")
+    # How an optimizer batch is split, and how memory is saved.
+    + ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
+    + ("gradient_checkpointing_kwargs", "activation_checkpointing", "activation_checkpointing_kwargs")
+    + ("activation_offloading", "torch_empty_cache_steps")
+    # The device, its precision, and the engine.
+    + ("bf16", "fp16", "tf32", "dtype", "deepspeed", "fsdp", "fsdp_config", "local_rank", "packing", "fast_rollouts")
+    + ("torch_compile", "torch_compile_backend", "torch_compile_mode", "ddp_backend", "ddp_broadcast_buffers")
+    + ("ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "ddp_timeout", "dataset_num_proc")
+    + ("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers")
+    + ("dataloader_prefetch_factor", "dataloader_multiprocessing_context")
+    + ("use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization")
+    + ("vllm_group_port", "vllm_max_model_length", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
+    + ("vllm_server_timeout", "vllm_tensor_parallel_size")
+    # What happens on a fault.
+    + ("reward_timeout", "reward_errors", "max_skipped_updates")
 )
 # Settings that determine the run's length, on which the learning-rate schedule depends.
 _LENGTHS = ("max_steps", "num_train_epochs", "n_steps", "n_grpo_steps")
 
 
-def changed_settings(config: Path, resolved: str, may_change: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+def changed_settings(config: Path, resolved: str, may_change: Collection[str]) -> dict[str, tuple[Any, Any]]:
     """Settings that differ from an earlier config.yaml: name -> (earlier value, present value).
 
     Args:
         config: the earlier file.
         resolved: the present settings, as `config_text` returns them.
-        may_change: prefixes of names that are not compared.
+        may_change: names that are not compared.
 
     Raises:
         ValueError: the file is damaged.
@@ -179,7 +201,7 @@ def changed_settings(config: Path, resolved: str, may_change: Sequence[str]) -> 
             f"{config} does not hold the settings of a run: choose another --output_dir, or give "
             "--overwrite_output_dir"
         )
-    names = [name for name in sorted({*earlier, *now}) if not name.startswith(tuple(may_change))]
+    names = [name for name in sorted({*earlier, *now}) if name not in may_change]
     return {name: (earlier.get(name), now.get(name)) for name in names if earlier.get(name) != now.get(name)}
 
 
@@ -195,7 +217,9 @@ def check_same_settings(config: Path, resolved: str) -> None:
     """
     if not config.is_file():
         return
-    changed = changed_settings(config, resolved, _MAY_CHANGE)
+    # Packing leaves out padding, but SFT's, which is TRL's and has strategies, changes what a batch holds.
+    may_change = _MAY_CHANGE - {"packing"} if "packing_strategy:" in resolved else _MAY_CHANGE
+    changed = changed_settings(config, resolved, may_change)
     for name in [name for name in changed if name in _LENGTHS]:
         begun, now = changed.pop(name)
         warn_once_per_run(

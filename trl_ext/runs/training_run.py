@@ -88,7 +88,10 @@ class TrainingRun:
                 )
             self.training.eval_strategy = IntervalStrategy.NO
         end_with_plan(self.launch, self.model, self.training, datasets)
-        return load_trainer(trainer_class, self.model, self.training, **datasets)
+        trainer = load_trainer(trainer_class, self.model, self.training, **datasets)
+        if self.checkpoint is not None:
+            trainer.check_optimizer_batch(self.checkpoint)
+        return trainer
 
     def open(self, trainer, metrics: MetricsFileCallback | None = None) -> MetricsFileCallback:
         """Clear the folder if requested, write config.yaml, and print what the doctor finds before a first step.

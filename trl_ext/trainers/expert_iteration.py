@@ -152,16 +152,17 @@ class ExpertIterationTrainer(SFTTrainer):
         if self.args.use_vllm and (self.accelerator.num_processes > 1 or is_peft_model(self.model)):
             raise ValueError("use_vllm samples in one process from all parameters: leave out adapters and processes")
 
-    def train(self, resume_from_checkpoint: str | None = None) -> None:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> None:
         """Run the remaining rounds.
 
         Args:
-            resume_from_checkpoint: folder of a round's checkpoint to continue from.
+            resume_from_checkpoint: folder of a round's checkpoint to continue from, or True for the last complete one.
 
         Raises:
             NoCorrectResponseError: no response of a round was correct; earlier rounds have their checkpoints.
+            FileNotFoundError, ValueError: as for the other trainers, the checkpoint cannot be resumed from.
         """
-        self.rounds = self._begin(resume_from_checkpoint)
+        self.rounds = self._begin(self._checkpoint_to_resume(resume_from_checkpoint))
         if self.rounds == 0:
             self._validate()
         with profiled(self):
@@ -184,7 +185,7 @@ class ExpertIterationTrainer(SFTTrainer):
         """Load a checkpoint, or save the one before the first round; return the number of rounds it has finished."""
         done = 0
         if checkpoint is not None:
-            checkpoints.check_checkpoint(checkpoint)
+            self.check_optimizer_batch(checkpoint)
             self._resumed_from = Path(checkpoint)
             saved = json.loads((Path(checkpoint) / ROUND_FILE).read_text(encoding="utf-8"))
             done = saved["expert_step"]
@@ -210,7 +211,9 @@ class ExpertIterationTrainer(SFTTrainer):
             if step:
                 self.save_model(str(partial))
             if self.args.should_save:
-                write_json(partial / ROUND_FILE, {"expert_step": step, "carried_over": self._counts()})
+                batch = self.get_total_train_batch_size(self.args)
+                record = {"expert_step": step, "optimizer_batch": batch, "carried_over": self._counts()}
+                write_json(partial / ROUND_FILE, record)
                 self.state.save_to_json(str(partial / checkpoints.STATE_FILE))
         if self.args.should_save:
             in_use = self._resumed_from if step < self.args.n_steps else None
