@@ -2,7 +2,7 @@
 
 from trl_ext.evaluation.reporting.plots import KTO_PANELS
 from trl_ext.runs.arguments import one_line_errors
-from trl_ext.runs.loading import can_be_resumed, evaluate_generations, load_rows, show_generations
+from trl_ext.runs.loading import can_be_resumed, evaluate_generations, load_rows, optional_split, show_generations
 from trl_ext.runs.offline import OfflineArguments
 from trl_ext.runs.results import end_with_results
 from trl_ext.runs.training_run import begin_run
@@ -18,9 +18,9 @@ def main() -> None:
         )
         arguments, training = run.arguments, run.training
         splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
-        train, held_out = splits[arguments.train_split], splits.get(arguments.eval_split)
-        trainer = run.load_trainer(KTOTrainer, train_dataset=train, eval_dataset=held_out)
-        prompts = splits.get(arguments.prompt_split)
+        held_out = optional_split(splits, "eval_split", arguments, "held-out responses will not be evaluated")
+        prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
+        trainer = run.load_trainer(KTOTrainer, train_dataset=splits[arguments.train_split], eval_dataset=held_out)
         evaluation = evaluate_generations(trainer, prompts, arguments, **arguments.generation_limits())
     run.open(trainer)
     # TRL's own `kl` and `eval_kl` are the loss's estimate from mismatched responses.

@@ -13,6 +13,16 @@ from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses registe
 from trl_ext.registry import preference_losses
 from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
 
+# Flags that name a split of the benchmark, by recipe.
+SPLITS = {
+    "kto": ("train_split", "eval_split", "prompt_split"),
+    "dpo": ("train_split", "eval_split", "prompt_split"),
+    "rlhf_sft": ("train_split", "eval_split", "prompt_split"),
+    "reward_model": ("train_split", "eval_split", "selection_split"),
+    "grpo": ("train_split", "prompt_split"),
+}
+REWARD = {"grpo": ["--reward_function=builtins:len"]}
+
 
 @pytest.mark.parametrize(
     ("script", "arguments", "phrases"),
@@ -30,6 +40,11 @@ from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
         ("aot", ["--config=no.yaml"], ["no configuration file 'no.yaml'"]),
         ("aot", ["--resume_from_checkpoint", "--output_dir=empty"], ["empty has no checkpoint to resume"]),
         ("aot", ["--train_split=nope"], ["no split 'nope'", "train_prefs"]),
+        *(
+            (recipe, [f"--{flag}=nope", *REWARD.get(recipe, [])], ["toy has no split 'nope'", f"--{flag}"])
+            for recipe, flags in SPLITS.items()
+            for flag in flags
+        ),
         ("aot", ["--train_split=test_gen"], ["'test_gen' holds prompts and no pairs: name another --train_split"]),
         ("aot", ["--eval_split=test_gen"], ["'test_gen' holds prompts and no pairs: name another --eval_split"]),
         ("aot", ["--per_device_train_batch_size=0"], ["per_device_train_batch_size must be at least 1, got 0"]),

@@ -184,6 +184,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
         (["--prompt_split", "nope"], "no file nope.jsonl for the split 'nope'"),
+        (["--eval_split", "nope"], "toy has no split 'nope', only train_prefs"),
         (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
         (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
     ],

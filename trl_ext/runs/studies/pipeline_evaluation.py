@@ -18,6 +18,7 @@ from trl_ext.evaluation.stages import compare_stages, mean_and_std
 from trl_ext.evaluation.submissions.assets import load_prompts
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rewards import RewardModel
+from trl_ext.runs.loading import optional_split
 from trl_ext.runs.studies.pipeline import REWARD_MODEL, SFT, Pipeline, RLHFArguments
 from trl_ext.runs.studies.sweep import find_shipped
 
@@ -73,6 +74,7 @@ def check_evaluation(given: RLHFArguments) -> None:
         ValueError: the split does not exist, or prompts are malformed or have no family.
     """
     load_benchmark(given.dataset_name, splits=given.prompt_split)
+    optional_split(load_benchmark(given.dataset_name), "eval_split", given, "no held-out pairs")
     if given.adversarial_prompts:
         find_adversarial(given.adversarial_prompts)
 
