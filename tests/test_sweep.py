@@ -33,6 +33,7 @@ folder.mkdir(parents=True, exist_ok=True)
 with (folder / "calls.txt").open("a") as calls:
     calls.write(json.dumps([given.value, given.resume_from_checkpoint, given.overwrite_output_dir]) + "\\n")
 if given.fail and pathlib.Path(given.fail).exists():
+    (folder / pathlib.Path(given.fail).read_text()).touch()
     sys.exit(3)
 estimate = {"mean": 0.25, "low": 0.125, "high": 0.375, "n": 8}
 score = {"base": 0.5, "policy": 0.75, "gain": estimate}
@@ -74,7 +75,7 @@ def calls(name: str) -> list:
 
 @pytest.mark.slow
 def test_a_failure_does_not_keep_the_others_from_running(stand_in, capfd):
-    Path("broken").touch()
+    Path("broken").write_text("metrics.jsonl")
     assert stand_in() == 1
     printed, errors = capfd.readouterr()
     assert "two failed with exit status 1" in printed
@@ -83,7 +84,7 @@ def test_a_failure_does_not_keep_the_others_from_running(stand_in, capfd):
     assert [len(calls(name)) for name in ("one", "two", "three")] == [1, 1, 1]
     table = [line.split() for line in printed.partition("\n\nrun ")[2].splitlines()]
     assert table[2] == ["one", "1", "0.750", "0.250", "[0.125,", "0.375]"]
-    # The second time, only the one that failed runs, anew, as it has no checkpoint.
+    # The second time, only the one that failed runs, anew, as it has updates and no checkpoint.
     Path("broken").unlink()
     assert stand_in() == 0
     assert calls("one") == [["1", None, None]]
@@ -93,8 +94,23 @@ def test_a_failure_does_not_keep_the_others_from_running(stand_in, capfd):
 
 
 @pytest.mark.slow
+def test_an_interrupted_run_that_samples_is_repeated_as_it_was(stand_in):
+    """Its responses are kept in its folder, where `--overwrite_output_dir` would remove them."""
+    Path("broken").write_text("generations.jsonl")
+    stand_in("--array_index", "1")
+    stand_in("--array_index", "1")
+    assert calls("two") == [["2", None, None]] * 2
+
+
+def test_the_record_of_a_run_with_an_empty_configuration(tmp_path):
+    (tmp_path / "empty.yaml").touch()
+    run = processes.Run("best_of_n", tmp_path / "run", {"config": str(tmp_path / "empty.yaml"), "n": 4})
+    assert run.record() == {"recipe": "best_of_n", "n": 4}
+
+
+@pytest.mark.slow
 def test_an_interrupted_run_is_taken_up_from_its_checkpoint(stand_in):
-    Path("broken").touch()
+    Path("broken").write_text("metrics.jsonl")
     stand_in("--array_index", "1")
     state = Path("runs/study/two/checkpoint-4/trainer_state.json")
     state.parent.mkdir()

@@ -57,15 +57,19 @@ class Run:
         return (self.folder / "results.json").is_file()
 
     def state(self) -> str:
-        """finished, new, interrupted (a checkpoint exists), or to begin anew."""
+        """finished, new, interrupted (the run continues), or to begin anew (updates without a checkpoint)."""
         if self.finished:
             return "finished"
         if not self.folder.exists():
             return "new"
-        return "interrupted" if self._has_checkpoint() else "to begin anew"
+        return "to begin anew" if self._has_updates() and not self._has_checkpoint() else "interrupted"
 
     def _has_checkpoint(self) -> bool:
         return any(self.folder.glob("checkpoint-*/trainer_state.json"))
+
+    def _has_updates(self) -> bool:
+        # A recipe that samples, or runs others, has no such file, and continues from what its folder holds.
+        return (self.folder / "metrics.jsonl").is_file()
 
     def flags(self) -> list[str]:
         """The flags that start the run, or resume it from its last checkpoint."""
@@ -75,7 +79,7 @@ class Run:
         flags = [text for name, value in self.arguments.items() for text in as_flag(name, value)]
         if self._has_checkpoint():
             flags += ["--resume_from_checkpoint", "last"]
-        elif self.folder.exists():
+        elif self._has_updates():
             flags += ["--overwrite_output_dir", "true"]
         return [*flags, "--output_dir", str(self.folder)]
 
@@ -88,7 +92,8 @@ class Run:
         """Every setting of the run, with those in its configuration, and a digest of each run that it uses."""
         settings = dict(self.arguments)
         if "config" in settings:
-            settings = {**read_yaml(settings.pop("config")), **settings}
+            # The recipe itself refuses an empty file.
+            settings = {**(read_yaml(settings.pop("config")) or {}), **settings}
         settings.pop("output_dir", None)
         for run in self.after:
             earlier = json.dumps(run.record(), sort_keys=True).encode()
