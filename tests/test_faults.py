@@ -20,7 +20,14 @@ from tests.faults_once import NAMES, build, end_of_processes
 from tests.recipes import RECIPES, environment
 from tests.train_once import largest_difference, launch, parameters
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
-from trl_ext.resilience.faults import TrainingFault, disk_message, is_disk_full, is_lost_process, is_out_of_memory
+from trl_ext.resilience.faults import (
+    TrainingFault,
+    disk_message,
+    is_disk_full,
+    is_lost_process,
+    is_out_of_memory,
+    plain_faults,
+)
 from trl_ext.resilience.reward_guard import Stalled, time_limit
 
 TRAINERS = sorted(NAMES)
@@ -103,7 +110,9 @@ def test_what_is_a_full_disk():
     assert is_disk_full(RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing"))
     assert is_disk_full(Exception("Error while serializing: I/O error: No space left on device (os error 28)"))
     assert not is_disk_full(FileNotFoundError(errno.ENOENT, "No such file or directory"))
-    assert not is_disk_full(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    for text in ("mat1 and mat2 shapes cannot be multiplied", "file too large for the tokenizer", "quota exceeded"):
+        assert not is_disk_full(RuntimeError(text))
+    assert not is_disk_full(ValueError("the server has no space left for this request"))
 
 
 # ---- Out of memory ----
@@ -297,9 +306,34 @@ def test_a_recipe_says_in_one_line_that_the_disk_is_full(tmp_path):
     assert not (tmp_path / "run" / "checkpoint.partial").exists()
 
 
-def test_what_is_a_lost_process():
-    pair = "[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26019"
-    assert is_lost_process(RuntimeError(pair))
-    assert is_lost_process(torch.distributed.DistBackendError("NCCL error: remote process exited"))
-    assert not is_lost_process(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_lost_process(ConnectionResetError(104, "Connection reset by peer")), "of a judge's server, say"
+OF_GLOO = RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:26019")
+OF_NCCL = torch.distributed.DistBackendError("NCCL error: remote process exited")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (OF_GLOO, True),
+        (OF_NCCL, True),
+        (torch.distributed.DistNetworkError("The client socket has timed out after 60000ms"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        # Of a user's own server or child.
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), False),
+        (RuntimeError("redis: connection refused"), False),
+        (RuntimeError("judge: timed out waiting for an answer"), False),
+        (RuntimeError("[Errno 32] Broken pipe"), False),
+    ],
+)
+def test_what_is_a_lost_process(error, lost, processes, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert is_lost_process(error) is (lost and processes > 1)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("redis: connection refused"), RuntimeError("prompt.txt: file too large for the tokenizer")]
+)
+def test_an_error_of_the_users_own_code_passes_unchanged(error, tmp_path):
+    with pytest.raises(RuntimeError) as caught, plain_faults(str(tmp_path)):
+        raise error
+    assert caught.value is error

@@ -9,21 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from trl_ext.processes import world_size
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Messages of writers that keep no error number: safetensors, torch's zip writer, DeepSpeed.
+# Messages of writers that keep no error number: safetensors and tokenizers, and torch's zip writer.
 _DISK_TEXT = re.compile(
-    r"no space left|quota exceeded|file too large|PytorchStreamWriter failed|inline_container\.cc.*unexpected pos|"
-    r"os error (28|27|122)\b",
-    re.IGNORECASE,
+    r"\(os error (28|27|122)\)|PytorchStreamWriter failed|inline_container\.cc.*unexpected pos", re.IGNORECASE
 )
-# Messages of Gloo's transport, the rendezvous store, and NCCL.
-_LOST_TEXT = re.compile(
-    r"gloo/transport|connection (was )?(likely )?(closed|reset|refused)|broken pipe|remote process exited|"
-    r"socket (timeout|closed)|timed out waiting",
-    re.IGNORECASE,
-)
+# The file of Gloo's sources that its messages begin with; it raises no type of its own.
+_GLOO_TEXT = "gloo/transport"
 
 
 class TrainingFault(RuntimeError):
@@ -69,14 +64,13 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def is_lost_process(error: BaseException) -> bool:
-    """Whether a collective failed because another process is gone or does not respond."""
+    """Whether a collective of several processes failed because another one is gone or does not respond."""
     import torch
 
-    if not isinstance(error, RuntimeError):
-        return False
     # Missing if torch was built without distributed training.
     distributed = getattr(torch.distributed, "DistError", ())
-    return isinstance(error, distributed) or _LOST_TEXT.search(str(error)) is not None
+    of_gloo = isinstance(error, RuntimeError) and _GLOO_TEXT in str(error)
+    return world_size() > 1 and (isinstance(error, distributed) or of_gloo)
 
 
 def disk_message(error: BaseException, output_dir: str | None) -> str:
