@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 # In lower case, with underscores for hyphens.
@@ -15,17 +17,18 @@ SECRET_NAMES = frozenset(
 )
 
 
-def _is_secret(name: str) -> bool:
-    return name.replace("-", "_").lower() in SECRET_NAMES
+def _is_secret(name: str, value: Any = "") -> bool:
+    # A number is no credential: a weight of a column called token, say, or `token=True` for the stored login.
+    return name.replace("-", "_").lower() in SECRET_NAMES and not isinstance(value, (int, float, type(None)))
 
 
 def without_secrets(value: Any) -> Any:
-    """Remove the keys of `SECRET_NAMES` from dictionaries, at any depth of dictionaries and lists."""
+    """Remove the keys of `SECRET_NAMES` from dictionaries, at any depth of dictionaries and lists, but not numbers."""
     if isinstance(value, list):
         return [without_secrets(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    return {key: without_secrets(entry) for key, entry in value.items() if not _is_secret(str(key))}
+    return {key: without_secrets(entry) for key, entry in value.items() if not _is_secret(str(key), entry)}
 
 
 def arguments_without_secrets(arguments: Sequence[str]) -> list[str]:
@@ -52,12 +55,29 @@ class KeepsSecrets:
     """Mixin before TRL's configurations, whose `hub_token` and `model_init_kwargs` may hold credentials.
 
     Credentials are left out of training_args.bin, which transformers pickles with every saved model, and out of the
-    settings that it sends to trackers. A copy of the configuration has none either.
+    settings that it sends to trackers. Copies keep them, and so does a configuration sent to a process of
+    `multiprocessing`.
     """
+
+    def __init_subclass__(cls, **kwargs: Any):
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, lambda config: (_with_values, (type(config), config.__dict__)))
 
     def __getstate__(self) -> dict[str, Any]:
         return without_secrets(self.__dict__)
 
+    def __copy__(self):
+        return _with_values(type(self), self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]):
+        return _with_values(type(self), copy.deepcopy(self.__dict__, memo))
+
     def to_dict(self) -> dict[str, Any]:
         # transformers hides its own tokens, but does not look into dictionaries.
         return {name: without_secrets(value) for name, value in super().to_dict().items()}
+
+
+def _with_values(kind: type, values: dict[str, Any]) -> Any:
+    made = object.__new__(kind)
+    made.__dict__.update(values)
+    return made
