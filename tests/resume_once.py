@@ -175,15 +175,18 @@ def _within(owner: str, name: str):
     return arrange
 
 
-def _notice(trainer, step: int) -> None:
+def _signal(number: int):
     from transformers import TrainerCallback
 
-    class Notice(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == step:
-                os.kill(os.getpid(), signal.SIGTERM)
+    def place(trainer, step: int) -> None:
+        class Notice(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == step:
+                    os.kill(os.getpid(), number)
 
-    trainer.add_callback(Notice())
+        trainer.add_callback(Notice())
+
+    return place
 
 
 CHECKPOINTS = "trl_ext.resilience.checkpoints"
@@ -197,8 +200,9 @@ PLACES = {
     "before_rename": _within(CHECKPOINTS, "move_into_place"),
     # With its name, and nothing yet deleted or scored.
     "renamed": _within(CHECKPOINTS, "delete_old"),
-    # No kill: the notice of a preemption, in the middle of the step that follows.
-    "notice": _notice,
+    # No kill: the notice of a preemption, or Ctrl-C, in the middle of the step that follows.
+    "notice": _signal(signal.SIGTERM),
+    "interrupt": _signal(signal.SIGINT),
 }
 
 
@@ -307,7 +311,7 @@ def _expected_code(kill: list | None) -> int:
 
     if kill is None:
         return 0
-    return REQUEUE if kill[0] == "notice" else -signal.SIGKILL
+    return {"notice": REQUEUE, "interrupt": 130}.get(kill[0], -signal.SIGKILL)
 
 
 def run_jobs(jobs: list[dict], folder: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from tests.train_once import build
@@ -231,6 +232,29 @@ def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
 
 
 # ---- What is taken up ----
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_save"])
+def test_a_notebook_that_is_interrupted_resumes_with_the_same_trainer(event, saved, spec, tmp_path):
+    """Without `Preemption`, `train` ends at once; the second checkpoint is written or not when it does."""
+
+    class Interrupt(TrainerCallback):
+        told = False
+
+    def interrupt(args, state, control, **_):
+        if state.global_step == 2 and not Interrupt.told:
+            Interrupt.told = True
+            raise KeyboardInterrupt
+
+    trainer, callback = build(spec, str(tmp_path)), Interrupt()
+    setattr(callback, event, interrupt)
+    trainer.add_callback(callback)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert steps_in(tmp_path) == [1, 2]
+    trainer.train(resume_from_checkpoint=True)
+    ended, straight = (load_file(folder / "checkpoint-3" / "model.safetensors") for folder in (tmp_path, saved))
+    assert all(straight[name].equal(ended[name]) for name in straight)
 
 
 def test_a_run_without_a_checkpoint(spec, tmp_path):

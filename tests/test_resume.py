@@ -34,7 +34,7 @@ LIVES = {
         "before a checkpoint has its name": [["before_rename", 6]],
         "when a checkpoint has its name": [["renamed", 6]],
         "after the last checkpoint": [["saved", 11]],
-        "asked to end, twice": [["notice", 4], ["notice", 8]],
+        "asked to end, twice": [["notice", 4], ["interrupt", 8]],
     },
     "preference_lora": {
         "in a second epoch": [["step_end", 5]],
@@ -45,12 +45,13 @@ LIVES = {
     "reward": {
         "before a checkpoint is scored": [["renamed", 6]],
         "when it is": [["saved", 6]],
-        "asked to end off the schedule": [["notice", 3]],
+        "asked to end off the schedule": [["notice", 3], ["interrupt", 7]],
     },
     # 4 updates to a rollout and 8 to an epoch; checkpoints at 4, 8 and 12 of 14.
     "policy": {
         "in a second epoch": [["step_end", 13]],
         "asked to end in a rollout": [["notice", 5]],
+        "asked to end by Ctrl-C": [["interrupt", 5]],
         "after the last checkpoint": [["saved", 14]],
     },
     # 2 updates to a rollout, which is an epoch.
@@ -120,11 +121,15 @@ def test_what_would_differ_is_there(runs):
     assert {row["num_tokens"] for row in metrics(runs / "policy") if "num_tokens" in row} != {0}
 
 
-def test_a_rollout_is_used_up_before_the_run_ends(runs):
+@pytest.mark.parametrize(
+    ("case", "name", "code"), [("in a rollout", "SIGTERM", REQUEUE), ("by Ctrl-C", "SIGINT", 130)]
+)
+def test_a_rollout_is_used_up_before_the_run_ends(case, name, code, runs):
     """The signal comes in the sixth update; the second rollout serves the fifth to the eighth."""
-    log = (runs / named("policy", "asked to end in a rollout") / "log.txt").read_text()
-    assert "received SIGTERM and ended at step 8 with what is saved in " in log
-    assert f"--resume_from_checkpoint goes on (exit code {REQUEUE})" in log
+    log = (runs / named("policy", f"asked to end {case}") / "log.txt").read_text()
+    assert f"received {name} and ended at step 8 with what is saved in " in log
+    assert f"--resume_from_checkpoint goes on (exit code {code})" in log
+    assert log.count("interrupted: ending after this step; another Ctrl-C ends the run at once") == (code == 130)
 
 
 # ---- Several processes ----
@@ -170,8 +175,9 @@ def test_two_processes(kind, engine, kill, models, tmp_path):
     assert_same(straight, broken)
 
 
-def test_a_recipe_that_is_told_to_end(tmp_path):
-    """SIGTERM after the first checkpoint: code 75, and the same command with --resume_from_checkpoint finishes it."""
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, REQUEUE), (signal.SIGINT, 130)])
+def test_a_recipe_that_is_told_to_end(number, code, tmp_path):
+    """After the first checkpoint; the same command with --resume_from_checkpoint finishes it."""
     quick = ["--max_steps=40", "--save_steps=2", "--save_total_limit=1", "--logging_steps=1", "--eval_strategy=no"]
     quick += ["--generation_eval_every=0", "--num_eval_prompts=4", "--max_new_tokens=8", "--output_dir=run"]
     # Launchers give exit codes of their own.
@@ -182,10 +188,10 @@ def test_a_recipe_that_is_told_to_end(tmp_path):
         while not list((tmp_path / "run").glob("checkpoint-*")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         printed, _ = process.communicate(timeout=240)
-    assert process.returncode == REQUEUE
-    (line,) = [line for line in printed.splitlines() if line.startswith("received SIGTERM")]
+    assert process.returncode == code
+    (line,) = [line for line in printed.splitlines() if line.startswith(f"received {number.name}")]
     step = int(line.partition("ended at step ")[2].split()[0])
     assert 2 <= step < 40 and (tmp_path / "run" / f"checkpoint-{step}").is_dir()
     assert not (tmp_path / "run" / "results.json").exists()
@@ -195,19 +201,36 @@ def test_a_recipe_that_is_told_to_end(tmp_path):
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 41))
 
 
-def test_a_second_notice_ends_the_run_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "code", "last"),
+    [
+        (signal.SIGTERM, REQUEUE, "received SIGTERM again, and ended without a checkpoint"),
+        (signal.SIGINT, 130, "KeyboardInterrupt"),
+    ],
+)
+def test_a_second_notice_ends_the_run_at_once(number, code, last, tmp_path):
     """In the middle of a step, a second and more after the first; an earlier one ends nothing."""
-    assert in_a_fork(_noticed_twice, log=tmp_path / "log.txt") == REQUEUE
+    assert in_a_fork(_noticed, number, (0.0, 0.1, 1.1), log=tmp_path / "log.txt") == code
     said = (tmp_path / "log.txt").read_text()
-    assert "received SIGTERM again, and ended without a checkpoint" in said and said.count("not ended yet") == 2
+    assert last in said and said.count("not ended yet") == 2
 
 
-def _noticed_twice() -> None:
+def test_what_a_shell_ignores_stays_ignored(tmp_path):
+    """As under nohup, or for what a script runs in its background."""
+    assert in_a_fork(_noticed, signal.SIGINT, (0.0, 1.1), signal.SIG_IGN, log=tmp_path / "log.txt") == 0
+    assert (tmp_path / "log.txt").read_text().count("not ended yet") == 2
+
+
+def _noticed(number: int, pauses: tuple[float, ...], before=signal.default_int_handler) -> None:
+    signal.signal(number, before)
     preemption = Preemption(SimpleNamespace(args=SimpleNamespace()))
     preemption.on_train_begin(None, None, None)
-    for pause in (0.0, 0.1, 1.1):
-        # The one in between is the same notice, passed on by a launcher.
-        time.sleep(pause)
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.write(1, b"not ended yet\n")
-    raise AssertionError("it did not end")
+    try:
+        for pause in pauses:
+            # The one in between is the same notice, passed on by a launcher.
+            time.sleep(pause)
+            os.kill(os.getpid(), number)
+            os.write(1, b"not ended yet\n")
+    except KeyboardInterrupt:
+        os.write(1, b"KeyboardInterrupt\n")
+        raise SystemExit(130) from None

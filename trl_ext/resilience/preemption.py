@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: a run that receives one saves a checkpoint, prints one line, and exits with code 75."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: a run that receives one saves a checkpoint, prints one line, and exits."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from trl_ext.rollouts import end_processes
 # EX_TEMPFAIL of sysexits.h: try again later.
 REQUEUE = 75
 # Windows has no SIGUSR1.
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-# torchrun forwards a SIGTERM that the cluster has already sent to every process.
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1") if hasattr(signal, name))
+# torchrun forwards a signal that the cluster or the terminal has already sent to every process.
 _SAME_NOTICE_SECONDS = 1.0
 
 
 class Preemption(TrainerCallback):
-    """Ends the program with code 75 (EX_TEMPFAIL) on SIGTERM or SIGUSR1; in training, after writing a checkpoint.
+    """Ends the program with code 75 (EX_TEMPFAIL) on SIGTERM or SIGUSR1, and with 130 on Ctrl-C, after a checkpoint.
 
     In training, it first finishes the current optimizer step, and all updates of a policy's rollout, since a
     checkpoint does not contain the rollout. Then every process saves, in full even with `save_only_model`, and stops
     at the same step, whichever of them received the signal. The same command with `--resume_from_checkpoint` continues
     exactly. If a signal comes too late for a checkpoint of the last step, the program saves its model. A second
-    SIGTERM, a second or more after the first, ends the process at once. So does a signal outside of training, where
-    there is nothing to save. Rounds of expert iteration are not saved halfway: they start again from their responses.
+    SIGTERM or Ctrl-C, a second or more after the first, ends the process at once, and so does a signal outside of
+    training, where there is nothing to save. Rounds of expert iteration are not saved halfway: they start again from
+    their responses.
 
     SLURM sends SIGTERM on preemption. On request it sends SIGUSR1 earlier to job steps: `--signal=USR1@300`. Under
     torchrun, SIGUSR1 must reach the worker processes, and torchrun kills them 30 seconds after a SIGTERM. torchrun and
@@ -45,12 +46,14 @@ class Preemption(TrainerCallback):
         # Steps between the points where the run may end.
         self.period = getattr(trainer.args, "updates_per_rollout", 1)
         self._training = False
-        # The first signal, and when the first SIGTERM came.
+        # The first signal, and when the first that is not a SIGUSR1 came.
         self._asked: signal.Signals | None = None
-        self._terminated_at: float | None = None
+        self._told_at: float | None = None
         self._process = os.getpid()
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            # Ignored under nohup, or by a shell for what runs in its background.
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame) -> None:
         if os.getpid() != self._process:
@@ -59,16 +62,23 @@ class Preemption(TrainerCallback):
                 os._exit(128 + number)
             return
         if not self._training:
-            self._say(number, "outside of training, where there is nothing to save")
-            os._exit(REQUEUE)
+            self._end_at_once(number, frame, "outside of training, where there is nothing to save")
+        if number == signal.SIGINT and self._asked is None and is_main_process():
+            os.write(1, b"\ninterrupted: ending after this step; another Ctrl-C ends the run at once, unsaved\n")
         self._asked = self._asked or signal.Signals(number)
-        if number == signal.SIGTERM:
+        if number in (signal.SIGTERM, signal.SIGINT):
             now = time.monotonic()
-            if self._terminated_at is None:
-                self._terminated_at = now
-            elif now - self._terminated_at >= _SAME_NOTICE_SECONDS:
-                self._say(number, "again, and ended without a checkpoint")
-                os._exit(REQUEUE)
+            if self._told_at is None:
+                self._told_at = now
+            elif now - self._told_at >= _SAME_NOTICE_SECONDS:
+                self._end_at_once(number, frame, "again, and ended without a checkpoint")
+
+    def _end_at_once(self, number: int, frame, what: str) -> None:
+        if number == signal.SIGINT:
+            # Raises KeyboardInterrupt, on which half-written files are removed.
+            signal.default_int_handler(number, frame)
+        self._say(number, what)
+        os._exit(REQUEUE)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._training = True
@@ -96,12 +106,12 @@ class Preemption(TrainerCallback):
         self._training = False
         if stopped:
             # The interpreter removes handlers on exit, and another signal would then kill the process.
-            for late in SIGNALS[1:]:
+            for late in SIGNALS[2:]:
                 signal.signal(late, signal.SIG_IGN)
             number = self._asked or signal.SIGTERM
             self._say(number, f"and ended at step {state.global_step} with what is saved in {args.output_dir}")
             end_processes(self.trainer.accelerator)
-            raise SystemExit(REQUEUE)
+            raise SystemExit(_code(number))
 
     def _is_asked(self) -> bool:
         """Whether any process has received a signal."""
@@ -116,6 +126,10 @@ class Preemption(TrainerCallback):
     def _say(number: int, what: str) -> None:
         if is_main_process():
             name = signal.Signals(number).name
-            line = f"\nreceived {name} {what}; --resume_from_checkpoint goes on (exit code {REQUEUE})\n"
+            line = f"\nreceived {name} {what}; --resume_from_checkpoint goes on (exit code {_code(number)})\n"
             # A signal may interrupt a `print`, which is not reentrant.
             os.write(1, line.encode())
+
+
+def _code(number: int) -> int:
+    return 130 if number == signal.SIGINT else REQUEUE
