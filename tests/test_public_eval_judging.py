@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -142,17 +143,41 @@ class TestJudge:
             assert run("judge", "--candidate", path, *course["judging"], *options)[0] == 0
 
     def test_your_own_function_as_the_judge(self, run, course, tmp_path):
-        """Of ten responses, three are longer than the base's: 3 of 10."""
-        (tmp_path / "mine.py").write_text("def longer(prompt, a, b):\n    return 'A' if len(a) > len(b) else 'B'\n")
+        """Of ten responses, three are longer than the base's: 3 of 10. It is asked again when its file has changed."""
+        asked = "    open('asked', 'a').write('.')\n"
+        longer = f"def longer(prompt, a, b):\n{asked}    return 'A' if len(a) > len(b) else 'B'\n"
+        (tmp_path / "mine.py").write_text(longer)
         rows = [
             {**row, "response_text": "x" * 500 if i < 3 else "x"} for i, row in enumerate(response_rows(plan(win=10)))
         ]
         policy = write_policy(tmp_path, "own", rows)
-        flags = [*course["judging"], "--judge", "mine.py:longer", "--json"]
-        code, out, _ = run("judge", "--candidate", policy, *flags)
-        (candidate,) = json.loads(out)["candidates"]
-        assert code == 0 and candidate["win_rate"]["half"]["rate"] == pytest.approx(0.3)
-        assert not (tmp_path / "judge_cache.sqlite").exists()
+        flags = ["--candidate", policy, *course["judging"], "--judge", "mine.py:longer", "--json"]
+
+        def judged() -> tuple[float, int]:
+            code, out, err = run("judge", *flags)
+            assert code == 0, err
+            (candidate,) = json.loads(out)["candidates"]
+            return candidate["win_rate"]["half"]["rate"], (tmp_path / "asked").stat().st_size
+
+        code, out, _ = run("judge", *flags, "--estimate")
+        estimate = json.loads(out)
+        assert (code, estimate["total"]["calls"], estimate["total"]["dollars"]) == (0, 20, None)
+        assert estimate["notes"] == ["this judge does not say what it costs"]
+        assert judged() == (pytest.approx(0.3), 20)
+        assert judged() == (pytest.approx(0.3), 20)
+        (tmp_path / "mine.py").write_text(longer.replace(">", "<"))
+        os.utime(tmp_path / "mine.py", ns=(1, 1))
+        assert judged() == (pytest.approx(0.7), 40)
+
+    def test_your_own_judge_may_say_what_its_verdicts_depend_on(self, run, course, tmp_path):
+        """With an identity of None, its verdicts cost nothing and are not kept."""
+        source = "def free(prompt, a, b):\n    return 'A' if a > b else 'B'\nfree.identity = None\n"
+        (tmp_path / "free.py").write_text(source)
+        flags = ["--candidate", write_policy(tmp_path, "own", response_rows(plan(win=10)))]
+        flags += [*course["judging"], "--judge", "free.py:free", "--json"]
+        total = json.loads(run("judge", *flags, "--estimate")[1])["total"]
+        assert (total["calls"], total["dollars"]) == (20, 0.0)
+        assert run("judge", *flags)[0] == 0 and not (tmp_path / "judge_cache.sqlite").exists()
 
     def test_a_reward_model_as_the_judge(self, run, course, tmp_path, tiny_model_path):
         """Each row's outcome is the sign of the difference of the rewards."""

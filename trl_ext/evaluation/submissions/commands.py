@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from trl_ext.evaluation.submissions.assets import (
 from trl_ext.evaluation.submissions.rows import HumanLabel, Response, read_human_labels, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
-from trl_ext.names import check_choice, load_function
+from trl_ext.names import check_choice, load_function, load_module
 
 JUDGES = ("ground_truth", "openai", "reward_model")
 CACHE = "judge_cache.sqlite"
@@ -226,8 +227,13 @@ def make_judge(options: argparse.Namespace, prompts: list[dict[str, Any]]) -> An
 
         return known_score_judge(prompts)
     own = CallableJudge(load_function(options.judge, "judge"))
-    # The verdicts of a function without an identity are not cached: an edited function would not be asked again.
-    own.identity = getattr(own, "identity", None)
+    if not hasattr(own, "identity"):
+        # An edited file is asked again.
+        source, _, name = options.judge.rpartition(":")
+        own.identity = {
+            "kind": name,
+            "sha256": hashlib.sha256(Path(load_module(source).__file__).read_bytes()).hexdigest(),
+        }
     return own
 
 
