@@ -174,6 +174,19 @@ class TestRun:
         write_json(folder / "rows.json", [ROWS[0], {**ROWS[1], "a": 43}])
         assert "another model, task or data" in run(capsys, *flags, folder / "killed")[1], "no stale figures"
 
+    def test_a_limit_may_be_raised_and_not_lowered(self, own, capsys):
+        folder = own.parent / "out"
+        flags = ["toy", "--task", own, "--batch_size", 1, "--output_dir", folder, "--json"]
+        first = json.loads(run(capsys, *flags, "--limit", 1)[0])
+        assert first["tasks"]["mine"]["accuracy"]["n"] == 1
+        begun = (folder / "generations.jsonl").read_bytes()
+        for limit in (2, 3):
+            whole = json.loads(run(capsys, *flags, "--limit", limit)[0])
+            assert whole["tasks"]["mine"]["accuracy"]["n"] == 2
+        assert (folder / "generations.jsonl").read_bytes().startswith(begun)
+        assert f"{folder} holds 2 rows, more than --limit 1: raise it, or" in run(capsys, *flags, "--limit", 1)[1]
+        assert json.loads((folder / "results.json").read_text()) == whole
+
     def test_a_system_message(self, tmp_path, capsys):
         messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
         write_json(tmp_path / "rows.json", [{"p": messages}])

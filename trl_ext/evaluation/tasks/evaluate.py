@@ -50,7 +50,7 @@ def evaluate(
         name: a task of the library, or a YAML file.
         folder: where results go.
         data: the folder that holds the task's data.
-        limit: the number of rows, from the first; None for all.
+        limit: the number of rows, from the first; None for all. A later call on the folder may raise it.
         max_new_tokens: the longest response; None for that of the task.
         batch_size: rows at once.
         compare: the folder of an earlier call on the task, for the differences on the same rows.
@@ -73,6 +73,11 @@ def evaluate(
     earlier = None if compare is None else _rows_of(compare, saved, settings)
     if (folder / SETTINGS).is_file() and read_json(folder / SETTINGS) != settings:
         raise ValueError(f"{folder} holds an evaluation of another model, task or data: give another --output_dir")
+    kept = (folder / saved).read_bytes().count(b"\n") if (folder / saved).is_file() else 0
+    if kept > len(rows[:limit]):
+        raise ValueError(
+            f"{folder} holds {kept} rows, more than --limit {limit}: raise it, or give another --output_dir"
+        )
     write_json(folder / SETTINGS, settings)
     # A finished evaluation needs no model.
     load = cache(lambda: load_policy(model))
@@ -99,8 +104,8 @@ def evaluate(
         return [_saved_row(*each) for each in zip(asked, found, check(asked, found), strict=True)]
 
     items = [(row, row, 0) for row in rows[:limit]]
-    kept = {"path": folder / saved, "save_every": batch_size, "accelerator": None}
-    done = sample_rows(items, score if of_pairs else respond, finish, seed=0, progress=name, **kept)
+    options = {"path": folder / saved, "save_every": batch_size, "accelerator": None}
+    done = sample_rows(items, score if of_pairs else respond, finish, seed=0, progress=name, **options)
     run = {"objective": f"evaluation ({name})", "model": model, "dataset": name, "sampling": {"temperature": 0.0}}
     results: dict[str, Any] = {"run": run, "tasks": {name: summarize(map(_metrics, done))}}
     if not of_pairs:
