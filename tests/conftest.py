@@ -154,3 +154,11 @@ def torch_threads_as_before(request):
     threads = request.config.torch_threads
     if threads is not None:
         sys.modules["torch"].set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def warnings_anew():
+    """As in a process of its own: what an earlier test has warned of is said again."""
+    from trl_ext.processes import begin_warnings
+
+    begin_warnings()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from trl_ext import processes
 from trl_ext.runs import arguments, folder, plan, training_run
 from trl_ext.runs.folder import check_same_settings, settings_digest
 from trl_ext.trainers import callbacks
@@ -236,3 +237,15 @@ def test_runs_of_one_method_may_have_rewards_and_teachers_of_their_seeds():
         for seed in range(2)
     )
     assert settings_digest(first) == settings_digest(second) != settings_digest(first.replace("0.1", "0.2"))
+
+
+def test_a_warning_is_logged_once_and_again_in_another_training(monkeypatch, caplog):
+    for _ in range(2):
+        for message in ("rows are padded", "rows are padded", "bf16 is no faster", "rows are padded"):
+            processes.warn_once_per_run(message)
+        processes.begin_warnings()
+    assert caplog.messages == ["rows are padded", "bf16 is no faster"] * 2
+    caplog.clear()
+    monkeypatch.setenv("RANK", "1")
+    processes.warn_once_per_run("rows are padded")
+    assert caplog.messages == []

@@ -7,6 +7,8 @@ import os
 
 logger = logging.getLogger(__name__)
 
+_warned: set[str] = set()
+
 
 def is_main_process() -> bool:
     """Whether this is the first process, readable before any distributed state exists."""
@@ -19,6 +21,12 @@ def world_size() -> int:
 
 
 def warn_once_per_run(message: str) -> None:
-    """Log a warning from the first process only."""
-    if is_main_process():
+    """Log a warning from the first process only, and not again before `begin_warnings`."""
+    if is_main_process() and message not in _warned:
+        _warned.add(message)
         logger.warning(message)
+
+
+def begin_warnings() -> None:
+    """Let each warning be logged again, as when another training begins in this process."""
+    _warned.clear()

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from trl_ext.files import write_text
 from trl_ext.models.batches import temporarily
+from trl_ext.processes import begin_warnings
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
     FaultOfAllProcesses,
@@ -97,6 +98,7 @@ class ResilientTraining:
             FloatingPointError: `max_skipped_updates` updates in a row were not finite; there is a checkpoint.
             TrainingFault: the disk is full, another process has ended, or memory is too small.
         """
+        begin_warnings()
         self.interrupted, self._progress = False, None
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
