@@ -7,10 +7,8 @@ import copy
 import io
 import json
 import os
-import pickle
 import subprocess
 import sys
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -54,10 +52,9 @@ def test_no_configuration_writes_a_token_out(config):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-def test_a_copy_and_another_process_can_load_a_private_model(config):
+def test_a_copy_can_load_a_private_model(config):
     args = config(**SETTINGS)
-    # As `multiprocessing` sends it.
-    copies = [copy.copy(args), copy.deepcopy(args), pickle.loads(ForkingPickler.dumps(args))]
+    copies = [copy.copy(args), copy.deepcopy(args)]
     for made in copies:
         assert type(made) is config and made is not args
         assert (made.hub_token, made.model_init_kwargs) == (HUB_TOKEN, SETTINGS["model_init_kwargs"])

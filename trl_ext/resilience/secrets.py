@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 # In lower case, with underscores for hyphens.
@@ -55,13 +54,8 @@ class KeepsSecrets:
     """Mixin before TRL's configurations, whose `hub_token` and `model_init_kwargs` may hold credentials.
 
     Credentials are left out of training_args.bin, which transformers pickles with every saved model, and out of the
-    settings that it sends to trackers. Copies keep them, and so does a configuration sent to a process of
-    `multiprocessing`.
+    settings that it sends to trackers. Copies keep them.
     """
-
-    def __init_subclass__(cls, **kwargs: Any):
-        super().__init_subclass__(**kwargs)
-        ForkingPickler.register(cls, lambda config: (_with_values, (type(config), config.__dict__)))
 
     def __getstate__(self) -> dict[str, Any]:
         return without_secrets(self.__dict__)
