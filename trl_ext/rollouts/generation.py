@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,14 @@ from transformers import GenerationConfig, StoppingCriteriaList
 from trl_ext.data.truncation import text_ids
 from trl_ext.models.batches import in_batches, pad_rows, temporarily
 from trl_ext.models.packing.hook import unwrapped
+from trl_ext.processes import warn_once_per_run
 from trl_ext.rollouts.sampler import sampled_fast
 from trl_ext.rollouts.stopping import StopInResponse, check_stop, cut_at_stop
+
+# Settings saved with a model that are no part of the distribution of its responses.
+_NOT_OF_THE_DISTRIBUTION = frozenset(
+    {"do_sample", "max_length", "max_new_tokens", "use_cache", "cache_implementation", "transformers_version"}
+)
 
 
 @dataclass(frozen=True)
@@ -133,13 +140,42 @@ def generate_responses(
     with (
         torch.random.fork_rng(devices=devices),
         torch.no_grad(),
-        # transformers would take values that are not given from these; an adapter's wrapper has settings of its own.
-        temporarily(model, generation_config=GenerationConfig()),
-        temporarily(unwrapped(model), generation_config=GenerationConfig()),
+        without_own_settings(model),
         sampled_fast(model) if fast else nullcontext() as sampler,
     ):
         torch.manual_seed(seed)
         return in_batches(model, generated, order, batch_size=batch_size, progress=progress)
+
+
+@contextmanager
+def without_own_settings(model) -> Iterator[None]:
+    """Within the block, transformers takes no generation setting from those saved with a model."""
+    # transformers fills settings that a call leaves at None; an adapter's wrapper has settings of its own.
+    with (
+        temporarily(model, generation_config=GenerationConfig()),
+        temporarily(unwrapped(model), generation_config=GenerationConfig()),
+    ):
+        yield
+
+
+def warn_of_ignored_settings(model, used: Mapping[str, Any]) -> None:
+    """Log in one line the settings saved with a model that differ from those `used` for rollouts, if there are any."""
+    saved = unwrapped(model).generation_config.to_diff_dict()
+    ignored = [
+        f"{name} {value}"
+        for name, value in sorted(saved.items())
+        if value is not None
+        and value is not False
+        and name not in _NOT_OF_THE_DISTRIBUTION
+        and not name.startswith("_")
+        and (not name.endswith("_token_id") or name.startswith("forced_"))
+        and value != used.get(name)
+    ]
+    if ignored:
+        warn_once_per_run(
+            "responses are sampled with the run's settings, and these of the model's generation_config are ignored: "
+            + ", ".join(ignored)
+        )
 
 
 def end_token_ids(model, tokenizer) -> set[int]:

@@ -8,7 +8,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, ClassVar
@@ -24,6 +24,7 @@ from trl_ext.resilience import checkpoints
 from trl_ext.resilience.checkpoints import ROUND_FILE
 from trl_ext.rewards.verified import Grader, count_categories
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine, response_entropies
+from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.rollouts.graded import evaluate_reasoning
 from trl_ext.trainers.callbacks import MetricsFileCallback, read_metrics
 from trl_ext.trainers.defaults import check_at_least, configuration
@@ -143,6 +144,7 @@ class ExpertIterationTrainer(SFTTrainer):
         example = _demonstration(self.rows[0], self.prompts[0], str(self.rows[0]["answer"]))
         super().__init__(model, args, train_dataset=Dataset.from_list([example]), **kwargs)
         self._check_distribution()
+        warn_of_ignored_settings(self.model, asdict(settings))
         self.metrics_file = _MetricsOfAllRounds(Path(args.output_dir) / "metrics.jsonl")
         self.add_callback(self.metrics_file)
 

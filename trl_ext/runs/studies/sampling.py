@@ -20,6 +20,7 @@ from trl_ext.evaluation import GroundTruthJudge, PairwiseJudge, WinRate, judge_p
 from trl_ext.files import write_json, write_text
 from trl_ext.models import resolve_model_path
 from trl_ext.rollouts import Generation, SamplingSettings, TransformersEngine, VLLMEngine
+from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.runs.arguments import ModelArguments, one_line_errors, parse_arguments, toy_config
 from trl_ext.runs.folder import changed_settings, config_text, settings_digest
 from trl_ext.runs.online import RewardSources
@@ -166,6 +167,7 @@ class SamplingRun:
                 f"the model {model.model_name_or_path!r} could not be loaded; without a network, give a copy's folder "
                 f"with --model_name_or_path. ({error})"
             ) from error
+        warn_of_ignored_settings(loaded, asdict(settings))
         return TransformersEngine(loaded.to(self.accelerator.device).eval(), tokenizer, settings), tokenizer
 
     def progress(self, label: str) -> str | None:

@@ -15,6 +15,7 @@ from accelerate.utils import gather
 from transformers import StoppingCriteriaList
 
 from trl_ext.models.batches import temporarily
+from trl_ext.rollouts.generation import without_own_settings
 from trl_ext.rollouts.sampler import Sampler, fast_rollouts, sampler_of
 from trl_ext.rollouts.stopping import StopInResponse, cut_at_stop, end_of_stop
 
@@ -71,7 +72,8 @@ class PolicyGeneration:
 
     def _generate_single_turn(self, *args, **kwargs):
         sampler = self.sampler
-        completion_ids, log_probs = self._generate_to_stop(*args, **kwargs)
+        with without_own_settings(self.model):
+            completion_ids, log_probs = self._generate_to_stop(*args, **kwargs)
         if sampler is not None and sampler.log_probs is not None and self._samples_the_policy():
             rows = sampler.log_probs.tolist()
             log_probs = [row[: len(ids)] for row, ids in zip(rows, completion_ids, strict=True)]

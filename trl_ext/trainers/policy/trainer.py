@@ -23,6 +23,7 @@ from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
+from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.rollouts.stopping import check_stop
 from trl_ext.trainers.context import check_generations
 from trl_ext.trainers.defaults import configuration
@@ -122,6 +123,10 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
         check_generations(self.model, self.processing_class, prompts, limits)
         check_stop(args.stop or (), self._tokenizer)
+        sampling = {
+            name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        }
+        warn_of_ignored_settings(self.model, sampling | (args.generation_kwargs or {}))
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]
