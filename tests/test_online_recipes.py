@@ -302,8 +302,8 @@ def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
     arguments = ["--reward_function", "faulty.py:fails_held_out", "--reward_errors", "skip", "--max_steps=1"]
     recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=0", "--output_dir", "run")
     rows = read(tmp_path / "run", "generations.jsonl")
-    assert [row["reward/fails_held_out"] for row in rows] == [1.0, None, *[1.0] * 6]
-    assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] == 1.0
+    assert [row["reward/fails_held_out"] for row in rows] == [None] * 8
+    assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] is None
 
 
 def test_whose_errors_are_printed(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import statistics
 from functools import partial
 
@@ -13,7 +14,7 @@ from tests.reward_adapters import save_full_model
 from tests.rollout_once import build, evens, prompts, thirds, train
 from tests.train_once import entries
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
-from trl_ext.resilience.reward_guard import RewardError
+from trl_ext.resilience.reward_guard import RewardError, RewardGuard
 from trl_ext.trainers.policy.reward_functions import reward_columns
 
 NO_FAULT = {"reward": 0, "loss": 0, "gradient": 0}
@@ -65,7 +66,7 @@ class OneBadResponse:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("fault", ["raises", NAN, INFINITY], ids=str)
+@pytest.mark.parametrize("fault", [NAN, INFINITY], ids=str)
 def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_async, policy_path, tmp_path):
     """Not what the other function gives it, which would pass for a low reward; an update on NaN is skipped as well."""
     functions = OneBadResponse(fault)
@@ -76,10 +77,50 @@ def test_a_response_that_one_of_two_functions_fails_on_has_no_reward(fault, is_a
     assert list(trainer._logs["advantages"]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert min(abs(advantage) for advantage in expected[:2]) > 0.01
     (entry,) = entries(trainer)
-    assert (entry["unscorable"], entry["reward_errors"]) == (1 / 8, 1.0 if fault == "raises" else 0.0)
+    assert (entry["unscorable"], entry["reward_errors"]) == (1 / 8, 0.0)
     assert entry["reward"] == pytest.approx(statistics.fmean(totals), rel=1e-5)
     assert (entry["reward_min"], entry["reward_max"]) == pytest.approx((min(totals), max(totals)), rel=1e-6)
-    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 0 if fault == "raises" else 1}
+    assert trainer.update_guard.skipped == {**NO_FAULT, "reward": 1}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "mode, fails_from, calls", [("skip", 1, [64]), ("raise", 1, [64, 1, 1]), ("raise", 2, [64, *[1] * 64])]
+)
+def test_calls_of_a_function_that_fails(mode, fails_from, calls, is_async, caplog):
+    """Rows are scored one by one only to name the first faulty one, where the run ends; `fails_from` rows fail."""
+    seen = []
+
+    def judge(prompts, **_):
+        seen.append(len(prompts))
+        if "bad" in prompts and len(prompts) >= fails_from:
+            raise KeyError("no answer")
+        return [1.0] * len(prompts)
+
+    guard = RewardGuard(mode)
+    guarded = guard.wrap(as_async(judge) if is_async else judge)
+    arguments = {"prompts": ["good", "bad", *["good"] * 61, "bad"]}
+    named = "failed on the prompt 'bad': KeyError" if fails_from == 1 else "failed on 64 responses together"
+    if mode == "raise":
+        with pytest.raises(RewardError, match=named):
+            asyncio.run(guarded(**arguments)) if is_async else guarded(**arguments)
+    else:
+        rewards = asyncio.run(guarded(**arguments)) if is_async else guarded(**arguments)
+        assert (rewards, guard.failed) == ([None] * 64, set(range(64)))
+        (record,) = caplog.records
+        assert "KeyError: 'no answer'" in record.message and "all 64 responses of the call" in record.message
+    assert seen == calls
+
+
+def test_where_errors_are_skipped_a_failed_call_trains_nothing(policy_path, tmp_path):
+    """Whatever the function beside it gives its responses; the update has no signal and does not fail."""
+    functions = OneBadResponse("raises")
+    spec = {"model": policy_path, "fixed": True, "args": {"reward_errors": "skip", "beta": 0.0}}
+    trainer = train(spec, str(tmp_path), reward_funcs=[functions.first, functions.second])
+    assert list(trainer._logs["advantages"]) == [0.0] * 8
+    (entry,) = entries(trainer)
+    assert (entry["unscorable"], entry["reward_errors"]) == (1.0, 8.0)
+    assert trainer.update_guard.skipped == NO_FAULT
 
 
 # ---- Greedy baselines ----
@@ -134,9 +175,9 @@ def test_a_comparison_with_the_base_goes_on_or_says_where_it_failed(mode, policy
             evaluation.compare()
         return
     comparison = evaluation.compare()
-    assert [row["reward/fails_on_the_second"] is None for row in comparison.rows] == [False, True, False]
+    assert all(row["reward/fails_on_the_second"] is None for row in comparison.rows)
     assert [row["reward/not_finite"] is None for row in comparison.rows] == [True, False, True]
-    for name in ("fails_on_the_second", "not_finite", "tokens"):
+    for name in ("not_finite", "tokens"):
         known = [row[f"reward/{name}"] for row in comparison.rows if row[f"reward/{name}"] is not None]
         assert comparison.summary["rewards"][name]["policy"] == pytest.approx(statistics.fmean(known))
     assert [row["reward/tokens"] for row in comparison.rows] == [

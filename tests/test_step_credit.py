@@ -252,13 +252,13 @@ def test_dynamic_sampling_carries_the_steps(policy_path, tmp_path):
 
 
 def test_a_failing_step_reward_leaves_its_response_out(policy_path, tmp_path):
-    """Steps are kept where a call fails and rows are scored one by one; an infinite step is no reward."""
+    """None is no reward, nor is an infinite step; the other responses keep their steps."""
 
     def reward(completion_ids, steps, **_):
         rewards = by_step(steps)
-        for ids, numbers in zip(completion_ids, rewards, strict=True):
+        for index, (ids, numbers) in enumerate(zip(completion_ids, rewards, strict=True)):
             if ids == response(prompts(2)[0]["prompt"], 1):
-                raise RuntimeError("no")
+                rewards[index] = None
             if ids == response(prompts(2)[1]["prompt"], 2):
                 numbers[0] = math.inf
         return rewards

@@ -38,13 +38,11 @@ class RewardGuard:
     are in `failed`. Neither kind has a reward, whatever other functions return. If responses have steps, a function
     may return a list with one number for each step: the sum is passed on, and the list is stored in `step_rewards`.
 
-    If a function raises, it is called again with each row separately, to find the faulty ones. A function with a true
-    attribute `scores_groups` cannot score separate rows, so it fails on all rows of the call. So does a call that does
-    not return.
-
     Args:
-        on_error: what to do when a function raises: "raise" a `RewardError` that names the rows, or "skip" the rows
-            on which it fails, which then have no reward.
+        on_error: what to do when a function raises. "raise": a `RewardError` that names the first faulty row, which is
+            found by calls with one row each; it names all rows if the call did not return in time, or if the function
+            has a true attribute `scores_groups`, since it cannot score single rows. "skip": no row of the call has a
+            reward, and the function is not called again.
         limit: seconds that a call may take (see `time_limit`); None or 0 for no limit. An asynchronous function is
             cancelled at an await.
         has_steps: whether functions receive the texts of the steps of each response, `steps`.
@@ -85,21 +83,22 @@ class RewardGuard:
     async def _score(self, call: Callable, function: Callable, arguments: dict[str, Any]) -> list[float | None]:
         name, rows = function_name(function), _rows(arguments)
         rewards, error = await call(function, arguments)
-        if isinstance(error, Stalled) or (error is not None and getattr(function, "scores_groups", False)):
-            self._report(function, dict(enumerate(rows)), error)
-            return [None] * len(rows)
         if error is not None:
-            rewards = []
-            for index, row in enumerate(rows):
-                own, fault = await call(function, row)
-                if fault is not None:
-                    self._report(function, {index: row}, fault)
-                rewards.append(None if fault is not None else self._values(name, own, [row])[0])
-            if self.on_error == "raise":
+            if (
+                self.on_error == "raise"
+                and not isinstance(error, Stalled)
+                and not getattr(function, "scores_groups", 0)
+            ):
+                for row in rows:
+                    _, fault = await call(function, row)
+                    if fault is not None:
+                        self._report(function, [row], fault)
                 raise RewardError(
                     f"the reward function {name!r} failed on {len(rows)} responses together, though on none of them "
                     f"alone: {type(error).__name__}: {error}"
                 ) from error
+            self._report(function, rows, error)
+            return [None] * len(rows)
         values = self._values(name, rewards, rows)
         if self.has_steps:
             self.step_rewards[id(function)] = [value if isinstance(value, list) else None for value in values]
@@ -148,9 +147,9 @@ class RewardGuard:
                 )
         return values
 
-    def _report(self, function: Callable, rows: dict[int, dict[str, Any]], error: BaseException) -> None:
-        """Raise a `RewardError` for rows, by their indices, or log it and record that they failed."""
-        named = list(dict.fromkeys(map(_describe, rows.values())))
+    def _report(self, function: Callable, rows: list[dict[str, Any]], error: BaseException) -> None:
+        """Raise a `RewardError` for rows or, where errors are skipped, log it and record that all rows failed."""
+        named = list(dict.fromkeys(map(_describe, rows)))
         told = ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
         if isinstance(error, Stalled):
             what = f"did not come back within {self.limit:g} seconds (reward_timeout), given {told}"
@@ -159,8 +158,11 @@ class RewardGuard:
         message = f"the reward function {function_name(function)!r} {what}"
         if self.on_error == "raise":
             raise RewardError(f"{message} (--reward_errors skip trains on without these rewards)") from error
-        logger.warning(message)
-        self.failed.update(rows)
+        logger.warning(
+            f"{message}; all {len(rows)} responses of the call are without a reward (a function may return None for "
+            "the responses that it cannot score)"
+        )
+        self.failed.update(range(len(rows)))
 
 
 def function_name(function: Callable) -> str:

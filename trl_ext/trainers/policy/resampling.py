@@ -145,7 +145,7 @@ def raw_rewards(trainer) -> Tensor:
         function = trainer.plain_reward_functions.get(name)
         if isinstance(function, ShapedReward):
             own = rewards[first : first + len(finished), index].contiguous()
-            # If the call failed and rows were scored one by one, only their shaped rewards are known.
+            # A call that failed leaves those of an earlier call; its own rewards are NaN.
             known = function.unshaped is not None and len(function.unshaped) == len(own)
             plain[:, index] = gather(function.unshaped.to(own) if known else own)
     return trainer._weighted_sum(plain.masked_fill(rewards.isnan(), float("nan")))
