@@ -251,7 +251,7 @@ class TestBasePolicy:
         ],
         ids=["reference model", "reference-free", "adapter"],
     )
-    def test_before_training_there_is_nothing_between_them(self, spec, tiny_model_path, tmp_path, monkeypatch):
+    def test_before_training_there_is_nothing_between_them(self, spec, tiny_model_path, tmp_path):
         """In mixed precision too: both models are run alike, so that the KL is 0 and every prompt is a tie.
 
         The sampler's log-probabilities are those of a plain pass up to rounding.
@@ -259,10 +259,8 @@ class TestBasePolicy:
         from tests.tiny import pairs
         from tests.train_once import build
         from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, pair_metrics, score_pairs
-        from trl_ext.trainers import defaults
         from trl_ext.trainers.policies import remember_base
 
-        monkeypatch.setattr(defaults, "has_native_bfloat16", lambda use_cpu: True)
         trainer = build({**spec, "model": tiny_model_path, "pairs": 4}, str(tmp_path))
         if spec.get("lora"):
             for name, parameter in trainer.model.named_parameters():

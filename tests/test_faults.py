@@ -18,7 +18,9 @@ from transformers import TrainerCallback
 
 from tests.faults_once import NAMES, build, end_of_processes
 from tests.recipes import RECIPES, environment
-from tests.train_once import largest_difference, launch, parameters
+from tests.rollout_once import prompts
+from tests.tiny import pairs
+from tests.train_once import build_plain, largest_difference, launch, parameters
 from trl_ext.resilience.checkpoints import PARTIAL_FOLDER, last_checkpoint
 from trl_ext.resilience.faults import (
     TrainingFault,
@@ -337,3 +339,34 @@ def test_an_error_of_the_users_own_code_passes_unchanged(error, tmp_path):
     with pytest.raises(RuntimeError) as caught, plain_faults(str(tmp_path)):
         raise error
     assert caught.value is error
+
+
+# ---- Nothing to train on ----
+
+
+@pytest.mark.parametrize("trainer", ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer"])
+def test_fewer_rows_than_a_batch_are_refused_before_training(trainer, tiny_model_path, tmp_path):
+    """transformers would save the model as it came. Without `dataloader_drop_last`, 3 rows are a smaller batch."""
+    args = {"per_device_train_batch_size": 4, "dataloader_drop_last": True}
+    rows = pairs(3)
+    if trainer == "KTOTrainer":
+        rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
+    built = build_plain({"trainer": trainer, "model": tiny_model_path, "rows": rows, "args": args}, str(tmp_path))
+    with pytest.raises(ValueError, match="^the training data has 3 rows, and dataloader_drop_last leaves"):
+        built.train()
+    built.args.dataloader_drop_last = False
+    built.train()
+    assert built.state.global_step == 1
+    built.train_dataset = built.train_dataset.select([])
+    with pytest.raises(ValueError, match="^the training data has no rows$"):
+        built.train()
+
+
+def test_a_rollout_needs_no_row_for_each_response(policy_path, tmp_path):
+    """Two prompts are a batch of eight responses."""
+    args = {"dataloader_drop_last": True}
+    trainer = build_plain(
+        {"trainer": "PolicyTrainer", "model": policy_path, "rows": prompts(2), "args": args}, str(tmp_path)
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1

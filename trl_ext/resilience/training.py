@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sized
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -94,11 +95,13 @@ class ResilientTraining:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: the given checkpoint is not complete, or is of another optimizer batch.
+            ValueError: the given checkpoint is not complete or is of another optimizer batch, or the training data does not make a
+                batch.
             FloatingPointError: `max_skipped_updates` updates in a row were not finite; there is a checkpoint.
             TrainingFault: the disk is full, another process has ended, or memory is too small.
         """
         begin_warnings()
+        self._require_a_batch()
         self.interrupted, self._progress = False, None
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
@@ -119,6 +122,19 @@ class ResilientTraining:
         if self.update_guard.failure is not None:
             raise FloatingPointError(self.update_guard.failure)
         return result
+
+    def _require_a_batch(self) -> None:
+        # transformers would train on nothing, and save the model as it came.
+        needed = self._train_batch_size * self.accelerator.num_processes if self.args.dataloader_drop_last else 1
+        rows = len(self.train_dataset) if isinstance(self.train_dataset, Sized) else needed
+        rows *= getattr(self.args, "num_generations", 1)
+        if rows < needed:
+            raise ValueError(
+                f"the training data has {rows} rows, and dataloader_drop_last leaves out a batch of fewer than "
+                f"{needed}: give more rows or a smaller per_device_train_batch_size, or leave dataloader_drop_last out"
+                if rows
+                else "the training data has no rows"
+            )
 
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> str | None:
         if wanted is None or wanted is False:

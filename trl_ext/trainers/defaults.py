@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from transformers import TrainingArguments
 from trl_ext.processes import warn_once_per_run
 from trl_ext.registry import nearest
 from trl_ext.resilience.secrets import KeepsSecrets
-from trl_ext.trainers.profile.processor import matrix_product_peak
 
 PACKING_CHOICES = ("auto", "off")
 # Field of several configurations -> its least value.
@@ -89,41 +87,26 @@ def runs_on_cpu(use_cpu: bool) -> bool:
     return use_cpu or asked_by_launcher or not torch.accelerator.is_available()
 
 
-@functools.cache
-def bfloat16_speed() -> float:
-    """How many times as fast as in float32 this CPU multiplies matrices in bfloat16, measured."""
-    peaks = {torch.bfloat16: 0.0, torch.float32: 0.0}
-    # In turns: another program may take the processor for a moment.
-    for dtype in 3 * list(peaks):
-        peaks[dtype] = max(peaks[dtype], matrix_product_peak(torch.device("cpu"), dtype))
-    return peaks[torch.bfloat16] / peaks[torch.float32]
-
-
-def has_native_bfloat16(use_cpu: bool) -> bool:
-    """Whether bfloat16 is faster than float32; where it is emulated, it is correct but slower."""
-    if use_cpu:
-        # Well above 1, so that no two processes or parts of a run decide differently.
-        return bfloat16_speed() > 1.2
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
 def resolve_device_defaults(args: TrainingArguments) -> None:
     """Resolve `use_cpu`, `bf16` and `gradient_checkpointing` if they are unset (None), before TRL reads them.
 
-    An accelerator uses bfloat16, unless float16 is requested, and gradient checkpointing. A CPU uses float32 and no
-    checkpointing. If a requested bfloat16 is no faster, it becomes float32, and one line says so.
+    An accelerator uses bfloat16 where it has it, unless float16 is requested, and gradient checkpointing. A CPU uses
+    float32 and no checkpointing. A precision that is requested is used.
+
+    Raises:
+        ValueError: a precision is requested that training on a CPU cannot have.
     """
     args.use_cpu = runs_on_cpu(args.use_cpu)
+    for name in ("fp16", "tf32"):
+        if args.use_cpu and getattr(args, name):
+            raise ValueError(f"{name} needs a GPU, and this run is on a CPU: leave {name} out to train in float32")
     if args.gradient_checkpointing is None:
         args.gradient_checkpointing = not args.use_cpu
     if args.bf16 is None:
-        args.bf16 = not args.use_cpu and not args.fp16 and has_native_bfloat16(use_cpu=False)
-    elif args.bf16 and not has_native_bfloat16(args.use_cpu):
-        args.bf16 = False
-        device = "CPU" if args.use_cpu else "GPU"
-        warn_once_per_run(f"bf16 was asked for, but is no faster than float32 on this {device}: training in float32")
+        native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
+        args.bf16 = not args.use_cpu and not args.fp16 and native
     elif args.bf16 and args.use_cpu:
-        warn_once_per_run(f"bf16: this CPU multiplies in bfloat16 {bfloat16_speed():.1f} times as fast as in float32")
+        warn_once_per_run("bf16 on a CPU is faster than float32 only if the processor multiplies in bfloat16")
 
 
 def configuration(trainer: object, args: Any, config_class: type) -> Any:
@@ -170,6 +153,8 @@ def check_training(args: TrainingArguments, **least: float) -> None:
         )
     if args.max_steps < 1 and args.max_steps != -1:
         raise ValueError(f"max_steps must be at least 1, got {args.max_steps}; -1 trains num_train_epochs")
+    if args.max_steps == -1 and not 0 < args.num_train_epochs < math.inf:
+        raise ValueError(f"num_train_epochs must be a positive number, got {args.num_train_epochs}")
 
 
 def parse_json_option(name: str, value: dict[str, Any] | str | None) -> dict[str, Any] | None:

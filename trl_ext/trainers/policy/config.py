@@ -87,7 +87,9 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
     )
     reward_errors: str = field(
         default="raise",
-        metadata={"help": "When a reward function fails: raise, or skip (the responses of the call get no reward; counted)."},
+        metadata={
+            "help": "When a reward function fails: raise, or skip (the call's responses get no reward; counted)."
+        },
     )
     reward_timeout: float | None = field(
         default=600.0,
