@@ -24,6 +24,12 @@ NAMES = list(algorithms)
         ("grpo_no_clip", {"dual_clip": 3.0}, "--dual_clip 3.0 and --surrogate no_clip"),
         ("dr_grpo", {"std_ddof": 1}, "--std_ddof 1 and --advantage group_centered"),
         ("grpo", {"loss_constant": 256}, "--loss_constant 256 and --aggregation sequence_mean"),
+        ("dr_grpo", {"kl_in": "reward"}, "--kl_in reward and --beta 0.0"),
+        ("dr_grpo", {"kl_estimator": "k1"}, "--kl_estimator k1 and --beta 0.0"),
+        ("dapo", {"kl_ratio_correction": True}, "--kl_ratio_correction True and --beta 0.0"),
+        ("dapo", {"kl_aggregation": "token_mean"}, "--kl_aggregation token_mean and --beta 0.0"),
+        ("grpo", {"beta": 0.0, "kl_estimator": "k2"}, "--kl_estimator k2 and --beta 0.0"),
+        ("rloo", {"beta": 0.0, "kl_in": "reward"}, "--kl_in reward and --beta 0.0"),
         ("grpo", {"kl_in": "reward"}, "--kl_in reward and --kl_estimator k3"),
         ("rloo", {"kl_estimator": "k2"}, "--kl_in reward and --kl_estimator k2"),
         (
@@ -92,11 +98,12 @@ def test_an_unknown_algorithm():
 
 
 def test_combinations_that_no_name_rules_out():
-    """LUSPO, GSPO without its name, RLOO with PPO's clip, a KL estimator that nothing reads."""
+    """LUSPO, GSPO without its name, RLOO with PPO's clip, RLOO without KL."""
     assert PolicyObjective("grpo", ratio="sequence", aggregation="sum").ratio == "sequence"
     clipped = PolicyObjective("rloo", ratio="token", surrogate="clip")
     assert (clipped.epsilon, clipped.epsilon_high) == (0.2, 0.2)
-    assert PolicyObjective("grpo", beta=0.0, kl_estimator="k1").kl_estimator == "k1"
+    assert not PolicyObjective("rloo", beta=0.0).needs_reference
+    assert PolicyObjective("dr_grpo", beta=0.01, kl_in="reward", kl_estimator="k1").kl_in == "reward"
     assert PolicyObjective("grpo", surrogate="cispo").ratio_cap == 5.0
     assert PolicyObjective("gspo", epsilon=0.2, epsilon_high=0.2).epsilon_high == 0.2
     assert PolicyObjective("grpo", epsilon=0.1).epsilon_high == 0.1

@@ -338,7 +338,8 @@ class PolicyObjective(PolicyLoss):
         settings = {name: given.get(name, getattr(self.algorithm, name)) for name in LOSS_SETTINGS}
         read = settings_of(SURROGATES[settings["surrogate"]]) if settings["surrogate"] in SURROGATES else {}
         for name, setting in LOSS_SETTINGS.items():
-            # Another surrogate does not inherit the settings of the row's own.
-            if setting.option and name not in read and name not in given:
+            # The row's settings of its own surrogate are not another's, and those of its KL term need a KL term.
+            unread = setting.option and name not in read or name.startswith("kl_") and not settings["beta"]
+            if unread and name not in given:
                 settings[name] = None
         return settings

@@ -62,6 +62,7 @@ class PolicyLoss(LossFields):
             self.function = SURROGATES[self.surrogate]
         else:
             self.surrogate = "own"
+        of_kl = [name for name in LOSS_SETTINGS if name.startswith("kl_") and getattr(self, name)]
         for name, setting in LOSS_SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, setting.default)
@@ -70,6 +71,9 @@ class PolicyLoss(LossFields):
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
         self._check_what_is_read()
         self._check_ratio()
+        if of_kl and not self.needs_reference:
+            reason = f"without a beta there is no KL term; use --beta above 0, or leave {of_kl[0]} out"
+            self._refuse(of_kl[0], "beta", reason)
         if self.needs_reference:
             self._check_kl()
         self._check_options()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from trl import GRPOConfig as TRLGRPOConfig
+from trl import RLOOConfig as TRLRLOOConfig
 
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses.mismatch import CORRECTIONS
@@ -30,6 +31,19 @@ from trl_ext.trainers.trl_settings import POLICY_SETTINGS, explain, merge, refus
 _OPTION_FIELDS = {
     "sapo": ("temperature_pos", "temperature_neg"),
     "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+}
+# Method -> TRL's configuration of the same name, and the fields of its loss whose defaults differ, each with the
+# fields here that decide the same.
+_UNLIKE_TRL = {
+    "grpo": (
+        TRLGRPOConfig,
+        {
+            "beta": ("beta",),
+            "loss_type": ("loss_type", "surrogate", "aggregation"),
+            "scale_rewards": ("scale_rewards", "advantage", "std_ddof"),
+        },
+    ),
+    "rloo": (TRLRLOOConfig, {"beta": ("beta",), "num_generations": ("num_generations",)}),
 }
 # Settings that a configuration without their part refuses together.
 RESAMPLING = ("resample_groups", "group_filter")
@@ -59,6 +73,8 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
     _method: ClassVar[str | None] = None
     # Its row, if it is not in the table.
     _row: ClassVar[Algorithm | None] = None
+    # One line: which defaults of TRL's configuration of the same name are others; empty if there are none.
+    unlike_trl = ""
 
     algorithm: str = field(
         default="grpo",
@@ -164,6 +180,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
 
     def __post_init__(self):
         self._refuse_what_is_not_carried()
+        self._compare_defaults_with_trl()
         self.algorithm_kwargs = parse_json_option("algorithm_kwargs", self.algorithm_kwargs)
         objective = self.build_objective()
         self.beta = objective.beta
@@ -182,6 +199,14 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             check_whole_groups(self, "a greedy baseline needs whole groups on every process")
         self._say_what_is_not_exact(objective)
         self._save_between_rollouts()
+
+    def _compare_defaults_with_trl(self) -> None:
+        stock, fields_of_loss = _UNLIKE_TRL.get(self._method, (None, {}))
+        unset = [n for n, ours in fields_of_loss.items() if all(getattr(self, name) is None for name in ours)]
+        if unset:
+            name = type(self).__name__
+            theirs = ", ".join(f"{field_name} {getattr(stock, field_name)}" for field_name in unset)
+            self.unlike_trl = f"{name} of trl_ext has the paper's defaults; those of trl.{name} are {theirs}"
 
     def build_objective(self) -> PolicyObjective:
         """The algorithm with its settings resolved."""

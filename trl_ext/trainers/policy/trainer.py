@@ -127,6 +127,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         }
         warn_of_ignored_settings(self.model, sampling | (args.generation_kwargs or {}))
+        if args.unlike_trl:
+            warn_once_per_run(args.unlike_trl)
         self._fit_trl_to_objective()
         self.packing = pack_trainer(self)
         models = [model for model in (self.model, self.ref_model) if model is not None]
