@@ -56,6 +56,11 @@ def test_combine_carries_what_is_missing_and_nothing_else():
         ({"aggregate": "max"}, "aggregate must be one of mean, min, mean_minus_std, uwo, quantile, got 'max'"),
         ({"aggregate": "mean", "coefficient": 0.5}, "'mean' takes no coefficient"),
         ({"aggregate": "uwo", "coefficient": -1.0}, "coefficient must be a number of at least 0, got -1.0"),
+        ({"aggregate": "uwo", "coefficient": float("inf")}, "coefficient must be a number of at least 0, got inf"),
+        ({"aggregate": "quantile", "quantile": 1.5}, r"quantile must lie in \[0, 1\], got 1.5"),
+        ({"aggregate": "quantile", "quantile": -0.1}, r"quantile must lie in \[0, 1\], got -0.1"),
+        ({"aggregate": "quantile", "quantile": float("nan")}, r"quantile must lie in \[0, 1\], got nan"),
+        ({"aggregate": "uwo", "ddof": -1}, "ddof must be 0 .population. or 1 .sample., got -1"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -71,6 +76,8 @@ def test_shapes_and_members_that_are_refused():
             combine(scores)
     with pytest.raises(ValueError, match="uwo with ddof=1 needs at least 2 members, got 1"):
         combine(SCORES[:1], "uwo", ddof=1)
+    with pytest.raises(ValueError, match="uwo with ddof=1 needs at least 2 members, got 1"):
+        RewardEnsemble([length], aggregate="uwo", ddof=1)
     with pytest.raises(ValueError, match="at least one member"):
         RewardEnsemble([])
 

@@ -43,30 +43,34 @@ def combine(
     Raises:
         ValueError: a shape, a name or a value is invalid.
     """
-    coefficient = _coefficient(aggregate, coefficient)
     if scores.ndim != 2 or not len(scores):
         raise ValueError(f"scores must have the shape [members, completions], got {list(scores.shape)}")
+    coefficient = _coefficient(len(scores), aggregate, coefficient, quantile, ddof)
     if aggregate == "mean":
         return scores.mean(dim=0)
     if aggregate == "min":
         return scores.min(dim=0).values
     if aggregate == "quantile":
         return scores.quantile(quantile, dim=0)
-    if len(scores) <= ddof:
-        raise ValueError(f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {len(scores)}")
     variance = scores.var(dim=0, correction=ddof)
     return scores.mean(dim=0) - coefficient * (variance if aggregate == "uwo" else variance.sqrt())
 
 
-def _coefficient(aggregate: str, given: float | None) -> float | None:
-    """The coefficient to use; raises ValueError if the aggregate is unknown or takes none."""
+def _coefficient(members: int, aggregate: str, given: float | None, quantile: float, ddof: int) -> float | None:
+    """The coefficient to use; raises ValueError if it or another setting of `combine` is invalid."""
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
     default = DEFAULT_COEFFICIENTS.get(aggregate)
     if given is not None and default is None:
         raise ValueError(f"aggregate {aggregate!r} takes no coefficient; leave it out, or use mean_minus_std or uwo")
-    if given is not None and not given >= 0:
+    if given is not None and not 0 <= given < math.inf:
         raise ValueError(f"coefficient must be a number of at least 0, got {given}: it weighs a penalty")
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
+    if ddof not in (0, 1):
+        raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof}")
+    if default is not None and members <= ddof:
+        raise ValueError(f"{aggregate} with ddof={ddof} needs at least {ddof + 1} members, got {members}")
     return default if given is None else given
 
 
@@ -102,7 +106,7 @@ class RewardEnsemble:
         self.members = list(members)
         if not self.members:
             raise ValueError("an ensemble needs at least one member")
-        self.coefficient = _coefficient(aggregate, coefficient)
+        self.coefficient = _coefficient(len(self.members), aggregate, coefficient, quantile, ddof)
         self.aggregate, self.quantile, self.ddof = aggregate, quantile, ddof
         self.names = _member_names(self.members)
         self.shifts = [0.0] * len(self.members)
