@@ -159,7 +159,8 @@ class Registry(Generic[EntryType]):
         """
         known = self._entries.get(entry.name)
         if known is not None and not _same(known.function, entry.function):
-            place = f"{known.function.__module__}.{known.function.__qualname__}"
+            name = getattr(known.function, "__qualname__", type(known.function).__qualname__)
+            place = f"{known.function.__module__}.{name}"
             raise ValueError(f"the {self.kind} {entry.name!r} is already defined by {place}; give yours another name")
         self._entries[entry.name] = entry
 
@@ -191,7 +192,8 @@ class Registry(Generic[EntryType]):
         source, _, function_name = name.rpartition(":")
         module = load_module(source)
         for entry in self._entries.values():
-            if entry.function.__module__ == module.__name__ and function_name in (entry.name, entry.function.__name__):
+            names = (entry.name, getattr(entry.function, "__name__", None))
+            if entry.function.__module__ == module.__name__ and function_name in names:
                 return entry
         load_function(name, self.kind)
         raise ValueError(
@@ -202,6 +204,8 @@ class Registry(Generic[EntryType]):
 
 def _same(one: Callable, other: Callable) -> bool:
     """Whether two functions have the same definition, executed again or loaded under a second module name."""
+    if not (inspect.isfunction(one) and inspect.isfunction(other)):
+        return one is other
     file, other_file = (Path(f.__code__.co_filename).resolve() for f in (one, other))
     return one.__qualname__ == other.__qualname__ and (one.__module__ == other.__module__ or file == other_file)
 
