@@ -261,6 +261,8 @@ def test_what_is_kept():
         ({"keep": "worst"}, "keep must be one of best, top_k, threshold, got 'worst'"),
         ({"keep": "top_k", "count": 0}, "keep_count must be at least 1, got 0"),
         ({"keep": "threshold"}, "keep threshold needs keep_threshold"),
+        ({"keep": "best", "count": 2}, "keep_count 2 is for keep top_k, and keep best does not read it"),
+        ({"keep": "threshold", "threshold": 0.5, "count": 2}, "keep threshold does not read it"),
     ):
         with pytest.raises(ValueError, match=message):
             demonstrations(result, ROWS, **choice)

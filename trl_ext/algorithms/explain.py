@@ -138,7 +138,8 @@ def _part(head: str, function: Callable | None, kind: str | None = None) -> list
         return [head]
     text = inspect.getdoc(function) or "no docstring"
     if kind is not None:
-        text = re.search(rf"^- (`{kind}\b.*?)(?=^- |\n\n|\Z)", text, re.M | re.S)[1]
+        item = re.search(rf"^- (`{kind}\b.*?)(?=^- |\n\n|\Z)", text, re.M | re.S)
+        text = item[1] if item else text
     formula = " ".join(text.partition("\n\n")[0].split()).rstrip(";")
     wrapped = textwrap.wrap(formula, 110, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
     return [head, f"  {function.__name__}, {_where(function)}", *wrapped]

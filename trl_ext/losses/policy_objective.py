@@ -114,6 +114,7 @@ class PolicyLoss(LossFields):
         Args:
             scores: the scores of B responses.
             ref_log_probs: token log-probabilities under the reference, [B, T]; needed for a KL term in the loss.
+                Default: those of the scores.
             weights: further factors of the surrogate, but not of the KL term, [B, T] or [B, 1]: importance weights
                 for another sampler, or a mask of tokens.
             token_count: see `aggregate`; also used for a separate mean of the KL term.
@@ -123,6 +124,7 @@ class PolicyLoss(LossFields):
             ValueError: reference log-probabilities or the constant are needed and missing.
         """
         padding = scores.mask == 0
+        ref_log_probs = scores.ref_log_probs if ref_log_probs is None else ref_log_probs
         scores = replace(
             scores,
             log_probs=_blank(scores.log_probs, padding),
@@ -147,6 +149,7 @@ class PolicyLoss(LossFields):
     def clamped(self, scores: PolicyScores, ref_log_probs: Tensor | None = None) -> Tensor:
         """Tokens with a log-ratio clamped at 20, where a term of the loss has no gradient. Boolean, [B, T]."""
         has_divergence = self._adds_kl
+        ref_log_probs = scores.ref_log_probs if ref_log_probs is None else ref_log_probs
         beyond = torch.zeros_like(scores.mask, dtype=torch.bool)
         # No gradient is lost if it flows through log_probs, as in CISPO.
         is_bounded = self._reads_ratio and "log_probs" not in self._inputs

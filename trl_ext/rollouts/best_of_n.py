@@ -164,6 +164,8 @@ def demonstrations(
         raise ValueError(f"keep must be one of {', '.join(KEEP_CHOICES)}, got {keep!r}")
     if count < 1:
         raise ValueError(f"keep_count must be at least 1, got {count}")
+    if keep != "top_k" and count != 1:
+        raise ValueError(f"keep_count {count} is for keep top_k, and keep {keep} does not read it: leave it out")
     if keep == "threshold" and (threshold is None or not math.isfinite(threshold)):
         raise ValueError(f"keep threshold needs keep_threshold, the lowest reward to keep; got {threshold}")
     most = {"best": 1, "top_k": count}.get(keep)

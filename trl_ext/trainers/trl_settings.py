@@ -7,6 +7,7 @@ A setting that is not given is None and means this library's default. A given se
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 Settings = dict[str, Any]
@@ -97,6 +98,7 @@ def explain(error: ValueError, translated: Mapping[str, Settings]) -> str:
 
 def refuse_given(args: Any, instead: Mapping[str, str]) -> None:
     """Raise ValueError for fields of a configuration that are given and have no effect; `instead` has what to use."""
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(args)}
     for name, use in instead.items():
-        if getattr(args, name) != getattr(type(args), name):
+        if getattr(args, name) != defaults[name]:
             raise ValueError(f"{name} is not used by {type(args).__name__}: {use}")
