@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +99,49 @@ def load_policy(name_or_path: str | Path, *, dtype: str = "auto", device: str | 
         tokenizer.pad_token = tokenizer.eos_token
     if is_adapter:
         model = with_adapter(model, path)
+    check_vocabulary(model, tokenizer)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return model.requires_grad_(False).eval().to(device), tokenizer
+
+
+def check_vocabulary(model, tokenizer, dataset: Any = None) -> None:
+    """Reject tokens for which a model has no embedding.
+
+    Args:
+        model: a model with input embeddings.
+        tokenizer: its begin, end and padding tokens are checked. It may have others that the model lacks and that no
+            text contains, as Gemma 3 has a token of images.
+        dataset: rows to check as well: those of token ids, or else the prompts.
+
+    Raises:
+        ValueError: the message names the largest token and what to do.
+    """
+    size = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if size is None or len(tokenizer) <= size:
+        return
+    special = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id]
+    largest = max(chain((one for one in special if one is not None), *_token_rows(tokenizer, dataset)), default=0)
+    if largest >= size:
+        raise ValueError(
+            f"the tokenizer's token {tokenizer.convert_ids_to_tokens(largest)!r} is number {largest}, and the model "
+            f"has embeddings for {size} tokens: use the tokenizer that was saved with the model, or call "
+            f"model.resize_token_embeddings({len(tokenizer)}) first"
+        )
+
+
+def _token_rows(tokenizer, dataset: Any) -> Iterator[Sequence[int]]:
+    from datasets import Dataset
+
+    columns = dataset.column_names if isinstance(dataset, Dataset) else []
+    encoded = [name for name in columns if name.endswith("_ids")]
+    for row in dataset.select_columns(encoded) if encoded else ():
+        yield from (row[name] for name in encoded)
+    for prompt in dataset["prompt"] if "prompt" in columns and not encoded else ():
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        yield tokenizer(prompt)["input_ids"]
 
 
 def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:

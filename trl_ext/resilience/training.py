@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from trl_ext.files import write_text
 from trl_ext.models.batches import temporarily
+from trl_ext.models.loading import check_vocabulary
 from trl_ext.processes import begin_warnings
 from trl_ext.resilience import checkpoints
 from trl_ext.resilience.faults import (
@@ -62,7 +63,8 @@ class ResilientTraining:
         interrupted: whether a callback has stopped the run so that another can continue from its last checkpoint.
 
     Raises:
-        ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch.
+        ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch; or the
+            model lacks embeddings of the tokenizer's tokens.
     """
 
     carried_over: ClassVar[tuple[str, ...]] = (
@@ -87,6 +89,7 @@ class ResilientTraining:
                 "parameters that have been trained. Lower per_device_train_batch_size and raise "
                 "gradient_accumulation_steps by the same factor, or use gradient_checkpointing"
             )
+        check_vocabulary(self.model, self.processing_class, self.train_dataset)
         self.update_guard = UpdateGuard(self, self.args.max_skipped_updates)
         self.add_callback(self.update_guard)
 
@@ -95,8 +98,8 @@ class ResilientTraining:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: the given checkpoint is not complete or is of another optimizer batch, or the training data does not make a
-                batch.
+            ValueError: the given checkpoint is not complete, or is of another optimizer batch; or the training data
+                makes no batch.
             FloatingPointError: `max_skipped_updates` updates in a row were not finite; there is a checkpoint.
             TrainingFault: the disk is full, another process has ended, or memory is too small.
         """

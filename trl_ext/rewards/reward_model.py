@@ -14,7 +14,7 @@ from torch import Tensor
 from trl_ext.data import encode_turn
 from trl_ext.data.conversation import Messages
 from trl_ext.models import packing_of, score_sequences, share_prefixes
-from trl_ext.models.loading import with_adapter
+from trl_ext.models.loading import check_vocabulary, with_adapter
 from trl_ext.models.shared_backbone import SharedBackbone, load_classifier, preserved_random_state
 from trl_ext.rewards.checks import find_reward_model, read_limits, require_tokenizer
 
@@ -121,6 +121,7 @@ class RewardModel:
         if self.model is None:
             source = self.base_name_or_path or str(self.folder)
             model = load_classifier(source, dtype=self.dtype, device=device, has_head=not self.is_adapter)
+            check_vocabulary(model, self.tokenizer)
             model.config.get_text_config().pad_token_id = self.pad_token_id
             if self.adapter:
                 # `AutoModelForSequenceClassification.from_pretrained(folder)` leaves the head random.

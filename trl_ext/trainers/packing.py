@@ -21,6 +21,8 @@ def pack_trainer(trainer) -> Packing | None:
         reason = "the model is compiled"
     elif trainer.is_fsdp_enabled:
         reason = "packing has not been tried under FSDP"
+    elif getattr(trainer.model.config, "output_router_logits", False):
+        reason = "the loss of its router counts padding (output_router_logits)"
     if reason is None:
         return share_prefixes(*models)
     for model in models:

@@ -19,6 +19,7 @@ from trl import DPOTrainer as TRLDPOTrainer
 
 from trl_ext.losses import PreferenceScores
 from trl_ext.models.batches import temporarily
+from trl_ext.models.loading import check_vocabulary
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.trainers.context import truncate_pairs
@@ -139,6 +140,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         if not self.objective.needs_reference:
             return dataset
         # This runs within TRL's constructor, which has already put its head on the models.
+        check_vocabulary(self.model, self.processing_class, dataset)
         self._pack()
         if self.packing is not None and self.packing.active and self.args.precompute_ref_batch_size is None:
             # Without gradients and padding, a pass of this size needs less memory than a training step.
