@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 
@@ -294,3 +295,14 @@ def test_no_kl_in_the_loss_where_it_is_in_the_reward():
     assert loss_on_the_batch(objective) == pytest.approx(loss_on_the_batch(PolicyObjective("rloo", beta=0.0)))
     with pytest.raises(ValueError, match="--beta 0.04 needs the reference's log-probabilities"):
         loss_on_the_batch(PolicyObjective("grpo"))
+
+
+def test_the_reference_may_come_with_the_scores():
+    """0.1 times k3, `e^-0.5 + 0.5 - 1` for the first token and 0 for the second."""
+    log_probs, reference = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
+    scores = PolicyScores(log_probs, log_probs, torch.ones(1, 2), torch.zeros(1, 1), ref_log_probs=reference)
+    objective = PolicyObjective("grpo", beta=0.1)
+    expected = 0.1 * (math.exp(-0.5) - 0.5) / 2
+    assert objective(scores).item() == pytest.approx(expected, rel=1e-5)
+    assert objective(scores, ref_log_probs=log_probs).item() == 0
+    assert not objective.clamped(scores).any()
