@@ -94,3 +94,13 @@ def test_description():
     assert objective.to_dict()["loss"] == "ipo"
     assert args.beta == 0.1
     assert OnlinePreferenceConfig("unused", loss="simpo", per_device_train_batch_size=8, use_cpu=True).beta == 2.0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 1.5), ("missing_eos_penalty", -1.0)]
+    + [("reward_timeout", -1.0), ("overlong_share", 2.0), ("max_completion_length", 0), ("reward_errors", "ignore")],
+)
+def test_settings_of_every_policy_are_checked_here_too(name, value, tmp_path):
+    with pytest.raises(ValueError, match=name):
+        OnlinePreferenceConfig(str(tmp_path), use_cpu=True, **{name: value})

@@ -138,7 +138,7 @@ class OnlinePreferenceConfig(PolicyConfig):
     def __post_init__(self):
         refuse_given(self, _NOT_READ)
         self.loss_kwargs = parse_json_option("loss_kwargs", self.loss_kwargs)
-        self._check_values()
+        self._check_pairs()
         # The loss would not use token ratios between vLLM and the trainer.
         self.vllm_importance_sampling_correction = False
         super().__post_init__()
@@ -186,7 +186,7 @@ class OnlinePreferenceConfig(PolicyConfig):
         if not 0 <= self.mixture_weight <= 1:
             raise ValueError(f"mixture_weight must lie in [0, 1], got {self.mixture_weight}")
 
-    def _check_values(self) -> None:
+    def _check_pairs(self) -> None:
         check_choice("pairs", self.pairs, PAIR_CHOICES[:2])
         self._check_second_sampler()
         for name in ("num_generations", "num_generations_eval"):

@@ -289,7 +289,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
                 f"min_new_tokens must be from 0 to max_completion_length ({self.max_completion_length}), "
                 f"got {self.min_new_tokens}"
             )
-        if self.temperature <= 0:
+        if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
