@@ -71,7 +71,7 @@ class PolicyLoss(LossFields):
         self.kl_aggregation = None if self.kl_aggregation == "inside" else self.kl_aggregation
         self._check_what_is_read()
         self._check_ratio()
-        if of_kl and not self.needs_reference:
+        if of_kl and not self.beta:
             reason = f"without a beta there is no KL term; use --beta above 0, or leave {of_kl[0]} out"
             self._refuse(of_kl[0], "beta", reason)
         if self.needs_reference:
