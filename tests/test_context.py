@@ -1,18 +1,21 @@
-"""What a recipe refuses before it trains: rows beyond the context, messages without a template, a hub out of reach."""
+"""What trainers and recipes refuse before they train: a wrong model, wrong rows, rows beyond the context."""
 
 from __future__ import annotations
 
 import logging
+import math
 from types import SimpleNamespace
 
 import httpx
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 from transformers import AutoTokenizer
 
+import trl_ext
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
-from trl_ext.trainers.context import check_rows
+from trl_ext.trainers.context import check_rows, check_template
+from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
 
@@ -69,39 +72,92 @@ def test_a_first_rollout_that_ends_at_once(tokenizer, caplog, prompt, lengths, t
     assert told in caplog.text if told else not caplog.text
 
 
+USER, ASSISTANT = ([{"role": role, "content": "a"}] for role in ("user", "assistant"))
+# Trainer -> a right row; the last column is the response that a wrong row changes.
+ROWS = {
+    "DPO": {"prompt": USER, "chosen": ASSISTANT, "rejected": ASSISTANT},
+    "KTO": {"prompt": USER, "label": True, "completion": ASSISTANT},
+    "Reward": {"prompt": USER, "chosen": ASSISTANT, "rejected": ASSISTANT},
+    "SFT": {"prompt": USER, "completion": ASSISTANT},
+    "GRPO": {"prompt": USER},
+}
+KIND = r"must be text or messages such as .*, got"
+
+
+def _datasets(row: dict) -> dict[str, object]:
+    """Wrong data, under what the message says about it after `train_dataset` or `eval_dataset`."""
+    response = list(row)[-1]
+    data = {
+        " has no rows": Dataset.from_list([row]).select([]),
+        " has no column 'prompt': give rows of prompt.*; it has question$": [{"question": "b"}],
+        " holds several data sets, train_prefs: give one": DatasetDict(train_prefs=Dataset.from_list([row])),
+        " must be a Dataset, got str: ": "toy",
+        " must be a Dataset, got tuple: ": (row,),
+        rf", row 1 \(row_id 7\): {response} {KIND} None": [{**row, "row_id": 6}, {**row, response: None, "row_id": 7}],
+        rf", row 0: {response} {KIND} \[\]": [{**row, response: []}],
+        rf", row 0: prompt {KIND} \['hi'\]": [{**row, "prompt": ["hi"]}],
+        rf", row 0: prompt {KIND} \[{{'from': ": [{**row, "prompt": [{"from": "human", "value": "a"}]}],
+    }
+    if response != "prompt":
+        data[f" (holds prompts and no pairs|has no column '{response}'): give rows of"] = [{"prompt": USER}]
+    if response == "rejected":
+        data[" has no column 'rejected'"] = [{"prompt": USER, "chosen": ASSISTANT}]
+        data[" holds labelled responses and no pairs: they are for KTOTrainer"] = [ROWS["KTO"]]
+    if response == "rejected" or "label" in row:
+        data[", row 0: prompt is text.*: give all of them as messages, or all as text"] = [{**row, "prompt": "b"}]
+    return {message: Dataset.from_list(rows) if isinstance(rows, list) else rows for message, rows in data.items()}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_wrong_inputs_to_a_trainer(name, tmp_path):
+    """One line each, before a model is loaded: there are no weights in the folder."""
+    (tmp_path / "config.json").write_text("{}")
+    config, trainer = getattr(trl_ext, f"{name}Config"), getattr(trl_ext, f"{name}Trainer")
+    options = {"reward_funcs": len} if name == "GRPO" else {}
+    arguments = config(str(tmp_path / "run"), use_cpu=True, report_to="none")
+    right = Dataset.from_list([ROWS[name]])
+    for message, wrong in _datasets(ROWS[name]).items():
+        for given in ({"train_dataset": wrong}, {"train_dataset": right, "eval_dataset": {"a": wrong}}):
+            where = r"eval_dataset\['a'\]" if "eval_dataset" in given else "train_dataset"
+            with pytest.raises((ValueError, TypeError), match=f"^{where}{message}") as caught:
+                trainer(str(tmp_path), args=arguments, **given, **options)
+            assert "\n" not in str(caught.value)
+    wrong_models = {"no model folder 'runs/aot-tyo'": "runs/aot-tyo", "^model must be a model, got NoneType": None}
+    for message, model in wrong_models.items():
+        with pytest.raises((OSError, TypeError), match=message):
+            trainer(model, args=arguments, train_dataset=right, **options)
+    if name in ("DPO", "KTO"):
+        with pytest.raises(TypeError, match="^ref_model must be a model, got str"):
+            trainer(str(tmp_path), "toy", args=arguments, train_dataset=right)
+    tokenizer = SimpleNamespace(chat_template=None, name_or_path="mine")
+    with pytest.raises(ValueError, match="the model mine has no chat template .*: put a chat_template.jinja into"):
+        check_template(tokenizer, right)
+
+
+def test_plain_prompts_are_pointed_out_and_not_rejected(tokenizer, caplog):
+    check_template(tokenizer, Dataset.from_dict({"prompt": ["Name a fruit."]}))
+    assert "the model's chat template is not applied" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("missing.py:f", "no file 'missing.py' to take a function from"),
+        ([3], "reward_funcs holds 3: give functions, reward models, or names of either"),
+    ],
+)
+def test_wrong_reward_functions(given, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        as_reward_functions(given)
+    assert as_reward_functions("math:sqrt") == [math.sqrt]
+
+
 class TestRecipes:
-    def test_messages_without_a_template(self, training, tmp_path):
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model_path("toy"))
-        tokenizer.chat_template = None
-        tokenizer.save_pretrained(tmp_path / "model")
-        (tmp_path / "model" / "config.json").write_text("{}")
-        model = training.ModelArguments(model_name_or_path=str(tmp_path / "model"))
-        given = SimpleNamespace(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, model_init_kwargs=None)
-        rows = {"prompt": [[{"role": "user", "content": "q"}]]}
-        with pytest.raises(ValueError, match="model has no chat template .*: put a chat_template.jinja into"):
-            training.load_trainer(pytest.fail, model, given, train_dataset=Dataset.from_dict(rows))
-
-    def test_plain_prompts_are_pointed_out_and_not_rejected(self, training, tmp_path, caplog):
-        given = SimpleNamespace(output_dir=str(tmp_path / "run"), use_cpu=True, bf16=False, model_init_kwargs=None)
-        rows = Dataset.from_dict({"prompt": ["Name a fruit."]})
-        reached = []
-
-        def build(*args, **kwargs):
-            reached.append(True)
-            raise OSError("far enough")
-
-        with pytest.raises(ValueError, match="far enough"):
-            training.load_trainer(build, training.ModelArguments(model_name_or_path="toy"), given, train_dataset=rows)
-        assert reached and "the model's chat template is not applied" in caplog.text
-
     def test_one_file_is_the_split_to_train_on(self, training, tmp_path):
         path = tmp_path / "mine.jsonl"
         path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
         rows = training.load_rows(str(path), "train_gen", skip_bad_rows=False)
         assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
-        path.write_text('{"prompt": "p"}\n')
-        with pytest.raises(ValueError, match="holds prompts and no pairs: name another --train_split, whose rows"):
-            training.load_pairs(str(path), "train_prefs", skip_bad_rows=False)
         path.rename(tmp_path / "test_gen.jsonl")
         with pytest.raises(ValueError, match=r"only test_gen: call the file of prompts \(prompt\) train_gen.jsonl"):
             training.load_rows(str(tmp_path), "train_gen", skip_bad_rows=False)

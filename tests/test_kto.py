@@ -211,7 +211,7 @@ WRONG_ROWS = {
     "train_dataset has no desirable response among its 3": labelled(False, False, False),
     "train_dataset, row_id row1: label must be true or false, got None": labelled(True, None, False),
     "train_dataset, row_id row0: label must be true or false, got 1": labelled(1, 0),
-    "train_dataset has no column 'label': KTO takes prompt, completion and label, or the pairs": [
+    "train_dataset has no column 'label': give rows of prompt, completion, label, or of prompt, chosen, rejected": [
         {"prompt": "a", "completion": "b"}
     ],
 }

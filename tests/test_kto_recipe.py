@@ -51,7 +51,7 @@ def test_other_recipes_name_the_one_for_labelled_responses(tmp_path, monkeypatch
     data = write(tmp_path / "rows.jsonl", labelled(4))
     with pytest.raises(SystemExit):
         recipes.run(monkeypatch, "dpo", "--dataset_name", data, "--output_dir", str(tmp_path / "run"))
-    assert "holds labelled responses and no pairs: they are for recipes/kto.py" in capsys.readouterr().err
+    assert "holds labelled responses and no pairs: they are for KTOTrainer, recipes/kto.py" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -45,8 +45,16 @@ REWARD = {"grpo": ["--reward_function=builtins:len"]}
             for recipe, flags in SPLITS.items()
             for flag in flags
         ),
-        ("aot", ["--train_split=test_gen"], ["'test_gen' holds prompts and no pairs: name another --train_split"]),
-        ("aot", ["--eval_split=test_gen"], ["'test_gen' holds prompts and no pairs: name another --eval_split"]),
+        (
+            "aot",
+            ["--train_split=test_gen"],
+            ["train_dataset holds prompts and no pairs", "name another --train_split"],
+        ),
+        (
+            "aot",
+            ["--eval_split=test_gen"],
+            ["eval_dataset holds prompts and no pairs", "name another --eval_split"],
+        ),
         ("aot", ["--per_device_train_batch_size=0"], ["per_device_train_batch_size must be at least 1, got 0"]),
         ("aot", ["--num_eval_prompts=0"], ["num_eval_prompts must be at least 1, got 0"]),
         ("aot", ["--learning_rate", "-1e-3"], ["learning_rate must be a number from 0 up, got -0.001"]),

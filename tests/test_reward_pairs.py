@@ -149,7 +149,7 @@ def test_what_trl_reads_beside_the_messages(tiny_model_path, tmp_path):
             r"row_id row0: the margin column 'strength' must hold a number, got None",
         ),
         (rows_with(2, margin=lambda row: "high"), {}, r"row_id row0: the margin column 'margin' must hold a number"),
-        ([{"prompt": "a"}], {}, r"no column 'chosen' of a preference pair in the train dataset; it has prompt"),
+        ([{"prompt": "a"}], {}, "train_dataset holds prompts and no pairs: give rows of prompt, chosen, rejected"),
         (
             rows_with(1, chosen=lambda row: row["chosen"] * 2),
             {},
@@ -165,5 +165,5 @@ def test_refused_data(rows, arguments, message, tiny_model_path, tmp_path):
 def test_no_pairs(tiny_model_path, tmp_path):
     arguments = RewardConfig(**{**DEFAULTS, "output_dir": str(tmp_path)})
     empty = Dataset.from_list(pairs(2)).select([])
-    with pytest.raises(ValueError, match="the train dataset has no pairs"):
+    with pytest.raises(ValueError, match="train_dataset has no rows"):
         RewardTrainer(tiny_model_path, arguments, train_dataset=empty)

@@ -215,7 +215,7 @@ def test_models_that_are_no_reward_models(tiny_model_path, tmp_path):
     with pytest.raises(ValueError, match="two has 2 labels, and a reward model has one"):
         build(str(tmp_path / "two"), tmp_path)
     get_peft_model(two, lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="adapter is an adapter.*merge it into its base"):
+    with pytest.raises(ValueError, match="adapter is an adapter, and training starts from a whole model: merge"):
         build(str(tmp_path / "adapter"), tmp_path)
     assert not isinstance(build(tiny_model_path, tmp_path).model, PeftModel)
 

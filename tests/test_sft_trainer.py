@@ -120,7 +120,7 @@ def test_refusals(tiny_model_path, tmp_path):
     with pytest.raises(TypeError, match="SFTTrainer takes a SFTConfig, got SFTConfig of trl"):
         SFTTrainer(tiny_model_path, args=trl.SFTConfig(output_dir=str(tmp_path), bf16=False, use_cpu=True))
     bad = [{**ROWS[0], "row_id": "x"}, {"row_id": "y", "prompt": "a", "completion": None}]
-    with pytest.raises(ValueError, match="row_id y cannot be encoded"):
+    with pytest.raises(ValueError, match=r"train_dataset, row 1 \(row_id y\): completion must be text or messages"):
         trainer_of(tiny_model_path, tmp_path, bad)
     with pytest.raises(ValueError, match="'tools' of the train dataset would not be used"):
         trainer_of(tiny_model_path, tmp_path, [{**ROWS[0], "tools": "[]"}])

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
-from transformers import AutoTokenizer
 from trl import get_peft_config, get_quantization_config
 
 from trl_ext import SFTConfig, load_benchmark
@@ -20,7 +18,6 @@ from trl_ext.held_out.table import GenerationTableCallback
 from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.faults import plain_faults
-from trl_ext.rollouts.generation import without_template
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors
 from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import check_at_least
@@ -99,33 +96,6 @@ def load_rows(name: str, split: str, *, skip_bad_rows: bool):
     return benchmark
 
 
-def load_pairs(name: str, split: str, *, skip_bad_rows: bool):
-    """Load a benchmark with `split` for training, and check that the split holds pairs.
-
-    Raises:
-        ValueError: the split does not exist or holds no pairs.
-    """
-    benchmark = load_rows(name, split, skip_bad_rows=skip_bad_rows)
-    check_pairs(benchmark[split], split, "train_split")
-    return benchmark
-
-
-def check_pairs(rows, split: str, flag: str) -> None:
-    """Reject a split without pairs.
-
-    Raises:
-        ValueError: the message names the split, and the flag that selects another.
-    """
-    columns = rows.column_names
-    if "label" in columns and "completion" in columns:
-        raise ValueError(f"the split {split!r} holds labelled responses and no pairs: they are for recipes/kto.py")
-    if "chosen" not in columns:
-        raise ValueError(
-            f"the split {split!r} holds prompts and no pairs: name another --{flag}, whose rows have prompt, chosen "
-            "and rejected"
-        )
-
-
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):
     """Create the trainer for a model given by name, on the datasets given as keywords.
 
@@ -151,7 +121,6 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
         **(training.model_init_kwargs or {}),
     }
     try:
-        _check_template(model_path, model, training, datasets.get("train_dataset"))
         trainer = trainer_class(
             model_path,
             args=training,
@@ -171,30 +140,6 @@ def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any
     for dataset in (trainer.train_dataset, trainer.eval_dataset):
         check_rows(trainer.model, dataset, limits)
     return trainer
-
-
-def _check_template(model_path: str, model: ModelArguments, training, rows: Any) -> None:
-    """Reject conversations if there is no chat template; otherwise some trainers would fail only in their first step.
-
-    Plain texts for a model with a chat template are pointed out, and not rejected.
-
-    Raises:
-        OSError: the tokenizer cannot be loaded.
-        ValueError: there is no template; the message says what to do.
-    """
-    columns = rows.column_names if isinstance(rows, Dataset) else []
-    first = rows[0]["prompt"] if "prompt" in columns and len(rows) else None
-    if first is None or getattr(training, "chat_template_path", None):
-        return
-    tokenizer = AutoTokenizer.from_pretrained(model_path, revision=model.model_revision)
-    if line := without_template(tokenizer, rows[:100]["prompt"]):
-        warn_once_per_run(line)
-    if isinstance(first, list) and tokenizer.chat_template is None:
-        raise ValueError(
-            f"the data holds messages, and the model {model.model_name_or_path} has no chat template to write them "
-            "by: put a chat_template.jinja into the model's folder, or give plain text (prompt, chosen and rejected "
-            "as strings), which python -m trl_ext.data.formats --plain makes of some data sets"
-        )
 
 
 def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, consequence: str):

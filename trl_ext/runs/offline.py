@@ -18,9 +18,8 @@ from trl_ext.runs.arguments import one_line_errors
 from trl_ext.runs.loading import (
     EvaluatedArguments,
     can_be_resumed,
-    check_pairs,
     evaluate_generations,
-    load_pairs,
+    load_rows,
     optional_split,
     show_generations,
 )
@@ -67,10 +66,8 @@ def main(
             name=lambda training: training.loss.rpartition(":")[2],
         )
         arguments, training = run.arguments, run.training
-        splits = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         held_out = optional_split(splits, "eval_split", arguments, "held-out pairs will not be evaluated")
-        if held_out is not None:
-            check_pairs(held_out, arguments.eval_split, "eval_split")
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
         trainer = run.load_trainer(trainer_class, train_dataset=splits[arguments.train_split], eval_dataset=held_out)
         if held_out is not None:

@@ -22,10 +22,11 @@ from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.rollouts import end_processes, generate_responses
 from trl_ext.runs.arguments import ModelArguments, one_line_errors
-from trl_ext.runs.loading import can_be_resumed, check_pairs, load_pairs, optional_split
+from trl_ext.runs.loading import can_be_resumed, load_rows, optional_split
 from trl_ext.runs.results import describe_run, estimate, write_results
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import RewardConfig, RewardTrainer
+from trl_ext.trainers.context import PAIRS, check_dataset
 from trl_ext.trainers.defaults import check_at_least
 
 DEFAULT_SELECTION_SPLIT = "validation_prefs"
@@ -85,10 +86,8 @@ def main() -> None:
             name=lambda training: "reward-model",
         )
         arguments, training = run.arguments, run.training
-        benchmark = load_pairs(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        benchmark = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
         held_out = optional_split(benchmark, "eval_split", arguments, "held-out pairs will not be evaluated")
-        if held_out is not None:
-            check_pairs(held_out, arguments.eval_split, "eval_split")
         selection_split = _selection_split(benchmark, arguments, training)
         train = training_pairs(benchmark[arguments.train_split], arguments, training.seed)
         trainer = run.load_trainer(RewardTrainer, train_dataset=train, eval_dataset=held_out)
@@ -166,7 +165,7 @@ def _selection_split(benchmark, arguments: RewardArguments, training: RewardConf
                 f"{arguments.dataset_name} has no split {arguments.selection_split!r} to choose a checkpoint by: it "
                 f"has {', '.join(benchmark)}; name one with --selection_split"
             )
-        check_pairs(benchmark[arguments.selection_split], arguments.selection_split, "selection_split")
+        check_dataset("selection_split", benchmark[arguments.selection_split], PAIRS)
         return arguments.selection_split
     if DEFAULT_SELECTION_SPLIT in benchmark:
         return DEFAULT_SELECTION_SPLIT

@@ -1,15 +1,148 @@
-"""Cuts rows to their limits, and checks whether they and responses fit into a model's context."""
+"""Checks the model and the rows that a trainer is given, and cuts rows to their limits and a model's context."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from torch.nn import Module
 
 from trl_ext.data import truncate_pair
+from trl_ext.files import brief
+from trl_ext.models.loading import resolve_model_path
 from trl_ext.processes import warn_once_per_run
-from trl_ext.rollouts.generation import prompt_tokens
+from trl_ext.rollouts.generation import prompt_tokens, without_template
+
+Formats = Sequence[Sequence[str]]
+
+# Without a prompt, the two are conversations that share their first turns.
+PAIRS = (("prompt", "chosen", "rejected"), ("chosen", "rejected"))
+LABELLED = (("prompt", "completion", "label"), *PAIRS)
+PROMPTS = (("prompt",),)
+# Columns that hold text or messages in every format that TRL reads.
+_TEXTS = ("prompt", "completion", "chosen", "rejected")
+
+
+def check_inputs(model: Any, datasets: Mapping[str, Any], formats: Formats, *, one_kind: bool = False) -> Any:
+    """The model as TRL takes it: a model or a name, with `toy` and `smollm2` resolved to their folders.
+
+    Args:
+        model: the model, its name or its folder.
+        datasets: a trainer's arguments, of which `train_dataset`, `eval_dataset` and `ref_model` are read.
+        formats: the columns of a dataset, in one or more ways; none to leave them to TRL.
+        one_kind: whether a row's texts must be all messages or all strings.
+
+    Raises:
+        FileNotFoundError: the model's folder does not exist.
+        TypeError: the model or a dataset is of another type.
+        ValueError: the model is an adapter, a dataset is empty or lacks a column, or a row's text is neither a string
+            nor messages.
+    """
+    if isinstance(model, (str, os.PathLike)):
+        model = resolve_model_path(os.fspath(model))
+        if (Path(model) / "adapter_config.json").is_file() and not (Path(model) / "config.json").is_file():
+            raise ValueError(
+                f"{model} is an adapter, and training starts from a whole model: merge it into its base "
+                "(merge_and_unload, save_pretrained) and give that folder"
+            )
+    for name, given in {"model": model, "ref_model": datasets.get("ref_model")}.items():
+        if not isinstance(given, Module) and not (isinstance(given, str) if name == "model" else given is None):
+            raise TypeError(
+                f"{name} must be a model, got {type(given).__name__}: AutoModelForCausalLM.from_pretrained loads one"
+            )
+    for name in ("train_dataset", "eval_dataset"):
+        given = datasets.get(name)
+        # TRL says itself that there is no data to train on, and evaluates several sets by their names.
+        several = given if name == "eval_dataset" and isinstance(given, Mapping) else {}
+        for part, dataset in {f"{name}[{key!r}]": one for key, one in several.items()}.items():
+            check_dataset(part, dataset, formats, one_kind=one_kind)
+        if given is not None and not several:
+            check_dataset(name, given, formats, one_kind=one_kind)
+    return model
+
+
+def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool = False) -> None:
+    """The same for one dataset; of a streamed one only the type is checked."""
+    if isinstance(dataset, Mapping):
+        raise TypeError(f"{name} holds several data sets, {', '.join(dataset)}: give one of them")
+    if not isinstance(dataset, (Dataset, IterableDataset)):
+        raise TypeError(
+            f"{name} must be a Dataset, got {type(dataset).__name__}: Dataset.from_list(rows) makes one of rows, "
+            "load_benchmark(name)[split] reads a file or a folder"
+        )
+    if isinstance(dataset, IterableDataset):
+        return
+    if not len(dataset):
+        raise ValueError(f"{name} has no rows")
+    # A transform may add columns.
+    first = dataset[0]
+    if any(column.endswith("_ids") for column in first):
+        return
+    if formats and not any({*columns} <= {*first} for columns in formats):
+        raise ValueError(_other_columns(name, formats, list(first)))
+    is_plain = dataset.format["type"] is None
+    shown = [column for column in (*_TEXTS, "row_id") if column in dataset.column_names]
+    rows = dataset.select_columns(shown) if is_plain else [first]
+    for index, row in enumerate(rows):
+        kinds = {column: _kind(row[column]) for column in _TEXTS if column in row}
+        bad = next((column for column, kind in kinds.items() if kind is None), None)
+        where = f"{name}, row {index}" + (f" (row_id {row['row_id']})" if "row_id" in row else "")
+        if bad is not None:
+            raise ValueError(
+                f"{where}: {bad} must be text or messages such as [{{'role': 'user', 'content': '...'}}], got "
+                f"{brief(repr(row[bad]), 100)}"
+            )
+        if one_kind and len({*kinds.values()}) > 1:
+            described = ", ".join(f"{column} is {kind}" for column, kind in kinds.items())
+            raise ValueError(f"{where}: {described}: give all of them as messages, or all as text")
+
+
+def _other_columns(name: str, formats: Formats, have: Sequence[str]) -> str:
+    if formats == PAIRS and {*LABELLED[0]} <= {*have}:
+        return f"{name} holds labelled responses and no pairs: they are for KTOTrainer, recipes/kto.py"
+    says = f"has no column {next(column for column in formats[0] if column not in have)!r}"
+    if formats == PAIRS and "prompt" in have and not {"chosen", "rejected"} & {*have}:
+        says = "holds prompts and no pairs"
+    rows = ", or of ".join(", ".join(columns) for columns in formats)
+    split = "eval_split" if name.startswith("eval") else "train_split"
+    return (
+        f"{name} {says}: give rows of {rows}, or name another --{split} on the command line; it has {', '.join(have)}"
+    )
+
+
+def check_template(tokenizer: Any, dataset: Any) -> None:
+    """Raise ValueError, with what to do, if prompts are messages and the tokenizer has no chat template.
+
+    If there is one and prompts are plain text, to which it is not applied, a log line says so.
+    """
+    if not isinstance(dataset, Dataset) or not len(dataset):
+        return
+    if getattr(tokenizer, "chat_template", None):
+        prompts = dataset[:100]["prompt"] if "prompt" in dataset.column_names else []
+        if line := without_template(tokenizer, prompts):
+            warn_once_per_run(line)
+        return
+    first = dataset[0]
+    if any(_kind(first.get(column)) == "messages" for column in (*_TEXTS, "messages")):
+        raise ValueError(
+            f"the data holds messages, and the model {getattr(tokenizer, 'name_or_path', '')} has no chat template to "
+            "write them by: put a chat_template.jinja into the model's folder, or give plain text (prompt, chosen and "
+            "rejected as strings), which python -m trl_ext.data.formats --plain makes of some data sets"
+        )
+
+
+def _kind(value: Any) -> str | None:
+    """`text` or `messages`; None for anything else."""
+    if isinstance(value, str):
+        return "text"
+    is_messages = isinstance(value, list) and value and all(isinstance(m, Mapping) and m.get("role") for m in value)
+    return "messages" if is_messages else None
+
+
+# ---- Lengths ----
 
 
 def check_generations(model, tokenizer, prompts: Iterable[Any], limits: dict[str, int | None]) -> None:

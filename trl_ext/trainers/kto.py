@@ -20,6 +20,7 @@ from trl_ext.losses.unpaired import bco, reward_shift
 from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_choice,
@@ -92,6 +93,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
 
     def __init__(self, model, ref_model=None, args: KTOConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
+        model = check_inputs(model, {**kwargs, "ref_model": ref_model}, LABELLED, one_kind=True)
         for name in ("train_dataset", "eval_dataset"):
             if isinstance(kwargs.get(name), Dataset):
                 kwargs[name] = _with_neighbours(kwargs[name], name, args)
@@ -114,7 +116,9 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
         if isinstance(dataset, Dataset):
             # This also covers datasets passed to `evaluate` and named held-out sets.
+            check_dataset(f"{dataset_name}_dataset", dataset, LABELLED, one_kind=True)
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
+        check_template(processing_class, dataset)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
             # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.
@@ -163,7 +167,8 @@ def _with_neighbours(dataset: Dataset, name: str, args: KTOConfig) -> Dataset:
     itself. Its divergence would then be its own log-ratio, and a desirable response would keep its loss of one half
     and its gradient however likely it becomes.
     """
-    dataset = _labelled(dataset, name, args.seed)
+    if "chosen" in dataset.column_names and "rejected" in dataset.column_names:
+        dataset = pairs_to_unpaired(dataset, seed=args.seed)
     count, batch = len(dataset), args.per_device_train_batch_size
     if args.loss_type != "kto" or count % batch != 1:
         return dataset
@@ -182,19 +187,6 @@ def _with_mismatched(rows: dict[str, list]) -> dict[str, list]:
     """Pair each prompt of a batch with the response to the prompt before it."""
     responses = rows["completion_ids"]
     return {"KL_completion_ids": [*responses[-1:], *responses[:-1]]}
-
-
-def _labelled(dataset: Dataset, name: str, seed: int) -> Dataset:
-    columns = dataset.column_names
-    if "chosen" in columns and "rejected" in columns:
-        return pairs_to_unpaired(dataset, seed=seed)
-    for column in ("prompt", "completion", "label"):
-        if column not in columns:
-            raise ValueError(
-                f"{name} has no column {column!r}: KTO takes prompt, completion and label, or the pairs prompt, "
-                f"chosen and rejected; it has {', '.join(columns)}"
-            )
-    return dataset
 
 
 def _check_labels(dataset: Dataset) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from trl_ext.data import encode_turn
 from trl_ext.models import packing_of
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
+from trl_ext.trainers.context import check_inputs, check_template
 from trl_ext.trainers.defaults import CommonFields, check_training, configuration, resolve_device_defaults
 from trl_ext.trainers.metrics import TokenMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -62,6 +63,8 @@ class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer
 
     def __init__(self, model, args: SFTConfig | None = None, **kwargs: Any):
         args = configuration(self, args, SFTConfig)
+        texts = [("prompt", "completion"), ("messages",), ("conversations",), (args.dataset_text_field,)]
+        model = check_inputs(model, kwargs, [] if kwargs.get("formatting_func") else texts)
         super().__init__(model, args, **kwargs)
         self.packing = self._pack()
 
@@ -74,8 +77,7 @@ class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer
         return None
 
     def _prepare_dataset(self, dataset, processing_class, args, packing, formatting_func, dataset_name):
-        if isinstance(dataset, Dataset) and not len(dataset):
-            raise ValueError(f"the {dataset_name} dataset has no rows")
+        check_template(processing_class, dataset)
         columns = dataset.column_names or list(next(iter(dataset)))
         if formatting_func is None and {"prompt", "completion"} <= set(columns) and "input_ids" not in columns:
             unused = [column for column in _UNUSED_COLUMNS if column in columns]

@@ -13,7 +13,7 @@ from accelerate.utils import gather, is_peft_model
 from torch import Tensor
 from torch.nn import Module
 
-from trl_ext.names import nearest
+from trl_ext.names import load_function, nearest
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.reward_guard import RewardGuard, function_name, ignore
 from trl_ext.rewards import RewardEnsemble, RewardModel, share_or_load
@@ -28,12 +28,24 @@ _OF_ROLLOUTS += ("trainer_state", "log_extra", "log_metric")
 
 
 def as_reward_functions(given: Any, packing: str = "auto") -> list:
-    """The reward functions as a list; a folder or hub name becomes the `RewardModel` saved there. None gives none."""
-    functions = given if isinstance(given, (list, tuple)) else [] if given is None else [given]
-    return [
-        RewardModel(function, packing=packing) if isinstance(function, (str, os.PathLike)) else function
-        for function in functions
-    ]
+    """The reward functions as a list; None gives none.
+
+    A name `file.py:function` or `module:function` becomes that function, another the `RewardModel` that is saved
+    under it.
+
+    Raises:
+        TypeError: something that cannot be called.
+        FileNotFoundError, ValueError: see `load_function` and `RewardModel`.
+    """
+    functions = list(given) if isinstance(given, (list, tuple)) else [] if given is None else [given]
+    for index, function in enumerate(functions):
+        if isinstance(function, str) and ":" in function:
+            functions[index] = load_function(function, "reward function")
+        elif isinstance(function, (str, os.PathLike)):
+            functions[index] = RewardModel(function, packing=packing)
+        elif not callable(function):
+            raise TypeError(f"reward_funcs holds {function!r}: give functions, reward models, or names of either")
+    return functions
 
 
 def check_arguments(functions: list, columns: list[str], has_steps: bool) -> None:

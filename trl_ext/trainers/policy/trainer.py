@@ -25,7 +25,7 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.rollouts.stopping import check_stop
-from trl_ext.trainers.context import check_generations
+from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -86,6 +86,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
+        model = check_inputs(model, kwargs, PROMPTS)
         self.objective = args.build_objective()
         functions = as_reward_functions(reward_funcs, args.packing)
         if not functions and not kwargs.get("environment_factory"):
@@ -116,6 +117,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             super().__init__(model, guarded, args, **kwargs)
         if self.beta and self.ref_model is None:
             check_base_of_adapter(self.model)
+        check_template(self._tokenizer, self.train_dataset)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
         watch_server(self)

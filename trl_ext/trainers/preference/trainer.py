@@ -22,7 +22,7 @@ from trl_ext.models.batches import temporarily
 from trl_ext.models.loading import check_vocabulary
 from trl_ext.models.shared_backbone import preserved_random_state
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import truncate_pairs
+from trl_ext.trainers.context import PAIRS, check_inputs, check_template, truncate_pairs
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import PairMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -73,6 +73,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
 
     def __init__(self, model, ref_model=None, args: PreferenceConfig | None = None, **kwargs: Any):
         args = configuration(self, args, self._config_class)
+        model = check_inputs(model, {**kwargs, "ref_model": ref_model}, PAIRS, one_kind=True)
         self.objective = args.build_objective()
         self.columns = self.objective.columns
         self.packing = None
@@ -133,6 +134,7 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
         self._signature_columns = list(dict.fromkeys([*self._signature_columns, *self.columns]))
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+        check_template(processing_class, dataset)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         return truncate_pairs(dataset, dataset_name, args)
 

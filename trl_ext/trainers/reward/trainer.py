@@ -31,7 +31,7 @@ from trl_ext.models.reward_adapter import LIMITS_FILE
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rollouts import map_over_ranks
-from trl_ext.trainers.context import truncate_pairs
+from trl_ext.trainers.context import PAIRS, check_inputs, check_template, truncate_pairs
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RewardMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -68,6 +68,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
 
     def __init__(self, model, args: RewardConfig | None = None, **kwargs: Any):
         args = configuration(self, args, RewardConfig)
+        model = check_inputs(model, kwargs, PAIRS, one_kind=True)
         if isinstance(model, str):
             model = _model_path(model, args)
         else:
@@ -95,8 +96,7 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
     # ---- Pairs as token ids ----
 
     def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
-        if isinstance(dataset, Dataset) and not len(dataset):
-            raise ValueError(f"the {dataset_name} dataset has no pairs")
+        check_template(processing_class, dataset)
         columns = dataset.column_names or list(next(iter(dataset)))
         self._check_columns(columns, dataset_name, args)
         has_length = isinstance(dataset, Dataset)
@@ -119,9 +119,6 @@ class RewardTrainer(ResilientTraining, WritesModelCard, RewardMetrics, TRLReward
             raise ValueError(f"margin_column {args.margin_column!r} is not in {has}")
         if args.margin_scale != 1 and args.margin_column is None and "margin" not in columns:
             raise ValueError(f"margin_scale {args.margin_scale} needs margins: name a margin_column of {has}")
-        missing = [column for column in ("chosen", "rejected") if column not in columns]
-        if missing and not _is_tokenized(columns):
-            raise ValueError(f"no column {missing[0]!r} of a preference pair in {has}")
 
     # ---- A whole accumulation window, before training on it ----
 
@@ -245,15 +242,10 @@ def _model_path(model: str, args: RewardConfig) -> str:
     """The model to load. A folder becomes an absolute path, which a saved adapter stores as the name of its base.
 
     Raises:
-        ValueError: the model does not have exactly one label, or is an adapter.
+        ValueError: the model does not have exactly one label.
     """
     folder = Path(model)
     if folder.is_dir():
-        if not (folder / "config.json").is_file() and (folder / "adapter_config.json").is_file():
-            raise ValueError(
-                f"{model} is an adapter, and training a reward model from one would lose it: merge it into its base "
-                "(merge_and_unload, save_pretrained) and give that folder"
-            )
         model = str(folder.resolve())
     options = args.model_init_kwargs if isinstance(args.model_init_kwargs, dict) else {}
     config = AutoConfig.from_pretrained(
