@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +14,7 @@ import pytest
 import yaml
 
 from tests import recipes
+from tests.tiny import save_tiny_model
 from trl_ext import AOTTrainer
 from trl_ext.evaluation.reporting.model_card import results_section
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
@@ -79,11 +84,12 @@ def test_a_notebooks_card_before_there_are_results(tmp_path):
         "datasets": "org/pairs",
         "library_name": "transformers",
         "model_name": "my-run",
-        "tags": ["course", "generated_from_trainer", "trl_ext"],
+        "tags": ["aot", "course", "generated_from_trainer", "trl_ext"],
     }
     assert "AOT: `aot (beta 0.1)`." in card and "https://arxiv.org/abs/2406.05882" in card
     assert "[org/pairs](https://huggingface.co/datasets/org/pairs), 3 rows; 7 updates." in card
     assert "## Results" not in card and "again" not in card
+    assert 'generate = pipeline("text-generation", model=".")' in card
 
 
 def test_figures_have_their_intervals(tmp_path):
@@ -113,7 +119,7 @@ def test_figures_have_their_intervals(tmp_path):
     assert "win rate, ties dropped" not in rows, "no row counts for it"
     # The recipe knows them better than the trainer.
     assert "org/other" in card and "org/base" not in card and "`toy`" in card and "2000 pairs" in card
-    assert "trl-ext train aot --config config.yaml --output_dir again" in card
+    assert f"trl-ext train aot --config {tmp_path.name}/config.yaml --output_dir {tmp_path.name}-again" in card
 
 
 def test_accuracies_of_reasoning_before_and_after():
@@ -148,11 +154,11 @@ def test_a_recipe_with_an_adapter(tmp_path, monkeypatch):
     run = tmp_path / "runs" / "dpo-toy"
     results = json.loads((run / "results.json").read_text())
     card = ModelCard.load(run / "README.md")
-    assert card.data.library_name == "peft" and card.data.base_model is None
+    assert card.data.library_name == "peft" and card.data.base_model is None and card.data.license == "apache-2.0"
     half = results["win_rate"]["half"]
     shown = rf"{half['rate']:.3f} \[{half['low']:.3f}, {half['high']:.3f}\]"
     assert shown in card.text and "2305.18290" in card.text and "`toy`" in card.text and "2000 pairs" in card.text
-    assert "trl-ext train dpo --config config.yaml" in card.text
+    assert "trl-ext train dpo --config runs/dpo-toy/config.yaml" in card.text
     cards = sorted(run.rglob("README.md"))
     assert len(cards) >= 2, "PEFT writes one into each checkpoint"
     for path in cards:
@@ -160,6 +166,59 @@ def test_a_recipe_with_an_adapter(tmp_path, monkeypatch):
         assert "2305.18290" in text
         for private in (str(tmp_path), str(recipes.REPOSITORY), str(Path.home()), SECRET):
             assert private not in text, (path, private)
+
+
+def _block(card: str, language: str) -> str:
+    return card.split(f"```{language}\n")[1].split("```")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["toy", "hub", "folder"])
+def test_the_cards_own_lines_load_the_model_elsewhere_and_train_it_again(base, tmp_path, monkeypatch):
+    """An adapter on the embedded model, on a snapshot of a hub model, and on a folder, in a fresh process each."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    folder = {"hub": snapshot, "folder": here / "base-7b"}.get(base)
+    here.mkdir()
+    if folder is not None:
+        save_tiny_model(folder)
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    if base == "hub":
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.chdir(here)
+    rows = [json.dumps({"prompt": f"say {n}", "chosen": f"{n}", "rejected": "no"}) for n in range(8)]
+    Path("mine.jsonl").write_text("\n".join(rows))
+    flags = ["--dataset_name=mine.jsonl", "--max_steps=1", "--use_peft=true", "--per_device_train_batch_size=4"]
+    flags += ["--use_cpu=true", "--eval_strategy=no", "--disable_tqdm=true", "--output_dir=runs/mine"]
+    lora = ["--lora_target_modules", "q_proj", "v_proj"]
+    recipes.run(monkeypatch, "aot", *flags, f"--model_name_or_path={folder or base}", *lora)
+
+    card = Path("runs/mine/README.md").read_text()
+    assert head_of(card)["license"] == {"toy": "apache-2.0"}.get(base, "mit")
+    assert head_of(card).get("base_model") == {"hub": "org/tiny"}.get(base)
+    saved = json.loads(Path("runs/mine/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert saved == {"toy": "toy", "hub": "org/tiny", "folder": str(folder)}[base]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(recipes.REPOSITORY)
+    command = [sys.executable, "-m", *_block(card, "bash").replace("trl-ext", "trl_ext").split()]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert json.loads(Path("runs/mine-again/results.json").read_text())["run"]["dataset"] == "mine.jsonl"
+    shutil.copytree("runs/mine", elsewhere)
+    if base == "folder":
+        shutil.move(folder, elsewhere / "base-7b")
+    script = [sys.executable, "-c", _block(card, "python")]
+    used = subprocess.run(script, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert used.returncode == 0 and "generated_text" in used.stdout, used.stderr
+
+
+@pytest.mark.parametrize(("loss", "tags"), [("aot", {"aot"}), ("dpo", {"dpo"}), ("mine.py:f", {"dpo"})])
+def test_a_model_is_tagged_by_its_method(loss, tags, tmp_path):
+    trainer = stand_in(tmp_path / "run")
+    trainer._tag_names, trainer.args.loss = AOTTrainer._tag_names, loss
+    trainer.create_model_card()
+    ours = {"generated_from_trainer", "preference-optimization", "trl", "trl_ext"}
+    assert {*head_of((tmp_path / "run" / "README.md").read_text())["tags"]} == ours | tags
 
 
 @pytest.mark.parametrize("text", ['{"win_rate": [', '{"accuracy": 0.5}', "[]"])

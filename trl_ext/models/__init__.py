@@ -8,7 +8,7 @@ from trl_ext.names import lazy_names
 __all__, __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        ".loading": "resolve_model_path",
+        ".loading": "load_policy resolve_model_path",
         ".log_probs": "score_responses",
         ".packing": "Packing packing_of share_prefixes",
         ".sequence_scores": "score_sequences",

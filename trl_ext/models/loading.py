@@ -54,6 +54,23 @@ def resolve_model_path(name_or_path: str) -> str:
     return name_or_path
 
 
+def portable_name(name_or_path: str) -> str:
+    """The name under which other machines find a model: the inverse of `resolve_model_path`.
+
+    The folders of `toy` and `smollm2` become these names, and a snapshot in the hub's cache becomes its hub name. The
+    path of any other folder is unchanged: it has no other name.
+    """
+    path = Path(name_or_path)
+    if path == MODEL_DIR:
+        return "toy"
+    if is_smollm2(path):
+        return "smollm2"
+    owner = path.parent.parent.name
+    if path.parent.name == "snapshots" and owner.startswith("models--"):
+        return owner.removeprefix("models--").replace("--", "/")
+    return name_or_path
+
+
 def _looks_like_path(name: str) -> bool:
     path = Path(name)
     is_no_hub_name = name.startswith((".", "/", "~", "runs/")) or name.endswith(("/", ".gguf")) or name.count("/") > 1

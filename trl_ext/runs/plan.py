@@ -214,7 +214,7 @@ def _parameters(name: str, revision: str | None, peft_config, classifier: bool) 
     """The configuration, the number of parameters without the adapter, and the number of trained ones."""
     adapter = Path(name) / "adapter_config.json"
     if adapter.is_file() and not (Path(name) / "config.json").is_file():
-        name = json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        name = resolve_model_path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
     config = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     kind = transformers.AutoModelForCausalLM
     if classifier:

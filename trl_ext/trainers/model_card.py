@@ -8,12 +8,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftModel
 
-from trl_ext.files import markdown_line, write_text
+from trl_ext.files import markdown_line, read_json, write_json, write_text
+from trl_ext.models.loading import portable_name
 from trl_ext.registry import policy_algorithms, preference_losses
-from trl_ext.toy import MODEL_DIR
 
 CARD_NAME = "README.md"
 ARXIV_ID = re.compile(r"\d{4}\.\d{4,5}")
@@ -23,6 +23,11 @@ OURS = {name: f"`{name}`, which is embedded in trl_ext" for name in ("toy", "ins
 OURS["smollm2"] = (
     "[SmolLM2-135M-Instruct](https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct), quantized to 4 bits"
 )
+# The hub's model behind one of ours, and the licence of both.
+HUB_BASE = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+LICENCES = {"toy": "apache-2.0", "smollm2": "apache-2.0"}
+# TRL's tags of the method that a trainer is built on.
+METHOD_TAGS = {"dpo", "grpo"}
 # The entries of results.json that count the training data, with their units.
 COUNTS = {"train_pairs": "pairs", "train_prompts": "prompts", "train_responses": "responses"}
 COUNTS |= {"train_problems": "problems"}
@@ -60,7 +65,12 @@ class WritesModelCard:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         super()._save(output_dir, state_dict)
-        card = Path(output_dir or self.args.output_dir) / CARD_NAME
+        folder = Path(output_dir or self.args.output_dir)
+        for path in folder.rglob("adapter_config.json"):
+            config = read_json(path)
+            config["base_model_name_or_path"] = portable_name(config["base_model_name_or_path"] or "") or None
+            write_json(path, config)
+        card = folder / CARD_NAME
         # PEFT's card contains the path of the base model.
         if card.is_file():
             write_text(card, _card(self, None, None, []))
@@ -83,22 +93,24 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
     folder = Path(trainer.args.output_dir)
     run = _run(folder)
     name = model_name or (trainer.args.hub_model_id or folder.absolute().name).split("/")[-1]
-    base = run.get("model") or trainer.model.config._name_or_path
-    base = "toy" if base == str(MODEL_DIR) else base
+    base_path = trainer.model.config._name_or_path
+    base = portable_name(run.get("model") or base_path)
     data = run.get("dataset") or dataset_name
     is_adapter = isinstance(trainer.model, PeftModel)
     head = ModelCardData(
         model_name=name,
-        base_model=base if _is_hub_name(base) else None,
+        license=LICENCES.get(base) or _licence(Path(base_path)),
+        base_model=HUB_BASE.get(base) or (base if _is_hub_name(base) else None),
         datasets=data if data and _is_hub_name(data) else None,
         library_name="peft" if is_adapter else "transformers",
-        tags=sorted({"generated_from_trainer", *trainer._tag_names, *tags}),
+        tags=sorted({"generated_from_trainer", *_tags(trainer), *tags}),
     )
     kind = "An adapter of" if is_adapter else "A fine-tuned version of"
     parts = [
         f"---\n{head.to_yaml()}\n---",
         f"# {markdown_line(name)}",
         f"{kind} {_shown(base, 'models')}.",
+        _how_to_use(trainer, name, base, is_adapter),
         _method(trainer, run),
         _data(trainer, run, data),
         trainer.card_results,
@@ -106,6 +118,57 @@ def _card(trainer, model_name: str | None, dataset_name: str | None, tags: list[
         _versions(),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _tags(trainer) -> set[str]:
+    """The trainer's tags, with the method's own name in place of the one that its trainer is built on."""
+    method = getattr(trainer.args, "loss", None) or getattr(trainer.args, "algorithm", None)
+    if method not in preference_losses and method not in policy_algorithms:
+        return {*trainer._tag_names}
+    return {*trainer._tag_names} - METHOD_TAGS | {method}
+
+
+def _licence(base: Path) -> str | None:
+    """The licence that the card in the base model's folder names, if it has one."""
+    try:
+        return ModelCard.load(base / CARD_NAME, ignore_metadata_errors=True).data.license
+    except (OSError, ValueError):
+        return None
+
+
+def _how_to_use(trainer, name: str, base: str, is_adapter: bool) -> str:
+    """Lines of Python that load the model from its folder or from the hub, and use it."""
+    model = trainer.args.hub_model_id or "."
+    where = "" if model != "." else " in its folder"
+    prompt = "What is the capital of France?"
+    if getattr(getattr(trainer, "processing_class", None), "chat_template", None):
+        prompt = [{"role": "user", "content": prompt}]
+    if "reward-trainer" in trainer._tag_names:
+        lines = [
+            "from trl_ext import RewardModel",
+            "",
+            f'reward_model = RewardModel("{model}")',
+            f'print(reward_model.score([{json.dumps(prompt)}], ["Paris."]))',
+        ]
+    else:
+        load = [f'generate = pipeline("text-generation", model="{model}")']
+        own = [f'model, tokenizer = load_policy("{model}")']
+        if is_adapter and not (_is_hub_name(base) or base in OURS):
+            where += f", beside a copy of its base `{Path(base).name}`"
+            own = [
+                f'model, tokenizer = load_policy("{Path(base).name}")',
+                f'model = PeftModel.from_pretrained(model, "{model}")',
+            ]
+        if is_adapter and not _is_hub_name(base):
+            imports = ["from peft import PeftModel"] * (len(own) > 1)
+            load = [*own, 'generate = pipeline("text-generation", model=model, tokenizer=tokenizer)']
+            imports += ["from transformers import pipeline", "", "from trl_ext.models import load_policy"]
+        else:
+            imports = ["from transformers import pipeline"]
+        ask = f"print(generate({json.dumps(prompt)}, max_new_tokens=64, return_full_text=False))"
+        lines = [*imports, "", *load, ask]
+    code = "\n".join(lines)
+    return f"## Use\n\nRun{where}:\n\n```python\n{code}\n```"
 
 
 def _run(folder: Path) -> dict[str, Any]:
@@ -158,11 +221,14 @@ def _how_to_repeat(folder: Path, run: dict[str, Any]) -> str:
     recipe = run.get("recipe")
     if not recipe or not (folder / "config.yaml").is_file():
         return ""
-    command = f"trl-ext train {recipe} --config config.yaml --output_dir again"
+    # The command runs where training was started; of a folder elsewhere, only the last part is told.
+    here = Path.cwd().resolve()
+    shown = folder.resolve().relative_to(here).as_posix() if folder.resolve().is_relative_to(here) else folder.name
+    command = f"trl-ext train {recipe} --config {shown}/config.yaml --output_dir {shown}-again"
     return (
-        "## Training it again\n\n`config.yaml` in this folder holds every argument. Files that it names, of data, "
-        "reward models or functions, are where they were when this was trained, as seen from the folder that it was "
-        f"started in: start it there.\n\n```bash\n{command}\n```"
+        "## Training it again\n\n`config.yaml` in this folder holds every argument. Paths in it, of data, reward "
+        "models or functions, are as seen from the folder that training was started in: run this there, or give your "
+        f"own paths as flags, such as `--dataset_name`.\n\n```bash\n{command}\n```"
     )
 
 
