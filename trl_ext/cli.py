@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_ext import __version__
+from trl_ext.processes import quiet_when_closed
 from trl_ext.registry import nearest
 from trl_ext.runs import RECIPES, SCRIPTS
 
@@ -51,7 +52,8 @@ FILE_FLAGS = ("--config", "--study", "--sweep", "--accelerate_config")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that the arguments name; the default is the process's own arguments."""
     try:
-        _run(list(sys.argv[1:] if arguments is None else arguments))
+        with quiet_when_closed():
+            _run(list(sys.argv[1:] if arguments is None else arguments))
     except UsageError as error:
         # All processes of a launcher fail in the same way.
         if os.environ.get("RANK", "0") == "0":

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 logger = logging.getLogger(__name__)
 
@@ -30,3 +33,18 @@ def warn_once_per_run(message: str) -> None:
 def begin_warnings() -> None:
     """Let each warning be logged again, as when another training begins in this process."""
     _warned.clear()
+
+
+@contextmanager
+def quiet_when_closed() -> Iterator[None]:
+    """End without a traceback if the reader of the standard output, such as `head`, has closed it."""
+    try:
+        yield
+    finally:
+        try:
+            # A write that failed before fails again here; a failure of another pipe or socket passes on.
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Otherwise the interpreter would flush once more, and complain, when it ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise SystemExit(1) from None

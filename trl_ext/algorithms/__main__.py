@@ -8,6 +8,7 @@ from typing import Any
 
 from trl_ext.algorithms import PolicyObjective, algorithms
 from trl_ext.algorithms.explain import explain
+from trl_ext.processes import quiet_when_closed
 
 
 def _table() -> list[dict[str, Any]]:
@@ -30,6 +31,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [row["algorithm"], row["advantage"], row["ratio"], surrogate, row["aggregation"], divergence, row["paper"]]
 
 
+@quiet_when_closed()
 def main(arguments: list[str] | None = None) -> None:
     """Print the table, aligned or as JSON, or explain one name."""
     parser = argparse.ArgumentParser(prog="python -m trl_ext.algorithms", description="List the online algorithms.")

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trl_ext.evaluation.judging.protocol import JudgeError
+from trl_ext.processes import quiet_when_closed
 from trl_ext.registry import nearest
 
 
@@ -49,7 +50,8 @@ def at_least_one(text: str) -> int:
 def one_line_errors() -> Iterator[None]:
     """Exit with `error: ...` and code 2 on errors that a user can fix; TRL_EXT_TRACEBACK=1 shows the traceback."""
     try:
-        yield
+        with quiet_when_closed():
+            yield
     except KeyboardInterrupt as interrupt:
         kept = str(interrupt) or "what was finished is kept, and the same command goes on from there"
         print(f"\ninterrupted: {kept}", file=sys.stderr)

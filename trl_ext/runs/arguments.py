@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from trl import ModelConfig, TrlParser
 
 from trl_ext.files import brief, read_yaml
-from trl_ext.processes import is_main_process
+from trl_ext.processes import is_main_process, quiet_when_closed
 from trl_ext.registry import nearest
 from trl_ext.resilience.faults import TrainingFault
 from trl_ext.runs import RECIPES
@@ -31,7 +31,8 @@ MENDABLE_IN_TRAINING = (TrainingFault, FloatingPointError)
 def one_line_errors(kinds: tuple[type[Exception], ...] = MENDABLE) -> Iterator[None]:
     """Exit with a one-line message on errors that a user can fix; TRL_EXT_TRACEBACK=1 shows the traceback."""
     try:
-        yield
+        with quiet_when_closed():
+            yield
     except kinds as error:
         if os.environ.get("TRL_EXT_TRACEBACK"):
             raise
