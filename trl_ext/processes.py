@@ -39,12 +39,16 @@ def begin_warnings() -> None:
 def quiet_when_closed() -> Iterator[None]:
     """End without a traceback if the reader of the standard output, such as `head`, has closed it."""
     try:
-        yield
-    finally:
         try:
-            # A write that failed before fails again here; a failure of another pipe or socket passes on.
+            yield
+        finally:
             sys.stdout.flush()
+    except BrokenPipeError:
+        try:
+            print(flush=True)
         except BrokenPipeError:
             # Otherwise the interpreter would flush once more, and complain, when it ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(1) from None
+        # Another pipe or socket is broken.
+        raise
