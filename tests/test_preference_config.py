@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import logging
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import HfArgumentParser
 from trl import TrlParser
 
+import trl_ext
 import trl_ext.trainers
 from trl_ext.registry import preference_losses
 from trl_ext.trainers import (
@@ -23,6 +27,7 @@ from trl_ext.trainers import (
     SimPOConfig,
     defaults,
 )
+from trl_ext.trainers.preference.config import _NOT_CARRIED
 
 NAMED = [
     getattr(trl_ext.trainers, name)
@@ -271,3 +276,15 @@ def test_yaml_with_mappings(tmp_path):
     assert config.build_objective().loss_options == {"label_smoothing": 0.3}
     assert config.build_objective().weightings[0][1] == {"power": 2.0}
     assert config.max_response_tokens is None
+
+
+def test_the_documentation_lists_the_arguments_of_trl_that_are_refused(tmp_path):
+    """Each call in the left column of the table is tried."""
+    page = (Path(__file__).parents[1] / "docs" / "trl.md").read_text().split("## Arguments that are refused")[1]
+    left = " ".join(line.split("|")[1] for line in page.split("\n## ")[0].splitlines() if line.startswith("| `"))
+    calls = re.findall(r"`(\w+Config)\((\w+)=([^`]+)\)`", left)
+    for name, argument, value in calls:
+        with pytest.raises((ValueError, TypeError), match=argument):
+            getattr(trl_ext, name)(str(tmp_path), use_cpu=True, **{argument: ast.literal_eval(value)})
+    named = {argument for name, argument, _ in calls if name == "DPOConfig"}
+    assert {*_NOT_CARRIED, "max_length", "loss_type", "label_smoothing"} == named

@@ -11,6 +11,7 @@ from tests import recipes
 from tests.recipes import refused, write_labelled_pairs
 from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
 from trl_ext.registry import preference_losses
+from trl_ext.runs.arguments import toy_config
 from trl_ext.runs.folder import clear_run_folder, config_text, open_run_folder
 
 # Flags that name a split of the benchmark, by recipe.
@@ -207,3 +208,22 @@ def test_bad_data_is_caught_before_the_model_is_loaded(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     message = refused(monkeypatch, capsys, "aot", "--dataset_name=pairs.jsonl", "--model_name_or_path=./none")
     assert "pairs.jsonl" in message and "row1" in message and "line 2" in message
+
+
+@pytest.mark.parametrize("recipe", ["aot", "kto", "reward_model", "grpo", "ppo", "sft", "expert_iteration"])
+def test_help_is_the_recipes_own_flags_with_the_values_of_the_default_file(recipe, monkeypatch, capsys):
+    """TRL's own flags stand behind --help_all."""
+    for flag in ("--help", "--help_all"):
+        with pytest.raises(SystemExit) as ended:
+            recipes.run(monkeypatch, recipe, flag)
+        assert ended.value.code == 0
+    short, full = capsys.readouterr().out.split("usage: ")[1:]
+    assert full.count("\n") > 800 and "--adam_beta1" in full and "--adam_beta1" not in short
+    assert short.count("\n") < 300
+    for name, value in yaml.safe_load(toy_config(recipe).read_text()).items():
+        if not isinstance(value, (list, dict, bool, float)):
+            assert f"  --{name} {value}" in short, name
+
+
+def test_explain_names_its_command(monkeypatch, capsys):
+    assert "python -m trl_ext.algorithms --explain NAME" in refused(monkeypatch, capsys, "grpo", "--explain", "grpo")

@@ -16,6 +16,9 @@ _NAMES, __getattr__, __dir__ = lazy_names(
         ".models": "share_prefixes",
         ".rollouts": "fast_rollouts",
         ".rewards": "RewardEnsemble RewardModel",
+        # What scripts for TRL import beside the trainers.
+        "trl": "TrlParser ModelConfig ScriptArguments DatasetMixtureConfig get_dataset get_peft_config "
+        "get_quantization_config",
         ".trainers": " ".join(name for name in trainers.__all__ if name.endswith(("Config", "Trainer"))),
     },
 )

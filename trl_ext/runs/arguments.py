@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib
 import json
@@ -73,6 +74,11 @@ def parse_arguments(
         FileNotFoundError: the configuration file does not exist.
     """
     parser, arguments = _Parser(dataclass_types, description), sys.argv[1:]
+    if {"-h", "--help"} & {*arguments}:
+        if default_config is not None:
+            parser.take_defaults(default_config)
+        print(_short_help(parser, dataclass_types, default_config))
+        raise SystemExit(0)
     parser.refuse_unknown(arguments)
     given, _ = parser.parse_known_args(arguments)
     config_path, config = given.config, {}
@@ -127,6 +133,7 @@ class _Parser(TrlParser):
         super().__init__(dataclass_types, description=description, allow_abbrev=False)
         self._negative_number_matcher = re.compile(r"^-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
         self.add_argument("--config", help="YAML file of arguments; flags override it.")
+        self.add_argument("--help_all", action="help", help="Every flag, TRL's and transformers' too.")
         flags = {name[2:]: action for name, action in self._option_string_actions.items() if name[:2] == "--"}
         self.flags = {name: action for name, action in flags.items() if "-" not in name}
         # A bare --resume_from_checkpoint means the last one.
@@ -141,6 +148,8 @@ class _Parser(TrlParser):
         """Raise ValueError for an unknown flag, and suggest the nearest known one."""
         given = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
         names = {flag[2:].replace("-", "_") for flag in given}
+        if "explain" in names - self.flags.keys():
+            raise ValueError("no flag --explain here: python -m trl_ext.algorithms --explain NAME explains a method")
         for name in sorted(names - self.flags.keys()):
             raise ValueError(f"unknown flag --{name}{nearest(name, list(self.flags))}")
 
@@ -165,6 +174,42 @@ class _Parser(TrlParser):
             values[key] = _as_default(path, key, value, self.flags[key])
         self.set_defaults_with_config(**values)
         return values
+
+
+# Flags of transformers and TRL that most runs set.
+_USUAL = ("model_name_or_path", "use_peft", "output_dir", "learning_rate", "max_steps", "num_train_epochs", "seed")
+_USUAL += ("per_device_train_batch_size", "gradient_accumulation_steps", "report_to", "resume_from_checkpoint")
+
+
+def _short_help(parser: _Parser, dataclass_types: Sequence[type], default_config: Path | None) -> str:
+    """The flags that this library adds, the usual ones and those of the default configuration, with its values."""
+    own, *others = dataclass_types
+    of_file = read_yaml(default_config) if default_config else {}
+    names = {"the recipe": [field.name for field in dataclasses.fields(own)], "the method": [], "the run": []}
+    for kind in others:
+        inherited = [base for base in kind.__mro__ if base.__module__.split(".")[0] in ("trl", "transformers")]
+        of_trl = {name for base in inherited for name in base.__dataclass_fields__} - {"beta"}
+        title = "the run" if kind.__module__.startswith("trl_ext.runs") else "the method"
+        names[title] += [field.name for field in dataclasses.fields(kind) if field.name not in of_trl]
+    shown = {name for group in names.values() for name in group}
+    usual = [name for name in dict.fromkeys((*_USUAL, *of_file)) if name in parser.flags.keys() - shown]
+    names["the run"] = [*usual, *names["the run"], "config"]
+    short = argparse.ArgumentParser(
+        usage="%(prog)s [--config FILE.yaml] [--flag value ...]",
+        description=parser.description,
+        epilog=f"Values are those without flags{' for the embedded model' if of_file else ''}; --help_all lists every "
+        "flag of TRL and transformers, too.",
+        add_help=False,
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36),
+    )
+    for title, group in names.items():
+        section = short.add_argument_group(f"flags of {title}") if group else None
+        for name in group:
+            action = parser.flags[name]
+            value = action.default if isinstance(action.default, (list, tuple)) else [action.default]
+            text = " ".join(map(str, value)) if action.default not in (None, argparse.SUPPRESS) else "VALUE"
+            section.add_argument(f"--{name}", help=action.help, metavar=text)
+    return short.format_help()
 
 
 def _as_default(path: Path, key: str, value: Any, action: Any) -> Any:
