@@ -17,7 +17,7 @@ def main() -> None:
             OfflineArguments, KTOConfig, config="kto", description=KTOConfig.__doc__, name=lambda training: "kto"
         )
         arguments, training = run.arguments, run.training
-        splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        splits = load_rows(arguments, training.seed)
         held_out = optional_split(splits, "eval_split", arguments, "held-out responses will not be evaluated")
         prompts = optional_split(splits, "prompt_split", arguments, "generations will not be evaluated")
         trainer = run.load_trainer(KTOTrainer, train_dataset=splits[arguments.train_split], eval_dataset=held_out)

@@ -22,7 +22,7 @@ def main() -> None:
         )
         arguments = run.arguments
         refuse_completions(arguments)
-        splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        splits = load_rows(arguments, run.training.seed)
         train, held_out = load_demonstrations(arguments, splits)
         prompts = optional_split(splits, "prompt_split", arguments, "no generations")
         if prompts is not None and (shared := shared_prompts(train, prompts)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from transformers import AutoTokenizer
 import trl_ext
 from trl_ext.models import resolve_model_path
 from trl_ext.runs import training_run
+from trl_ext.runs.offline import OfflineArguments
 from trl_ext.trainers.context import check_rows, check_template
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
@@ -152,15 +154,46 @@ def test_wrong_reward_functions(given, message):
     assert as_reward_functions("math:sqrt") == [math.sqrt]
 
 
+def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNamespace:
+    """A recipe's arguments as far as `load_rows` reads them."""
+    given = {"dataset_name": str(path), "train_split": train_split, "skip_bad_rows": False, "eval_fraction": None}
+    return SimpleNamespace(**given, **splits)
+
+
 class TestRecipes:
     def test_one_file_is_the_split_to_train_on(self, training, tmp_path):
         path = tmp_path / "mine.jsonl"
         path.write_text('{"prompt": "p", "chosen": "c", "rejected": "r"}\n')
-        rows = training.load_rows(str(path), "train_gen", skip_bad_rows=False)
+        rows = training.load_rows(rows_of(path), 42)
         assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
         path.rename(tmp_path / "test_gen.jsonl")
         with pytest.raises(ValueError, match=r"only test_gen: call the file of prompts \(prompt\) train_gen.jsonl"):
-            training.load_rows(str(tmp_path), "train_gen", skip_bad_rows=False)
+            training.load_rows(rows_of(tmp_path), 42)
+
+    def test_a_fraction_of_the_prompts_is_held_out(self, training, tmp_path, capsys):
+        """Of 20 prompts of two rows, 0.1: two prompts, which no training row has, in both held-out splits."""
+        path = tmp_path / "mine.jsonl"
+        rows = [{"prompt": f"p{n % 20}", "chosen": f"c{n}", "rejected": "r"} for n in range(40)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        given = rows_of(path, train_split="train_prefs", eval_split="test_prefs", prompt_split="test_gen")
+        given.eval_fraction = 0.1
+        loaded = [training.load_rows(given, seed) for seed in (42, 42, 43)]
+        chosen = [{*splits["test_gen"]["prompt"]} for splits in loaded]
+        assert len(chosen[0]) == 2 and chosen[0] == chosen[1] != chosen[2]
+        assert "held out: 2 of 20 prompts, in 4 rows, as test_prefs and test_gen" in capsys.readouterr().out
+        for splits, prompts in zip(loaded, chosen, strict=True):
+            counts = {name: len(split) for name, split in splits.items()}
+            assert counts == {"train_prefs": 36, "test_prefs": 4, "test_gen": 2}
+            assert {*splits["test_prefs"]["prompt"]} == prompts
+            assert not prompts & {*splits["train_prefs"]["prompt"]}
+        given.eval_fraction = 0.01
+        with pytest.raises(ValueError, match="eval_fraction 0.01 holds out 0 of the 20 prompts"):
+            training.load_rows(given, 42)
+        given.dataset_name = "toy"
+        with pytest.raises(ValueError, match="eval_fraction makes the held-out rows, and test_prefs is there already"):
+            training.load_rows(given, 42)
+        with pytest.raises(ValueError, match="eval_fraction must lie between 0 and 1, got 10"):
+            OfflineArguments(eval_fraction=10)
 
     def test_a_hub_out_of_reach(self, training, monkeypatch):
 

@@ -42,6 +42,15 @@ def test_public_name_loads(name):
     assert getattr(trl_ext, name) is not None
 
 
+def test_what_scripts_for_trl_import_is_trls_own():
+    import trl
+
+    from trl_ext import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+    for own in (ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config):
+        assert own is getattr(trl, own.__name__)
+
+
 def test_trainers_are_all_public():
     from trl_ext import trainers
 

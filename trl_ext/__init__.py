@@ -8,6 +8,10 @@ from trl_ext.names import lazy_names
 
 __version__ = "0.1.0"
 
+# What scripts for TRL import beside its trainers, so that the library's name is all that changes in them.
+_OF_TRL = "TrlParser ModelConfig ScriptArguments DatasetMixtureConfig get_dataset get_peft_config "
+_OF_TRL += "get_quantization_config"
+
 _NAMES, __getattr__, __dir__ = lazy_names(
     __name__,
     {
@@ -16,10 +20,8 @@ _NAMES, __getattr__, __dir__ = lazy_names(
         ".models": "share_prefixes",
         ".rollouts": "fast_rollouts",
         ".rewards": "RewardEnsemble RewardModel",
-        # What scripts for TRL import beside the trainers.
-        "trl": "TrlParser ModelConfig ScriptArguments DatasetMixtureConfig get_dataset get_peft_config "
-        "get_quantization_config",
+        "trl": _OF_TRL,
         ".trainers": " ".join(name for name in trainers.__all__ if name.endswith(("Config", "Trainer"))),
     },
 )
-__all__ = ["__version__", *_NAMES]
+__all__ = ["__version__", *(name for name in _NAMES if name not in _OF_TRL.split())]

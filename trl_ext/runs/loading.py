@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +25,14 @@ from trl_ext.trainers.context import check_rows
 from trl_ext.trainers.defaults import check_at_least
 from trl_ext.trainers.policies import remember_base
 
+EVAL_FRACTION = {"help": "Hold out this fraction of the training prompts, for data without held-out splits."}
+
+
+def check_fraction(fraction: float | None) -> None:
+    """Raise ValueError for an `eval_fraction` that is not between 0 and 1; None is none."""
+    if fraction is not None and not 0 < fraction < 1:
+        raise ValueError(f"eval_fraction must lie between 0 and 1, got {fraction}")
+
 
 @dataclass
 class EvaluatedArguments:
@@ -33,6 +43,7 @@ class EvaluatedArguments:
         metadata={"help": "toy, instructions, a folder of {split}.jsonl, one .jsonl file, or a hub dataset."},
     )
     prompt_split: str = field(default="test_gen", metadata={"help": "Held-out prompts; none for no evaluation."})
+    eval_fraction: float | None = field(default=None, metadata=EVAL_FRACTION)
     skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
     num_generation_prompts: int = field(default=32, metadata={"help": "Prompts in each table while training."})
@@ -57,6 +68,7 @@ class EvaluatedArguments:
     def __post_init__(self):
         counts = ("num_generation_prompts", "num_eval_prompts", "num_kl_prompts")
         check_at_least(self, dict.fromkeys(counts, 1) | {"generation_eval_every": 0})
+        check_fraction(self.eval_fraction)
         if self.generation_temperature < 0:
             raise ValueError(f"generation_temperature must not be negative, got {self.generation_temperature}")
 
@@ -76,13 +88,20 @@ def can_be_resumed() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def load_rows(name: str, split: str, *, skip_bad_rows: bool):
-    """Load a benchmark with `split` for training. The only split of a single file becomes `split`, whatever its rows.
+def load_rows(arguments, seed: int):
+    """Load the benchmark `dataset_name` with `train_split`, and hold out `eval_fraction` of that.
+
+    The only split of a single file becomes `train_split`, whatever its rows.
+
+    Args:
+        arguments: the recipe's own.
+        seed: chooses the prompts that are held out.
 
     Raises:
-        ValueError: the split does not exist.
+        ValueError: the split does not exist, or held-out rows exist already.
     """
-    benchmark = load_benchmark(name, skip_bad_rows=skip_bad_rows)
+    name, split = arguments.dataset_name, arguments.train_split
+    benchmark = load_benchmark(name, skip_bad_rows=arguments.skip_bad_rows)
     if split not in benchmark and Path(name).expanduser().is_file():
         # The rows show which task this is; the recipe checks whether it can use them.
         (only,) = benchmark
@@ -93,7 +112,37 @@ def load_rows(name: str, split: str, *, skip_bad_rows: bool):
             f"{name} has no split {split!r} to train on, only {', '.join(benchmark)}: call the file of {fields} "
             f"{split}.jsonl, give it alone as --dataset_name FILE.jsonl, or name a split with --train_split"
         )
+    if arguments.eval_fraction is not None:
+        _hold_out(benchmark, arguments, seed)
     return benchmark
+
+
+def _hold_out(benchmark, arguments, seed: int) -> None:
+    """Move a fraction of the training prompts, with all of their rows, to the held-out splits."""
+    fraction, split = arguments.eval_fraction, arguments.train_split
+    names = [getattr(arguments, name, "none") for name in ("eval_split", "prompt_split")]
+    names = [name for name in names if name != "none"]
+    for name in names:
+        if name in benchmark:
+            raise ValueError(f"eval_fraction makes the held-out rows, and {name} is there already: leave it out")
+    rows = benchmark[split]
+    prompts = [json.dumps(prompt) for prompt in rows["prompt"]]
+    # In the order of the file, so that the choice depends on the seed and the rows alone.
+    distinct = list(dict.fromkeys(prompts))
+    count = round(fraction * len(distinct))
+    if not 0 < count < len(distinct):
+        raise ValueError(f"eval_fraction {fraction} holds out {count} of the {len(distinct)} prompts: give more rows")
+    chosen = {*random.Random(seed).sample(distinct, count)}
+    held_out = rows.select([index for index, prompt in enumerate(prompts) if prompt in chosen])
+    benchmark[split] = rows.select([index for index, prompt in enumerate(prompts) if prompt not in chosen])
+    benchmark |= dict.fromkeys(names, held_out)
+    prompt_split = getattr(arguments, "prompt_split", None)
+    if prompt_split in names:
+        # A prompt with several rows is sampled for once.
+        first = {json.dumps(prompt): index for index, prompt in reversed([*enumerate(held_out["prompt"])])}
+        benchmark[prompt_split] = held_out.select(sorted(first.values()))
+    if is_main_process():
+        print(f"held out: {count} of {len(distinct)} prompts, in {len(held_out)} rows, as {' and '.join(names)}")
 
 
 def load_trainer(trainer_class, model: ModelArguments, training, **datasets: Any):

@@ -132,7 +132,7 @@ def main(config_class: type[PolicyConfig] = PolicyConfig, trainer_class: type[Po
             name=lambda training: training.algorithm.rpartition(":")[2],
         )
         arguments, training = run.arguments, run.training
-        splits = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        splits = load_rows(arguments, training.seed)
         train = splits[arguments.train_split]
         prompts = optional_split(splits, "prompt_split", arguments, "no held-out evaluation")
         plain = load_rewards(arguments, training.per_device_eval_batch_size, needed=trainer_class.needs_rewards)

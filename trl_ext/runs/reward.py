@@ -22,7 +22,7 @@ from trl_ext.models import resolve_model_path
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.rollouts import end_processes, generate_responses
 from trl_ext.runs.arguments import ModelArguments, one_line_errors
-from trl_ext.runs.loading import can_be_resumed, load_rows, optional_split
+from trl_ext.runs.loading import EVAL_FRACTION, can_be_resumed, check_fraction, load_rows, optional_split
 from trl_ext.runs.results import describe_run, estimate, write_results
 from trl_ext.runs.training_run import begin_run
 from trl_ext.trainers import RewardConfig, RewardTrainer
@@ -61,6 +61,7 @@ class RewardArguments:
         default=0.0, metadata={"help": "Share of the training pairs whose labels are turned round, for a weak model."}
     )
     num_mistakes: int = field(default=50, metadata={"help": "Most held-out pairs in reward_mistakes.jsonl."})
+    eval_fraction: float | None = field(default=None, metadata=EVAL_FRACTION)
     skip_bad_rows: bool = field(default=False, metadata={"help": "Drop bad rows and say how many and why."})
     overwrite_output_dir: bool = field(default=False, metadata={"help": "Replace an earlier run in output_dir."})
 
@@ -70,6 +71,7 @@ class RewardArguments:
                 f"best_of_n must lie between 1 and samples_per_prompt {self.samples_per_prompt}, got {self.best_of_n}"
             )
         check_at_least(self, {"num_mistakes": 0, "num_train_pairs": 1})
+        check_fraction(self.eval_fraction)
         if not 0 <= self.label_noise <= 1:
             raise ValueError(f"label_noise must lie between 0 and 1, got {self.label_noise}")
 
@@ -86,7 +88,7 @@ def main() -> None:
             name=lambda training: "reward-model",
         )
         arguments, training = run.arguments, run.training
-        benchmark = load_rows(arguments.dataset_name, arguments.train_split, skip_bad_rows=arguments.skip_bad_rows)
+        benchmark = load_rows(arguments, training.seed)
         held_out = optional_split(benchmark, "eval_split", arguments, "held-out pairs will not be evaluated")
         selection_split = _selection_split(benchmark, arguments, training)
         train = training_pairs(benchmark[arguments.train_split], arguments, training.seed)
