@@ -136,3 +136,11 @@ def test_help_and_version(capsys):
     import trl_ext
 
     assert capsys.readouterr().out == f"trl_ext {trl_ext.__version__}\n"
+
+
+def test_a_reader_that_closes_the_output_is_no_error():
+    """As with `trl-ext train --list | head -1`."""
+    command = [sys.executable, "-m", "trl_ext", "train", "--list"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=recipes.REPOSITORY)
+    program.stdout.close()
+    assert program.stderr.read() == b"" and program.wait() == 1

@@ -14,9 +14,11 @@ from transformers import AutoTokenizer
 
 import trl_ext
 from trl_ext.models import resolve_model_path
+from trl_ext.resilience.training import _is_no_tied_head
 from trl_ext.runs import training_run
 from trl_ext.runs.offline import OfflineArguments
-from trl_ext.trainers.context import check_rows, check_template
+from trl_ext.runs.results import _show
+from trl_ext.trainers.context import check_rows, check_template, quiet_about_length
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
@@ -152,6 +154,25 @@ def test_wrong_reward_functions(given, message):
     with pytest.raises((ValueError, TypeError), match=message):
         as_reward_functions(given)
     assert as_reward_functions("math:sqrt") == [math.sqrt]
+
+
+@pytest.mark.parametrize(("response", "told"), [("a", True), ("b", False)])
+def test_identical_responses_are_said(response, told, capsys):
+    parts = ("win_rate", "score", "rewards", "preferences", "kl", "generations")
+    row = {"prompt_text": "p", "response_text": response, "base_response_text": "a"}
+    _show(dict.fromkeys(parts), [row] * 12)
+    assert ("responses are identical, all 12 of them" in capsys.readouterr().out) == told
+
+
+def test_alarms_without_a_cause_are_turned_off(tokenizer, caplog):
+    tokenizer.model_max_length = 4
+    quiet_about_length(tokenizer)
+    tokenizer("one two three four five six")
+    assert "indexing errors" not in caplog.text
+    lines = {"['lm_head.weight']": False, "['lm_head.weight', 'other']": True}
+    for keys, kept in lines.items():
+        text = f"There were missing keys in the checkpoint model loaded: {keys}."
+        assert _is_no_tied_head(logging.makeLogRecord({"msg": text})) == kept
 
 
 def rows_of(path, *, train_split: str = "train_gen", **splits: str) -> SimpleNamespace:

@@ -106,6 +106,9 @@ class ResilientTraining:
         begin_warnings()
         self._require_a_batch()
         self.interrupted, self._progress = False, None
+        tied = getattr(self.model.config.get_text_config(), "tie_word_embeddings", False)
+        log = logging.getLogger("transformers.trainer")
+        (log.addFilter if tied else log.removeFilter)(_is_no_tied_head)
         checkpoint = self._checkpoint_to_resume(resume_from_checkpoint)
         if checkpoint is not None:
             self.check_optimizer_batch(checkpoint)
@@ -366,6 +369,11 @@ class ResilientTraining:
     def _warn(self, message: str) -> None:
         if self.is_world_process_zero():
             logger.warning(message)
+
+
+def _is_no_tied_head(record: logging.LogRecord) -> bool:
+    """False for the warning that a checkpoint lacks the head of a model whose head is its embedding."""
+    return "checkpoint model loaded: ['lm_head.weight']" not in record.getMessage()
 
 
 def _progress_file(process_index: int) -> str:

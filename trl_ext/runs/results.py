@@ -156,6 +156,8 @@ def _show(results: dict[str, Any], generations: list[dict[str, Any]]) -> None:
         print(f"\nprompt: {shorten(row['prompt_text'], 100)}{OUTCOMES.get(row.get('outcome'), '')}")
         print(f"  base: {shorten(row['base_response_text'], 400) or '(empty)'}")
         print(f"  policy: {shorten(row['response_text'], 400) or '(empty)'}")
+    if generations and all(row["response_text"] == row["base_response_text"] for row in generations):
+        print(f"\nthe policy's and the base's responses are identical, all {len(generations)} of them")
     if results["win_rate"] is None and generations:
         print("\nno win rate: only the embedded benchmark comes with a judge; generations.jsonl holds both responses")
 

@@ -134,6 +134,12 @@ def check_template(tokenizer: Any, dataset: Any) -> None:
         )
 
 
+def quiet_about_length(processing_class: Any) -> None:
+    """Turn off the tokenizer's warning of indexing errors: rows are truncated after they are tokenized."""
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+
 def _kind(value: Any) -> str | None:
     """`text` or `messages`; None for anything else."""
     if isinstance(value, str):

@@ -20,7 +20,7 @@ from trl_ext.losses.unpaired import bco, reward_shift
 from trl_ext.models.batches import temporarily
 from trl_ext.processes import warn_once_per_run
 from trl_ext.resilience.training import ResilientTraining
-from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template
+from trl_ext.trainers.context import LABELLED, check_dataset, check_inputs, check_template, quiet_about_length
 from trl_ext.trainers.defaults import (
     TruncatedFields,
     check_choice,
@@ -119,6 +119,7 @@ class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTra
             check_dataset(f"{dataset_name}_dataset", dataset, LABELLED, one_kind=True)
             dataset = _with_neighbours(dataset, f"{dataset_name}_dataset", args)
         check_template(processing_class, dataset)
+        quiet_about_length(processing_class)
         dataset = super()._prepare_dataset(dataset, processing_class, args, dataset_name)
         if self.calculate_KL and isinstance(dataset, Dataset) and (args.dataset_num_proc or 1) > 1:
             # Each of TRL's processes batches its own shard, where rows have other neighbours than in training.

@@ -25,7 +25,7 @@ from trl_ext.resilience.training import ResilientTraining
 from trl_ext.rewards import ShapedReward
 from trl_ext.rollouts.generation import warn_of_ignored_settings
 from trl_ext.rollouts.stopping import check_stop
-from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template
+from trl_ext.trainers.context import PROMPTS, check_generations, check_inputs, check_template, quiet_about_length
 from trl_ext.trainers.defaults import configuration
 from trl_ext.trainers.metrics import RolloutMetrics
 from trl_ext.trainers.model_card import WritesModelCard
@@ -118,6 +118,8 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if self.beta and self.ref_model is None:
             check_base_of_adapter(self.model)
         check_template(self._tokenizer, self.train_dataset)
+        if args.max_prompt_tokens is not None:
+            quiet_about_length(self._tokenizer)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
         watch_server(self)
