@@ -49,6 +49,9 @@ def test_pairs_that_other_rewards_labelled_are_left_out(policy_path, tmp_path, c
 
 WRONG = {
     "num_generations must be at least 2, got 1: a pair takes two": {"num_generations": 1},
+    "temperature must be positive, got -1.0": {"temperature": -1.0},
+    "missing_eos_penalty must be a number from 0 up, got -1.0": {"missing_eos_penalty": -1.0},
+    "max_steps must be at least 1, got 0": {"max_steps": 0},
     "unknown preference loss 'ipoo'; did you mean 'ipo'": {"loss": "ipoo"},
     "pairs must be one of best_worst, all, got 'best'": {"pairs": "best"},
     "tie_tolerance must be a number from 0 up": {"tie_tolerance": -1.0},

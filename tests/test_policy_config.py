@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 
 import pytest
@@ -83,6 +84,10 @@ def configure(tmp_path):
         ({"algorithm": "gdpo", "overlong_share": 0.2}, ["overlong_share", "each reward function by itself"]),
         ({"step_separator": ""}, ["step_separator must be a text", "turns"]),
         ({"temperature": 0.0}, ["temperature must be positive", "0.0", "alike"]),
+        ({"temperature": math.inf}, ["temperature must be positive", "inf"]),
+        ({"min_p": 1.5}, ["min_p must lie in [0, 1]", "1.5"]),
+        ({"repetition_penalty": 0.0}, ["repetition_penalty must be positive", "0.0", "1 is none"]),
+        ({"top_k": -1}, ["top_k must be a number from 0 up", "-1"]),
         ({"top_p": 0.0}, ["top_p must lie in (0, 1]", "0.0"]),
         ({"top_k": 1}, ["top_k 1", "alike"]),
         ({"min_new_tokens": 9}, ["min_new_tokens", "max_completion_length (8)", "9"]),

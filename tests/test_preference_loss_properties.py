@@ -41,7 +41,8 @@ from trl_ext.losses import (
     simpo,
     sppo,
 )
-from trl_ext.registry import preference_losses
+from trl_ext.losses.objective import PreferenceObjective
+from trl_ext.registry import preference_losses, preference_weightings
 
 # ------------------------------------------------------------------------------------------ closed-form minimisers
 
@@ -267,6 +268,26 @@ def test_orpo_is_accurate_for_a_near_certain_response(dtype, mean, expected):
 def test_label_smoothing_outside_its_range(loss, value):
     with pytest.raises(ValueError, match=rf"label_smoothing must lie in \[0, 0\.5\), got {value}"):
         loss(canonical(), label_smoothing=value)
+
+
+@pytest.mark.parametrize(
+    "loss, option, message",
+    [
+        ("dpop", "penalty", "penalty must be a number from 0 up"),
+        ("cpo", "nll_weight", "nll_weight must be a number from 0 up"),
+        ("sppo", "chosen_win_probability", r"a win probability must lie in \[0, 1\]"),
+        ("sppo", "rejected_win_probability", r"a win probability must lie in \[0, 1\]"),
+        ("wpo", "max_weight", "max_weight must be positive"),
+        ("confidence", "floor", "floor must not be negative"),
+    ],
+)
+@pytest.mark.parametrize("value", [-0.5, math.nan])
+def test_options_outside_their_range_are_refused_before_training(loss, option, message, value):
+    options = {option: value}
+    weighting = {"weightings": [loss], "weighting_options": options, "columns": ("avg_confidence",)}
+    given = weighting if loss in preference_weightings else {"loss_options": options}
+    with pytest.raises(ValueError, match=f"{message}, got {value}"):
+        PreferenceObjective("dpo" if given is weighting else loss, beta=0.1, **given)
 
 
 @pytest.mark.parametrize(

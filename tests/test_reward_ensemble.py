@@ -56,11 +56,13 @@ def test_combine_carries_what_is_missing_and_nothing_else():
         ({"aggregate": "max"}, "aggregate must be one of mean, min, mean_minus_std, uwo, quantile, got 'max'"),
         ({"aggregate": "mean", "coefficient": 0.5}, "'mean' takes no coefficient"),
         ({"aggregate": "uwo", "coefficient": -1.0}, "coefficient must be a number of at least 0, got -1.0"),
-        ({"aggregate": "uwo", "coefficient": float("inf")}, "coefficient must be a number of at least 0, got inf"),
-        ({"aggregate": "quantile", "quantile": 1.5}, r"quantile must lie in \[0, 1\], got 1.5"),
-        ({"aggregate": "quantile", "quantile": -0.1}, r"quantile must lie in \[0, 1\], got -0.1"),
-        ({"aggregate": "quantile", "quantile": float("nan")}, r"quantile must lie in \[0, 1\], got nan"),
-        ({"aggregate": "uwo", "ddof": -1}, "ddof must be 0 .population. or 1 .sample., got -1"),
+        ({"aggregate": "uwo", "coefficient": math.nan}, "coefficient must be a number of at least 0, got nan"),
+        ({"aggregate": "uwo", "coefficient": math.inf}, "coefficient must be a number of at least 0, got inf"),
+        *(
+            ({"aggregate": "quantile", "quantile": value}, rf"quantile must lie in \[0, 1\], got {value}")
+            for value in (1.5, -0.1, 25, math.nan)
+        ),
+        ({"aggregate": "uwo", "ddof": 2}, r"ddof must be 0 \(population\) or 1 \(sample\), got 2"),
     ],
 )
 def test_settings_that_are_refused(settings, message):

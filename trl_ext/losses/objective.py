@@ -195,6 +195,8 @@ def wpo(scores: PreferenceScores, *, max_weight: float | None = 1.0) -> Tensor:
     if scores.chosen_policy_weight is None or scores.rejected_policy_weight is None:
         raise ValueError("wpo reads chosen_policy_weight and rejected_policy_weight, and there are none")
     weights = (scores.chosen_policy_weight * scores.rejected_policy_weight).detach()
+    if max_weight is not None and not max_weight > 0:
+        raise ValueError(f"max_weight must be positive, got {max_weight}; None does not clamp")
     return weights if max_weight is None else weights.clamp(max=max_weight)
 
 
@@ -211,7 +213,7 @@ def confidence(
     """
     if column not in scores.columns:
         raise ValueError(f"the confidence weighting reads the column {column!r}, which the dataset does not have")
-    if floor < 0:
+    if not floor >= 0:
         raise ValueError(f"floor must not be negative, got {floor}")
     values = scores.columns[column].detach()
     if not bool(values.isfinite().all()):

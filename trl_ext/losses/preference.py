@@ -86,6 +86,11 @@ class PreferenceScores:
         return length.clamp(min=1)
 
 
+def _check_from_0(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{name} must be a number from 0 up, got {value}")
+
+
 def _check_label_smoothing(label_smoothing: float) -> None:
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(
@@ -165,6 +170,7 @@ def dpop(scores: PreferenceScores, *, beta: float = 0.3, penalty: float = 50.0) 
 
     Pal et al. 2024 (Smaug), arXiv 2402.13228. The penalty is inside the sigmoid.
     """
+    _check_from_0("penalty", penalty)
     return -logsigmoid(beta * (scores.margin - penalty * torch.relu(-scores.chosen_log_ratio)))
 
 
@@ -213,6 +219,8 @@ def sppo(
     """
 
     def target(probability: float | str) -> float | Tensor:
+        if isinstance(probability, (int, float)) and not 0 <= probability <= 1:
+            raise ValueError(f"a win probability must lie in [0, 1], got {probability}")
         return ((scores.columns[probability] if isinstance(probability, str) else probability) - 0.5) / beta
 
     chosen = scores.chosen_log_ratio - target(chosen_win_probability)
@@ -297,6 +305,7 @@ def cpo(scores: PreferenceScores, *, beta: float = 0.1, nll_weight: float = 1.0)
 
     Xu et al. 2024, arXiv 2401.08417: DPO under a uniform reference, and behaviour cloning of the chosen response.
     """
+    _check_from_0("nll_weight", nll_weight)
     return -logsigmoid(beta * (scores.chosen - scores.rejected)) - nll_weight * scores.chosen_mean
 
 

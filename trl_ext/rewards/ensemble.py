@@ -45,7 +45,7 @@ def combine(
     """
     if scores.ndim != 2 or not len(scores):
         raise ValueError(f"scores must have the shape [members, completions], got {list(scores.shape)}")
-    coefficient = _coefficient(len(scores), aggregate, coefficient, quantile, ddof)
+    coefficient = _coefficient(aggregate, coefficient, quantile, ddof, len(scores))
     if aggregate == "mean":
         return scores.mean(dim=0)
     if aggregate == "min":
@@ -56,8 +56,8 @@ def combine(
     return scores.mean(dim=0) - coefficient * (variance if aggregate == "uwo" else variance.sqrt())
 
 
-def _coefficient(members: int, aggregate: str, given: float | None, quantile: float, ddof: int) -> float | None:
-    """The coefficient to use; raises ValueError if it or another setting of `combine` is invalid."""
+def _coefficient(aggregate: str, given: float | None, quantile: float, ddof: int, members: int) -> float | None:
+    """The coefficient to use; raises ValueError if a setting is out of range or of another aggregate."""
     if aggregate not in AGGREGATES:
         raise ValueError(f"aggregate must be one of {', '.join(AGGREGATES)}, got {aggregate!r}")
     default = DEFAULT_COEFFICIENTS.get(aggregate)
@@ -66,7 +66,7 @@ def _coefficient(members: int, aggregate: str, given: float | None, quantile: fl
     if given is not None and not 0 <= given < math.inf:
         raise ValueError(f"coefficient must be a number of at least 0, got {given}: it weighs a penalty")
     if not 0 <= quantile <= 1:
-        raise ValueError(f"quantile must lie in [0, 1], got {quantile}")
+        raise ValueError(f"quantile must lie in [0, 1], got {quantile}: 0.25 is the lower quartile")
     if ddof not in (0, 1):
         raise ValueError(f"ddof must be 0 (population) or 1 (sample), got {ddof}")
     if default is not None and members <= ddof:
@@ -106,7 +106,7 @@ class RewardEnsemble:
         self.members = list(members)
         if not self.members:
             raise ValueError("an ensemble needs at least one member")
-        self.coefficient = _coefficient(len(self.members), aggregate, coefficient, quantile, ddof)
+        self.coefficient = _coefficient(aggregate, coefficient, quantile, ddof, len(self.members))
         self.aggregate, self.quantile, self.ddof = aggregate, quantile, ddof
         self.names = _member_names(self.members)
         self.shifts = [0.0] * len(self.members)

@@ -277,6 +277,7 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             missing_eos_penalty=0,
             resample_groups=0,
             overlong_share=0,
+            top_k=0,
         )
         if self.overlong_share > 1:
             raise ValueError(
@@ -291,6 +292,10 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             )
         if not 0 < self.temperature < math.inf:
             raise ValueError(f"temperature must be positive, got {self.temperature}: greedy responses are all alike")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ValueError(f"repetition_penalty must be positive, got {self.repetition_penalty}; 1 is none")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1], got {self.min_p}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must lie in (0, 1], got {self.top_p}")
         if self.top_k == 1:
