@@ -106,7 +106,7 @@ def resolve_device_defaults(args: TrainingArguments) -> None:
         native = not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
         args.bf16 = not args.use_cpu and not args.fp16 and native
     elif args.bf16 and args.use_cpu:
-        warn_once_per_run("bf16 on a CPU is faster than float32 only if the processor multiplies in bfloat16")
+        warn_once_per_run("bf16 on a CPU is faster only if the processor multiplies in it; else use --bf16 false")
 
 
 def configuration(trainer: object, args: Any, config_class: type) -> Any:
