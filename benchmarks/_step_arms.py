@@ -1,4 +1,4 @@
-"""The two arms of `benchmarks.step`: real trainers of TRL on a model of random weights, with and without packing."""
+"""Arms of `benchmarks.step` and `benchmarks.gpu`: real trainers of TRL on random weights, with and without packing."""
 
 from __future__ import annotations
 
@@ -36,6 +36,9 @@ SIZES = {
     "135M": (576, 30, 1536, 9, 3, 49152),
     "0.5B": (896, 24, 4864, 14, 2, 151936),
     "1.5B": (1536, 28, 8960, 12, 2, 151936),
+    # For comparisons of all gradients with float64: four layers of 0.5B, and two of 24M with shorter vectors.
+    "0.5B/6": (896, 4, 4864, 14, 2, 151936),
+    "24M/3": (256, 2, 1024, 4, 2, 2048),
 }
 
 
@@ -53,22 +56,38 @@ def prepare(arguments: argparse.Namespace) -> None:
 def make_arm(name: str, arguments: argparse.Namespace, folder: Path) -> Arm:
     """The arm `packed`, or `stock`: the baseline, which is the packed trainer in float32 if the arguments say so."""
     if name == "stock" and arguments.baseline == "float32":
-        return Arm(True, argparse.Namespace(**{**vars(arguments), "dtype": "float32"}), folder)
+        return Arm(True, argparse.Namespace(**{**vars(arguments), "dtype": "float32", "weights": "float32"}), folder)
     return Arm(name == "packed", arguments, folder)
 
 
 class Arm:
-    """A trainer and its optimizer, created once."""
+    """A trainer and its optimizer, created once.
 
-    def __init__(self, packed: bool, arguments: argparse.Namespace, folder: Path):
+    Args:
+        packed: whether to apply `share_prefixes`.
+        arguments: the flags of `benchmarks.step`.
+        folder: output folder of the trainer.
+        like: another arm, whose parameters and optimizer this one uses instead of its own.
+    """
+
+    def __init__(self, packed: bool, arguments: argparse.Namespace, folder: Path, like: Arm | None = None):
         torch.manual_seed(0)
         AcceleratorState._reset_state()
         self.trainer = make_trainer(arguments, folder)
         # accelerate keeps the precision of autocast for the whole process.
         self.state = dict(AcceleratorState._shared_state)
         # Replaces the schedule and the training loop, which are not measured.
-        self.trainer.create_optimizer()
-        self.trainer.current_gradient_accumulation_steps = 1
+        if like is None:
+            self.trainer.create_optimizer()
+        else:
+            for name in ("model", "ref_model"):
+                model, other = (getattr(arm.trainer, name, None) for arm in (self, like))
+                if model is not None:
+                    model.load_state_dict(other.state_dict(keep_vars=True), assign=True)
+            self.trainer.optimizer = like.trainer.optimizer
+        # As `train()` does.
+        if arguments.gradient_checkpointing:
+            self.trainer.model.gradient_checkpointing_enable(self.trainer.args.gradient_checkpointing_kwargs)
         self.arguments = arguments
         self.packing = None
         if packed:
@@ -76,18 +95,35 @@ class Arm:
         # As `train()` does, which starts autocast in the model's forward pass.
         self.trainer.accelerator.prepare_model(self.trainer.model)
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trained parameters."""
+        return [p for p in self.trainer.model.parameters() if p.requires_grad]
+
+    @torch.no_grad()
+    def take_weights(self, other: Arm) -> None:
+        """Copy the trained weights of another arm, so that a difference of the next step is one of its computation."""
+        for own, given in zip(self.parameters, other.parameters, strict=True):
+            own.copy_(given)
+
+    def accumulate(self, batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        """Add up the gradients of the micro-batches of one optimizer step; return the sum of their losses.
+
+        A policy's micro-batches are divided by `num_items_in_batch`, which is that of the whole step.
+        """
+        AcceleratorState._shared_state.update(self.state)
+        self.trainer.current_gradient_accumulation_steps = 1 if self.arguments.trainer == "policy" else len(batches)
+        # Trainers modify their input batch.
+        return sum(self.trainer.training_step(self.trainer.model, dict(batch), None) for batch in batches)
+
     def step(self, batch: dict[str, torch.Tensor]) -> dict[str, float]:
         """Run one optimizer step; return its time, loss and gradient norm."""
-        parameters = [p for p in self.trainer.model.parameters() if p.requires_grad]
-        AcceleratorState._shared_state.update(self.state)
-        # Trainers modify their input batch.
-        batch = dict(batch)
         self._synchronize()
         wall, cpu = time.perf_counter(), time.process_time()
-        loss = self.trainer.training_step(self.trainer.model, batch, None)
+        loss = self.accumulate([batch])
         self._synchronize()
         backward_wall, backward_cpu = time.perf_counter(), time.process_time()
-        norm = torch.stack([p.grad.norm() for p in parameters if p.grad is not None]).norm().item()
+        norm = torch.stack([p.grad.norm() for p in self.parameters if p.grad is not None]).norm().item()
         self._synchronize()
         update_wall, update_cpu = time.perf_counter(), time.process_time()
         self.trainer.optimizer.step()
@@ -114,8 +150,7 @@ class Arm:
 def make_model(arguments: argparse.Namespace):
     """A Qwen2 with random weights, or the embedded model for the size `toy`."""
     classify = arguments.trainer == "reward"
-    # On a CPU as in the recipes: the weights stay in float32.
-    dtype = getattr(torch, arguments.dtype if arguments.device == "cuda" else "float32")
+    dtype = getattr(torch, arguments.weights)
     if arguments.size == "toy":
         kind = AutoModelForSequenceClassification if classify else AutoModelForCausalLM
         return kind.from_pretrained(resolve_model_path("toy"), dtype=dtype, **({"num_labels": 1} if classify else {}))

@@ -9,7 +9,8 @@ not measured. It prints a table; `--json` writes the figures of every batch. Wit
 Ratios are stock over packed. CPU seconds are valid while other programs run, wall seconds only on an idle machine. In
 both arms the LM head scores only labelled positions, as in TRL on CUDA. A policy batch is a micro-batch of whole
 groups, as wide as TRL pads the 16 prompts that are sampled together. Tokens per second exclude padding and count
-repeated prompts each time.
+repeated prompts each time. Before each step, the packed arm takes stock's weights, so that losses and gradient norms
+are compared at equal weights.
 Peak memory is that of an arm's first step, on its largest batch, above what was held before. On the CPU it is resident
 memory, measured in a separate process for each arm.
 """
@@ -65,6 +66,8 @@ def parse(argv: Sequence[str] | None = None):
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--worker", choices=["stock", "packed"], help=SUPPRESS)
     arguments = parser.parse_args(argv)
+    # On a CPU as in the recipes: the weights stay in float32.
+    arguments.weights = arguments.dtype if arguments.device == "cuda" else "float32"
     arguments.size = arguments.size or ("toy" if arguments.lengths == "toy" else "24M")
     default = BATCH_SIZES.get((arguments.lengths, arguments.trainer), DEFAULT_BATCH_SIZES[arguments.trainer])
     arguments.batch_size = arguments.batch_size or default
@@ -104,6 +107,7 @@ def measure(arguments, folder: Path) -> dict[str, Any]:
         # Alternate which arm goes first, so that neither always benefits from the caches.
         turns = list(arms)[:: -1 if index % 2 else 1]
         counts = _step_arms.count_tokens(batch, arguments.trainer) | {"padded_tokens": stock.encoded_tokens(batch)}
+        packed.take_weights(stock)
         figures = {name: arms[name].step(batch) for name in turns}
         rows.append({**counts, "packed_tokens": packed.encoded_tokens(batch), **figures})
     return {

@@ -109,3 +109,32 @@ def test_a_run_of_two_batches_writes_its_figures(trainer, tmp_path, capsys, as_b
             assert math.isclose(row["stock"][name], row["packed"][name], rel_tol=1e-4, abs_tol=1e-6)
         assert row["stock"]["gradient_norm"] > 1e-3
         assert all(row[arm][name] > 0 for arm in ("stock", "packed") for name in ("seconds", "cpu_seconds"))
+
+
+def test_the_arms_are_compared_at_equal_weights(tmp_path, as_before, monkeypatch):
+    """Each arm's first step is on its own largest batch, after which their weights differ."""
+    from benchmarks import _step_arms
+
+    seen = {"stock": [], "packed": []}
+    original = _step_arms.Arm.step
+
+    def noting(arm, batch):
+        weights = torch.cat([p.detach().flatten() for p in arm.parameters])
+        seen["stock" if arm.packing is None else "packed"].append(weights.clone())
+        return original(arm, batch)
+
+    monkeypatch.setattr(_step_arms.Arm, "step", noting)
+    arguments = step.parse(["--trainer", "preference", "--lengths", "toy", "--pairs", "3", "--batch_size", "2"])
+    result = step.measure(arguments, tmp_path)
+    for stock, packed in list(zip(seen["stock"], seen["packed"], strict=True))[1:]:
+        assert torch.equal(stock, packed)
+    assert not torch.equal(seen["stock"][1], seen["stock"][2])
+    assert result["summary"]["largest_gradient_norm_difference"] < 1e-3
+
+
+def test_checkpointing_is_on_where_it_is_asked_for(tmp_path, as_before):
+    from benchmarks._step_arms import make_arm
+
+    for flags, expected in (([], False), (["--gradient_checkpointing"], True)):
+        arguments = step.parse(["--trainer", "policy", "--lengths", "toy", *flags])
+        assert make_arm("stock", arguments, tmp_path).trainer.model.is_gradient_checkpointing is expected
