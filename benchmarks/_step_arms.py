@@ -36,9 +36,9 @@ SIZES = {
     "135M": (576, 30, 1536, 9, 3, 49152),
     "0.5B": (896, 24, 4864, 14, 2, 151936),
     "1.5B": (1536, 28, 8960, 12, 2, 151936),
-    # For comparisons of all gradients with float64: four layers of 0.5B, and two of 24M with shorter vectors.
+    # For comparisons of all gradients with float64: four layers of 0.5B, and a model that is small enough for a CPU.
     "0.5B/6": (896, 4, 4864, 14, 2, 151936),
-    "24M/3": (256, 2, 1024, 4, 2, 2048),
+    "24M/100": (64, 2, 128, 4, 2, 512),
 }
 
 
@@ -244,7 +244,7 @@ def make_batches(arguments: argparse.Namespace, trainer) -> list[dict[str, torch
     else:
         rows = pairs(arguments.lengths, vocabulary=vocabulary)
         batches = [
-            trainer.data_collator([_example(pair, arguments.trainer) for pair in rows[start : start + size]])
+            trainer.data_collator([example(pair, arguments.trainer) for pair in rows[start : start + size]])
             for size in [arguments.batch_size]
             for start in range(0, len(rows) - size + 1, size)
         ]
@@ -256,7 +256,7 @@ def make_batches(arguments: argparse.Namespace, trainer) -> list[dict[str, torch
     return [{name: value.to(device) for name, value in batch.items()} for batch in batches[: arguments.pairs]]
 
 
-def _example(pair: Pair, trainer: str) -> dict[str, Any]:
+def example(pair: Pair, trainer: str) -> dict[str, Any]:
     if trainer == "preference":
         return {"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
     return {"chosen_ids": pair.prompt + pair.chosen, "rejected_ids": pair.prompt + pair.rejected}
@@ -319,12 +319,12 @@ def count_tokens(batch: dict[str, torch.Tensor], trainer: str) -> dict[str, int]
 
 def describe_machine(arguments: argparse.Namespace) -> dict[str, Any]:
     """The hardware and software versions of a measurement."""
-    name = torch.cuda.get_device_name() if arguments.device == "cuda" else _processor()
+    name = torch.cuda.get_device_name() if arguments.device == "cuda" else processor()
     versions = {module.__name__: module.__version__ for module in (torch, transformers, trl)}
     return {"device": name, "threads": torch.get_num_threads(), "versions": versions}
 
 
-def _processor() -> str:
+def processor() -> str:
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
