@@ -7,8 +7,8 @@ A: speed of the machine. B: exactness of packed passes against that of padded on
 (its defaults, and tuned) and of packing, in turns, cold and warm apart. D: profiles of these steps. F: three steps end
 to end. G: scoring with a reward model. Weights are random, with the shapes of Qwen2.5; nothing is downloaded.
 
-An arm starts only if its predicted time fits into the rest of the budget. Predictions are for one H100, and grow by the
-factor by which earlier arms exceeded theirs. The JSON file is rewritten after every arm, also one that fails or runs
+An arm starts only if its predicted time fits into the rest of the budget. Predictions are for one H100, and grow by
+the factor by which earlier arms exceeded theirs. The JSON file is rewritten after every arm, also one that fails or runs
 out of memory. `--resume` keeps the finished arms of a file and runs the others, failed ones included. At the end, a
 Markdown table is printed and written beside the JSON. `--device cpu --size 24M --quick` tries all of it without a GPU.
 """
@@ -86,7 +86,7 @@ class Battery:
         slow = 0.2 if self.quick else 1
         yield Item("A/machine", 15 * slow, alone(machine.measure, self.device, self.quick))
         yield Item("B/attention", 30 * slow, alone(correctness.attention, self.device, self.quick))
-        yield Item("B/passes", 40 * slow, alone(correctness.passes, self.device, self.quick))
+        yield Item("B/passes", 80 * slow, alone(correctness.passes, self.device, self.quick))
         largest, *_ = sizes = self.arguments.size
         for size in sizes:
             for workload in steps.WORKLOADS:
@@ -112,7 +112,7 @@ class Battery:
                     lambda w=workload, s=size: self.setup(w, s).profile(),
                 )
             if size == largest:
-                yield Item(f"G/{size}", 10 * slow, alone(whole_runs.score, size, self.device, self.quick))
+                yield Item(f"G/{size}", 30 * slow, alone(whole_runs.score, size, self.device, self.quick))
                 for workload in steps.WORKLOADS:
                     # Without vLLM, generation takes about three times as long as stock's update.
                     seconds = SETUP_SECONDS[size] + 3 * STEP_SECONDS[workload, size] * (4 if workload == "grpo" else 1)

@@ -51,10 +51,10 @@ def measure(device: Device, quick: bool) -> dict[str, Any]:
     source = torch.rand(floats, device=device.name)
     target = torch.empty_like(source)
     result = {"copy_gb_per_second": 8 * floats / seconds(lambda: target.copy_(source)) / 1e9}
-    del source, target
+    source = target = None
     left, right = (torch.randn(width, width, device=device.name, dtype=dtype) for _ in range(2))
     result[f"{str(dtype)[6:]}_tflops"] = 2 * width**3 / seconds(lambda: left @ right) / 1e12
-    del left, right
+    left = right = None
     small = torch.zeros(8, device=device.name)
 
     def launch() -> None:

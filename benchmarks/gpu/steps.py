@@ -73,7 +73,7 @@ VARIANTS = {
 # Groups of a policy or pairs, in an optimizer step and in a micro-batch.
 WORKLOADS = {"grpo": ("policy", 8, 1), "dpo": ("preference", 64, 4)}
 QUICK_WORKLOADS = {"grpo": ("policy", 2, 1), "dpo": ("preference", 4, 2)}
-GROUP_SIZE, QUICK_GROUP_SIZE, SHRINK = 8, 4, 8
+GROUP_SIZE, QUICK_GROUP_SIZE, SHRINK = 8, 3, 20
 
 
 def grpo_groups(index: int, count: int, size: int, vocabulary: int, shrink: int = 1) -> list[Group]:

@@ -129,7 +129,7 @@ def score(size: str, device: Device, quick: bool) -> dict[str, Any]:
     arguments = argparse.Namespace(trainer="reward", size=size, device=device.name, weights="float32")
     torch.manual_seed(0)
     model, result, scores = make_model(arguments), {}, {}
-    groups = grpo_groups(0, 2 if quick else 8, 4 if quick else 8, model.config.vocab_size, 8 if quick else 1)
+    groups = grpo_groups(0, 2 if quick else 8, 4 if quick else 8, model.config.vocab_size, 20 if quick else 1)
     rows = [group.prompt + response for group in groups for response in group.responses]
     for dtype in ("float32", "bfloat16"):
         model = model.to(getattr(torch, dtype))
@@ -137,7 +137,7 @@ def score(size: str, device: Device, quick: bool) -> dict[str, Any]:
             packing = share_prefixes(model, quiet=True) if packed else None
             name = f"{dtype}, {'packed' if packed else 'padded'}"
 
-            def run(name: str = name) -> None:
+            def run(name: str = name, model=model) -> None:
                 scores[name] = score_sequences(model, rows, batch_size=16, pad_token_id=2)
 
             run()
