@@ -8,9 +8,9 @@ A: speed of the machine. B: exactness of packed passes against that of padded on
 to end. G: scoring with a reward model. Weights are random, with the shapes of Qwen2.5; nothing is downloaded.
 
 An arm starts only if its predicted time fits into the rest of the budget. Predictions are for one H100, and grow by
-the factor by which earlier arms exceeded theirs. The JSON file is rewritten after every arm, also one that fails or runs
-out of memory. `--resume` keeps the finished arms of a file and runs the others, failed ones included. At the end, a
-Markdown table is printed and written beside the JSON. `--device cpu --size 24M --quick` tries all of it without a GPU.
+the factor by which earlier arms exceeded theirs. The JSON file is rewritten after every arm, also one that fails or
+runs out of memory. `--resume` keeps the finished arms of a file and runs the others, failed ones included. At the end,
+a Markdown table is printed and written beside the JSON. `--device cpu --size 24M --quick` tries all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ STEP_SECONDS = {
     ("dpo", "0.5B"): 2.2,
     ("grpo", "1.5B"): 2.0,
     ("dpo", "1.5B"): 4.6,
-    ("grpo", "24M"): 0.3,
-    ("dpo", "24M"): 0.3,
+    ("grpo", "24M"): 1.0,
+    ("dpo", "24M"): 1.0,
 }
 SETUP_SECONDS = {"0.5B": 5, "1.5B": 10, "24M": 2}
 
@@ -171,10 +171,10 @@ def measure(item: Item, battery: Battery) -> dict[str, Any]:
     try:
         state, result = "done", item.run()
     except torch.OutOfMemoryError as error:
-        state, result = "out of memory", str(error).splitlines()[0]
+        state, result = "out of memory", (str(error) or "no message").splitlines()[0]
     except Exception:  # Whatever an arm raises, the others are still to be measured.
         state, result = "failed", traceback.format_exc()[-3000:]
-    if state != "done":
+    if state != "done" and battery.device.works():
         # Gradients and trainers of an arm that did not end must not stay for the next one.
         battery.setup(None, None)
         devices.free(battery.device)
@@ -193,8 +193,6 @@ def without_nan(value: Any) -> Any:
 
 def run(arguments, folder: Path) -> dict[str, Any]:
     """Measure the arms that fit into the budget; return what the JSON file holds."""
-    import torch
-
     from benchmarks._step_arms import prepare
     from benchmarks.gpu import machine
 
@@ -220,9 +218,10 @@ def run(arguments, folder: Path) -> dict[str, Any]:
         print(f"{item.name}: {row['state']}, {row['seconds']:.1f} s, predicted {item.seconds:.1f} s", flush=True)
         if row["state"] != "done":
             print(str(row["result"]).strip().splitlines()[-1], file=sys.stderr)
-        if row["state"] == "failed" and arguments.device == "cuda":
-            # After an illegal access, every further call of the process fails: a resumed one can go on.
-            torch.cuda.synchronize()
+        if row["state"] == "failed" and not battery.device.works():
+            # As after an illegal access: every further call of this process fails.
+            print("the device no longer answers: resume in a new process", file=sys.stderr)
+            break
     report["left"] = [item.name for item in items if item.name not in report["arms"]]
     write_json(arguments.json, report)
     return report

@@ -1,7 +1,7 @@
 """Part B: whether packed passes are as exact as padded ones in the same precision.
 
-The reference is computed in float64. An error is the norm of the difference to it over its norm. A comparison passes if
-the packed error is at most 1.5 times the padded one; NaN does not pass.
+The reference is computed in float64. An error is the norm of the difference to it over its norm. A comparison passes
+if the packed error is at most 1.5 times the padded one; NaN does not pass.
 """
 
 from __future__ import annotations

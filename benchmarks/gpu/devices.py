@@ -32,6 +32,14 @@ class Gpu:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
+    def works(self) -> bool:
+        """Whether the device still answers."""
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            return False
+        return True
+
     def mark(self) -> torch.cuda.Event:
         """A moment in the queue of the device."""
         event = torch.cuda.Event(enable_timing=True)
@@ -69,6 +77,9 @@ class Cpu:
 
     def synchronize(self) -> None:
         pass
+
+    def works(self) -> bool:
+        return True
 
     def mark(self) -> float:
         return time.perf_counter()

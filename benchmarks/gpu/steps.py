@@ -113,7 +113,8 @@ class TimedArm:
 
     def window(self, index: int, extra: int = 0) -> list[dict[str, Tensor]]:
         """The micro-batches of a window, padded as TRL pads them, and by `extra` columns more."""
-        setup, multiple = self.setup, self.variant.multiple
+        setup = self.setup
+        multiple = max(1, self.variant.multiple // setup.shrink)
         vocabulary = self.arm.trainer.model.config.vocab_size
         if setup.trainer == "policy":
             groups = grpo_groups(index, setup.units, setup.group_size, vocabulary, setup.shrink)

@@ -13,7 +13,7 @@ import torch
 import trl
 from accelerate.state import AcceleratorState
 from datasets import Dataset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 import trl_ext
 from benchmarks._lengths import wildchat_lengths
@@ -112,6 +112,7 @@ def train(run: str, workload: str, size: str, device: Device, quick: bool, folde
             processing_class=tokenizer,
             callbacks=[clock],
         )
+    trainer.remove_callback(PrinterCallback)
     with without_cudnn() if run == "tuned" else torch.enable_grad():
         trainer.train()
     packing = getattr(trainer, "packing", None)
