@@ -126,6 +126,7 @@ def test_only_what_fits_into_the_budget_starts(tmp_path, capsys):
     report = run(tmp_path / "gpu.json", "--only", "A", "B", "--budget_seconds", "4")
     assert list(report["arms"]) == ["A/machine"] and report["left"] == ["B/attention", "B/passes"]
     assert "| B/passes | not started |" in (tmp_path / "gpu.md").read_text()
+    capsys.readouterr()
     battery.main([*QUICK, "--dry_run", "--only", "A", "B", "--resume", str(tmp_path / "gpu.json")])
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("A/machine")).split() == ["A/machine", "3.000", "done"]

@@ -197,8 +197,8 @@ def run(arguments, folder: Path) -> dict[str, Any]:
     from benchmarks.gpu import machine
 
     prepare(arguments)
-    started, battery = time.perf_counter(), Battery(arguments, folder)
-    items = selected(battery, arguments.only)
+    battery = Battery(arguments, folder)
+    items, started = selected(battery, arguments.only), time.perf_counter()
     report = {"quick": arguments.quick, "arms": read_finished(arguments.resume, arguments.quick)}
     description = machine.describe(battery.device)
     print(description["device"], *(f"{name} {text}" for name, text in description["versions"].items()), sep=", ")
@@ -239,7 +239,7 @@ def markdown(report: dict[str, Any]) -> str:
     }
     parts = ["\n".join(sorted(machines)) + "\n"]
     compared = [
-        [name.split("/", 1)[1], kind, result["compared"], result["failed"], f"{result['ratio']:.2f}"]
+        [name.split("/", 1)[1], kind, result["compared"], result["failed"], _number(result["ratio"], ".2f")]
         for name, row in arms.items()
         if name.startswith("B/")
         for kind, result in row["result"].items()
@@ -264,7 +264,7 @@ def markdown(report: dict[str, Any]) -> str:
         header = ["profile of two micro-batches", "arm", "busy", "kernels", "waits", "copies", "attention"]
         parts.append(markdown_table(header, profiles))
     scored = [
-        [name[2:], kind, f"{figures['seconds']:.3f}", f"{figures['difference_to_float32']:.1e}"]
+        [name[2:], kind, f"{figures['seconds']:.3f}", _number(figures["difference_to_float32"], ".1e")]
         for name, row in arms.items()
         if name.startswith("G/")
         for kind, figures in row["result"].items()
@@ -294,7 +294,9 @@ def _step_lines(name: str, result: dict[str, Any]) -> Iterator[list[Any]]:
             if arm == own:
                 found = [result["arms"].get(f"ratio_to_{baseline}") for baseline in ("stock", "tuned")]
                 ratios = ["{:.2f}x, {:.2f} to {:.2f}".format(r["median"], *r["range"]) if r else "-" for r in found]
-            apart = f"{result['gradient_difference']:.1e} ({result['gradient_difference_of_more_padding']:.1e})"
+            own_error, padding_error = (
+                _number(result[f"gradient_difference{of}"], ".1e") for of in ("", "_of_more_padding")
+            )
             yield [
                 workload,
                 figures["label"],
@@ -304,8 +306,13 @@ def _step_lines(name: str, result: dict[str, Any]) -> Iterator[list[Any]]:
                 f"{figures['median_seconds']:.3f}",
                 *ratios,
                 round(figures["peak_mib"]),
-                apart if arm == own else "-",
+                f"{own_error} ({padding_error})" if arm == own else "-",
             ]
+
+
+def _number(value: float | None, form: str) -> str:
+    """The number, or NaN for what JSON holds in its place."""
+    return "NaN" if value is None else format(value, form)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
