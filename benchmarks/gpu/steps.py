@@ -307,7 +307,7 @@ def summarize_events(events, device: Device, seconds: float) -> dict[str, Any]:
     """Figures of a profile.
 
     Args:
-        events: of the profiler; on a CPU, operations without inner ones stand for kernels.
+        events: of the profiler; on a CPU, operations that no other one calls stand for kernels.
         device: the profiled one.
         seconds: wall seconds of the same step without the profiler, which slows the CPU down.
 
@@ -318,7 +318,7 @@ def summarize_events(events, device: Device, seconds: float) -> dict[str, Any]:
     kernels = [
         event
         for event in events
-        if event.device_type == device.kind and not event.is_user_annotation and not event.cpu_children
+        if event.device_type == device.kind and not event.is_user_annotation and event.cpu_parent is None
     ]
     union, end = 0.0, float("-inf")
     for span in sorted((event.time_range for event in kernels), key=lambda span: span.start):
