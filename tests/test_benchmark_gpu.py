@@ -170,7 +170,7 @@ def test_a_smaller_micro_batch_where_memory_ends(monkeypatch, tmp_path):
 def event(name: str, start: float, end: float, kind=DeviceType.CUDA, annotation: bool = False):
     span = SimpleNamespace(start=start, end=end)
     return SimpleNamespace(
-        name=name, time_range=span, device_type=kind, is_user_annotation=annotation, cpu_children=[]
+        name=name, time_range=span, device_type=kind, is_user_annotation=annotation, cpu_parent=None
     )
 
 

@@ -132,6 +132,19 @@ def test_the_arms_are_compared_at_equal_weights(tmp_path, as_before, monkeypatch
     assert result["summary"]["largest_gradient_norm_difference"] < 1e-3
 
 
+def test_an_arm_can_share_parameters_and_optimizer(tmp_path, as_before):
+    from benchmarks._step_arms import Arm
+
+    arguments = step.parse(["--trainer", "preference", "--lengths", "toy"])
+    first = Arm(False, arguments, tmp_path)
+    second = Arm(True, arguments, tmp_path, first)
+    for name in ("model", "ref_model"):
+        models = (getattr(arm.trainer, name) for arm in (first, second))
+        pairs = zip(*(model.parameters() for model in models), strict=True)
+        assert all(own is other for own, other in pairs)
+    assert second.trainer.optimizer is first.trainer.optimizer
+
+
 def test_checkpointing_is_on_where_it_is_asked_for(tmp_path, as_before):
     from benchmarks._step_arms import make_arm
 

@@ -80,9 +80,12 @@ class Battery:
 
     def items(self) -> Iterator[Item]:
         """The arms, in the order in which they run."""
-        from benchmarks.gpu import correctness, machine, steps, whole_runs
+        from benchmarks.gpu import correctness, devices, machine, steps, whole_runs
 
-        alone = lambda function, *given: lambda: (self.setup(None, None), function(*given))[1]  # noqa: E731
+        def alone(function: Callable, *given: Any) -> Callable[[], Any]:
+            """Without trainers of the arms before, or what is left of them."""
+            return lambda: (self.setup(None, None), devices.free(self.device), function(*given))[-1]
+
         slow = 0.2 if self.quick else 1
         yield Item("A/machine", 15 * slow, alone(machine.measure, self.device, self.quick))
         yield Item("B/attention", 30 * slow, alone(correctness.attention, self.device, self.quick))
@@ -100,7 +103,7 @@ class Battery:
                         continue
                     own = variant.share * step
                     seconds = further + (self.rounds + passes + 1) * own + (self.rounds + 1) * baselines + 2 * step
-                    further = SETUP_SECONDS[size] / 4
+                    further = SETUP_SECONDS[size]
                     yield Item(
                         f"C/{workload}/{size}/{name}",
                         seconds,
@@ -318,8 +321,6 @@ def _number(value: float | None, form: str) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # Widths that differ in every batch fragment the allocator's pool.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     with one_line_errors(), tempfile.TemporaryDirectory() as folder:
         arguments = parse(argv)
         arguments.threads = int(os.environ.get("OMP_NUM_THREADS", 0)) or os.cpu_count()

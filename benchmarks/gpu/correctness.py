@@ -30,7 +30,7 @@ from trl_ext.models.packing.hook import unwrapped
 from trl_ext.models.packing.planner import Plan, plan_batch
 
 FACTOR = 1.5
-TOKENS = (60, 127, 128, 129, 1000, 4096, 16384)
+TOKENS = (60, 127, 128, 129, 1000, 4096, 8192)
 # Query heads, key heads and head size of Qwen2.5 0.5B and 1.5B, and of a model without grouped heads.
 HEADS = ((14, 2, 64), (12, 2, 128), (8, 8, 64))
 ROWS, TRIES, WINDOW = 6, 3, 256

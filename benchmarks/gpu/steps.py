@@ -146,13 +146,13 @@ class TimedArm:
     def time(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
         return timed(self.setup.device, lambda: self.step(window))
 
-    def gradient(self, window: list[dict[str, Tensor]]) -> list[Tensor]:
-        """The gradients of a window at the present weights, in host memory."""
+    @contextmanager
+    def gradients(self, window: list[dict[str, Tensor]]) -> Iterator[list[Tensor]]:
+        """The gradients of a window at the present weights, within the block."""
         with self.variant.around():
             self.arm.accumulate(window)
-        gradients = [p.grad.float().cpu() for p in self.arm.parameters]
+        yield [p.grad for p in self.arm.parameters]
         self.arm.trainer.optimizer.zero_grad()
-        return gradients
 
     def row(self, warm: list[dict[str, float]]) -> dict[str, Any]:
         seconds = [figures["seconds"] for figures in warm]
@@ -184,7 +184,6 @@ class Setup:
         self.group_size, self.shrink = (QUICK_GROUP_SIZE, SHRINK) if quick else (GROUP_SIZE, 1)
         self.first: TimedArm | None = None
         self.arms: dict[str, TimedArm | None] = {}
-        self._reference: list[Tensor] | None = None
 
     def arguments(self, variant: Variant, micro_batch: int) -> argparse.Namespace:
         """The flags of `benchmarks.step`. On a GPU: weights in float32 and passes in bfloat16, as TRL's defaults."""
@@ -202,25 +201,24 @@ class Setup:
 
     def arm(self, name: str) -> TimedArm:
         """An arm after its warm-up. Its micro-batches are halved for as long as they do not fit into memory."""
-        if name not in self.arms:
-            factor = VARIANTS[name].factor
-            while self.arms.get(name) is None:
-                self.arms[name] = self._try(name, factor)
-                factor //= 2
+        factor = VARIANTS[name].factor
+        while self.arms.get(name) is None:
+            self.arms[name] = self._try(name, factor)
+            factor //= 2
         return self.arms[name]
 
     def _try(self, name: str, factor: int) -> TimedArm | None:
         try:
             made = TimedArm(self, VARIANTS[name], factor)
         except torch.OutOfMemoryError:
-            if factor == 1:
-                self.arms.pop(name, None)
-                raise
             made = None
+        # Outside the handler, whose traceback holds what did not fit.
         if made is None:
             if self.first is not None:
                 self.first.arm.trainer.optimizer.zero_grad()
             free(self.device)
+            if factor == 1:
+                raise torch.OutOfMemoryError(f"{VARIANTS[name].label}: its smallest micro-batch does not fit")
         self.first = self.first or made
         return made
 
@@ -235,7 +233,7 @@ class Setup:
             except torch.OutOfMemoryError:
                 if other != "tuned":
                     raise
-            free(self.device)
+                continue
         relative, noise = self._agreement(arms[name])
         times: dict[str, list[dict[str, float]]] = {other: [] for other in arms}
         for index in range(rounds):
@@ -262,17 +260,18 @@ class Setup:
         No update lies between the passes: all are at the same weights.
         """
         stock = self.arms["stock"]
-        reference = stock.gradient(stock.windows[0])
-        norm = sum(part.double().pow(2).sum() for part in reference).sqrt()
-
-        def apart(gradients: list[Tensor]) -> float:
-            squares = (
-                (own.to(self.device.name) - other.to(self.device.name)).double().pow(2).sum().cpu()
-                for own, other in zip(gradients, reference, strict=True)
-            )
-            return (sum(squares).sqrt() / norm).item()
-
-        return apart(arm.gradient(arm.windows[0])), apart(stock.gradient(stock.window(0, extra=8)))
+        with stock.gradients(stock.windows[0]) as gradients:
+            # In host memory, so that the memory of an arm is that of its own passes.
+            reference = [part.cpu() for part in gradients]
+            norm = torch.stack([part.double().norm() for part in gradients]).norm()
+        apart = []
+        for other, window in ((arm, arm.windows[0]), (stock, stock.window(0, extra=8))):
+            with other.gradients(window) as gradients:
+                differences = [
+                    (own - part.to(own.device)).double().norm() for own, part in zip(gradients, reference, strict=True)
+                ]
+            apart.append((torch.stack(differences).norm() / norm).item())
+        return apart[0], apart[1]
 
     # ---- Part D ----
 
@@ -283,7 +282,6 @@ class Setup:
             try:
                 arm = self.arm(name)
             except torch.OutOfMemoryError:
-                free(self.device)
                 continue
             window = arm.windows[0][:2]
             arm.step(window)
