@@ -11,6 +11,7 @@ from trl_ext.advantages import ADVANTAGES
 from trl_ext.algorithms import PolicyObjective, algorithms
 from trl_ext.algorithms.__main__ import main
 from trl_ext.algorithms.explain import explain
+from trl_ext.losses import kl_estimate
 from trl_ext.registry import policy_algorithms, preference_losses
 
 OWN = '''
@@ -113,6 +114,12 @@ def test_an_unknown_name_is_one_line(name, message, own_file, capsys):
     with pytest.raises(SystemExit):
         main(["--explain", name.format(own=own_file)])
     assert message in capsys.readouterr().err
+
+
+def test_without_docstrings(monkeypatch):
+    """As under `python -OO`."""
+    monkeypatch.setattr(kl_estimate, "__doc__", None)
+    assert "no docstring" in explain("grpo")
 
 
 def test_the_command(capsys):

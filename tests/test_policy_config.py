@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
@@ -16,6 +17,7 @@ from trl_ext import PolicyConfig
 from trl_ext.registry import policy_algorithms
 from trl_ext.rollouts.generation import prompt_tokens
 from trl_ext.trainers.policy import config as policy_config
+from trl_ext.trainers.trl_settings import refuse_given
 
 NAMED = {
     "GRPOConfig": "grpo",
@@ -340,3 +342,13 @@ def test_the_best_checkpoint_must_be_evaluated_where_it_is_saved(configure):
         assert (config.save_steps, config.eval_steps) == (saved, evaluated)
     # Without a choice among them, checkpoints need no evaluation.
     assert configure(**FOUR_UPDATES, **{**best, "load_best_model_at_end": False}, save_steps=3, eval_steps=3)
+
+
+def test_a_field_whose_default_is_made_may_be_refused():
+    @dataclasses.dataclass
+    class Config:
+        names: list = dataclasses.field(default_factory=list)
+
+    refuse_given(Config(), {"names": "say it otherwise"})
+    with pytest.raises(ValueError, match="^names is not used by Config: say it otherwise"):
+        refuse_given(Config(["a"]), {"names": "say it otherwise"})

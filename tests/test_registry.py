@@ -90,6 +90,29 @@ def test_a_notebook_cell_may_run_twice():
     assert preference_losses["linear"].function is second
 
 
+class Hinge:
+    """A loss that is an object."""
+
+    def __init__(self, margin):
+        self.margin = margin
+
+    def __call__(self, scores, *, beta):
+        return torch.relu(self.margin - beta * scores.margin)
+
+
+@pytest.mark.parametrize("make", [Hinge, lambda margin: functools.partial(Hinge.__call__, Hinge(margin))])
+def test_objects_and_partial_functions_are_given_a_name_once(make):
+    first = make(1.0)
+    preference_loss("an_object")(first)
+    preference_loss("an_object")(first)
+    for other in (make(2.0), dpo):
+        with pytest.raises(ValueError, match="the preference loss 'an_object' is already defined by"):
+            preference_loss("an_object")(other)
+    with pytest.raises(ValueError, match="'dpo' is already defined by"):
+        preference_loss("dpo")(make(1.0))
+    assert preference_losses["an_object"].function is first
+
+
 def test_policy_weights_cannot_be_normalised():
     """Their mean over the optimizer batch is known only once the batch has been trained on."""
     with pytest.raises(ValueError, match="cannot both read policy weights and be normalised"):
