@@ -49,17 +49,17 @@ def greedy(models: list[tuple], prompt: list[int], length: int, ends: list[int])
 @pytest.mark.parametrize(
     ("loss", "weight", "fast", "lora"),
     [
-        ("xpo", 1.0, "on", False),
-        ("xpo", 1.0, "on", True),
+        ("xpo", 1.0, "auto", False),
+        ("xpo", 1.0, "auto", True),
         ("xpo", 1.0, "off", True),
-        ("nash_md", 0.8, "on", False),
-        ("nash_md", 0.6, "on", True),
+        ("nash_md", 0.8, "auto", False),
+        ("nash_md", 0.6, "auto", True),
     ],
 )
 def test_second_half_of_each_group_is_the_second_samplers(loss, weight, fast, lora, policy_path, tmp_path):
     """The likeliest tokens, of prompts of several lengths: the policy's, and those of the reference or the mixture."""
     recorder, own = Recorder(), {} if loss == "xpo" else {"mixture_weight": weight}
-    spec = specification(policy_path, loss=loss, top_k=1, fast_rollouts=fast, learning_rate=0.0, **own)
+    spec = specification(policy_path, loss=loss, temperature=1e-4, fast_rollouts=fast, learning_rate=0.0, **own)
     spec = {**spec, "fixed": False, "lora": lora, "prompts": 4}
     if lora:
         del spec["perturb"]

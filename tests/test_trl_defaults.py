@@ -14,12 +14,18 @@ import trl_ext
 from tests.rollout_once import build
 from tests.train_once import REPOSITORY
 
-SHARED = [name for name in dir(trl) if name.endswith("Config") and hasattr(trl_ext, name)]
+# Those of TRL itself, such as ModelConfig, pass through.
+SHARED = [
+    name
+    for name in dir(trl)
+    if name.endswith("Config") and getattr(trl_ext, name, getattr(trl, name)) is not getattr(trl, name)
+]
 
 
 def table() -> dict[tuple[str, str], tuple[str, str]]:
     """(configuration, field) -> (here, TRL's), as docs/trl.md has them."""
     text = (Path(REPOSITORY) / "docs" / "trl.md").read_text(encoding="utf-8").partition("\n## Defaults of")[2]
+    text = text.partition("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")
     ]
