@@ -45,7 +45,8 @@ def test_the_table_of_defaults_is_that_of_the_classes(tmp_path):
         stock = getattr(trl, name)(output_dir=str(tmp_path), use_cpu=True, bf16=False)
         for field in dataclasses.fields(getattr(trl, name)):
             here, theirs = getattr(resolved, field.name, None), getattr(stock, field.name)
-            if field.name in ("use_cpu", "bf16") or (here == theirs and field.name in own):
+            # transformers from 5.24 on has another name for gradient_checkpointing beside it.
+            if field.name in ("use_cpu", "bf16", "activation_checkpointing") or (here == theirs and field.name in own):
                 continue
             differing.add((name, field.name))
             said, of_trl = documented.get((name, field.name), ("", ""))
