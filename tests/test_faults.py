@@ -351,15 +351,13 @@ def test_fewer_rows_than_a_batch_are_refused_before_training(trainer, tiny_model
     rows = pairs(3)
     if trainer == "KTOTrainer":
         rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(rows)]
-    built = build_plain({"trainer": trainer, "model": tiny_model_path, "rows": rows, "args": args}, str(tmp_path))
+    spec = {"trainer": trainer, "model": tiny_model_path, "rows": rows, "args": args}
     with pytest.raises(ValueError, match="^the training data has 3 rows, and dataloader_drop_last leaves"):
-        built.train()
-    built.args.dataloader_drop_last = False
+        build_plain(spec, str(tmp_path))
+    args["dataloader_drop_last"] = False
+    built = build_plain(spec, str(tmp_path))
     built.train()
     assert built.state.global_step == 1
-    built.train_dataset = built.train_dataset.select([])
-    with pytest.raises(ValueError, match="^the training data has no rows$"):
-        built.train()
 
 
 def test_a_rollout_needs_no_row_for_each_response(policy_path, tmp_path):

@@ -63,8 +63,8 @@ class ResilientTraining:
         interrupted: whether a callback has stopped the run so that another can continue from its last checkpoint.
 
     Raises:
-        ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch; or the
-            model lacks embeddings of the tokenizer's tokens.
+        ValueError: `auto_find_batch_size` is set, which would let transformers change the optimizer batch; the
+            training data makes no batch; or the model lacks embeddings of the tokenizer's tokens.
     """
 
     carried_over: ClassVar[tuple[str, ...]] = (
@@ -89,6 +89,7 @@ class ResilientTraining:
                 "parameters that have been trained. Lower per_device_train_batch_size and raise "
                 "gradient_accumulation_steps by the same factor, or use gradient_checkpointing"
             )
+        self._require_a_batch()
         check_vocabulary(self.model, self.processing_class, self.train_dataset)
         self.update_guard = UpdateGuard(self, self.args.max_skipped_updates)
         self.add_callback(self.update_guard)
@@ -98,13 +99,11 @@ class ResilientTraining:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: the given checkpoint is not complete, or is of another optimizer batch; or the training data
-                makes no batch.
+            ValueError: the given checkpoint is not complete, or is of another optimizer batch.
             FloatingPointError: `max_skipped_updates` updates in a row were not finite; there is a checkpoint.
             TrainingFault: the disk is full, another process has ended, or memory is too small.
         """
         begin_warnings()
-        self._require_a_batch()
         self.interrupted, self._progress = False, None
         tied = getattr(self.model.config.get_text_config(), "tie_word_embeddings", False)
         log = logging.getLogger("transformers.trainer")

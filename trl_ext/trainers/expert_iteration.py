@@ -148,6 +148,9 @@ class ExpertIterationTrainer(SFTTrainer):
         self.metrics_file = _MetricsOfAllRounds(Path(args.output_dir) / "metrics.jsonl")
         self.add_callback(self.metrics_file)
 
+    def _require_a_batch(self) -> None:
+        """The rows of a round are not known before it."""
+
     def _check_distribution(self) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ValueError("expert iteration has not been tried under DeepSpeed or FSDP: use one GPU or DDP")
