@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from tests.report_runs import (
+    BASE,
     HOSTILE,
     TIE,
     Page,
+    change,
     report,
     rows_of,
     write_example,
@@ -83,8 +85,11 @@ class TestFigures:
             ("policies", "n without ties", ["3", "3", "4"]),
             ("policies", "gain in true score", ["0.250 [0.220, 0.280]", "0.125 [0.095, 0.155]"]),
             ("policies", "gain in learned reward", ["judge-rm 0.250 [0.125, 0.375]"]),
-            ("policies", "KL to the base (nats)", ["1.50 [1.30, 1.70]"]),
+            ("policies", "n", ["4", "4", "4"]),
+            ("policies", "KL to the base (nats per response)", ["1.50 [1.30, 1.70]"]),
+            ("trade-offs", "KL to the base (nats per response)", ["1.50 [1.30, 1.70]"]),
             ("policies", "accuracy on held-out pairs", ["0.750 [0.410, 0.930]"]),
+            ("policies", "n pairs", ["8", "8", "8"]),
             ("reward-models", "accuracy", ["0.625 [0.310, 0.860]"]),
             ("reward-models", "accuracy, true order", ["0.714 [0.360, 0.920]"]),
             ("kinds", "all prompts", ["0.750 (+0.250)", "0.625 (+0.125)", "0.875 (+0.375)"]),
@@ -99,6 +104,18 @@ class TestFigures:
         write_policy(tmp_path / "even", outcomes=(TIE,) * 4)
         row = write_report(tmp_path, tmp_path / "report.html")["policies"][0]
         assert row["win_rate"]["agreed"] is None and row["win_rate"]["half"]["value"] == 0.5
+
+    def test_each_figure_has_its_n_and_identical_responses_are_said(self, tmp_path):
+        """Without win rates, the n of the gain; of the KL if it is another; the base's responses, to all but one."""
+        for name, responses in (("same", tuple(BASE)), ("other", (*BASE[:3], "no"))):
+            run = write_policy(tmp_path / "runs" / name, responses=responses)
+            for keys, to in {("win_rate",): None, ("score", "gain", "n"): 64, ("kl", "n"): 16}.items():
+                change(run, *keys, to=to)
+        _, page = report(tmp_path / "runs")
+        assert (page.column("policies", "n"), page.column("policies", "n of the KL")) == (["64"] * 2, ["16"] * 2)
+        says = "All 4 responses of same are identical to its base's."
+        assert [text.count("identical") for text in (page.source, (tmp_path / "report.md").read_text())] == [1, 1]
+        assert escape(says) in page.source
 
     def test_markdown_has_the_tables(self, markdown):
         assert re.findall(r"^## (.*)$", markdown, re.M) == [

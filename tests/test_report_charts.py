@@ -10,6 +10,7 @@ import pytest
 
 from tests.report_runs import (
     Page,
+    change,
     report,
     rows_of,
     write_example,
@@ -74,14 +75,34 @@ class TestCurves:
             "reward of the rollouts": [(1, None, 9.0), (2, None, 9.0)],
         }
 
-    def test_no_loss_flattens_another(self, tmp_path):
-        """Each method's loss has a panel, which its held-out rows share."""
+    def test_a_curve_ends_in_its_run_and_its_n(self, tmp_path):
+        """Of 32 prompts during training, 16 of them for the KL, and of 8 pairs; a training curve has no n."""
+        run = write_policy(tmp_path / "runs" / "a-name-that-is-long")
+        change(run, "kl", "n", to=16)
+        pairs = [{"step": step, "eval_loss": 0.5, "eval_rewards/accuracies": 0.5} for step in (20, 40)]
+        write_rows(run / "metrics.jsonl", rows_of(run / "metrics.jsonl") + pairs)
+        (run / "samples").mkdir()
+        for step, n in ((0, 4), (40, 32)):
+            write_rows(run / "samples" / f"step_{step:06}.jsonl", [{}] * n)
+        page = report(tmp_path / "runs")[1]
+        titles = ("true score", "KL to the base (nats per response)", "loss", "preference accuracy")
+        assert [[text.text for text in page.charts(title)[0].findall("g/text")] for title in titles] == [
+            ["a-nam…long, n 32"],
+            ["a-nam…long, n 16"],
+            ["a-name-t…is-long", "a-nam…long, n 8"],
+            ["a-nam…long, n 8"],
+        ]
+
+    def test_no_scale_flattens_another(self, tmp_path):
+        """Each method's loss and implicit reward have panels, which its held-out rows share."""
         for name, scale in (("ipo", 100), ("dpo", 1), ("dpo-2", 1)):
             write_policy(tmp_path / name, objective=name.split("-")[0])
             row = {"loss": scale * 0.25, "grad_norm": scale * 0.5, "eval_loss": scale * 0.75}
+            row |= {"rewards/margins": scale, "rewards/accuracies": 0.5}
             write_rows(tmp_path / name / "metrics.jsonl", [{"step": step, **row} for step in (1, 2)])
         found = {panel.title: panel for panel in panels(find_runs([tmp_path])[0])}
-        assert list(found) == ["loss, dpo", "loss, ipo", "gradient norm, dpo", "gradient norm, ipo"]
+        names = ["reward margin, dpo", "reward margin, ipo", "gradient norm, dpo", "gradient norm, ipo"]
+        assert list(found) == ["loss, dpo", "loss, ipo", "preference accuracy", *names]
         assert list(found["loss, dpo"].curves) == ["dpo", "dpo-2"]
         assert found["loss, ipo"].held_out == {"ipo": [(1, None, 75.0), (2, None, 75.0)]}
 

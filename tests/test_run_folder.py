@@ -177,8 +177,12 @@ LINES = [
         {"loss": 0.0, "reward": 0.5, "kl": 0.00031, "entropy": 1.25, "completions/mean_length": 13.8}
         | {"completions/clipped_ratio": 0.25, "clip_ratio/region_mean": 0.01, "rewards/f/mean": 0.5}
         | {"learning_rate": 1e-6},
-        "step  3/10  reward  0.500  kl 0.0003  entropy 1.250  length 13.8  cut 0.250  clip ratio 0.010  lr 1.0e-06  "
-        "0:14 left",
+        "step  3/10  reward  0.500  kl/token 0.0003  entropy 1.250  length 13.8  cut 0.250  clip ratio 0.010  "
+        "lr 1.0e-06  0:14 left",
+    ),
+    (
+        {"loss": 0.5, "kl": 0.25, "rewards/margins": 0.5, "learning_rate": 1e-6},
+        "step  3/10  loss 0.500  margin  0.500  kl/response 0.2500  lr 1.0e-06  0:14 left",
     ),
     (
         {"loss": 0.1, "entropy": 1.25, "mean_token_accuracy": 0.97, "learning_rate": 1e-3},
@@ -190,7 +194,7 @@ LINES = [
     ),
     (
         {"score": 0.5, "win_rate": 0.6, "kl": 0.1, "completions/mean_length": 12.0, "distinct_2": 0.3},
-        "step  3/10  held out:  score 0.500  win rate 0.600  kl 0.1000  length 12.0",
+        "step  3/10  held out:  score 0.500  win rate 0.600  kl/response 0.1000  length 12.0",
     ),
     ({"train_runtime": 3.0, "train_loss": 0.5, "reward": 0.5}, ""),
     ({"eval_true_order": 0.5}, ""),

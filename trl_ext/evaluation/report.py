@@ -19,8 +19,8 @@ from trl_ext.files import write_text
 
 MAX_PROMPTS = 1000
 # Columns for which the terminal has no room.
-UNPRINTED = ("model", "data", "steps", "n", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
-UNPRINTED += ("training (s)", "labels, true order", "mean margin", "Brier")
+UNPRINTED = ("model", "data", "steps", "n without ties", "win rate, ties dropped", "accuracy on held-out pairs")
+UNPRINTED += ("n of the KL", "n pairs", "training (s)", "labels, true order", "mean margin", "Brier")
 
 
 def write_report(

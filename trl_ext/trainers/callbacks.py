@@ -26,7 +26,9 @@ _COLUMNS = {
     "margin": (".3f", "rewards/margins", "margin"),
     "token accuracy": (".3f", "mean_token_accuracy"),
     "divergence": (".4f", "divergence"),
-    "kl": (".4f", "sampled_kl", "kl"),
+    # Nats per token of a training step's rollouts, and nats per response of held-out ones and of KTO's loss.
+    "kl/token": (".4f",),
+    "kl/response": (".4f", "sampled_kl", "kl"),
     "entropy": (".3f", "entropy", "rollouts/entropy"),
     "length": (".1f", "completions/mean_length", "rollouts/mean_length"),
     "cut": (".3f", "completions/clipped_ratio"),
@@ -178,6 +180,8 @@ def _shown(metrics: dict[str, Any], samples: bool) -> dict[str, float]:
         value = next((metrics[name] for name in names if name in metrics), None)
         if isinstance(value, int | float):
             found[label] = float(value)
+    if "kl/response" in found and {"learning_rate", "completions/mean_length"} <= metrics.keys():
+        found = {"kl/token" if label == "kl/response" else label: value for label, value in found.items()}
     rewards = [value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/mean")]
     if "reward" not in found and len(rewards) == 1:
         found = {"reward": float(rewards[0]), **found}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from trl_ext.evaluation.reporting.curves import Panel
+from trl_ext.evaluation.reporting.curves import HELD_OUT, Panel
 from trl_ext.evaluation.reporting.summary import Row, Task, trade_offs
 
 COLORS, DASHES = 10, 5
@@ -19,6 +19,10 @@ WIDTH, HEIGHT, ROW_HEIGHT = 320, 230, 20
 LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 10, 8, HEIGHT - 34
 # Approximate width of a letter in an SVG, used to shorten names.
 LETTER = 6.2
+# With more runs than this, the page initially shows one run of each method, and curves name only these.
+MANY_RUNS = 12
+# Width of the column of names beside curves.
+NAMES = 104
 UNITS = ((7200, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
 
@@ -123,22 +127,31 @@ def curve_chart(panel: Panel, of: Looks, *, timed: bool) -> str:
         return ""
     last = max(points)[0]
     scale, unit = next((scale, unit) for least, scale, unit in UNITS if last >= least) if timed else (1, "steps")
-    x = Axis.over((at / scale for at, _ in points), LEFT, RIGHT)
-    y = Axis.over((value for _, value in points), BOTTOM, TOP)
+    curves = [curve for curve in curves if curve[1]]
+    named = [curve for curve in curves if len(of) <= MANY_RUNS or curve[0].is_first]
+    height = max(HEIGHT, 13 * len(named) + 50)
+    x = Axis.over((at / scale for at, _ in points), LEFT, RIGHT - NAMES - 6)
+    y = Axis.over((value for _, value in points), height - 34, TOP)
+    named.sort(key=lambda curve: y(curve[1][-1][1]))
+    places = _spaced([y(found[-1][1]) for _, found, _ in named], height - 40)
+    name_at = {(look.label, held_out): at for (look, _, held_out), at in zip(named, places, strict=True)}
     marks = []
     for look, found, held_out in curves:
-        if not found:
-            continue
+        n = panel.n.get(look.label) if held_out or panel.group == HELD_OUT else None
+        rows = f", n {n}" if n else ""
         name = f"{look.label}, held out" if held_out else look.label
-        title = _title(f"{name}: {shown(found[-1][1])} at {shown(found[-1][0] / scale)} {unit}")
+        title = _title(f"{name}: {shown(found[-1][1])} at {shown(found[-1][0] / scale)} {unit}{rows}")
         at = [(x(at / scale), y(value)) for at, value in found]
         parts = [title, _line(at, "beside" if held_out else "curve")]
         if held_out:
             parts += [_circle(*one, "circle", 3) for one in at]
         elif len(at) == 1:
             parts.append(_circle(*at[0], "dot", 4))
+        if (look.label, held_out) in name_at:
+            beside = shortened(look.label, int(NAMES / LETTER) - len(rows)) + rows
+            parts.append(_name(*at[-1], RIGHT - NAMES, name_at[look.label, held_out], beside))
         marks.append(look.group(*parts))
-    return _plane(panel.title, x, y, unit, marks, whole=not timed)
+    return _plane(panel.title, x, y, unit, marks, whole=not timed, height=height)
 
 
 def dot_chart(title: str, values: Mapping[str, Mapping[str, Any] | None], of: Looks, reference: float | None) -> str:
@@ -228,12 +241,11 @@ def _trade_off(title: str, points: Sequence[Row], rows: Mapping[str, Row], of: L
         ]
         marks.append(_line(sorted(front), "front"))
     # Names are in a separate column, spaced and in the order of the points, so that they cover nothing.
-    name_y = 0.0
     ordered = sorted(points, key=lambda point: point["reward"]["value"], reverse=True)
-    for below, point in enumerate(ordered, start=1 - len(points)):
+    places = _spaced([y(point["reward"]["value"]) for point in ordered], height - 40)
+    for point, name_y in zip(ordered, places, strict=True):
         look, kl, reward = of[point["run"]], point["kl"], point["reward"]
         px, py = x(kl["value"]), y(reward["value"])
-        name_y = min(max(name_y + 13, py), height - 40 + 13 * below)
         may = title in rows[point["run"]]["on_front"]
         says = f"{look.label}: {with_interval(reward)} at KL {with_interval(kl)}"
         marks.append(
@@ -241,12 +253,25 @@ def _trade_off(title: str, points: Sequence[Row], rows: Mapping[str, Row], of: L
                 _title(f"{says}, {'may be on the front' if may else 'not on the front'}"),
                 _whisker(kl, lambda end, py=py: (x(end), py)),
                 _whisker(reward, lambda end, px=px: (px, y(end))),
-                f'<line class="leader" x1="{px}" y1="{py}" x2="{names_at}" y2="{name_y}"/>',
+                _name(px, py, names_at, name_y, shortened(look.label, 14)),
                 _circle(px, py, "dot" if may else "dominated", 4),
-                f'<text class="name" x="{names_at + 2}" y="{name_y + 4}">{escape(shortened(look.label, 14))}</text>',
             )
         )
     return _plane(title, x, y, "KL to the base (nats per response)", marks, height=height)
+
+
+def _spaced(places: Sequence[float], bottom: float) -> list[float]:
+    """Heights near these ascending ones that are 13 pixels apart, and of which the last is not below `bottom`."""
+    found = [0.0]
+    for below, place in enumerate(places, start=1 - len(places)):
+        found.append(round(min(max(found[-1] + 13, place), bottom + 13 * below), 1))
+    return found[1:]
+
+
+def _name(x: float, y: float, at_x: float, at_y: float, text: str) -> str:
+    """The name of a mark in a column beside it, with a line from the mark."""
+    line = f'<line class="leader" x1="{x:g}" y1="{y:g}" x2="{at_x:g}" y2="{at_y:g}"/>'
+    return f'{line}<text class="name" x="{at_x + 2:g}" y="{at_y + 4:g}">{escape(text)}</text>'
 
 
 def _plane(

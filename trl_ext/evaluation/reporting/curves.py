@@ -11,6 +11,7 @@ from trl_ext.evaluation.reporting.runs import Run
 Row = dict[str, Any]
 Point = tuple[float, float | None, float]
 MAX_POINTS = 300
+HELD_OUT = "held-out prompts"
 
 # Metric of the responses to held-out prompts -> its title.
 HELD_OUT_TITLES = {
@@ -40,21 +41,23 @@ TRAINING_TITLES = {
     "clip_ratio/region_mean": "share of tokens clipped",
     "grad_norm": "gradient norm",
 }
-# Methods do not share the scale of these.
-OF_A_METHOD = ("loss", "grad_norm")
+# Methods do not share the scale of these: implicit rewards depend on the method's beta and normalization.
+OF_A_METHOD = ("loss", "grad_norm", "rewards/margins", "rewards/chosen", "rewards/rejected")
 
 
 @dataclass(frozen=True)
 class Panel:
     """One metric of several runs: the points of each as (step, seconds or None, value), by the run's label.
 
-    `held_out` contains the points of the same metric on held-out rows.
+    `held_out` contains the points of the same metric on held-out rows, and `n` the number of these rows, by the label
+    of each run that has it. All points of a panel of held-out prompts are of such rows.
     """
 
     title: str
     group: str
     curves: dict[str, list[Point]]
     held_out: dict[str, list[Point]]
+    n: dict[str, int]
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
@@ -64,7 +67,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
     titles = {**HELD_OUT_TITLES, "score": runs[0].score_name if runs else ""}
     titles |= {name: f"reward, {name.removeprefix('rewards/').removesuffix('/mean')}" for name in learned}
     found = [
-        Panel(title, "held-out prompts", _curves(runs, lambda row, key=key: _held_out(row, key)), {})
+        Panel(title, HELD_OUT, _curves(runs, lambda row, key=key: _held_out(row, key)), {}, _prompts(runs, key))
         for key, title in titles.items()
     ]
     for key, title in TRAINING_TITLES.items():
@@ -75,8 +78,31 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
         for scale, own in alike.items():
             training = _curves(own, lambda row, key=key: None if is_of_held_out_prompts(row) else row.get(key))
             held_out = _curves(own, lambda row, key=key: row.get(f"eval_{key}"))
-            found.append(Panel(f"{title}, {scale}" if len(alike) > 1 else title, "training", training, held_out))
+            title_of_scale = f"{title}, {scale}" if len(alike) > 1 else title
+            found.append(Panel(title_of_scale, "training", training, held_out, _rows(own)))
     return [one for one in found if any(len(c) > 1 for c in (*one.curves.values(), *one.held_out.values()))]
+
+
+def _prompts(runs: Sequence[Run], key: str) -> dict[str, int]:
+    """The number of held-out prompts during training; the KL may be estimated on fewer of them."""
+    found = {run.label: run.sampled for run in runs if run.sampled}
+    kl = {run.label: run.results.kl.n for run in runs if run.results.kl and run.results.kl.n}
+    return {label: min(n, kl.get(label, n)) if key == "kl" else n for label, n in found.items()}
+
+
+def _rows(runs: Sequence[Run]) -> dict[str, int]:
+    """The number of rows of the metrics with `eval_`: held-out pairs, or prompts in the runs of policy trainers."""
+    found = {}
+    for run in runs:
+        logged = {name for row in run.metrics for name in row}
+        if "eval_loss" not in logged:
+            found[run.label] = run.sampled
+        elif run.trains_reward_model:
+            found[run.label] = run.results.pairs and run.results.pairs.n
+        elif "eval_rewards/accuracies" in logged:
+            after = run.results.preferences and run.results.preferences.after
+            found[run.label] = after and after.n
+    return {label: n for label, n in found.items() if n}
 
 
 def _scale(run: Run, key: str) -> str:

@@ -16,22 +16,22 @@ from importlib.resources import files
 from typing import Any
 
 from trl_ext.evaluation.reporting import charts
-from trl_ext.evaluation.reporting.charts import Looks
+from trl_ext.evaluation.reporting.charts import MANY_RUNS, Looks
 from trl_ext.evaluation.reporting.curves import panels
 from trl_ext.evaluation.reporting.generations import generations
 from trl_ext.evaluation.reporting.runs import Run
 from trl_ext.evaluation.reporting.summary import Row, Task, by_task
 from trl_ext.evaluation.reporting.tables import FRONT_RULE, NOT_EVALUATED, Cell, Table, faults, task_tables
 
-# With more runs than this, the page initially shows one run of each method.
-MANY_RUNS = 12
 FRONT_NOTE = (
     "Crosses are 95% intervals. Filled: may be on the front; hollow: is not. The line joins the front of the figures "
     f"of all runs, shown or not. {FRONT_RULE}"
 )
 CURVES_NOTE = (
-    "Circles are of held-out rows. Methods do not share the scale of a loss or of its gradient, so each has a panel. "
-    "Of a curve with more than 300 points the lowest and the highest of each stretch are drawn."
+    "Each curve ends in the name of its run and, if known, the number n of held-out prompts or pairs of its last "
+    "point. It may be smaller than the n of the table: during training, runs are evaluated on some of their prompts. "
+    "Circles are of held-out rows. Methods do not share the scale of a loss, of its gradient and of implicit rewards, "
+    "so each has a panel. Of a curve with more than 300 points the lowest and the highest of each stretch are drawn."
 )
 # Intervals appear on a line below their figures.
 INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\]")

@@ -79,6 +79,7 @@ def policy_row(run: Run) -> Row:
         "rewards": {name: _figure(reward.gain) for name, reward in (results.rewards or {}).items()},
         "kl": _figure(results.kl),
         "pair_accuracy": _pair_accuracy(run),
+        "identical": _identical(run),
         "tokens": {source: texts[source].mean_tokens if source in texts else None for source in ("base", "policy")},
     }
 
@@ -184,6 +185,12 @@ def _accuracy(run: Run) -> dict[str, dict[str, float | None] | None]:
         is_greedy = (run.results.run.sampling or {}).get("temperature") == 0
         found["greedy" if is_greedy else "sampled"] = reasoning.accuracy
     return {name: _figure(found.get(name)) for name in ("sampled", "greedy")}
+
+
+def _identical(run: Run) -> int | None:
+    """The number of responses if all are the same as the base's."""
+    same = all(row.response_text == row.base_response_text for row in run.generations)
+    return len(run.generations) or None if same else None
 
 
 def _pair_accuracy(run: Run) -> dict[str, float | None] | None:

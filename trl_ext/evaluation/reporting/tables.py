@@ -118,20 +118,25 @@ def run_figures(row: Row) -> dict[str, Cell]:
             "ECE": figure(row["ece"]),
         }
     half, agreed = row["win_rate"]["half"], row["win_rate"]["agreed"]
+    counts = (half, *row["accuracy"].values(), row["score_gain"], *row["rewards"].values(), row["kl"])
+    n = next((one["n"] for one in counts if one and one.get("n")), None)
+    of_kl = (row["kl"] or {}).get("n")
     learned = {name: estimate(gain) for name, gain in row["rewards"].items() if gain is not None}
     told = "; ".join(f"{name} {cell.text}" for name, cell in learned.items())
     return {
         "accuracy, sampled": estimate(row["accuracy"]["sampled"]),
         "accuracy, greedy": estimate(row["accuracy"]["greedy"]),
         "win rate, ties as half": estimate(half),
-        "n": count((half or {}).get("n")),
+        "n": count(n),
         "win rate, ties dropped": estimate(agreed),
         "n without ties": count((agreed or {}).get("n")),
         "judge errors": count(row["judge_errors"] or None),
         f"gain in {row['score_name']}": estimate(row["score_gain"]),
         "gain in learned reward": Cell(told, next(iter(learned.values())).value) if learned else Cell(NOTHING),
-        "KL to the base (nats)": estimate(row["kl"], 2),
+        "KL to the base (nats per response)": estimate(row["kl"], 2),
+        "n of the KL": count(of_kl if of_kl != n else None),
         "accuracy on held-out pairs": estimate(row["pair_accuracy"]),
+        "n pairs": count((row["pair_accuracy"] or {}).get("n")),
         "tokens": figure(row["tokens"]["policy"], 1),
     }
 
@@ -156,11 +161,12 @@ def _tasks(rows: Sequence[Row]) -> Table:
 def _policies(rows: Sequence[Row]) -> Table:
     """One row per policy, with the figures for comparing policies; empty if no policy has any."""
     note = "Of the responses to held-out prompts, against each run's base; brackets hold 95% intervals. "
-    if any(row["kl"] for row in rows):
-        note += "KL is per response. "
     note += "Tokens are the mean length."
     if any(row["win_rate"]["agreed"] for row in rows):
         note += " The win rate with ties dropped is over the prompts on which both orders prefer the same model."
+    for row in rows:
+        if row["identical"]:
+            note += f" All {row['identical']} responses of {row['run']} are identical to its base's."
     found = [run_figures(row) for row in rows]
     known = any(cell.text != NOTHING for cells in found for cell in cells.values())
     return _identified("policies", "Policies", note, rows, found) if known else _table("policies", "", "", [])
@@ -216,7 +222,7 @@ def _over_seeds(rows: Sequence[Row]) -> Table:
             "win rate, ties as half": estimate(row["win_rate_half"], name="mean"),
             "win rate, ties dropped": estimate(row["win_rate_agreed"], name="mean"),
             f"gain in {row['score_name']}": estimate(row["score_gain"], name="mean"),
-            "KL to the base (nats)": estimate(row["kl"], 2, name="mean"),
+            "KL to the base (nats per response)": estimate(row["kl"], 2, name="mean"),
             "tokens": estimate(row["tokens"], 1, name="mean"),
             "training (s)": estimate(row["training_seconds"], 1, name="mean"),
         }
@@ -238,7 +244,7 @@ def _trade_offs(policies: Sequence[Row]) -> Table:
         {
             "reward": _text(name),
             "run": _text(point["run"]),
-            "KL to the base (nats)": estimate(point["kl"], DECIMALS["kl"]),
+            "KL to the base (nats per response)": estimate(point["kl"], DECIMALS["kl"]),
             "figure": estimate(point["reward"], DECIMALS["reward"]),
             "may be on the Pareto front": on("on_front", name, point),
             "front of the figures": on("on_point_front", name, point),
