@@ -266,3 +266,20 @@ def test_a_phone_needs_no_sideways_scrolling(open_report):
         "nodes => nodes.map(node => node.getBoundingClientRect().right)"
     )
     assert max(boxes) <= 360
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_name_is_cut_off_by_its_chart(open_report, tmp_path, width):
+    for method in ("dpo", "simpo"):
+        run = write_policy(tmp_path / "runs" / f"{method}-with-a-long-name-seed-10", objective=method)
+        (run / "samples").mkdir()
+        (run / "samples" / "step_000040.jsonl").write_text("{}\n" * 400)
+    write_report(tmp_path / "runs", tmp_path / "report.html")
+    page = open_report(width, path=tmp_path / "report.html")
+    texts = page.locator(".over-steps svg text.name, #pareto svg text.name")
+    assert any("n 400" in text for text in texts.all_text_contents())
+    beyond = texts.evaluate_all(
+        "nodes => nodes.map(node => node.getBoundingClientRect().right"
+        " - node.ownerSVGElement.getBoundingClientRect().right)"
+    )
+    assert max(beyond) <= 0 and overflow(page) == 0

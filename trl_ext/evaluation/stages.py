@@ -29,7 +29,7 @@ cost    one generation per model and prompt, and one forward pass each under the
         model. No network but for models on the hub. Two policies and the reward model are in memory at once.
 writes  comparison.json, comparison.md and, for each model, samples_NAME.jsonl into --out.
 """
-HEADER = ("model", "n", "reward  95% interval", "std", "KL to the reference (nats)", "tokens", "std", "ended")
+HEADER = ("model", "n", "reward  95% interval", "std", "KL to reference (nats per response)", "tokens", "std", "ended")
 
 
 @dataclass(frozen=True)

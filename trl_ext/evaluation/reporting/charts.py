@@ -21,7 +21,7 @@ LEFT, RIGHT, TOP, BOTTOM = 46, WIDTH - 10, 8, HEIGHT - 34
 LETTER = 6.2
 # With more runs than this, the page initially shows one run of each method, and curves name only these.
 MANY_RUNS = 12
-# Width of the column of names beside curves.
+# Width of the column of names beside curves and points.
 NAMES = 104
 UNITS = ((7200, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 
@@ -226,7 +226,7 @@ def trade_off_charts(policies: Sequence[Row], of: Looks) -> str:
 
 
 def _trade_off(title: str, points: Sequence[Row], rows: Mapping[str, Row], of: Looks) -> str:
-    names_at = RIGHT - 82
+    names_at = RIGHT - NAMES
     height = max(HEIGHT, 13 * len(points) + 50)
     kls, rewards = (
         [point[name].get(key) for point in points for key in ("value", "low", "high")] for name in ("kl", "reward")
@@ -253,7 +253,7 @@ def _trade_off(title: str, points: Sequence[Row], rows: Mapping[str, Row], of: L
                 _title(f"{says}, {'may be on the front' if may else 'not on the front'}"),
                 _whisker(kl, lambda end, py=py: (x(end), py)),
                 _whisker(reward, lambda end, px=px: (px, y(end))),
-                _name(px, py, names_at, name_y, shortened(look.label, 14)),
+                _name(px, py, names_at, name_y, shortened(look.label, int(NAMES / LETTER))),
                 _circle(px, py, "dot" if may else "dominated", 4),
             )
         )

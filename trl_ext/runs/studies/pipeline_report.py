@@ -57,7 +57,7 @@ def _model_tables(summary: Mapping[str, Any]) -> list[Table]:
     for name, found in summary["prompts"].items():
         rows = found["models"]
         cells = [[Cell(row["name"]), *_figures(row, rows), estimate(row["kl"], 2, name="mean")] for row in rows]
-        columns = ["model", *_figure_names(rows), "KL to SFT (nats)"]
+        columns = ["model", *_figure_names(rows), "KL to SFT (nats per response)"]
         tables.append(Table(f"stages-{name}", TITLES[name], SAMPLED, columns, cells))
         rows = [{**row, "family": family} for family, models in found["families"].items() for row in models]
         if rows:
