@@ -46,6 +46,8 @@ def resolve_model_path(name_or_path: str) -> str:
         return name_or_path
     if is_smollm2(path):
         return str(gguf_folder(smollm2_file()))
+    if "/" not in name_or_path and (meant := nearest(name_or_path, ["toy", "smollm2"])) != ".":
+        raise FileNotFoundError(f"no model {name_or_path!r}{meant}")
     if _looks_like_path(name_or_path):
         raise FileNotFoundError(
             f"no model folder {name_or_path!r}: give a folder, a GGUF file, a hub name such as "

@@ -32,10 +32,12 @@ SPACES = re.compile(
 )
 SUBSCRIPT = re.compile(r"(?<!log)_\s*([0-9]+|[a-z](?![a-z]))")
 PAIRS = {"(": ")", "[": "]", "⦃": "⦄"}
-# One symbol, though its letters look like factors: a derivative, `y'`, `f(x+1)` and any letter before a lone number or
-# letter in brackets. Commands and words are matched after them, so that their last letters are not read as functions.
-DIFFERENTIAL = r"(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?(?:\^\{?[0-9]\}?)?"
-DERIVATIVE = re.compile(rf"\\frac\{{({DIFFERENTIAL})\}}\{{({DIFFERENTIAL})\}}")
+# One symbol, though its letters look like factors: a derivative, `y'`, any letter before a lone number in brackets,
+# and `f(x+1)` or `P(A)` where both texts have that letter before a bracket: `h(a+b)` beside `(a+b)h` is a product.
+# Commands and words are matched after them, so that their last letters are not read as functions.
+DIFFERENTIAL = r"(?:d|\\partial) ?(?:\^\{?[0-9]\}? ?)?[A-Za-z]?"
+VARIABLES = r"(?:(?:d|\\partial) ?[A-Za-z](?:\^\{?[0-9]\}?)?)+"
+DERIVATIVE = re.compile(rf"\\frac\{{({DIFFERENTIAL})\}}\{{({VARIABLES})\}}")
 INDEX, LONE = r"(?:_(?:\w|\{\w+\}))?", "[+-]?(?:[0-9.]+|[A-Za-z])"
 ARGUMENT = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
 GREEK = (
@@ -43,10 +45,11 @@ GREEK = (
     r"|[pP]hi|chi|[pP]si|[oO]mega)"
 )
 SYMBOL = re.compile(
-    rf"(?P<symbol>(?<![A-Za-z]){DIFFERENTIAL}/{DIFFERENTIAL}(?![A-Za-z])|[A-Za-z]{INDEX}'+(?:{ARGUMENT})?"
-    rf"|[fghFGH]{INDEX}(?:\^\{{-1\}})?{ARGUMENT}|\\?(?:log|ln|lg)\^\{{-1\}}"
+    rf"(?P<symbol>(?<![A-Za-z]){DIFFERENTIAL}/{VARIABLES}(?![A-Za-z])|[A-Za-z]{INDEX}'+(?:{ARGUMENT})?"
+    rf"|[fg]{INDEX}(?:\^\{{-1\}})?{ARGUMENT}|\\?(?:log|ln|lg)\^\{{-1\}}"
     rf"|(?:[A-Za-z]|{GREEK}){INDEX}\({LONE}(?:,{LONE})*\))|\\[A-Za-z]+|[A-Za-z]{{3,}}|ln"
 )
+CALLED = re.compile(rf"((?:[A-Za-z]|{GREEK}){INDEX})(?:\^\{{-1\}})?\((?!\(*[+-]?[0-9.]+(?:,[+-]?[0-9.]+)*\)+$).*\)")
 # Towers of powers, long exponents, and factorials of large numbers, of powers or of factorials would keep a computer
 # algebra system busy until the time limit.
 EXPLOSIVE = re.compile(
@@ -154,11 +157,19 @@ def _with_letters(answer: str, truth: str) -> tuple[str, str] | None:
     Returns:
         The formulas; None if there are not enough letters.
     """
-    letters = iter(sorted(set("ABCFGHJKLMPQRTUVWXYZabcfghjklmnpqrstuvwxyz") - set(answer + truth)))
+    # In neither case, since the comparison may not distinguish cases.
+    used = set((answer + truth).lower() + (answer + truth).upper())
+    letters = iter(sorted(set("ABCFGHJKLMPQRTUVWXYZabcfghjklmnpqrstuvwxyz") - used))
     names: dict[str, str] = {}
 
     def letter(match: re.Match) -> str:
-        return f" {names.setdefault(symbol, next(letters, ''))} " if (symbol := match["symbol"]) else match[0]
+        symbol = match["symbol"]
+        called = CALLED.fullmatch(symbol or "")
+        if not symbol or called and not all(f"{called[1]}(" in text for text in (answer, truth)):
+            return match[0]
+        if symbol not in names:
+            names[symbol] = next(letters, "")
+        return f" {names[symbol]} "
 
     def replaced(text: str) -> str:
         text = DERIVATIVE.sub(r" \1/\2 ", re.sub(r"\s+(?![A-Za-z0-9])|(?<![A-Za-z0-9])\s+", "", text))

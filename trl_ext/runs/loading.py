@@ -18,6 +18,7 @@ from trl_ext.evaluation import GroundTruthJudge
 from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
 from trl_ext.held_out.table import GenerationTableCallback
 from trl_ext.models import resolve_model_path
+from trl_ext.names import nearest
 from trl_ext.processes import is_main_process, warn_once_per_run
 from trl_ext.resilience.faults import plain_faults
 from trl_ext.runs.arguments import MENDABLE_IN_TRAINING, ModelArguments, one_line_errors
@@ -109,8 +110,9 @@ def load_rows(arguments, seed: int):
     if split not in benchmark:
         fields = "pairs (prompt, chosen, rejected)" if split.endswith("_prefs") else "prompts (prompt)"
         raise ValueError(
-            f"{name} has no split {split!r} to train on, only {', '.join(benchmark)}: call the file of {fields} "
-            f"{split}.jsonl, give it alone as --dataset_name FILE.jsonl, or name a split with --train_split"
+            f"{name} has no split {split!r} to train on, only {', '.join(benchmark)}{nearest(split, list(benchmark))} "
+            f"Name one with --train_split, call the file of {fields} {split}.jsonl, or give it alone as "
+            "--dataset_name FILE.jsonl"
         )
     if arguments.eval_fraction is not None:
         _hold_out(benchmark, arguments, seed)
@@ -206,8 +208,8 @@ def optional_split(benchmark, field_name: str, arguments: EvaluatedArguments, co
         warn_once_per_run(f"{arguments.dataset_name} has no split {name!r}: {consequence}")
     elif name != "none":
         raise ValueError(
-            f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}: name one of these with "
-            f"--{field_name}, or none"
+            f"{arguments.dataset_name} has no split {name!r}, only {', '.join(benchmark)}"
+            f"{nearest(name, list(benchmark))} Name one of these with --{field_name}, or none"
         )
     return None
 
