@@ -18,7 +18,15 @@ from trl_ext.resilience.training import _is_no_tied_head
 from trl_ext.runs import training_run
 from trl_ext.runs.offline import OfflineArguments
 from trl_ext.runs.results import _show
-from trl_ext.trainers.context import check_rows, check_template, quiet_about_length
+from trl_ext.trainers.context import (
+    PAIRS,
+    PROMPTS,
+    check_dataset,
+    check_inputs,
+    check_rows,
+    check_template,
+    quiet_about_length,
+)
 from trl_ext.trainers.policy.reward_functions import as_reward_functions
 from trl_ext.trainers.policy.rollout_metrics import _warn_of_empty
 
@@ -126,7 +134,11 @@ def test_wrong_inputs_to_a_trainer(name, tmp_path):
             with pytest.raises((ValueError, TypeError), match=f"^{where}{message}") as caught:
                 trainer(str(tmp_path), args=arguments, **given, **options)
             assert "\n" not in str(caught.value)
-    wrong_models = {"no model folder 'runs/aot-tyo'": "runs/aot-tyo", "^model must be a model, got NoneType": None}
+    wrong_models = {
+        "no model folder 'runs/aot-tyo'": "runs/aot-tyo",
+        "^no model 'tooy'; did you mean 'toy'": "tooy",
+        "^model must be a model, got NoneType": None,
+    }
     for message, model in wrong_models.items():
         with pytest.raises((OSError, TypeError), match=message):
             trainer(model, args=arguments, train_dataset=right, **options)
@@ -141,6 +153,22 @@ def test_wrong_inputs_to_a_trainer(name, tmp_path):
 def test_plain_prompts_are_pointed_out_and_not_rejected(tokenizer, caplog):
     check_template(tokenizer, Dataset.from_dict({"prompt": ["Name a fruit."]}))
     assert "the model's chat template is not applied" in caplog.text
+
+
+def test_what_a_trainer_does_not_read_is_not_checked():
+    pair = {"prompt": "p", "chosen": "c", "rejected": "r"}
+    check_dataset("train_dataset", Dataset.from_list([{**pair, "completion": 3}]), PAIRS, one_kind=True)
+    check_dataset("train_dataset", Dataset.from_list([{"prompt": "p", "chosen": 1}]), PROMPTS)
+    check_dataset("train_dataset", Dataset.from_list([{"prompt": USER}]).with_format("numpy"), PROMPTS)
+    assert check_inputs("toy", {"train_dataset": Dataset.from_list([pair]), "eval_dataset": {}}, PAIRS)
+
+
+def test_pairs_without_a_prompt_need_a_common_beginning(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    rows = Dataset.from_list([{"question": "q", "chosen": "c", "rejected": "r"}])
+    args = trl_ext.DPOConfig(str(tmp_path / "run"), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match="^train_dataset has no column 'prompt', .*; it has question,"):
+        trl_ext.DPOTrainer(str(tmp_path), args=args, train_dataset=rows)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +216,9 @@ class TestRecipes:
         rows = training.load_rows(rows_of(path), 42)
         assert list(rows) == ["train_gen"] and rows["train_gen"]["prompt"][:] == ["p"]
         path.rename(tmp_path / "test_gen.jsonl")
-        with pytest.raises(ValueError, match=r"only test_gen: call the file of prompts \(prompt\) train_gen.jsonl"):
+        with pytest.raises(
+            ValueError, match=r"only test_gen. Name one .*, call the file of prompts \(prompt\) train_gen.jsonl"
+        ):
             training.load_rows(rows_of(tmp_path), 42)
 
     def test_a_fraction_of_the_prompts_is_held_out(self, training, tmp_path, capsys):

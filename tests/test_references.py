@@ -112,6 +112,15 @@ def test_the_reference_is_a_copy_of_the_model_in_memory(name, change, tiny_model
     assert torch.equal(reference(input_ids=ids).logits, before)
 
 
+def test_a_model_that_earlier_trainers_trained_in_bfloat16(tiny_model_path, tmp_path):
+    """accelerate wraps its forward pass for each trainer; policy and reference must compute the same."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    for number in range(3):
+        settings = {"loss": "dpo", "bf16": True}
+        log = first_log(build("PreferenceTrainer", model, tiny_model_path, tmp_path / str(number), settings))
+        assert log["loss"] == pytest.approx(math.log(2), abs=1e-6), number
+
+
 def test_computing_it_in_advance_gives_the_same(tiny_model_path, tmp_path):
     logs = []
     for ahead in (False, True):

@@ -9,6 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pyarrow.compute as compute
+
 from trl_ext.models.gguf import gguf_folder, is_smollm2, smollm2_file
 from trl_ext.names import nearest
 from trl_ext.toy import MODEL_DIR
@@ -155,12 +157,18 @@ def _token_rows(tokenizer, dataset: Any) -> Iterator[Sequence[int]]:
 
     columns = dataset.column_names if isinstance(dataset, Dataset) else []
     encoded = [name for name in columns if name.endswith("_ids")]
-    for row in dataset.select_columns(encoded) if encoded else ():
-        yield from (row[name] for name in encoded)
-    for prompt in dataset["prompt"] if "prompt" in columns and not encoded else ():
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        yield tokenizer(prompt)["input_ids"]
+    if encoded:
+        for batch in dataset.select_columns(encoded).with_format("arrow").iter(10_000):
+            yield from ([compute.max(compute.list_flatten(batch[name])).as_py() or 0] for name in encoded)
+    elif "prompt" in columns:
+        for batch in dataset.select_columns(["prompt"]).iter(1000):
+            texts = [
+                prompt
+                if isinstance(prompt, str)
+                else tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+                for prompt in batch["prompt"]
+            ]
+            yield from tokenizer(texts)["input_ids"]
 
 
 def find_policy(name_or_path: str | Path, *, dtype: str = "auto") -> tuple[str, str, bool]:

@@ -59,7 +59,7 @@ def check_inputs(model: Any, datasets: Mapping[str, Any], formats: Formats, *, o
         several = given if name == "eval_dataset" and isinstance(given, Mapping) else {}
         for part, dataset in {f"{name}[{key!r}]": one for key, one in several.items()}.items():
             check_dataset(part, dataset, formats, one_kind=one_kind)
-        if given is not None and not several:
+        if given is not None and several is not given:
             check_dataset(name, given, formats, one_kind=one_kind)
     return model
 
@@ -81,13 +81,17 @@ def check_dataset(name: str, dataset: Any, formats: Formats, *, one_kind: bool =
     first = dataset[0]
     if any(column.endswith("_ids") for column in first):
         return
-    if formats and not any({*columns} <= {*first} for columns in formats):
+    read = next((columns for columns in formats if {*columns} <= {*first}), None)
+    if formats and read is None:
         raise ValueError(_other_columns(name, formats, list(first)))
-    is_plain = dataset.format["type"] is None
-    shown = [column for column in (*_TEXTS, "row_id") if column in dataset.column_names]
-    rows = dataset.select_columns(shown) if is_plain else [first]
+    texts = [column for column in read or () if column in _TEXTS]
+    if dataset.format["type"] is None:
+        rows = dataset.select_columns([*texts, *(["row_id"] if "row_id" in dataset.column_names else [])])
+    else:
+        # Of a transform one row is made; other formats, such as numpy's, hold no lists.
+        rows = [first] if dataset.format["type"] == "custom" else []
     for index, row in enumerate(rows):
-        kinds = {column: _kind(row[column]) for column in _TEXTS if column in row}
+        kinds = {column: _kind(row[column]) for column in texts}
         bad = next((column for column, kind in kinds.items() if kind is None), None)
         where = f"{name}, row {index}" + (f" (row_id {row['row_id']})" if "row_id" in row else "")
         if bad is not None:

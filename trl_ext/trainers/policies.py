@@ -34,26 +34,41 @@ def reference_in_memory(trainer, trl_trainer: type, model) -> Iterator[None]:
     """
     if not isinstance(model, PreTrainedModel):
         yield
-    elif any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return
+    if "_original_forward" in vars(model):
+        # Autocast of an earlier trainer, under which this one's would be left out.
+        _without_replacements(model)
+    module = sys.modules[trl_trainer.__module__]
+    from_disk, divided = module.create_model_from_path, any(hasattr(weight, "ds_id") for weight in model.parameters())
+
+    def reference(*args, **kwargs):
+        if not divided:
+            return frozen(model)
         warn_once_per_run(
             "ZeRO-3 divides the model, which can therefore not be copied: the reference is read from "
             f"{model.config._name_or_path!r}, and is another one if the model was changed since it was loaded"
         )
+        return from_disk(*args, **kwargs)
+
+    with temporarily(module, create_model_from_path=reference):
         yield
-    else:
-        with temporarily(sys.modules[trl_trainer.__module__], create_model_from_path=lambda *_, **__: frozen(model)):
-            yield
 
 
 def frozen(model: PreTrainedModel) -> PreTrainedModel:
     """A copy of a model in evaluation mode, without gradients and without what trainers have put on the model."""
     model = copy.deepcopy(model)
     model.zero_grad(set_to_none=True)
-    # Functions that an earlier trainer put in place of the model's may call the model they were made for.
-    if not hasattr(model, "_hf_hook"):
-        for name in [name for name in vars(model) if name in ("forward", "generate") or name.startswith("_trl_ext")]:
-            del vars(model)[name]
+    _without_replacements(model)
     return model.requires_grad_(False).eval()
+
+
+def _without_replacements(model: PreTrainedModel) -> None:
+    """Remove what trainers have put in place of a model's own functions; in a copy, it may call the original."""
+    # Of a model on several devices, accelerate's hooks move the tensors.
+    if not hasattr(model, "_hf_hook"):
+        replaced = ("forward", "generate", "_original_forward", "_is_accelerate_prepared")
+        for name in [name for name in vars(model) if name in replaced or name.startswith("_trl_ext")]:
+            del vars(model)[name]
 
 
 def check_base_of_adapter(model) -> None:

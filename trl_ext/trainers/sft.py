@@ -64,7 +64,8 @@ class SFTTrainer(ResilientTraining, WritesModelCard, TokenMetrics, TRLSFTTrainer
     def __init__(self, model, args: SFTConfig | None = None, **kwargs: Any):
         args = configuration(self, args, SFTConfig)
         texts = [("prompt", "completion"), ("messages",), ("conversations",), (args.dataset_text_field,)]
-        model = check_inputs(model, kwargs, [] if kwargs.get("formatting_func") else texts)
+        as_they_are = kwargs.get("formatting_func") or (args.dataset_kwargs or {}).get("skip_prepare_dataset")
+        model = check_inputs(model, kwargs, [] if as_they_are else texts)
         super().__init__(model, args, **kwargs)
         self.packing = self._pack()
 

@@ -128,6 +128,12 @@ class PreferenceTrainer(ResilientTraining, WritesModelCard, PairMetrics, TRLDPOT
                     f"the loss or its weighting reads the column {missing[0]!r}, which {name} does not have; "
                     f"it has {', '.join(have)}"
                 )
+            pair = dataset[0] if isinstance(dataset, Dataset) and {"chosen", "rejected"} <= {*have} else {}
+            if pair and "prompt" not in pair and pair["chosen"][:1] != pair["rejected"][:1]:
+                raise ValueError(
+                    f"{name} has no column 'prompt', and its chosen and rejected do not begin alike; "
+                    f"it has {', '.join(have)}"
+                )
 
     def _set_signature_columns_if_needed(self):
         super()._set_signature_columns_if_needed()
