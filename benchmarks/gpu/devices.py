@@ -1,149 +1,136 @@
-"""What the battery asks of a GPU or a CPU: all calls that exist for one of them only."""
+"""What the battery asks of a device, `cuda` or `cpu`: time, memory, and a trace of what it does."""
 
 from __future__ import annotations
 
 import gc
+import json
+import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks._step_arms import processor
+# Categories of a trace that occupy the device. On a CPU, operators stand for kernels, and those they call count too.
+BUSY = {"cuda": {"kernel", "gpu_memcpy", "gpu_memset"}, "cpu": {"cpu_op"}}
+WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize", "aten::_local_scalar_dense")
+ALLOCATIONS = ("cudaMalloc", "cuMemCreate")
+ATTENTION = ("attention", "flash", "fmha", "sdpa", "softmax")
 
 
-class Gpu:
-    """The current CUDA device."""
+def synchronize(device: str) -> None:
+    torch.get_device_module(device).synchronize()
 
-    name, kind = "cuda", DeviceType.CUDA
-    activities = (ProfilerActivity.CPU, ProfilerActivity.CUDA)
-    # Names of profiled calls at which the CPU waits for the GPU.
-    waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-    allocations_seen = ("cudaMalloc", "cuMemCreate")
 
-    def title(self) -> str:
-        return torch.cuda.get_device_name()
+def works(device: str) -> bool:
+    """Whether the device still answers; after an illegal access, every call of the process fails."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
 
-    def works(self) -> bool:
-        """Whether the device still answers."""
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError:
-            return False
-        return True
-
-    def mark(self) -> torch.cuda.Event:
-        """A moment in the queue of the device."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds between two marks that have been reached."""
-        return start.elapsed_time(end) / 1000
-
-    def allocations(self) -> int:
-        """Number of blocks that the allocator has taken from the device so far."""
-        return torch.cuda.memory_stats().get("segment.all.allocated", 0)
-
-    def free_cache(self) -> None:
+def free(device: str) -> None:
+    """Return the memory of what is no longer referenced."""
+    gc.collect()
+    if device == "cuda":
         torch.cuda.empty_cache()
 
-    def debug_synchronization(self, mode: str) -> None:
-        torch.cuda.set_sync_debug_mode(mode)
 
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.pin_memory()
-
-
-class Cpu:
-    """The same on a CPU, which has no queue and no allocator of its own; for trying the battery without a GPU."""
-
-    name, kind = "cpu", DeviceType.CPU
-    activities = (ProfilerActivity.CPU,)
-    waits = ("aten::_local_scalar_dense", "aten::nonzero")
-    allocations_seen = ("aten::empty",)
-
-    def title(self) -> str:
-        return processor()
-
-    def synchronize(self) -> None:
-        pass
-
-    def works(self) -> bool:
-        return True
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def allocations(self) -> int:
-        return 0
-
-    def free_cache(self) -> None:
-        pass
-
-    def debug_synchronization(self, mode: str) -> None:
-        pass
-
-    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory ended, in torch's allocator, in CUDA or in cuBLAS."""
+    text = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text
 
 
-Device = Gpu | Cpu
-
-
-def timed(device: Device, function: Callable[[], Any]) -> dict[str, float]:
-    """Wall seconds of a call, seconds by the device's own clock, and the blocks that the allocator took in it."""
-    device.synchronize()
-    before, wall, start = device.allocations(), time.perf_counter(), device.mark()
+def timed(device: str, function: Callable[[], Any]) -> dict[str, float]:
+    """Wall seconds of a call, seconds between two events in the queue, and blocks that the allocator took in it."""
+    cuda = device == "cuda"
+    synchronize(device)
+    before = torch.cuda.memory_stats().get("segment.all.allocated", 0) if cuda else 0
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if cuda else []
+    started = time.perf_counter()
+    for event in events[:1]:
+        event.record()
     function()
-    end = device.mark()
-    device.synchronize()
-    seconds = time.perf_counter() - wall
+    for event in events[1:]:
+        event.record()
+    synchronize(device)
+    seconds = time.perf_counter() - started
     return {
         "seconds": seconds,
-        "device_seconds": device.seconds(start, end),
-        "allocations": device.allocations() - before,
+        "device_seconds": events[0].elapsed_time(events[1]) / 1000 if cuda else seconds,
+        "allocations": torch.cuda.memory_stats().get("segment.all.allocated", 0) - before if cuda else 0,
     }
 
 
-def free(device: Device) -> None:
-    """Return the memory of what is no longer referenced."""
-    gc.collect()
-    device.free_cache()
-
-
-def poison(device: Device, elements: int = 2**22) -> None:
+def poison(device: str, elements: int = 2**22) -> None:
     """Fill memory that is about to be reused with NaN, so that an output that is never written shows."""
     for dtype in (torch.float32, torch.bfloat16):
-        torch.full((elements,), float("nan"), dtype=dtype, device=device.name)
+        torch.full((elements,), float("nan"), dtype=dtype, device=device)
 
 
-@contextmanager
-def noting_synchronization(device: Device) -> Iterator[Counter[str]]:
-    """Count by file and line the operations of the block that wait for the device, as far as torch notices them.
+def trace(device: str, function: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The events of a call that have a duration, with `name`, `cat`, and `ts` and `dur` in microseconds.
 
-    The counter is filled when the block ends, and stays empty on a CPU.
+    They are read from an exported trace, whose categories tell kernels from annotations that span them.
     """
-    found: Counter[str] = Counter()
-    device.debug_synchronization("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield found
-    finally:
-        device.debug_synchronization("default")
-    for warning in caught:
-        if "synchroniz" in str(warning.message):
-            found[f"{'/'.join(warning.filename.split('/')[-3:])}:{warning.lineno}"] += 1
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        function()
+        synchronize(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return [event for event in json.loads(path.read_text())["traceEvents"] if "dur" in event]
+
+
+def summarize(events: list[dict[str, Any]], device: str, seconds: float) -> dict[str, Any]:
+    """Figures of a trace; `busy` is the time in which any kernel ran over `seconds`.
+
+    `seconds` is the wall time of the same call without the profiler, which slows the host down, not the kernels.
+    """
+    kernels = [event for event in events if event.get("cat") in BUSY[device]]
+    union, end = 0.0, float("-inf")
+    for event in sorted(kernels, key=lambda event: event["ts"]):
+        until = event["ts"] + event["dur"]
+        union += max(0.0, until - max(event["ts"], end))
+        end = max(end, until)
+    times: Counter[str] = Counter()
+    for event in kernels:
+        times[event["name"][:120]] += event["dur"] / 1e6
+    names = Counter(event["name"] for event in events)
+    return {
+        "kernels": len(kernels),
+        "kernel_seconds": sum(times.values()),
+        "busy": union / 1e6 / seconds,
+        "waits": sum(names[name] for name in WAITS if device == "cpu" or name.startswith("cuda")),
+        "allocations": sum(names[name] for name in ALLOCATIONS),
+        "copies": {name: count for name, count in names.items() if name.startswith("Memcpy")},
+        "longest": dict(times.most_common(12)),
+        "attention": {n: s for n, s in times.most_common() if any(word in n.lower() for word in ATTENTION)},
+    }
+
+
+def synchronizing_lines(device: str, function: Callable[[], Any]) -> dict[str, int]:
+    """How often each line of a call waits for the GPU, as far as torch notices; empty on a CPU."""
+    if device == "cpu":
+        return {}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = Counter(
+        f"{'/'.join(warning.filename.split('/')[-3:])}:{warning.lineno}"
+        for warning in caught
+        if "called a synchronizing" in str(warning.message)
+    )
+    return dict(found.most_common(20))

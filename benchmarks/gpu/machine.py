@@ -10,22 +10,23 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from benchmarks.gpu.devices import Device, timed
+from benchmarks._step_arms import processor
+from benchmarks.gpu.devices import free, summarize, timed, trace
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "numpy")
-FLOATS_PER_GIB = 2**28
 
 
-def describe(device: Device) -> dict[str, Any]:
-    """The names and versions that a row of the table was measured with."""
+def describe(device: str) -> dict[str, Any]:
+    """What an arm was measured on: the device, its driver, and the versions of the libraries."""
     driver = None
-    if device.name == "cuda" and shutil.which("nvidia-smi"):
+    if device == "cuda" and shutil.which("nvidia-smi"):
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {
-        "device": device.title(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "driver": driver,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -34,57 +35,41 @@ def describe(device: Device) -> dict[str, Any]:
     }
 
 
-def measure(device: Device, quick: bool) -> dict[str, Any]:
-    """Rates of copies, products, kernel launches, transfers and allocations, and the time of a launch-bound model."""
+def measure(device: str, quick: bool) -> dict[str, Any]:
+    """Rates of copies, products, launches, transfers and allocations, a launch-bound model, and SDPA's kernels."""
 
-    def seconds(function, repeats: int = 3) -> float:
+    def seconds(function, clock: str = "seconds") -> float:
         function()
-        return median(timed(device, function)["device_seconds"] for _ in range(repeats))
-
-    def wall(function, repeats: int = 3) -> float:
-        function()
-        return median(timed(device, function)["seconds"] for _ in range(repeats))
+        return median(timed(device, function)[clock] for _ in range(3))
 
     # A CPU may only emulate bfloat16.
-    dtype = torch.bfloat16 if device.name == "cuda" else torch.float32
-    floats, width, launches = (2**20, 256, 500) if quick else (2 * FLOATS_PER_GIB, 8192, 20000)
-    source = torch.rand(floats, device=device.name)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    floats, width, launches = (2**20, 256, 500) if quick else (2**30, 8192, 20000)
+    source, small, host = torch.rand(floats, device=device), torch.zeros(8, device=device), torch.zeros(2**14)
     target = torch.empty_like(source)
-    result = {"copy_gb_per_second": 8 * floats / seconds(lambda: target.copy_(source)) / 1e9}
+    result = {"copy_gb_per_second": 8 * floats / seconds(lambda: target.copy_(source), "device_seconds") / 1e9}
     source = target = None
-    left, right = (torch.randn(width, width, device=device.name, dtype=dtype) for _ in range(2))
-    result[f"{str(dtype)[6:]}_tflops"] = 2 * width**3 / seconds(lambda: left @ right) / 1e12
-    left = right = None
-    small = torch.zeros(8, device=device.name)
-
-    def launch() -> None:
-        for _ in range(launches):
-            small.add_(1)
-
-    result["launch_microseconds"] = wall(launch, repeats=3) / launches * 1e6
-    result["item_microseconds"] = wall(lambda: [small[0].item() for _ in range(100)]) / 100 * 1e6
-    host = torch.zeros(16384)
-    for name, given in (("pageable", host), ("pinned", device.pinned(host))):
-        result[f"{name}_64kb_microseconds"] = wall(lambda given=given: given.to(device.name, copy=True)) * 1e6
-
-    def allocate() -> None:
-        device.free_cache()
-        torch.empty(FLOATS_PER_GIB // 4, device=device.name)
-
-    result["allocation_of_256mb_microseconds"] = wall(allocate) * 1e6
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=28,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    with torch.device(device.name):
-        model = Qwen2ForCausalLM(config).to(dtype)
+    factor = torch.randn(width, width, device=device, dtype=dtype)
+    result["matmul_tflops"] = 2 * width**3 / seconds(lambda: factor @ factor, "device_seconds") / 1e12
+    result["launch_microseconds"] = seconds(lambda: [small.add_(1) for _ in range(launches)]) / launches * 1e6
+    result["item_microseconds"] = seconds(lambda: [small[0].item() for _ in range(100)]) / 100 * 1e6
+    for name, given in {"pageable": host, "pinned": host.pin_memory() if device == "cuda" else host}.items():
+        result[f"{name}_64kb_microseconds"] = seconds(lambda given=given: given.to(device, copy=True)) * 1e6
+    allocations = []
+    for _ in range(3):
+        free(device)
+        allocations.append(timed(device, lambda: torch.empty(2**28, dtype=torch.uint8, device=device))["seconds"])
+    result["allocation_of_256mib_microseconds"] = median(allocations) * 1e6
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 28}
+    with torch.device(device):
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)).to(dtype)
         ids = torch.zeros(1, 16, dtype=torch.long)
+        states, mask = torch.randn(8, 12, 256, 128, dtype=dtype), torch.ones(8, 1, 256, 256, dtype=torch.bool).tril()
     result["milliseconds_of_28_tiny_layers"] = {
-        "forward": wall(lambda: model(input_ids=ids, use_cache=False)) * 1e3,
-        "forward and backward": wall(lambda: model(input_ids=ids, use_cache=False).logits.sum().backward()) * 1e3,
+        "forward": seconds(lambda: model(input_ids=ids, use_cache=False)) * 1e3,
+        "forward and backward": seconds(lambda: model(input_ids=ids, use_cache=False).logits.sum().backward()) * 1e3,
     }
+    for name, keywords in {"causal": {"is_causal": True}, "masked": {"attn_mask": mask}}.items():
+        events = trace(device, lambda kw=keywords: scaled_dot_product_attention(states, states, states, **kw))
+        result[f"sdpa_kernels_{name}"] = list(summarize(events, device, 1.0)["longest"])
     return result

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import profile
+from torch.nn.functional import pad
 
 from benchmarks._lengths import Group, Pair, Writer, pairs
 from benchmarks._step_arms import Arm, Peak, count_tokens, example, rollout
-from benchmarks.gpu.devices import Device, free, noting_synchronization, timed
+from benchmarks.gpu.devices import free, out_of_memory, summarize, synchronizing_lines, timed, trace
 
-ROUNDS = 6
 WINDOWS = 2
 
 
@@ -47,10 +45,10 @@ class Variant(NamedTuple):
         share: its predicted time, as a share of stock's.
         packed: whether `share_prefixes` is applied.
         checkpointing: whether activations are recomputed.
-        factor: its micro-batches are this many times as large, or as much of it as memory allows.
+        factor: its micro-batches are this many times as large; halved for as long as they do not fit into memory.
         multiple: widths are padded to a multiple of this.
         around: a context in which its passes run.
-        prepare: called with the arm after it is made.
+        new_widths: whether no arm before it meets the same widths; else it has no cold pass.
     """
 
     label: str
@@ -60,7 +58,7 @@ class Variant(NamedTuple):
     factor: int = 1
     multiple: int = 1
     around: Callable[[], AbstractContextManager] = nullcontext
-    prepare: Callable[[Arm], Any] = lambda arm: None
+    new_widths: bool = True
 
 
 BASELINES = ("stock", "tuned")
@@ -68,12 +66,12 @@ VARIANTS = {
     "stock": Variant("stock, TRL's defaults", 1.0),
     "tuned": Variant("stock, tuned", 0.8, checkpointing=False, factor=2, multiple=64, around=without_cudnn),
     "packed": Variant("packed", 0.55, packed=True),
-    "packed-no-checkpointing": Variant("packed, no checkpointing", 0.45, packed=True, checkpointing=False),
+    "packed-no-checkpointing": Variant(
+        "packed, no checkpointing", 0.45, packed=True, checkpointing=False, new_widths=False
+    ),
 }
-# Groups of a policy or pairs, in an optimizer step and in a micro-batch.
-WORKLOADS = {"grpo": ("policy", 8, 1), "dpo": ("preference", 64, 4)}
-QUICK_WORKLOADS = {"grpo": ("policy", 2, 1), "dpo": ("preference", 4, 2)}
-GROUP_SIZE, QUICK_GROUP_SIZE, SHRINK = 8, 3, 20
+# Trainer; groups or pairs in an optimizer step and in a micro-batch; the same of a quick run.
+WORKLOADS = {"grpo": ("policy", (8, 1), (2, 1)), "dpo": ("preference", (64, 4), (4, 2))}
 
 
 def grpo_groups(index: int, count: int, size: int, vocabulary: int, shrink: int = 1) -> list[Group]:
@@ -82,7 +80,7 @@ def grpo_groups(index: int, count: int, size: int, vocabulary: int, shrink: int 
     return [
         Group(
             write(draw.randint(200, 700) // shrink),
-            [write(int(min(256, max(16, draw.gauss(220, 50)))) // shrink) for _ in range(size)],
+            [write(max(2, int(min(256, max(16, draw.gauss(220, 50)))) // shrink)) for _ in range(size)],
         )
         for _ in range(count)
     ]
@@ -99,17 +97,26 @@ class TimedArm:
 
     def __init__(self, setup: Setup, variant: Variant, factor: int):
         self.setup, self.variant, self.micro_batch = setup, variant, setup.micro_batch * factor
-        self.arm = Arm(
-            variant.packed, setup.arguments(variant, self.micro_batch), setup.folder, setup.first and setup.first.arm
+        # On a GPU: weights in float32 and passes in bfloat16, as TRL's defaults.
+        arguments = argparse.Namespace(
+            trainer=setup.trainer,
+            size=setup.size,
+            device=setup.device,
+            dtype="bfloat16" if setup.device == "cuda" else "float32",
+            weights="float32",
+            lora_r=0,
+            gradient_checkpointing=variant.checkpointing,
+            batch_size=self.micro_batch,
+            group_size=setup.group_size,
         )
-        variant.prepare(self.arm)
-        self.windows = [self.window(index) for index in range(WINDOWS + 1)]
-        # Loads kernels, chooses the back-end, and allocates the optimizer's state.
-        self.step(self.windows[WINDOWS][:1])
-        self.cold = [self.time(window) for window in self.windows[:WINDOWS]]
-        with Peak(setup.device.name) as peak:
-            self.second = [self.time(window) for window in self.windows[:WINDOWS]]
-        self.peak_bytes = peak.bytes
+        self.arm = Arm(variant.packed, arguments, setup.folder, setup.first and setup.first.arm)
+        self.windows = [self.window(index) for index in range(WINDOWS)]
+        # Loads kernels, chooses the back-end and allocates the optimizer's state, on widths that are not timed.
+        self.step(self.window(WINDOWS)[:1])
+        # What another arm left in the allocator would serve this one.
+        free(setup.device)
+        self.cold = [self.time(window) for window in self.windows] if variant.new_widths else []
+        self.gradient_difference: float | None = None
 
     def window(self, index: int, extra: int = 0) -> list[dict[str, Tensor]]:
         """The micro-batches of a window, padded as TRL pads them, and by `extra` columns more."""
@@ -121,6 +128,7 @@ class TimedArm:
             widest = max(len(group.prompt) for group in groups) + extra
             longest = max(len(response) for group in groups for response in group.responses)
             whole = rollout(groups, *(-(-width // multiple) * multiple for width in (widest, longest)))
+            # The loss of every micro-batch is divided by the tokens of the whole window.
             tokens = whole.pop("num_items_in_batch")
             parts = zip(*(part.split(self.micro_batch * setup.group_size) for part in whole.values()), strict=True)
             batches = [{**dict(zip(whole, part, strict=True)), "num_items_in_batch": tokens} for part in parts]
@@ -128,134 +136,116 @@ class TimedArm:
             rows = [example(pair, "preference") for pair in dpo_pairs(index, setup.units, vocabulary, setup.shrink)]
             collate = dataclasses.replace(self.arm.trainer.data_collator, pad_to_multiple_of=multiple)
             batches = [collate(rows[at : at + self.micro_batch]) for at in range(0, len(rows), self.micro_batch)]
-            if extra:
-                batches = [
-                    {name: torch.nn.functional.pad(part, (0, extra)) for name, part in batch.items()}
-                    for batch in batches
-                ]
-        return [{name: part.to(setup.device.name) for name, part in batch.items()} for batch in batches]
+            batches = [{name: pad(part, (0, extra)) for name, part in batch.items()} for batch in batches]
+        return [{name: part.to(setup.device) for name, part in batch.items()} for batch in batches]
+
+    def accumulate(self, window: list[dict[str, Tensor]]) -> None:
+        with self.variant.around():
+            self.arm.accumulate(window)
 
     def step(self, window: list[dict[str, Tensor]]) -> None:
         """One optimizer step: the passes of all micro-batches, clipping and AdamW."""
-        with self.variant.around():
-            self.arm.accumulate(window)
+        self.accumulate(window)
         torch.nn.utils.clip_grad_norm_(self.arm.parameters, 1.0)
         self.arm.trainer.optimizer.step()
         self.arm.trainer.optimizer.zero_grad()
 
     def time(self, window: list[dict[str, Tensor]]) -> dict[str, float]:
-        return timed(self.setup.device, lambda: self.step(window))
+        with Peak(self.setup.device) as peak:
+            figures = timed(self.setup.device, lambda: self.step(window))
+        return {**figures, "peak_mib": peak.bytes / 2**20}
 
     @contextmanager
     def gradients(self, window: list[dict[str, Tensor]]) -> Iterator[list[Tensor]]:
         """The gradients of a window at the present weights, within the block."""
-        with self.variant.around():
-            self.arm.accumulate(window)
+        self.accumulate(window)
         yield [p.grad for p in self.arm.parameters]
         self.arm.trainer.optimizer.zero_grad()
 
     def row(self, warm: list[dict[str, float]]) -> dict[str, Any]:
-        seconds = [figures["seconds"] for figures in warm]
-        counts = [count_tokens(batch, self.setup.trainer) for window in self.windows[:WINDOWS] for batch in window]
-        encoded = [self.arm.encoded_tokens(batch) for window in self.windows[:WINDOWS] for batch in window]
+        batches = [batch for window in self.windows for batch in window]
         return {
             "label": self.variant.label,
             "micro_batch": self.micro_batch,
             "micro_batches": len(self.windows[0]),
-            "real_tokens": sum(count["real_tokens"] for count in counts),
-            "encoded_tokens": sum(encoded),
-            "cold_seconds": median(figures["seconds"] for figures in self.cold),
+            "real_tokens": sum(count_tokens(batch, self.setup.trainer)["real_tokens"] for batch in batches),
+            "encoded_tokens": sum(self.arm.encoded_tokens(batch) for batch in batches),
+            "cold_seconds": median(figures["seconds"] for figures in self.cold) if self.cold else None,
             "cold_allocations": sum(figures["allocations"] for figures in self.cold),
-            "seconds": seconds,
-            "median_seconds": median(seconds),
+            "seconds": [figures["seconds"] for figures in warm],
+            "median_seconds": median(figures["seconds"] for figures in warm),
             "device_seconds": median(figures["device_seconds"] for figures in warm),
             "allocations": sum(figures["allocations"] for figures in warm),
-            "peak_mib": self.peak_bytes / 2**20,
+            "peak_mib": max(figures["peak_mib"] for figures in warm),
+            "gradient_difference": self.gradient_difference,
             "packing": self.arm.packing and self.arm.packing.describe(),
+        }
+
+    def profile(self) -> dict[str, Any]:
+        """What the device does in the passes of two micro-batches and an update, after warm-up."""
+        device, window = self.setup.device, self.windows[0][:2]
+        self.step(window)
+        seconds = self.time(window)["seconds"]
+        return {
+            "label": self.variant.label,
+            "micro_batches": len(window),
+            "seconds": seconds,
+            **summarize(trace(device, lambda: self.step(window)), device, seconds),
+            "synchronizing_lines": synchronizing_lines(device, lambda: self.step(window)),
         }
 
 
 class Setup:
     """The arms of one workload and size, made at their first use."""
 
-    def __init__(self, workload: str, size: str, device: Device, quick: bool, folder: Path):
-        self.size, self.device, self.quick, self.folder = size, device, quick, folder
-        self.trainer, self.units, self.micro_batch = (QUICK_WORKLOADS if quick else WORKLOADS)[workload]
-        self.group_size, self.shrink = (QUICK_GROUP_SIZE, SHRINK) if quick else (GROUP_SIZE, 1)
+    def __init__(self, workload: str, size: str, device: str, quick: bool, folder: Path):
+        self.size, self.device, self.folder = size, device, folder
+        self.trainer, *counts = WORKLOADS[workload]
+        self.units, self.micro_batch = counts[quick]
+        self.group_size, self.shrink = (3, 20) if quick else (8, 1)
         self.first: TimedArm | None = None
         self.arms: dict[str, TimedArm | None] = {}
 
-    def arguments(self, variant: Variant, micro_batch: int) -> argparse.Namespace:
-        """The flags of `benchmarks.step`. On a GPU: weights in float32 and passes in bfloat16, as TRL's defaults."""
-        return argparse.Namespace(
-            trainer=self.trainer,
-            size=self.size,
-            device=self.device.name,
-            dtype="bfloat16" if self.device.name == "cuda" else "float32",
-            weights="float32",
-            lora_r=0,
-            gradient_checkpointing=variant.checkpointing,
-            batch_size=micro_batch,
-            group_size=self.group_size,
-        )
-
-    def arm(self, name: str) -> TimedArm:
-        """An arm after its warm-up. Its micro-batches are halved for as long as they do not fit into memory."""
-        factor = VARIANTS[name].factor
-        while self.arms.get(name) is None:
-            self.arms[name] = self._try(name, factor)
-            factor //= 2
-        return self.arms[name]
-
-    def _try(self, name: str, factor: int) -> TimedArm | None:
-        try:
-            made = TimedArm(self, VARIANTS[name], factor)
-        except torch.OutOfMemoryError:
-            made = None
-        # Outside the handler, whose traceback holds what did not fit.
-        if made is None:
+    def arm(self, name: str) -> TimedArm | None:
+        """An arm with the largest micro-batch that fits into memory; None if none does."""
+        factor = 0 if name in self.arms else VARIANTS[name].factor
+        while factor:
+            self.arms[name] = None
+            try:
+                self.arms[name] = TimedArm(self, VARIANTS[name], factor)
+                break
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+            # Outside the handler, whose traceback holds what did not fit.
             if self.first is not None:
                 self.first.arm.trainer.optimizer.zero_grad()
             free(self.device)
-            if factor == 1:
-                raise torch.OutOfMemoryError(f"{VARIANTS[name].label}: its smallest micro-batch does not fit")
-        self.first = self.first or made
-        return made
-
-    # ---- Part C ----
+            factor //= 2
+        self.first = self.first or self.arms[name]
+        return self.arms[name]
 
     def compare(self, name: str, rounds: int) -> dict[str, Any]:
-        """Time an arm in turns with both baselines; a baseline that does not fit into memory is left out."""
-        arms = {}
-        for other in (*BASELINES, name):
-            try:
-                arms[other] = self.arm(other)
-            except torch.OutOfMemoryError:
-                if other != "tuned":
-                    raise
-                continue
-        relative, noise = self._agreement(arms[name])
+        """Time an arm in turns with both baselines; stock tuned is left out if it does not fit into memory."""
+        arms = {other: arm for other in (*BASELINES, name) if (arm := self.arm(other))}
+        if not {"stock", name} <= set(arms):
+            raise torch.OutOfMemoryError("the smallest micro-batch does not fit")
+        self._agree(list(arms.values()))
         times: dict[str, list[dict[str, float]]] = {other: [] for other in arms}
-        for index in range(rounds):
+        # The first pass over each window is not counted: the memory of an arm was freed when the next one was made.
+        for index in range(-WINDOWS, rounds):
             # The order is reversed in turn, so that no arm always follows the same one.
             for other in list(arms)[:: -1 if index % 2 else 1]:
                 times[other].append(arms[other].time(arms[other].windows[index % WINDOWS]))
-        result: dict[str, Any] = {other: arm.row(times[other]) for other, arm in arms.items()}
+        rows = {other: arm.row(times[other][WINDOWS:]) for other, arm in arms.items()}
         for baseline in set(BASELINES) & set(arms):
-            ratios = [
-                one["seconds"] / other["seconds"] for one, other in zip(times[baseline], times[name], strict=True)
-            ]
-            result[f"ratio_to_{baseline}"] = {"median": median(ratios), "range": [min(ratios), max(ratios)]}
-        return {
-            "arms": result,
-            "arm": name,
-            "rounds": rounds,
-            "gradient_difference": relative,
-            "gradient_difference_of_more_padding": noise,
-        }
+            pairs = zip(rows[baseline]["seconds"], rows[name]["seconds"], strict=True)
+            ratios = [one / other for one, other in pairs]
+            rows[name][f"ratio_to_{baseline}"] = [median(ratios), min(ratios), max(ratios)]
+        return rows
 
-    def _agreement(self, arm: TimedArm) -> tuple[float, float]:
-        """The relative difference of a window's gradient to stock's, and of stock's with eight more columns.
+    def _agree(self, arms: list[TimedArm]) -> None:
+        """Set the relative difference of each new arm's gradient to stock's; that of stock, of eight more columns.
 
         No update lies between the passes: all are at the same weights.
         """
@@ -263,80 +253,14 @@ class Setup:
         with stock.gradients(stock.windows[0]) as gradients:
             # In host memory, so that the memory of an arm is that of its own passes.
             reference = [part.cpu() for part in gradients]
-            norm = torch.stack([part.double().norm() for part in gradients]).norm()
-        apart = []
-        for other, window in ((arm, arm.windows[0]), (stock, stock.window(0, extra=8))):
-            with other.gradients(window) as gradients:
-                differences = [
-                    (own - part.to(own.device)).double().norm() for own, part in zip(gradients, reference, strict=True)
-                ]
-            apart.append((torch.stack(differences).norm() / norm).item())
-        return apart[0], apart[1]
-
-    # ---- Part D ----
+        norm = torch.stack([part.norm() for part in reference]).norm()
+        for arm in arms:
+            if arm.gradient_difference is None:
+                with arm.gradients(stock.window(0, extra=8) if arm is stock else arm.windows[0]) as gradients:
+                    pairs = zip(gradients, reference, strict=True)
+                    apart = [(own - part.to(own.device)).norm() for own, part in pairs]
+                arm.gradient_difference = (torch.stack(apart).norm().cpu() / norm).item()
 
     def profile(self) -> dict[str, Any]:
-        """What the device does in the passes of two micro-batches and an update of each arm, after warm-up."""
-        found = {}
-        for name, variant in VARIANTS.items():
-            try:
-                arm = self.arm(name)
-            except torch.OutOfMemoryError:
-                continue
-            window = arm.windows[0][:2]
-            arm.step(window)
-            plain = arm.time(window)["seconds"]
-            with profile(activities=list(self.device.activities)) as profiler:
-                arm.step(window)
-                self.device.synchronize()
-            with noting_synchronization(self.device) as places:
-                arm.step(window)
-            found[name] = {
-                "label": variant.label,
-                "micro_batches": len(window),
-                "seconds": plain,
-                **summarize_events(profiler.events(), self.device, plain),
-                "synchronizing_lines": dict(places.most_common(20)),
-            }
-        return found
-
-
-def summarize_events(events, device: Device, seconds: float) -> dict[str, Any]:
-    """Figures of a profile.
-
-    Args:
-        events: of the profiler; on a CPU, operations that no other one calls stand for kernels.
-        device: the profiled one.
-        seconds: wall seconds of the same step without the profiler, which slows the CPU down.
-
-    Returns:
-        The number of kernels; the time of all and the time in which any ran; the latter over `seconds` as `busy`;
-        calls at which the CPU waited; allocations; copies; the kernels that took the longest, and those of attention.
-    """
-    kernels = [
-        event
-        for event in events
-        if event.device_type == device.kind and not event.is_user_annotation and event.cpu_parent is None
-    ]
-    union, end = 0.0, float("-inf")
-    for span in sorted((event.time_range for event in kernels), key=lambda span: span.start):
-        union += max(0.0, span.end - max(span.start, end))
-        end = max(end, span.end)
-    times: Counter[str] = Counter()
-    for event in kernels:
-        times[event.name[:120]] += event.time_range.end - event.time_range.start
-    names = Counter(event.name for event in events)
-    attention = ("attention", "flash", "fmha", "sdpa", "softmax")
-    return {
-        "kernels": len(kernels),
-        "kernel_seconds": sum(times.values()) / 1e6,
-        "busy_seconds": union / 1e6,
-        "busy": union / 1e6 / seconds,
-        "waits": sum(names[name] for name in device.waits),
-        "allocations": sum(names[name] for name in device.allocations_seen),
-        "copies": {name: count for name, count in names.items() if name.startswith("Memcpy")},
-        "longest": {name: time / 1e6 for name, time in times.most_common(12)},
-        "attention": {
-            name: time / 1e6 for name, time in times.most_common() if any(word in name.lower() for word in attention)
-        },
-    }
+        """The profile of each arm that fits into memory."""
+        return {name: arm.profile() for name in VARIANTS if (arm := self.arm(name))}
