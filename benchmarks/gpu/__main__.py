@@ -160,12 +160,12 @@ def measure(item: Item) -> dict[str, Any]:
 
 
 def without_nan(value: Any) -> Any:
-    """The value with None for the numbers that JSON does not have."""
+    """The value with `nan` and `inf` in words, since JSON does not have these numbers."""
     if isinstance(value, dict):
         return {name: without_nan(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def run(arguments, folder: Path) -> dict[str, Any]:
@@ -214,66 +214,50 @@ def title(description: dict[str, Any]) -> str:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The tables of a report, each of the arms of one part."""
-    done = {name: row["result"] for name, row in report["arms"].items() if row["state"] == "done"}
-    parts: dict[str, list[list[Any]]] = {part: [] for part in HEADERS}
-    for name, result in done.items():
-        part, _, rest = name.partition("/")
-        parts[part] += ROWS[part](rest, result)
-    for name, row in report["arms"].items():
-        if name not in done:
-            parts["left"].append([name, row["state"]])
-    parts["left"] += [[name, "not started"] for name in report["left"]]
-    machines = sorted({title(row["machine"]) for row in report["arms"].values()})
-    tables = [markdown_table(HEADERS[part], rows) for part, rows in parts.items() if rows]
-    return "\n".join(["\n".join(machines) + "\n", *tables])
+    """The tables of a report: a row for each row of an arm's result, with the columns of its part."""
+    tables: dict[str, list[list[Any]]] = {part: [] for part in COLUMNS}
+    missing = [[name, "not started"] for name in report["left"]]
+    for name, arm in report["arms"].items():
+        if arm["state"] != "done":
+            missing.append([name, arm["state"]])
+            continue
+        for kind, row in arm["result"].items():
+            if isinstance(row, dict) and COLUMNS[name[0]][-1] in row:
+                tables[name[0]].append([name[2:], kind, *(cell(row.get(column)) for column in COLUMNS[name[0]])])
+    machines = sorted({title(arm["machine"]) for arm in report["arms"].values()})
+    headers = {part: [TITLES[part], "", *(name.replace("_", " ") for name in COLUMNS[part])] for part in tables}
+    written = [markdown_table(headers[part], rows) for part, rows in tables.items() if rows]
+    if missing:
+        written.append(markdown_table(["not measured", "why"], missing))
+    return "\n".join(["\n".join(machines) + "\n", *written])
 
 
-HEADERS = {
-    "A": ["machine", ""],
-    "B": ["exactness of", "", "compared", "packed error above 1.5 x padded", "worst ratio"],
-    "C": ["optimizer step", "compared", "arm", "micro-batch", "tokens", "cold s", "warm s", "to stock", "to tuned"]
-    + ["peak MiB", "gradient off stock's (of stock: with more padding)"],
-    "D": ["profile of two micro-batches", "arm", "busy", "kernels", "waits", "copies", "attention"],
-    "F": ["end to end", "run", *(f"step {number}, s" for number in (1, 2, 3))],
-    "G": ["scoring of a rollout", "", "seconds", "difference to float32"],
-    "left": ["not measured", "why"],
+TITLES = {
+    "A": "machine",
+    "B": "errors of packed passes over those of padded ones",
+    "C": "optimizer step",
+    "D": "profile of two micro-batches",
+    "F": "end to end, three steps",
+    "G": "scoring of a rollout",
 }
-# The rows of an arm's result in the table of its part, given the rest of its name.
-ROWS: dict[str, Callable[[str, dict[str, Any]], list[list[Any]]]] = {
-    "A": lambda rest, result: [[name, value] for name, value in result.items() if isinstance(value, float)],
-    "B": lambda rest, result: [
-        [rest, kind, row["compared"], row["failed"], number(row["ratio"])]
-        for kind, row in result.items()
-        if isinstance(row, dict)
-    ],
-    "C": lambda rest, result: [
-        [rest.rpartition("/")[0], rest.rpartition("/")[2], row["label"], row["micro_batch"], row["encoded_tokens"]]
-        + [row["cold_seconds"], row["median_seconds"], ratio(row, "stock"), ratio(row, "tuned")]
-        + [round(row["peak_mib"]), number(row["gradient_difference"])]
-        for row in result.values()
-    ],
-    "D": lambda rest, result: [
-        [rest, row["label"], f"{row['busy']:.0%}", row["kernels"], row["waits"], sum(row["copies"].values())]
-        + [", ".join(list(row["attention"])[:2])[:90]]
-        for row in result.values()
-    ],
-    "F": lambda rest, result: [[rest.rpartition("/")[0], result["label"], *result["seconds"]]],
-    "G": lambda rest, result: [
-        [rest, kind, row["seconds"], number(row["difference_to_float32"])] for kind, row in result.items()
-    ],
+COLUMNS = {
+    "A": ["value"],
+    "B": ["compared", "failed", "ratio"],
+    "C": ["micro_batch", "encoded_tokens", "cold_seconds", "median_seconds", "ratio_to_stock", "ratio_to_tuned"]
+    + ["peak_mib", "gradient_difference"],
+    "D": ["busy", "kernels", "waits", "copies", "attention"],
+    "F": ["seconds"],
+    "G": ["seconds", "difference_to_float32"],
 }
 
 
-def ratio(row: dict[str, Any], baseline: str) -> str | None:
-    """Median and range of the ratios of the turns."""
-    found = row.get(f"ratio_to_{baseline}")
-    return found and "{:.2f}x, {:.2f} to {:.2f}".format(*found)
-
-
-def number(value: float | None) -> str:
-    """Two digits; NaN for what JSON holds in its place."""
-    return "NaN" if value is None else f"{value:.2g}"
+def cell(value: Any) -> Any:
+    """What a table shows of a value: three digits, and the first entries of lists and mappings."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name[:60]} {cell(part)}" for name, part in list(value.items())[:3])
+    if isinstance(value, list):
+        return ", ".join(str(cell(part)) for part in value[:3])
+    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 def main(argv: Sequence[str] | None = None) -> None:

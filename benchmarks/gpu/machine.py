@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks._step_arms import processor
-from benchmarks.gpu.devices import free, summarize, timed, trace
+from benchmarks.gpu.devices import free, timed
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "datasets", "numpy")
 
@@ -36,7 +35,7 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def measure(device: str, quick: bool) -> dict[str, Any]:
-    """Rates of copies, products, launches, transfers and allocations, a launch-bound model, and SDPA's kernels."""
+    """Rates of copies, products, launches, transfers and allocations, and a launch-bound model."""
 
     def seconds(function, clock: str = "seconds") -> float:
         function()
@@ -64,12 +63,8 @@ def measure(device: str, quick: bool) -> dict[str, Any]:
     with torch.device(device):
         model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)).to(dtype)
         ids = torch.zeros(1, 16, dtype=torch.long)
-        states, mask = torch.randn(8, 12, 256, 128, dtype=dtype), torch.ones(8, 1, 256, 256, dtype=torch.bool).tril()
     result["milliseconds_of_28_tiny_layers"] = {
         "forward": seconds(lambda: model(input_ids=ids, use_cache=False)) * 1e3,
         "forward and backward": seconds(lambda: model(input_ids=ids, use_cache=False).logits.sum().backward()) * 1e3,
     }
-    for name, keywords in {"causal": {"is_causal": True}, "masked": {"attn_mask": mask}}.items():
-        events = trace(device, lambda kw=keywords: scaled_dot_product_attention(states, states, states, **kw))
-        result[f"sdpa_kernels_{name}"] = list(summarize(events, device, 1.0)["longest"])
-    return result
+    return {name: {"value": value} for name, value in result.items()}

@@ -241,7 +241,7 @@ class Setup:
         for baseline in set(BASELINES) & set(arms):
             pairs = zip(rows[baseline]["seconds"], rows[name]["seconds"], strict=True)
             ratios = [one / other for one, other in pairs]
-            rows[name][f"ratio_to_{baseline}"] = [median(ratios), min(ratios), max(ratios)]
+            rows[name][f"ratio_to_{baseline}"] = {"median": median(ratios), "least": min(ratios), "most": max(ratios)}
         return rows
 
     def _agree(self, arms: list[TimedArm]) -> None:

@@ -101,7 +101,7 @@ def train(run: str, workload: str, size: str, device: str, quick: bool, folder: 
         trainer.train()
     packing = getattr(trainer, "packing", None)
     seconds = [end - start for start, end in pairwise(clock.times)]
-    return {"label": label, "seconds": seconds, "rows": rows, "packing": packing and packing.describe()}
+    return {label: {"seconds": seconds, "rows": rows, "packing": packing and packing.describe()}}
 
 
 def score(size: str, device: str, quick: bool) -> dict[str, Any]:
