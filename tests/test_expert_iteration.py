@@ -53,7 +53,7 @@ def build(folder: Path, *, grade=None, rows=None, ask=None, limit=48, **settings
     own = {"n_steps": 3, "questions_per_step": 80, "rollouts_per_question": 4, "sft_epochs": 1, "seed": 3}
     return ExpertIterationTrainer(
         str(MODEL_DIR),
-        ExpertIterationConfig(output_dir=str(folder), **COMMON, **{**own, **settings}),
+        ExpertIterationConfig(output_dir=str(folder), **{**COMMON, **own, **settings}),
         rows=rows,
         prompts=[math_prompt(row, ask) for row in rows],
         grade=grade or grader("r1_zero"),

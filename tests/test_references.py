@@ -163,6 +163,7 @@ def test_an_adapter_switched_off_is_the_start_or_is_refused(name, adapter, tiny_
     ids = torch.tensor([[5, 9, 33]])
     start = model(input_ids=ids).logits.detach().clone()
     trainer = make()
+    remember_base(trainer)
     trainer.train()
     with base_policy(trainer) as base:
         torch.testing.assert_close(base(input_ids=ids).logits, start, rtol=1e-5, atol=1e-5)

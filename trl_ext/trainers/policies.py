@@ -86,7 +86,10 @@ def check_base_of_adapter(model) -> None:
                 f"init_lora_weights={start!r} changes the weights of the base, so that switching the adapter off does "
                 "not give the model that training begins from, which is needed here: leave the setting out"
             )
-    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    # Beside the base there may be a value head, and the vectors of a learned prompt.
+    names = [
+        name for name, weight in model.named_parameters() if weight.requires_grad and name.startswith("base_model.")
+    ]
     inside = [name for name in names if not set(model.peft_config).intersection(name.split("."))]
     if inside:
         raise ValueError(
