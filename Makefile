@@ -61,7 +61,7 @@ test-zero: $(ZERO_STAMP)
 	rm -f .venv/torch_extensions/*/lock
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
 
-# The oldest and the newest packages that pyproject.toml permits, each in an environment of its own: three commands, quick tests.
+# The oldest and the newest packages that pyproject.toml permits, each in an environment of its own: the demo, GRPO, chat, quick tests.
 test-oldest: BIN := .venv/oldest/bin
 test-newest: BIN := .venv/newest/bin
 test-oldest test-newest: test-%:
@@ -70,7 +70,9 @@ test-oldest test-newest: test-%:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 		--constraint .venv/$*/constraints.txt --editable '.[dev]'
 	$(BIN)/python recipes/aot.py --use_cpu true --output_dir runs/$*/aot --overwrite_output_dir
-	$(BIN)/python recipes/grpo.py --use_cpu true --output_dir runs/$*/grpo --overwrite_output_dir --max_steps 4
+	$(BIN)/python recipes/reward_model.py --use_cpu true --output_dir runs/$*/reward --overwrite_output_dir --max_steps 4
+	$(BIN)/python recipes/grpo.py --use_cpu true --output_dir runs/$*/grpo --overwrite_output_dir --max_steps 4 \
+		--reward_model runs/$*/reward
 	$(BIN)/trl-ext chat runs/$*/grpo --prompt 'Name three animals.'
 	$(PYTEST) -m 'not slow' $(ARGS)
 
