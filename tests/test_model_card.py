@@ -115,7 +115,7 @@ def test_figures_have_their_intervals(tmp_path):
     rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| "))
     assert rows["win rate, ties as half"] == r"0.750 \[0.600, 0.860\]"
     assert rows["gain in true score"] == r"0.300 \[0.250, 0.350\]"
-    assert rows[r"KL to the base \(nats\)"] == r"1.23 \[1.10, 1.30\]"
+    assert rows[r"KL to the base \(nats per response\)"] == r"1.23 \[1.10, 1.30\]"
     assert "win rate, ties dropped" not in rows, "no row counts for it"
     # The recipe knows them better than the trainer.
     assert "org/other" in card and "org/base" not in card and "`toy`" in card and "2000 pairs" in card

@@ -219,7 +219,7 @@ def test_pairs_alone_train_without_a_choice(tmp_path, monkeypatch, tiny_model_pa
         (["--margin_column=strength"], "margin_column 'strength' is not in the train dataset"),
         (["--train_split=train_gen"], "train_dataset holds prompts and no pairs"),
         (["--train_split=nothing"], "toy has no split 'nothing' to train on"),
-        (["--eval_split=tset_prefs"], "name one of these with --eval_split, or none"),
+        (["--eval_split=tset_prefs"], "Name one of these with --eval_split, or none"),
         (["--eval_split=test_gen"], "eval_dataset holds prompts and no pairs"),
         (["--selection_split=nothing"], "toy has no split 'nothing' to choose a checkpoint by"),
         (["--selection_split=test_gen"], "selection_split holds prompts and no pairs"),
