@@ -33,7 +33,7 @@ test: $(STAMP)
 
 # Tests that take longer than a few seconds: whole recipes, several processes, kills.
 test-slow: $(STAMP)
-	$(PYTEST) -m 'slow and not long' --ignore tests/test_zero.py $(ARGS)
+	$(PYTEST) -m 'slow and not long' --ignore tests/invariants/test_zero.py $(ARGS)
 
 # Tests that take minutes, for a release: default runs that must learn, notebooks, a pipeline, kills at random moments.
 test-long: $(STAMP)
@@ -41,25 +41,19 @@ test-long: $(STAMP)
 
 # The numerical tests with other processors' instruction sets. PROCESSORS="A=1,B=2 C=3" runs them with A=1 and B=2, then with C=3.
 PROCESSORS ?= ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=AVX2
-NUMERICAL := advantages aot_scope comparison course course_steps distillation gae generation kl kto log_probs masking method_examples \
-	mismatch objective online_preference online_preference_judges online_preference_settings packing_attention \
-	packing_models packing_stock_trainers packing_trainers policy_arithmetic policy_contract policy_invariants policy_losses \
-	policy_surrogates policy_terms policy_trainer ppo_trainer preference_loss_properties preference_losses preference_scores \
-	preference_trainer process_reward replay resampling reward_checkpoints reward_ensemble reward_losses reward_pairs \
-	reward_sharing reward_trainer rewards sampler second_sampler shaping shared_backbone splits step_advantages step_credit \
-	toy trainer_contract trl_contract unpaired weighting
+NUMERICAL := advantages algorithms contract course invariants losses models rewards rollouts trainers
 
 test-processors: $(STAMP)
 	@for settings in $(PROCESSORS); do \
 		echo "== $$settings"; \
-		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow' $(NUMERICAL:%=tests/test_%.py) $(ARGS)) || exit 1; \
+		(export $$(echo $$settings | tr , ' ') && $(PYTEST) -q -m 'not slow' $(NUMERICAL:%=tests/%) $(ARGS)) || exit 1; \
 	done
 
 # Trains under DeepSpeed ZeRO on two CPU processes. DeepSpeed prints to standard output, so no other target installs it.
 # Its kernels are compiled into .venv, and a killed build leaves a lock there that would block later builds.
 test-zero: $(ZERO_STAMP)
 	rm -f .venv/torch_extensions/*/lock
-	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/test_zero.py $(ARGS)
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/.venv/torch_extensions OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/invariants/test_zero.py $(ARGS)
 
 # The oldest and the newest packages that pyproject.toml permits, each in an environment of its own: the demo, GRPO, chat, quick tests.
 test-oldest: BIN := .venv/oldest/bin

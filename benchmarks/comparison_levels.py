@@ -13,7 +13,7 @@ import math
 
 import numpy
 
-from tests.test_method_comparison import rejects, studies
+from tests.evaluation.statistics.test_method_comparison import rejects, studies
 from trl_ext.evaluation.statistics.crossed import Variances
 
 METHODS = 11

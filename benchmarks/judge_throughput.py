@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     server = subprocess.Popen(
-        [sys.executable, "-m", "tests.loopback", "--latency", str(arguments.latency)],
+        [sys.executable, "-m", "tests.support.loopback", "--latency", str(arguments.latency)],
         stdout=subprocess.PIPE,
         text=True,
     )

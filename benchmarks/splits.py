@@ -21,7 +21,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("HF_DATASETS_CACHE", tempfile.mkdtemp(prefix="splits-"))
 
-from tests.splits_once import (
+from tests.support.splits_once import (
     CASES,
     OPTIMIZERS,
     SPLITS,

@@ -23,9 +23,9 @@ os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="trl-ext-tests-")
 
 import pytest
 
-atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
+from tests.support import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +42,7 @@ def no_garbage_among_modules():
 @pytest.fixture(scope="session")
 def tiny_model_path(tmp_path_factory) -> str:
     """A folder with a two-layer Qwen2 of random weights and a byte tokenizer with a ChatML template."""
-    from tests.tiny import save_tiny_model
+    from tests.support.tiny import save_tiny_model
 
     path = tmp_path_factory.mktemp("tiny-model")
     save_tiny_model(path)
@@ -52,7 +52,7 @@ def tiny_model_path(tmp_path_factory) -> str:
 @pytest.fixture(scope="module")
 def policy_path(tiny_model_path, tmp_path_factory) -> str:
     """A folder with the tiny model, some of whose sampled responses end and some are cut."""
-    from tests.rollout_once import save_policy
+    from tests.support.rollout_once import save_policy
 
     return save_policy(tiny_model_path, tmp_path_factory.mktemp("policy"))
 
@@ -80,8 +80,8 @@ def additions():
 
 @pytest.fixture(scope="module")
 def in_float64():
-    """For a whole module: `tests.float64.float64_throughout`."""
-    from tests.float64 import float64_throughout
+    """For a whole module: `tests.support.float64.float64_throughout`."""
+    from tests.support.float64 import float64_throughout
 
     with float64_throughout():
         yield

@@ -1,4 +1,4 @@
-"""Train tiny models under FSDP2 or DDP on GPUs, as the specifications of `tests.zero_once` say: SPECS.json FOLDER."""
+"""Train tiny models under FSDP2 or DDP on GPUs, as those of `tests.support.zero_once` say: SPECS.json FOLDER."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import yaml
 from torch.distributed.tensor import DTensor
 
-from tests import zero_once
+from tests.support import zero_once
 
 CONFIGURATIONS = {"fsdp2": "fsdp2.yaml", "ddp": "multi_gpu.yaml"}
 

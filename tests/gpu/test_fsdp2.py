@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests import recipes
 from tests.gpu.fsdp_once import launch, train_under
-from tests.train_once import largest_difference, relative_difference
+from tests.support import recipes
+from tests.support.train_once import largest_difference, relative_difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

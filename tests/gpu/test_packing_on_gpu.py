@@ -9,8 +9,8 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM
 
-from tests.packing import compare, forward, ragged, tiny_model
-from tests.tiny import pairs
+from tests.support.packing import compare, forward, ragged, tiny_model
+from tests.support.tiny import pairs
 from trl_ext import PreferenceConfig, PreferenceTrainer
 from trl_ext.models.packing import share_prefixes
 

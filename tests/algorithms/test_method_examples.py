@@ -1,0 +1,244 @@
+"""Methods of 2024 to 2026 in numbers: each example gives values and a gradient, to six decimals.
+
+An example is a function of a leaf tensor in float64. Its gradient, where there is one, is also compared with central
+differences of its value, which know nothing of the code.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from tests.support.rollout_once import build, prompts, thirds
+from tests.support.train_once import relative_difference, result
+from tests.trainers.test_policy_arithmetic import Steps, log_probs, model_in_float64, rows_of
+from trl_ext import DistillationConfig
+from trl_ext.advantages import gae, optimal_value
+from trl_ext.algorithms import PolicyObjective
+from trl_ext.losses import (
+    PreferenceScores,
+    bco,
+    length_adaptive_lambda,
+    nash_md,
+    optimal_advantage,
+    reward_shift,
+    soft_value,
+    xpo,
+)
+from trl_ext.rewards.shaping_steps import soft_overlong
+from trl_ext.trainers.online_preference.second_sampler import MixtureWithReference
+
+
+def tensor(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def gae_with(lam) -> torch.Tensor:
+    """Advantages and returns of a response with reward 1 at its end, and values .5, .6, .7."""
+    return torch.cat(gae(tensor([0, 0, 1.0]), tensor([0.5, 0.6, 0.7]), torch.ones(1, 3), 1.0, lam))
+
+
+def of_second_sampler(loss, sums, second_is_chosen=0.0, probability=0.5, reference=(-22.0, -29.0), **options):
+    """A loss of one pair, given the policy's log-probabilities of the chosen and the rejected response."""
+    columns = {"second_is_chosen": tensor(second_is_chosen), "win_probability": tensor(probability)}
+    ref_chosen, ref_rejected = tensor(*reference).split(1)
+    return loss(PreferenceScores(*sums.split(1), ref_chosen, ref_rejected, columns=columns), beta=0.1, **options)
+
+
+class Reference:
+    """Has the same logits everywhere."""
+
+    def _supports_logits_to_keep(self):
+        return False
+
+    def __call__(self, **_):
+        return SimpleNamespace(past_key_values=None, logits=tensor(0.2, 1, 0.3).view(1, 1, 3))
+
+
+def mixed(logits, weight) -> torch.Tensor:
+    mixture = MixtureWithReference(lambda: nullcontext(Reference()), torch.ones(1, 1), weight)
+    return mixture(torch.zeros(1, 1, dtype=torch.long), logits[None]).softmax(-1)
+
+
+# Name -> function, leaf, values, gradient of their sum (None where there is none).
+EXAMPLES = {
+    # Shift (mean of .2, -.1, -.05 and mean of -.1) / 2 = -0.041667, and a constant for the gradient.
+    "BCO": (
+        lambda ratios: bco(ratios, torch.tensor([1, 1, 1, 0]), reward_shift([0.05, 3, -0.1, 1]), beta=0.1),
+        (2.0, -1.0, -0.5, -1.0),
+        (0.579596, 0.722739, 0.697323, 0.664406),
+        (-0.043988, -0.051458, -0.050208, 0.048542),
+    ),
+    "BCO, shift without a label": (lambda sums: tensor(reward_shift(sums.tolist())), (0.6, 3, 0, 0), (0.1,), None),
+    # Token sums -1.8 and, of the reference, -1.9: -(0.7 - 0.5 - 0.1 * 0.1) (-1.8). The rejected response is not read.
+    "Nash-MD": (
+        lambda sums: of_second_sampler(nash_md, sums, probability=0.7, reference=(-1.9, -5.0)),
+        (-1.8, -4.0),
+        (0.342,),
+        (-0.19, 0.0),
+    ),
+    "Nash-MD, the policy's response lost": (
+        lambda sums: of_second_sampler(nash_md, sums, 1.0, probability=0.7, reference=(-5.0, -1.9)),
+        (-4.0, -1.8),
+        (0.342,),
+        (0.0, -0.19),
+    ),
+    "Nash-MD, mixture": (lambda x: mixed(x, 0.5), (0.5, 0, -0.5), (0.357211, 0.415020, 0.227768), (0.0, 0.0, 0.0)),
+    "Nash-MD, 1/8": (lambda x: mixed(x, 0.125), (0.5, 0, -0.5), (0.468240, 0.334113, 0.197647), (0.0, 0.0, 0.0)),
+    # DPO of the margin 3 at beta 0.1, and alpha times -30.
+    "XPO, no exploration": (
+        lambda sums: of_second_sampler(xpo, sums, alpha=0.0),
+        (-20, -30),
+        (0.554355,),
+        (-0.042556, 0.042556),
+    ),
+    "XPO, default": (lambda s: of_second_sampler(xpo, s), (-20, -30), (0.554055,), (-0.042556, 0.042566)),
+    "XPO": (
+        lambda sums: of_second_sampler(xpo, sums, alpha=0.1),
+        (-20, -30),
+        (-2.445645,),
+        (-0.042556, 0.142556),
+    ),
+    "XPO, the reference's response won": (
+        lambda sums: of_second_sampler(xpo, sums, 1.0, alpha=0.1),
+        (-20, -30),
+        (-1.445645,),
+        (0.057444, 0.042556),
+    ),
+    "A*-PO, value": (lambda r: soft_value(r, 8, beta=0.5), (1, 0, 0, 1, 0, 0, 0, 0), (0.477229,), None),
+    "A*-PO, small beta": (lambda r: soft_value(r, 8, beta=0.05), (1, 0, 0, 1, 0, 0, 0, 0), (0.930685,), None),
+    "A*-PO, large beta": (lambda r: soft_value(r, 8, beta=50.0), (1, 0, 0, 1, 0, 0, 0, 0), (0.251881,), None),
+    # The log-ratio is 5; 2 (0.001 5 - 0.28311) 0.001 = -0.000556.
+    "A*-PO, loss": (
+        lambda h: optimal_advantage(
+            h[None], 0 * h[None], torch.ones(1, 2), optimal_value(tensor(1), 1, tensor(0.716890))
+        ),
+        (2.0, 3.0),
+        (0.077345,),
+        (-0.000556, -0.000556),
+    ),
+    "DAPO, punishment of long responses": (
+        lambda lengths: soft_overlong(lengths, 100, 20),
+        (50, 85, 100, 60),
+        (0, -0.25, -1, 0),
+        None,
+    ),
+    "VAPO, lambda": (
+        lambda lengths: length_adaptive_lambda(lengths),
+        (3, 20, 40, 100, 1000, 8000),
+        (0, 0, 0.5, 0.8, 0.98, 0.9975),
+        None,
+    ),
+    "VAPO, advantages": (lambda lam: gae_with(lam)[0], (0.8,), (0.372, 0.34, 0.3), None),
+    "VAPO, returns": (lambda lam: gae_with(lam)[1], (1.0,), (1, 1, 1), None),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name):
+    function, leaf, values, gradient = EXAMPLES[name]
+    point = tensor(*leaf).requires_grad_(gradient is not None)
+    found = function(point)
+    assert found.reshape(-1).tolist() == pytest.approx(values, abs=6e-7)
+    assert found.requires_grad == (gradient is not None)
+    if gradient is None:
+        return
+    (slope,) = torch.autograd.grad(found.sum(), point)
+    assert slope.tolist() == pytest.approx(gradient, abs=6e-7)
+
+
+# ---- In a trainer ----
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("size, accumulation", [(8, 1), (2, 4)])
+def test_a_star_po_trains_on_its_regression(size, accumulation, policy_path, tmp_path):
+    """(0.3 h - (r - V))^2 of eight responses, V from the data; two rows have none, and their advantages are 0."""
+    rows = [{**row, "optimal_value": index / 10 if index < 6 else None} for index, row in enumerate(prompts())]
+    args = {"algorithm": "a_star_po", "num_generations": 1, "beta": 0.3, "per_device_train_batch_size": size}
+    spec = {
+        "model": policy_path,
+        "perturb": 1,
+        "fixed": True,
+        "args": {**args, "gradient_accumulation_steps": accumulation},
+    }
+    steps = Steps()
+    trainer = build(spec, str(tmp_path), train_dataset=Dataset.from_list(rows), callbacks=[steps])
+    trainer.train()
+    policy, reference = model_in_float64(policy_path, steps.weights[0]), model_in_float64(policy_path)
+    found = [row for batch in trainer._buffered_inputs for row in rows_of(batch)]
+    encode = trainer.processing_class.apply_chat_template
+    values = {
+        tuple(encode(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]): row[
+            "optimal_value"
+        ]
+        for row in rows
+    }
+    total = 0.0
+    for prompt, response in found:
+        with torch.no_grad():
+            base = log_probs(reference, prompt, response).sum()
+        value = values[tuple(prompt)]
+        advantage = 0.0 if value is None else thirds([response])[0] - value
+        total = total + (0.3 * (log_probs(policy, prompt, response).sum() - base) - advantage) ** 2 / 8
+    total.backward()
+    gradient = torch.cat([p.grad.flatten() for _, p in policy.named_parameters()])
+    assert result(trainer).losses == pytest.approx([total.item()], rel=1e-6)
+    assert relative_difference(steps.gradients[0], gradient) < 1e-6
+
+
+def test_a_star_po_names_what_it_lacks(policy_path, tmp_path):
+    spec = {"model": policy_path, "args": {"algorithm": "a_star_po", "num_generations": 1}}
+    rows = [{name: value for name, value in row.items() if name != "optimal_value"} for row in prompts()]
+    with pytest.raises(ValueError, match="a_star_po needs the data's column optimal_value"):
+        build(spec, str(tmp_path), train_dataset=Dataset.from_list(rows))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"beta": 0.0}, "--beta 0.0 and --surrogate optimal_advantage contradict"),
+        ({"kl_in": "reward"}, "--kl_in reward and --surrogate optimal_advantage contradict"),
+        ({"advantage": "group_centered"}, "A\\*-PO has advantage optimal_value"),
+        ({"ratio": "token"}, "A\\*-PO has ratio none"),
+    ],
+)
+def test_what_contradicts_a_star_po(settings, message):
+    with pytest.raises(ValueError, match=message):
+        PolicyObjective("a_star_po", **settings)
+
+
+# ---- Presets of distillation ----
+
+
+@pytest.mark.parametrize(
+    "preset, expected",
+    [(None, ("full", 1.0)), ("gkd", ("full", 0.5)), ("opd", ("sampled_token", 1.0)), ("sdft", ("full", 1.0))],
+)
+def test_presets(preset, expected, tmp_path):
+    args = DistillationConfig(str(tmp_path), report_to=[], preset=preset, teacher_prompt="hint")
+    assert (args.divergence, args.beta) == expected
+    assert ("preset" in args.build_objective().describe()) == (preset is not None)
+    if expected[0] == "full":
+        assert (
+            DistillationConfig(str(tmp_path), report_to=[], preset=preset, teacher_prompt="hint", beta=0.1).beta == 0.1
+        )
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"preset": "gkd", "divergence": "sampled_token"}, "preset gkd and divergence sampled_token contradict"),
+        ({"preset": "opd", "divergence": "full"}, "it has divergence sampled_token"),
+        ({"preset": "opsd", "teacher_prompt": "hint"}, "preset opsd needs --teacher_model_name_or_path MODEL"),
+        ({"preset": "sdft"}, "preset sdft needs --teacher_prompt COLUMN"),
+        ({"preset": "sdfd"}, "preset must be one of gkd, opd, opsd, sdft"),
+    ],
+)
+def test_what_contradicts_a_preset(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        DistillationConfig(str(tmp_path), report_to=[], **settings)

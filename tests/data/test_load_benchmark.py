@@ -1,0 +1,360 @@
+"""`load_benchmark`: folders, files and hub data sets, bad rows, and the embedded and the real benchmark."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import time
+
+import datasets
+import pytest
+from trl.data_utils import is_conversational
+
+from tests.data.test_data import PAIR, assistant, pair, user, write_rows
+from tests.support import REPOSITORY
+from trl_ext.data import load_benchmark
+
+
+class TestFolder:
+    def test_columns_and_format(self, tmp_path):
+        write_rows(
+            tmp_path / "train_prefs.jsonl",
+            pair("a", avg_confidence=1, avg_preference_strength=2, kind="list", count=3, good=True, score=1),
+            pair("b", avg_confidence=0.5, avg_preference_strength=4, kind="say", count=4, good=False, score=1.5),
+        )
+        write_rows(tmp_path / "test_gen.jsonl", {"row_id": "g", "prompt_text": "Hi", "reference_response_text": "Yo"})
+        write_rows(tmp_path / "notes.jsonl", "not read")
+        benchmark = load_benchmark(tmp_path)
+        assert list(benchmark) == ["train_prefs", "test_gen"]
+        assert benchmark["train_prefs"][0] == {
+            "row_id": "a",
+            "prompt": [user("Name a fruit.")],
+            "chosen": [assistant("An apple.")],
+            "rejected": [assistant("A stone.")],
+            "avg_confidence": 1.0,
+            "avg_preference_strength": 2.0,
+            "kind": "list",
+            "count": 3,
+            "good": True,
+            "score": 1.0,
+        }
+        assert benchmark["train_prefs"]["score"][:] == [1.0, 1.5]
+        assert benchmark["test_gen"][0] == {"row_id": "g", "prompt": [user("Hi")], "reference_response_text": "Yo"}
+        assert all(is_conversational(split[0]) for split in benchmark.values())
+
+    def test_splits_may_name_any_file(self, tmp_path):
+        write_rows(tmp_path / "mine.jsonl", pair("a"))
+        write_rows(tmp_path / "questions.jsonl", {"prompt_text": "2 + 2?", "answer": "4"})
+        benchmark = load_benchmark(str(tmp_path), splits=["questions", "mine"])
+        assert list(benchmark) == ["questions", "mine"]
+        assert benchmark["mine"].column_names == ["row_id", "prompt", "chosen", "rejected"]
+        assert benchmark["questions"][0] == {"row_id": "questions:1", "prompt": [user("2 + 2?")], "answer": "4"}
+        assert list(load_benchmark(tmp_path, splits="mine")) == ["mine"]
+
+    def test_missing_row_ids_are_made_from_file_and_line(self, tmp_path):
+        write_rows(tmp_path / "test_gen.jsonl", {"prompt_text": "a"}, "", {"prompt_text": "b"})
+        assert load_benchmark(tmp_path)["test_gen"]["row_id"][:] == ["test_gen:1", "test_gen:3"]
+
+    def test_plain_strings(self, tmp_path):
+        write_rows(tmp_path / "train_prefs.jsonl", {"prompt": "The sky is", "chosen": " blue.", "rejected": " red."})
+        [row] = load_benchmark(tmp_path)["train_prefs"]
+        assert row == {"row_id": "train_prefs:1", "prompt": "The sky is", "chosen": " blue.", "rejected": " red."}
+        assert not is_conversational(row)
+
+    def test_text_survives(self, tmp_path):
+        """A byte-order mark, Windows line ends and line separators inside a string."""
+        text = "é 😀 \u2028 \\n"
+        line = json.dumps({"row_id": "a", "prompt_text": text}, ensure_ascii=False)
+        (tmp_path / "test_gen.jsonl").write_bytes(b"\xef\xbb\xbf" + (line + "\r\n\r\n").encode())
+        assert load_benchmark(tmp_path)["test_gen"][0]["prompt"] == [user(text)]
+
+    def test_keys_of_messages_that_are_dropped_are_named(self, tmp_path, caplog):
+        turn = {"role": "user", "content": "Name a fruit.", "name": "Ann", "turn": 1, "tool_calls": None}
+        path = write_rows(tmp_path / "mine.jsonl", {"prompt": [turn]}, {"prompt": [{**turn, "name": None}]})
+        (rows,) = load_benchmark(path).values()
+        assert rows["prompt"][0] == [{"role": "user", "content": "Name a fruit."}]
+        assert f"{path}: dropped from messages: name, turn; role and content are used" in caplog.text
+
+    def test_columns_that_are_dropped(self, tmp_path, caplog):
+        write_rows(
+            tmp_path / "train_prefs.jsonl",
+            pair("a", score=1.0, tags=["x"], mixed=1, messages="m", huge=2**80),
+            pair("b", score=None, tags=["y"], mixed="1", messages="m", huge=2**80),
+            pair("c", tags=["z"], mixed=1, messages="m", huge=2**80),
+        )
+        with caplog.at_level(logging.WARNING):
+            benchmark = load_benchmark(tmp_path)
+        assert benchmark["train_prefs"].column_names == ["row_id", "prompt", "chosen", "rejected"]
+        warnings = sorted(record.getMessage().split(": ", 1)[1] for record in caplog.records)
+        unsuitable = "only the column rubric may hold lists; others hold strings, booleans or 64-bit numbers"
+        assert warnings == [
+            f"dropped column 'huge': {unsuitable}",
+            "dropped column 'messages': TRL would mistake the format of the data set by it",
+            f"dropped column 'mixed': {unsuitable}",
+            "dropped column 'score': only 1 of 3 rows have it",
+            f"dropped column 'tags': {unsuitable}",
+        ]
+
+
+class TestBadRows:
+    def error(self, path, **arguments):
+        with pytest.raises(ValueError) as error:
+            load_benchmark(path, **arguments)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    @pytest.mark.parametrize(
+        "line, expected",
+        [
+            ('{"row_id": x}', "line 2: bad JSON: Expecting value at column 12"),
+            ("[1]", "line 2: bad JSON: expected an object, got list"),
+            (pair("x", chosen_text=""), "line 2, row_id x: chosen_text: empty"),
+            (pair("x", rejected_text="An apple."), "line 2, row_id x: chosen_text: equal to rejected_text"),
+            ({"row_id": "x", "prompt_text": "p"}, "line 2, row_id x: chosen: missing (or chosen_text)"),
+            (pair("x", avg_confidence=2), "line 2, row_id x: avg_confidence: Input should be less than or equal to 1"),
+            (pair("x", score=float("nan")), "line 2, row_id x: score: is nan, not a finite number"),
+            (pair("a"), "line 2, row_id a: row_id: already used on line 1"),
+        ],
+    )
+    def test_place_and_field(self, tmp_path, line, expected):
+        path = write_rows(tmp_path / "train_prefs.jsonl", pair("a"), line)
+        for source in (path, tmp_path):
+            assert f"{path}: 1 bad row: {expected} (" in self.error(source)
+
+    def test_plain_rows_among_messages(self, tmp_path):
+        plain = {"row_id": "x", "prompt": "p", "chosen": "c", "rejected": "r"}
+        path = write_rows(tmp_path / "train_prefs.jsonl", pair("a"), plain)
+        assert f"{path}: some prompts are plain strings and others messages" in self.error(path)
+
+    def test_five_are_shown_and_the_rest_counted(self, tmp_path):
+        path = write_rows(
+            tmp_path / "train_prefs.jsonl", *[pair(str(i), chosen_text=" ") for i in range(8)], pair("8")
+        )
+        message = self.error(path)
+        assert "8 bad rows: line 1, row_id 0: " in message
+        assert "line 5, row_id 4: chosen_text: empty; and 3 more (" in message
+        assert "line 6" not in message
+
+    @pytest.mark.parametrize(
+        ("name", "row", "expected"),
+        [
+            ("train_prefs", {"question": "q", "best": "a"}, "prompt, chosen, rejected; found question, best"),
+            ("train_prefs", {"prompt": "q", "chosen": "a", "worse": "b"}, "rejected; found prompt, chosen, worse"),
+            ("train_gen", {"question": "q"}, "prompt; found question"),
+            ("mine", {"question": "q"}, "prompt, chosen, rejected for pairs, or prompt alone; found question"),
+        ],
+    )
+    def test_wrong_columns_are_told_once(self, tmp_path, name, row, expected):
+        path = write_rows(tmp_path / f"{name}.jsonl", *[row] * 8)
+        source = path if name == "mine" else tmp_path
+        assert f"{expected}: rename them (8 bad rows)" in self.error(source)
+        assert self.error(source).startswith(f"{path}: expected the columns prompt")
+
+    @pytest.mark.parametrize(
+        ("lines", "expected"),
+        [
+            (["not json", "neither"], "2 bad rows: line 1: bad JSON: Expecting value at column 1; line 2: bad JSON"),
+            (["[1]"], "1 bad row: line 1: bad JSON: expected an object, got list"),
+            ([{}], "1 bad row: line 1: prompt: missing (or prompt_text or prompt_messages)"),
+            ([pair("a", chosen_text=""), "x"], "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON"),
+        ],
+    )
+    def test_a_file_without_a_good_row(self, tmp_path, lines, expected):
+        path = write_rows(tmp_path / "train_prefs.jsonl", *lines)
+        assert f"{path}: {expected}" in self.error(path)
+
+    @pytest.mark.parametrize(
+        ("columns", "advice"),
+        [
+            (("prompt", "choosen", "rejected"), "rename 'choosen' to 'chosen' (1 bad row)"),
+            (("promt", "choosen", "rejected"), "rename 'promt' to 'prompt' and 'choosen' to 'chosen' (1 bad row)"),
+        ],
+    )
+    def test_misspelled_columns_are_pointed_out(self, tmp_path, columns, advice):
+        path = write_rows(tmp_path / "train_prefs.jsonl", dict(zip(columns, "qab", strict=True)))
+        assert f"found {', '.join(columns)}: {advice}" in self.error(path)
+
+    def test_an_array_and_compressed_rows(self, tmp_path):
+        path = tmp_path / "rows.json"
+        path.write_text(json.dumps([{"prompt": "p"}, {"prompt": "q"}], indent=2))
+        assert f"{path}: a JSON array; give JSON lines" in self.error(path)
+        packed = gzip.compress(b'{"prompt": "p"}\n{"prompt": "q"}\n', mtime=0)
+        (tmp_path / "rows.jsonl.gz").write_bytes(packed)
+        assert load_benchmark(tmp_path / "rows.jsonl.gz")["train_gen"]["prompt"][:] == ["p", "q"]
+
+    @pytest.mark.parametrize(
+        ("name", "content"),
+        [
+            ("latin.jsonl", b'{"prompt_text": "a"}\n{"prompt_text": "\xff"}\n'),
+            ("utf16.jsonl", '{"prompt_text": "a"}'.encode("utf-16")),
+            ("table.parquet", b"PAR1\x15\x04\x15\x80"),
+            ("cut.jsonl.gz", gzip.compress(b'{"prompt": "p"}\n', mtime=0)[:-9]),
+        ],
+    )
+    def test_files_that_are_no_text(self, tmp_path, name, content):
+        (tmp_path / name).write_bytes(content)
+        assert f"{name}: cannot be read as JSON lines in UTF-8: " in self.error(tmp_path / name)
+
+    def test_half_an_emoji(self, tmp_path):
+        path = tmp_path / "train.jsonl"
+        row = '{"prompt_text": "a", "chosen_text": "b", "rejected_text": "%s"}\n'
+        path.write_text(row % "c" + row % "\\ud83d")
+        with pytest.raises(ValueError, match="1 bad row: line 2: rejected_text: holds an unpaired surrogate"):
+            load_benchmark(str(path))
+        assert len(load_benchmark(str(path), skip_bad_rows=True)["train_prefs"]) == 1
+
+    def test_skipped_rows_are_named(self, tmp_path, caplog):
+        path = write_rows(
+            tmp_path / "train_prefs.jsonl",
+            pair("a"),
+            "{",
+            pair("b", chosen_text=""),
+            pair("c", rejected_text=" "),
+            pair("a", prompt_text="another"),
+            pair("d"),
+        )
+        with caplog.at_level(logging.WARNING):
+            benchmark = load_benchmark(path, skip_bad_rows=True)
+        assert benchmark["train_prefs"]["row_id"][:] == ["a", "d"]
+        assert benchmark["train_prefs"][0]["prompt"] == [user("Name a fruit.")]
+        [record] = caplog.records
+        assert record.getMessage().startswith(f"{path}: 4 bad rows: line 2: bad JSON: ")
+        assert "; line 5, row_id a: row_id: already used on line 1 (dropped of 6)" in record.getMessage()
+
+    def test_nothing_remains(self, tmp_path):
+        write_rows(tmp_path / "train_prefs.jsonl", pair("a", chosen_text=""), "{")
+        message = self.error(tmp_path, skip_bad_rows=True)
+        assert "2 bad rows: line 1, row_id a: chosen_text: empty; line 2: bad JSON" in message
+
+    @pytest.mark.parametrize("content", ["", "\n \n"])
+    def test_empty_file(self, tmp_path, content):
+        path = tmp_path / "train_gen.jsonl"
+        path.write_text(content)
+        assert f"{path}: empty" in self.error(path)
+
+
+class TestSources:
+    def test_file_of_pairs_or_of_prompts(self, tmp_path):
+        pairs = write_rows(tmp_path / "test_gen.jsonl", pair("a"))
+        prompts = write_rows(tmp_path / "anything.jsonl", {"prompt_text": "p"})
+        assert list(load_benchmark(pairs)) == ["train_prefs"]
+        assert list(load_benchmark(str(prompts))) == ["train_gen"]
+        with pytest.raises(ValueError, match="loads as the split 'train_gen'; it has no split 'test_gen'"):
+            load_benchmark(prompts, splits=["test_gen"])
+
+    def test_missing_file_lists_what_is_there(self, tmp_path):
+        write_rows(tmp_path / "train_prefs.jsonl", pair("a"))
+        with pytest.raises(FileNotFoundError, match=r"train\.jsonl; .* holds train_prefs\.jsonl"):
+            load_benchmark(tmp_path / "train.jsonl")
+        with pytest.raises(FileNotFoundError, match=r"no file test_gen\.jsonl .* holds train_prefs\.jsonl"):
+            load_benchmark(tmp_path, splits=["test_gen"])
+
+    def test_folder_without_known_splits(self, tmp_path):
+        write_rows(tmp_path / "mine.jsonl", pair("a"))
+        with pytest.raises(FileNotFoundError, match=r"choose others with splits=\[\.\.\.\]; .* holds mine\.jsonl"):
+            load_benchmark(tmp_path)
+
+    @pytest.mark.parametrize(
+        "name", ["no_such.jsonl", "./no_such", "../no_such", "/no/such", "a/b/c", "~/no_such_folder"]
+    )
+    def test_path_like_names_do_not_go_to_the_hub(self, name, monkeypatch):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
+        with pytest.raises(FileNotFoundError, match="no such benchmark file or folder: .*such|a/b/c"):
+            load_benchmark(name)
+
+    def test_problems_are_no_benchmark(self, monkeypatch):
+        monkeypatch.setattr(datasets, "load_dataset", lambda *_: pytest.fail("asked the hub"))
+        with pytest.raises(ValueError, match="use sft.py, expert_iteration.py or grpo_math.py"):
+            load_benchmark("word_problems")
+
+    def test_toy(self):
+        folder = REPOSITORY / "trl_ext" / "toy" / "data"
+        benchmark = load_benchmark()
+        for name, split in benchmark.items():
+            assert len(split) == len((folder / f"{name}.jsonl").read_bytes().splitlines())
+        assert {"train_prefs", "test_prefs", "train_gen", "test_gen"} <= set(benchmark)
+        assert benchmark["train_prefs"][0]["chosen"][0]["role"] == "assistant"
+
+
+class TestHub:
+    def serve(self, monkeypatch, **rows_of_split):
+        splits = {name: datasets.Dataset.from_list(rows) for name, rows in rows_of_split.items()}
+        monkeypatch.setattr(datasets, "load_dataset", lambda name: datasets.DatasetDict(splits))
+
+    def test_train_and_test_are_named_by_content(self, monkeypatch):
+        conversation = [user("Name a fruit."), assistant("An apple.")]
+        other = [user("Name a fruit."), assistant("A stone.")]
+        row = {"prompt": "Name a fruit.", "chosen": conversation, "rejected": other, "score_chosen": 6.0}
+        self.serve(monkeypatch, train=[row], test=[row], train_gen=[{"prompt": [user("Hi")]}], sft=[{"text": "x"}])
+        benchmark = load_benchmark("someone/pairs")
+        assert list(benchmark) == ["train_prefs", "test_prefs", "train_gen"]
+        assert benchmark["test_prefs"][0] == {
+            "row_id": "test:0",
+            "prompt": [user("Name a fruit.")],
+            "chosen": [assistant("An apple.")],
+            "rejected": [assistant("A stone.")],
+            "score_chosen": 6.0,
+        }
+
+    def test_splits_by_either_name(self, monkeypatch):
+        self.serve(monkeypatch, train=[{"prompt": "p"}], other=[{"prompt": "q"}])
+        benchmark = load_benchmark("someone/prompts", splits=["train_gen", "other", "train"])
+        assert {name: split["prompt"][:] for name, split in benchmark.items()} == {
+            "train_gen": ["p"],
+            "other": ["q"],
+            "train": ["p"],
+        }
+        with pytest.raises(ValueError, match="no split 'test'; its splits are train, other"):
+            load_benchmark("someone/prompts", splits=["test"])
+
+    def test_errors_give_the_row(self, monkeypatch):
+        self.serve(monkeypatch, train=[{"prompt": "p", "chosen": "a", "rejected": "b"}] * 2)
+        assert len(load_benchmark("x/y")["train_prefs"]) == 2
+        self.serve(monkeypatch, train=[{"prompt": "p", "chosen": "a", "rejected": text} for text in "ba"])
+        with pytest.raises(ValueError, match=r"x/y\[train\]: 1 bad row: row 1: chosen: equal to rejected"):
+            load_benchmark("x/y")
+
+    def test_unknown_name(self, monkeypatch):
+        def fail(name):
+            raise datasets.exceptions.DatasetNotFoundError(name)
+
+        monkeypatch.setattr(datasets, "load_dataset", fail)
+        with pytest.raises(FileNotFoundError, match="'tou' is neither a benchmark of the library .* nor a local file"):
+            load_benchmark("tou")
+
+
+@pytest.mark.slow
+def test_fifty_thousand_rows_in_seconds(tmp_path):
+    write_rows(
+        tmp_path / "train_prefs.jsonl", *[pair(str(i), chosen_text="good " * 80, score=i) for i in range(50_000)]
+    )
+    start = time.process_time()
+    assert len(load_benchmark(tmp_path)["train_prefs"]) == 50_000
+    assert time.process_time() - start < 15
+
+
+class TestRealBenchmark:
+    def test_every_row_arrives_unchanged(self, wildchat):
+        benchmark = load_benchmark(wildchat)
+        assert {name: len(split) for name, split in benchmark.items()} == {"test_prefs": 256, "test_gen": 256}
+        lines = (wildchat / "test_prefs.jsonl").read_text("utf-8").split("\n")
+        for line, row in zip(lines, benchmark["test_prefs"], strict=False):
+            raw = json.loads(line)
+            expected = {name: raw[name] for name in raw if name not in PAIR and name != "prompt_messages"}
+            expected["prompt"] = [
+                {"role": turn["role"], "content": turn["content"]} for turn in raw["prompt_messages"]
+            ]
+            expected["chosen"], expected["rejected"] = (
+                [assistant(raw["chosen_text"])],
+                [assistant(raw["rejected_text"])],
+            )
+            assert row == expected
+
+    def test_public_files(self, wildchat):
+        names = ["public_test_prefs_256", "public_test_gen_prompts_128", "public_test_gen_base_responses_128"]
+        benchmark = load_benchmark(wildchat, splits=names)
+        assert [len(split) for split in benchmark.values()] == [256, 128, 128]
+        prompts, responses = benchmark[names[1]], benchmark[names[2]]
+        assert prompts["row_id"][:] == responses["row_id"][:]
+        assert prompts["prompt"][:] == responses["prompt"][:]

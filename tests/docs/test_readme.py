@@ -1,0 +1,398 @@
+"""The README and the pages stay true: commands parse, Python runs, links lead somewhere, and tables fit the code."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trl_ext.algorithms  # noqa: F401  the algorithms register
+from tests.support import REPOSITORY, recipes
+from trl_ext import PolicyTrainer, PreferenceTrainer
+from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
+from trl_ext.registry import policy_algorithms, preference_losses
+
+# The first page of the built documentation is the README.
+PAGES = [
+    REPOSITORY / "README.md",
+    REPOSITORY / "recipes" / "README.md",
+    *(page for page in sorted((REPOSITORY / "docs").glob("*.md")) if page.name != "index.md"),
+    *sorted((REPOSITORY / "docs" / "learn").glob("*.md")),
+]
+TEXTS = {page.relative_to(REPOSITORY).as_posix(): page.read_text(encoding="utf-8") for page in PAGES if page.exists()}
+README = TEXTS["README.md"]
+TEXT = "\n".join(TEXTS.values())
+# Pages whose Python trains a model.
+SLOW = ("README.md", "docs/packing.md")
+
+
+def blocks(language: str, text: str = TEXT) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands(text: str) -> list[str]:
+    """Those of the blocks in order, then those within sentences and tables."""
+    found = [
+        line.partition("  #")[0].strip()
+        for block in blocks("bash", text)
+        for line in block.splitlines()
+        if line.strip()
+    ]
+    # Between backquotes a command may be wrapped.
+    found += re.findall(r"`(accelerate launch [^`]*recipes/[^`]*)`", text)
+    found += re.findall(r"`((?:python (?:-m|recipes/)|(?:time )?make )[^`]*)`", text)
+    return list(dict.fromkeys(re.sub(r"\s+", " ", command) for command in found))
+
+
+COMMANDS = commands(TEXT)
+CLUSTER_COMMANDS = [line for block in blocks("sh") for line in block.splitlines() if line.strip()]
+# Commands with placeholders are not run.
+TEMPLATES = [command for command in COMMANDS if re.search(r"\b(IN OUT|FOLDER|NAME|RECIPE|COMMAND)\b|\.\.\.$", command)]
+
+
+@pytest.mark.parametrize("command", CLUSTER_COMMANDS)
+def test_cluster_command_names_what_exists(command, tmp_path, monkeypatch):
+    words = shlex.split(command)
+    at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
+    assert "sbatch" in words[:at]
+    assert (REPOSITORY / words[at]).is_file()
+    taken = 3 if "vllm" in words[at] else 2
+    recipe, flags = words[at + 1], words[at + 1 + taken :]
+    test_command_is_valid(shlex.join(["accelerate", "launch", f"recipes/{recipe}.py", *flags]), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in TEMPLATES])
+def test_command_is_valid(command, tmp_path, monkeypatch):
+    _forget_names_afterwards(monkeypatch)
+    words = shlex.split(command.removeprefix("time "))
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
+    elif words[0] in ("source", "pip", "jupyter"):
+        pass
+    elif words[0] == "trl-ext":
+        _check_installed(words[1:], tmp_path, monkeypatch)
+    elif words[:2] == ["python", "-m"]:
+        _check_module(words[2], words[3:], monkeypatch)
+    elif words[0] == "python" and Path(words[1]).stem in ("compare", "rlhf", "sweep"):
+        _check_study(Path(words[1]).stem, words[2:], tmp_path, monkeypatch)
+    elif words[0] == "python":
+        _check_launch(words[1:], tmp_path, monkeypatch)
+    else:
+        assert words[:2] == ["accelerate", "launch"]
+        _check_launch(words[2:], tmp_path, monkeypatch)
+
+
+def _check_installed(words: list[str], tmp_path, monkeypatch) -> None:
+    """The `trl-ext` command: recipes are parsed as they are, other commands by their own parsers."""
+    from trl_ext import cli
+
+    name, *rest = words
+    if name == "train":
+        if rest[0] != "--list":
+            settings = [str(cli.CONFIGS / word) if word.endswith(".yaml") else word for word in rest[1:]]
+            recipes.parse(monkeypatch, rest[0], *settings)
+    elif name == "configs":
+        assert not rest or (cli.CONFIGS / rest[0]).exists() or (cli.SCRIPTS / rest[0]).exists()
+    elif name in cli.STUDIES:
+        _check_study(cli.STUDIES[name][0], rest, tmp_path, monkeypatch)
+    else:
+        _check_module(cli.MODULES[name][0], rest, monkeypatch)
+
+
+def _check_module(name: str, arguments: list[str], monkeypatch) -> None:
+    if name == "pytest":
+        assert all((REPOSITORY / word).exists() for word in arguments if word.startswith("tests/"))
+        return
+    module = REPOSITORY / name.replace(".", "/")
+    path = module.with_suffix(".py") if module.with_suffix(".py").is_file() else module / "__main__.py"
+    assert path.is_file()
+    if name.startswith(("public_eval", "trl_ext.evaluation", "trl_ext.assignment")):
+        _check_flags(name, arguments, monkeypatch)
+        return
+    source = path.read_text()
+    for word in arguments:
+        if word.startswith("--"):
+            assert f'"{word}"' in source or f'"{word.lstrip("-")}"' in source, f"{name} has no flag {word}"
+
+
+def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
+    """What runs recipes itself: a dry run, in which the flags of every run are checked."""
+    monkeypatch.chdir(REPOSITORY)
+    if script == "rlhf":
+        recipes.parse(monkeypatch, script, *given)
+        return
+    assert script in ("sweep", "compare")
+    # In a fresh clone, published runs are there to be compared, and no others, nor adapters that a stage would read.
+    at = given.index("--runs") if "--runs" in given else len(given)
+    are_published = at < len(given) and Path(given[at + 1]).is_dir()
+    given = [*given, "--output_dir", str(tmp_path)] if are_published else given[:at]
+    if "--output_dir" in given:
+        at = given.index("--output_dir")
+        given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
+    importlib.import_module(f"trl_ext.runs.studies.{script}").main([*given, "--dry_run"])
+
+
+def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
+    if "-m" in words:
+        at = words.index("-m")
+        assert words[at + 1 : at + 3] == ["trl_ext", "train"]
+        recipes.parse(monkeypatch, *words[at + 3 :])
+        return
+    at = next(index for index, word in enumerate(words) if word.startswith("recipes/"))
+    _check_launcher(words[:at])
+    _write_own_functions(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    arguments = [str(REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]]
+    script = words[at].removeprefix("recipes/").removesuffix(".py")
+    assert (recipes.RECIPES / f"{script}.py").is_file()
+    if script.startswith("one_file/"):
+        assert not arguments, "its settings are constants"
+        return
+    recipes.parse(monkeypatch, script, *arguments)
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
+    _forget_names_afterwards(monkeypatch)
+    settings = yaml.safe_load(block)
+    if "methods" in settings or "recipe" in settings:
+        path = tmp_path / "settings.yaml"
+        path.write_text(block)
+        script, flag = ("compare", "--config") if "methods" in settings else ("sweep", "--study")
+        _check_study(script, [flag, str(path)], tmp_path, monkeypatch)
+        return
+    _write_own_functions(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(block)
+    _, _, training = recipes.parse(monkeypatch, "preference", "--config", "mine.yaml")
+    assert training.build_objective().describe().startswith("readme_loss (beta 0.5, weighted by confidence")
+
+
+def _forget_names_afterwards(monkeypatch) -> None:
+    """The names that the pages register are free again for other tests."""
+    for table in (preference_losses, policy_algorithms):
+        monkeypatch.setattr(table, "_entries", dict(table._entries))
+
+
+def _write_own_functions(folder) -> None:
+    """The loss, the algorithm and the configuration of the pages as the files that their commands name."""
+    own_loss = next(block for block in blocks("python", README) if "@preference_loss" in block)
+    (folder / "my_losses.py").write_text(own_loss.replace('"squared_hinge"', '"readme_loss"'))
+    (folder / "mine.yaml").write_text(next(block for block in blocks("yaml") if "my_losses.py" in block))
+    own_algorithm = next(block for block in blocks("python", TEXTS["docs/policy.md"]) if "@policy_algorithm" in block)
+    (folder / "my_algorithm.py").write_text(own_algorithm.partition("policy_config =")[0])
+
+
+def _check_flags(name: str, arguments: list[str], monkeypatch) -> None:
+    """Parse a command's arguments with its own parser, and no further."""
+    from trl_ext.evaluation.command_line import CommandParser
+
+    class Parsed(Exception):
+        pass
+
+    def parse_args(self, *given):
+        parse(self, *given)
+        raise Parsed
+
+    parse = CommandParser.parse_args
+    monkeypatch.setattr(CommandParser, "parse_args", parse_args)
+    package = (REPOSITORY / name.replace(".", "/")).is_dir()
+    module = importlib.import_module(f"{name}.__main__" if package else name)
+    with pytest.raises(Parsed):
+        module.main(arguments)
+
+
+def _check_launcher(words: list[str]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    parsed = launch_command_parser().parse_args([*words, "script.py"])
+    if parsed.config_file:
+        assert (REPOSITORY / parsed.config_file).is_file()
+
+
+# ---- Python ----
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name, text in TEXTS.items()
+        if blocks("python", text)
+    ],
+)
+def test_python_blocks_run(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _forget_names_afterwards(monkeypatch)
+    namespace: dict = {"__name__": "page"}
+    for block in blocks("python", TEXTS[name]):
+        exec(block, namespace)
+    if "trainer" in namespace:
+        assert namespace["trainer"].state.global_step == 2
+
+
+# ---- Paths and links ----
+
+
+NAMED_PATH = r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks|public_eval)/[\w./-]*)`"
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(NAMED_PATH, TEXT))))
+def test_named_path_exists(path):
+    assert (REPOSITORY / path).exists()
+
+
+def _prose(text: str) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def _links(text: str) -> list[str]:
+    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`]*`", "", _prose(text)))
+
+
+def _anchors(path: Path) -> set[str]:
+    """Where a page's headings are, as GitHub and the built documentation name them."""
+    headings = re.findall(r"^#+ +(.+)$", _prose(path.read_text(encoding="utf-8")), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+INTERNAL = [(name, link) for name, text in TEXTS.items() for link in _links(text) if "://" not in link]
+
+
+@pytest.mark.parametrize(("name", "link"), sorted(set(INTERNAL)))
+def test_link_leads_somewhere(name, link):
+    path, _, anchor = link.partition("#")
+    target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
+    assert target.exists(), f"{name} links to {link}"
+    assert not anchor or anchor in _anchors(target), f"{name}: no heading {anchor} in {target}"
+
+
+# ---- Papers ----
+
+
+# Named on a page, and by no docstring.
+ONLY_NAMED = {"2203.14465", "2304.06767", "2403.08635"}
+# Of the assignments' texts.
+OF_ASSIGNMENTS = {"2009.03300", "2404.03683", "2501.12948"}
+
+
+def _paper_ids(text: str) -> set[str]:
+    return set(re.findall(r"\b(\d{4}\.\d{5})\b", text))
+
+
+def test_the_index_has_every_paper():
+    of_code = set().union(*(_paper_ids(path.read_text()) for path in (REPOSITORY / "trl_ext").rglob("*.py")))
+    index = _paper_ids(TEXTS["docs/papers.md"])
+    assert index == of_code - OF_ASSIGNMENTS | ONLY_NAMED
+    assert _paper_ids(TEXT) == index
+
+
+# ---- Tables against the code ----
+
+
+NUMBERS = {
+    16: "sixteen",
+    17: "seventeen",
+    18: "eighteen",
+    19: "nineteen",
+    20: "twenty",
+    29: "twenty-nine",
+    30: "thirty",
+}
+
+
+def counts_of(kind: str) -> set[str]:
+    """The numbers in words before "losses" or "algorithms" on the pages."""
+    return set(re.findall(rf"\b(\w+teen|(?:twenty|thirty)(?:-\w+)?) (?:named )?\[?{kind}\b", TEXT.lower()))
+
+
+def test_every_loss_and_trainer_is_in_the_table():
+    import trl_ext.losses
+    import trl_ext.trainers
+
+    table = TEXTS["docs/methods.md"].partition("## Losses")[2].partition("## ")[0]
+    own = [name for name in preference_losses if preference_losses[name].function.__module__.startswith("trl_ext.")]
+    assert counts_of("losses") == {NUMBERS[len(own)]}, "the count of losses in README.md and docs"
+    for name in own:
+        assert f"`{name}`" in table, "the table in docs/methods.md lacks it"
+        assert f"| `{name}` | $" in TEXTS["docs/preference.md"], "the equations in docs/preference.md lack it"
+        assert f"`{name}`" in TEXTS["docs/papers.md"], "docs/papers.md lacks it"
+    for name in trl_ext.trainers.__all__:
+        if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PreferenceTrainer):
+            assert f"`{name}`" in table or name == "PreferenceTrainer"
+
+
+def test_every_algorithm_and_trainer_is_in_the_table():
+    import trl_ext.trainers
+
+    section = TEXTS["docs/methods.md"].partition("## Algorithms")[2]
+    own = [name for name in policy_algorithms if policy_algorithms[name].surrogate != "own"]
+    assert counts_of("algorithms") == {NUMBERS[len(own)]}, "the count of algorithms in README.md and docs"
+    for name in own:
+        assert f"`{name}`" in section and f"`{name}`" in TEXTS["docs/papers.md"], name
+    for name in trl_ext.trainers.__all__:
+        if name.endswith("Trainer") and issubclass(getattr(trl_ext.trainers, name), PolicyTrainer):
+            assert f"`{name}`" in section
+
+
+def test_defaults_in_the_table_of_losses():
+    rows = re.findall(r"^\| `(\w+)` \| \$.*\| ([^|]*) \|$", TEXTS["docs/preference.md"], flags=re.MULTILINE)
+    checked = 0
+    for name, options in rows:
+        parameters = inspect.signature(preference_losses[name].function).parameters
+        for option, value in re.findall(r"`(\w+)` ([\d.]+|false)(?=[,;]| *$|$)", options):
+            default = parameters[option].default
+            if default is not None:
+                assert default == (False if value == "false" else float(value)), (name, option)
+                checked += 1
+    assert checked > 20
+
+
+def test_every_advantage_surrogate_and_reduction_has_an_equation():
+    from trl_ext.advantages import ADVANTAGES
+    from trl_ext.losses.policy_objective import AGGREGATIONS, SURROGATES
+    from trl_ext.rewards.ensemble import AGGREGATES
+
+    for name in (*ADVANTAGES, *SURROGATES, *AGGREGATIONS):
+        assert f"| `{name}` | $" in TEXTS["docs/policy.md"], name
+    for name in AGGREGATES:
+        assert f"| `{name}` |" in TEXTS["docs/reward_models.md"], name
+
+
+def test_equations_render():
+    """In a table a bar would end the cell, and an escaped brace would lose its backslash."""
+    for name, text in TEXTS.items():
+        inline = re.findall(r"\$([^$\n]+)\$", re.sub(r"`[^`\n]*`", "", _prose(text)))
+        for equation in inline:
+            assert "|" not in equation and not re.search(r"\\[{},;!|]", equation), (name, equation)
+        for equation in [*inline, *blocks("math", text)]:
+            assert equation.count("{") == equation.count("}"), (name, equation)
+
+
+# ---- Recipes and figures ----
+
+
+def test_every_recipe_and_folder_of_configurations_is_listed():
+    listing = TEXTS["recipes/README.md"]
+    scripts = [path.stem for path in recipes.RECIPES.glob("*.py") if "__main__" in path.read_text()]
+    assert len(scripts) > 20
+    for name in scripts:
+        assert f"`{name}.py`" in listing, name
+    for folder in (recipes.RECIPES / "configs").iterdir():
+        assert f"`{folder.name}/" in listing, folder.name
+
+
+def test_intervals_of_the_readmes_are_measured():
+    """Each interval in a table of the README and the list of recipes is one of the measurements' pages."""
+    interval = re.compile(r"[-+]?\d+\.\d+ \[[-+]?\d+\.\d+, [-+]?\d+\.\d+\]")
+    # The tables of published runs escape brackets.
+    pages = [text.replace("\\", "") for name, text in TEXTS.items() if name.startswith("docs/")]
+    measured = set().union(*map(interval.findall, pages))
+    for name in ("README.md", "recipes/README.md"):
+        assert set(interval.findall(_prose(TEXTS[name]))) <= measured, name

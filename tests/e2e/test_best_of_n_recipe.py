@@ -1,0 +1,174 @@
+"""The recipe of best-of-n: its curve and data to fine-tune on, that it goes on, and what it refuses in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from tests.support import recipes
+from tests.support.recipes import read, refused
+from trl_ext import load_benchmark
+from trl_ext.runs.folder import config_text
+from trl_ext.toy import score
+
+SHORT = ["--num_prompts=12", "--n", "1", "2", "4", "--generation_batch_size=24", "--save_every=24", "--use_cpu=true"]
+
+
+@pytest.fixture
+def known(tmp_path, monkeypatch) -> str:
+    """The true score as a reward function in a file."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "known.py").write_text(
+        "from trl_ext.toy import score\n\n\n"
+        "def known(prompts, completions, finished, **columns):\n"
+        "    texts = zip(prompts, completions, finished, strict=True)\n"
+        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
+    )
+    return f"{tmp_path / 'known.py'}:known"
+
+
+def test_the_recipe_and_a_round_trip_through_fine_tuning(known, tmp_path, monkeypatch, capsys):
+    """By the true score itself there is no regret; the best responses train a model, which then likes them better."""
+    options = [*SHORT, "--reward_function", known, "--prompt_split", "train_gen", "--keep", "best"]
+    recipes.run(monkeypatch, "best_of_n", *options, "--output_dir", "straight")
+    folder = tmp_path / "straight"
+    results, samples = read(folder, "results.json"), read(folder, "samples.jsonl")
+    prompts = load_benchmark("toy")["train_gen"].select(range(12))
+    assert [(row["row_id"], row["sample"]) for row in samples] == [
+        (row_id, sample) for row_id in prompts["row_id"] for sample in range(4)
+    ]
+    for row in samples:
+        assert row["reward"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        assert row["score"] == row["reward"]
+    curve = results["best_of_n"]["curve"]
+    assert [row["n"] for row in curve] == [1, 2, 4]
+    assert all(row["regret"]["mean"] == 0 and row["gold"] == row["proxy"] for row in curve)
+    best = [max(group, key=lambda row: row["reward"]) for group in zip(*[iter(samples)] * 4, strict=True)]
+    assert curve[2]["gold"]["mean"] == pytest.approx(sum(row["reward"] for row in best) / 12)
+    assert results["score"]["policy"] == curve[2]["gold"]["mean"]
+    assert results["win_rate"] == curve[2]["win_rate"]
+    assert [row["response_text"] for row in read(folder, "generations.jsonl")] == [
+        row["response_text"] for row in best
+    ]
+    credits = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+    won = [credits[row["outcome"]] for row in read(folder, "generations.jsonl")]
+    assert sum(won) / 12 == pytest.approx(results["win_rate"]["half"]["rate"])
+    printed = capsys.readouterr().out
+    for text in ("KL bound", "best possible", "0.636", "win rate, ties as half", "12 responses to 12 prompts"):
+        assert text in printed
+    assert (folder / "best_of_n.png").read_bytes().startswith(b"\x89PNG")
+    _fine_tunes_on(folder / "sft.jsonl", best, tmp_path)
+
+
+def _fine_tunes_on(path, best, tmp_path):
+    from datasets import load_dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from trl_ext.toy import MODEL_DIR
+
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    whole = [row for row in best if row["finished"] and row["response_text"].strip()]
+    assert [row["completion"][0]["content"] for row in rows] == [row["response_text"] for row in whole]
+    dataset = load_dataset("json", data_files=str(path), split="train")
+    args = SFTConfig(
+        output_dir=str(tmp_path / "tuned"),
+        max_steps=6,
+        learning_rate=1e-3,
+        per_device_train_batch_size=len(rows),
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        bf16=False,
+        disable_tqdm=True,
+    )
+    trainer = SFTTrainer(str(MODEL_DIR), args, train_dataset=dataset)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < 0.7 * losses[0]
+    example = trainer.train_dataset[0]
+    trained_on = [token for token in example["labels"] if token != -100]
+    decoded = trainer.processing_class.decode(trained_on, skip_special_tokens=True)
+    assert decoded.strip() == rows[0]["completion"][0]["content"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_recipe_goes_on_and_a_finished_one_is_kept(known, tmp_path, monkeypatch, capsys):
+    options = [*SHORT, "--reward_function", known, "--output_dir", "run"]
+    recipes.run(monkeypatch, "best_of_n", *options)
+    folder = tmp_path / "run"
+    whole, results = (folder / "samples.jsonl").read_bytes(), read(folder, "results.json")
+    for more, message in (
+        ([], "run holds a finished evaluation with the same settings: choose"),
+        (["--max_new_tokens", "9"], "run holds a finished evaluation whose max_new_tokens was 48, now 9"),
+    ):
+        assert message in refused(monkeypatch, capsys, "best_of_n", *options, *more)
+    (folder / "results.json").unlink()
+    (folder / "samples.jsonl").write_bytes(whole[:-100])
+    message = refused(monkeypatch, capsys, "best_of_n", *options, "--seed", "7")
+    assert "unfinished evaluation whose seed was 42, now 7" in message
+    recipes.run(monkeypatch, "best_of_n", *options)
+    assert "going on in run, which holds 47 responses" in capsys.readouterr().out
+    assert (folder / "samples.jsonl").read_bytes() == whole
+    assert read(folder, "results.json")["best_of_n"] == results["best_of_n"]
+    parts = recipes.parse(monkeypatch, "best_of_n", "--config", str(folder / "config.yaml"))
+    assert yaml.safe_load(config_text(*parts)) == yaml.safe_load((folder / "config.yaml").read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing to reward responses with: give --reward_model FOLDER"),
+        (["--n", "4", "--num_samples", "2"], "num_samples 2 is less than the largest n, 4"),
+        (["--temperature", "0"], "best-of-n at temperature 0 or top_k 1 would pick from equal responses"),
+        (["--missing_eos_penalty", "-1"], "missing_eos_penalty must be a number from 0 up, got -1.0"),
+        (["--missing_eos_penalty", "nan"], "missing_eos_penalty must be a number from 0 up, got nan"),
+        (["--keep", "threshold"], "keep threshold needs keep_threshold"),
+        (["--keep", "best", "--keep_count", "2"], "keep_count is for --keep top_k, and --keep is best"),
+        (["--keep_count", "2"], "keep_count is for --keep top_k, and nothing is kept"),
+        (["--keep", "top_k", "--keep_count", "9", "--n", "2"], "keep_count 9 is more than the 2 responses"),
+        (["--keep", "worst"], "keep must be one of best, top_k, threshold, got 'worst'"),
+        (["--reward_model", "nowhere"], "nowhere"),
+        (["--reward_function", "{known}", "--prompt_split", "none"], "no file none.jsonl for the split 'none'"),
+        (["--reward_function", "{known}", "--num_prompts", "1000"], "test_gen has 400 prompts"),
+        (["--reward_function", "{known}", "--reward_model", "{rewards}"], "ranked by one reward"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_recipe_refuses_in_one_line(options, message, known, tmp_path, monkeypatch, capsys, request):
+    if "{rewards}" in options:
+        from tests.support.reward_adapters import save_full_model
+
+        rewards = save_full_model(request.getfixturevalue("tiny_model_path"), tmp_path / "rewards")
+        options = [option.replace("{rewards}", str(rewards)) for option in options]
+    options = [option.replace("{known}", known) for option in options]
+    assert message in refused(monkeypatch, capsys, "best_of_n", *options)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_prompts_needs_no_split_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "long.py").write_text(
+        "def long(completion_ids, **columns):\n    return list(map(len, completion_ids))\n"
+    )
+    rows = [{"row_id": f"p{i}", "prompt_text": f"Name fruit number {i}."} for i in range(3)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    short = ["--n", "1", "2", "--max_new_tokens", "4", "--use_cpu=true", "--output_dir", "run"]
+    rewarded = ["--reward_function", "long.py:long", "--missing_eos_penalty", "9"]
+    recipes.run(monkeypatch, "best_of_n", *short, "--dataset_name", "prompts.jsonl", *rewarded)
+    samples = read(tmp_path / "run", "samples.jsonl")
+    assert not all(row["finished"] for row in samples)
+    for row in samples:
+        assert row["reward"] == row["generated_num_tokens"] - 9 * (not row["finished"])
+    assert [row["row_id"] for row in samples] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert not any("score" in row for row in samples), "the score is known on the embedded benchmark alone"
+
+
+def test_what_was_kept_is_no_benchmark(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "sft.jsonl"
+    path.write_text('{"row_id": "a", "prompt": "p", "completion": "c"}\n')
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "rlhf_sft", "--dataset_name", str(path), "--output_dir", str(tmp_path / "run"))
+    assert f"holds prompts and completions: give it as --demonstrations {path}" in capsys.readouterr().err

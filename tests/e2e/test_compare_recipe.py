@@ -1,0 +1,398 @@
+"""The comparison of methods as a command: what it runs and in which order, what it reports, and what it refuses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from tests.support import recipes
+
+CONFIGS = recipes.RECIPES / "configs" / "compare"
+# What each method adds to the score of a prompt, and each learning rate.
+QUALITY = {"dpo": 0.0, "ipo": 0.0, "aot": 0.0, "grpo": 0.1, "sft": 0.0, "grpo_math": 0.3}
+RATES = {None: 0.0, "0.1": 0.0, "0.2": 0.05}
+PROMPTS = 40
+
+
+def wobble(*what) -> float:
+    """A number in [-0.5, 0.5) that depends on what it is of, and looks like chance."""
+    return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 2**32 - 0.5
+
+
+def score(recipe: str, prompt: int, seed: str, rate: str | None) -> float:
+    own = QUALITY[recipe] + RATES[rate] + 0.02 * wobble(recipe, prompt, seed)
+    return 0.5 + 0.3 * wobble("prompt", prompt) + 0.05 * wobble("seed", seed) + own
+
+
+@pytest.fixture
+def compare(monkeypatch, tmp_path):
+    """The recipe's module, whose runs write made-up scores; `calls` has the script and the arguments of each."""
+    from trl_ext.runs.studies import compare, processes
+
+    monkeypatch.chdir(tmp_path)
+    calls = []
+
+    def run(command):
+        at = next(place for place, word in enumerate(command) if word.endswith(".py"))
+        given = dict(zip(*[iter(word.removeprefix("--") for word in command[at + 1 :])] * 2, strict=True))
+        recipe, folder = Path(command[at]).stem, Path(given["output_dir"])
+        calls.append((recipe, given))
+        if (folder.parent / f"break-{folder.name}").exists():
+            return 3
+        fake_run(recipe, folder, given)
+        return 0
+
+    monkeypatch.setattr(processes, "run_or_stop", run)
+    return SimpleNamespace(module=compare, calls=calls, main=lambda *words: compare.main([*words]))
+
+
+def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    kind = {"sampled_responses": 640} if recipe == "grpo" else {"train_pairs": 200}
+    run = {"objective": recipe, "model": "toy", "dataset": "toy", "seed": int(given["seed"]), "optimizer_steps": 10}
+    run |= {"training_seconds": 20.0, "settings_digest": recipe, "device": "cpu", "processes": 1, **kind, **about}
+    if "reward_model" in given:
+        run["reward_models"] = [given["reward_model"]]
+    (folder / "results.json").write_text(json.dumps({"run": run}))
+    (folder / "config.yaml").write_text("per_device_train_batch_size: 20\ngradient_accumulation_steps: 2\n")
+    if recipe == "reward_model":
+        return
+    named, default = ("eval_split", "test") if recipe in ("sft", "grpo_math") else ("prompt_split", "test_gen")
+    split, rate = given.get(named, default), given.get("learning_rate")
+    rows = [
+        {
+            "row_id": f"{split}-{prompt}",
+            "prompt_text": "p",
+            "response_text": "r",
+            "score": None if fails(rate, prompt) else score(recipe, prompt, given["seed"], rate),
+            "outcome": ("candidate", "tie", "base", "tie")[prompt % 4],
+        }
+        for prompt in range(PROMPTS)
+    ]
+    (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def fails(rate: str | None, prompt: int) -> bool:
+    """Whether runs at this learning rate were told to leave hard prompts without a score."""
+    return Path(f"fails-{rate}").exists() and wobble("prompt", prompt) < 0
+
+
+def summary(folder: str = "runs/compare") -> dict:
+    return json.loads(Path(folder, "compare.json").read_text())
+
+
+def stopped(compare, *words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        compare.main(*words)
+    return end.value.code
+
+
+def test_methods_are_run_and_compared(compare, capsys):
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
+    names = [Path(given["output_dir"]).name for _, given in compare.calls]
+    wanted = [f"{name}-{seed}" for name in ("reward_model", "dpo", "ipo", "grpo") for seed in range(3)]
+    assert names == wanted, "reward models first"
+    assert compare.calls[10][1]["reward_model"] == "runs/compare/reward_model-1", "each online run has its seed's own"
+    assert {given.get("max_steps") for recipe, given in compare.calls if recipe != "reward_model"} == {"10"}
+    assert "max_steps" not in compare.calls[0][1]
+
+    found = summary()
+    assert (found["metric"], found["baseline"], found["prompts"]) == ("score", "dpo", PROMPTS)
+    dpo, ipo, grpo = found["methods"]
+    expected = sum(score("ipo", p, str(s), None) for p in range(PROMPTS) for s in range(3)) / (3 * PROMPTS)
+    assert ipo["mean"] == pytest.approx(expected)
+    assert [one["verdict"] for one in found["comparisons"]] == ["cannot tell", "higher"]
+    assert found["comparisons"][1]["difference"]["mean"] == pytest.approx(grpo["mean"] - dpo["mean"])
+    # Ten steps of 40 pairs; 20 seconds, and 20 of the reward model's run.
+    spent = {"optimizer_steps": 10, "training_seconds": 20, "reward_seconds": 0}
+    assert dpo["budget"] == {"samples": 400, "unit": "pairs", **spent}
+    assert (grpo["budget"]["samples"], grpo["budget"]["reward_seconds"]) == (640, 20)
+    notes = " ".join(found["notes"])
+    assert "Samples are not of one kind (pairs: dpo, ipo; sampled responses: grpo)." in notes
+    assert "Unequal budgets, seconds of training, with reward models: 20 (dpo) to 40 (grpo)." in notes
+    printed = capsys.readouterr().out
+    assert [line.split(",")[0] for line in printed.splitlines() if line.startswith("===")] == [
+        f"=== run {number} of 12" for number in range(1, 13)
+    ]
+    header = next(line for line in printed.splitlines() if line.startswith("method"))
+    column = header.index("score")
+    assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]
+    assert f"grpo has a higher score than dpo, by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
+    assert "Whether ipo or dpo has the higher score, these runs cannot tell. To find a true difference of" in printed
+    assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "compare.png", "report.html"}
+
+    # The second time nothing is left to run.
+    compare.calls.clear()
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-2", "--max_steps", "10")
+    assert not compare.calls and summary() == found
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "settings", "expected"),
+    [
+        # 2 of the 63 steps of an epoch: 2 / 63 of 2,000 rows would be 63.
+        (2000, 2, {}, 64),
+        # An epoch of 62 steps of 32 and one of 16, twice, and two more steps.
+        (2000, 128, {}, 4064),
+        # Rows that fill no micro-batch are dropped, not those that fill no step: of 2,000 none.
+        (2000, 128, {"dataloader_drop_last": True}, 4064),
+        (100, 5, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}, 80),
+    ],
+)
+def test_rows_that_were_learned_from(rows, steps, settings, expected, tmp_path):
+    """On one process, in batches of 32 unless said otherwise."""
+    from trl_ext.evaluation.methods.runs import budget, read_method_run
+
+    fake_run("dpo", tmp_path, {"seed": "0"}, train_pairs=rows, optimizer_steps=steps)
+    known = {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "dataloader_drop_last": False}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(known | settings))
+    assert budget(read_method_run(tmp_path, "dpo", 0))["samples"] == expected
+
+
+def test_what_was_begun_is_taken_up(compare):
+    assert stopped(compare, "--methods", "dpo,ipo,dpo") == 2
+    Path("runs/compare").mkdir(parents=True)
+    Path("runs/compare/break-ipo-1").touch()
+    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0,1,2") == 1
+    found = summary()
+    assert "Not finished, and left out: ipo-1." in found["notes"]
+    assert found["comparisons"][0]["paired_seeds"] == [0, 2], "on the seeds that both have"
+    assert [one["seeds"] for one in found["methods"]] == [3, 2]
+
+    Path("runs/compare/break-ipo-1").unlink()
+    Path("runs/compare/ipo-1/checkpoint-5").mkdir()
+    Path("runs/compare/ipo-1/checkpoint-5/trainer_state.json").write_text("{}")
+    compare.calls.clear()
+    compare.main("--methods", "dpo,ipo", "--seeds", "0,1,2")
+    ((recipe, given),) = compare.calls
+    assert (recipe, given["seed"], given["resume_from_checkpoint"]) == ("ipo", "1", "last")
+    assert summary()["comparisons"][0]["paired_seeds"] == [0, 1, 2]
+
+
+def test_settings_are_chosen_on_the_validation_split(compare):
+    grid = {"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}, "methods": {"ipo": {"beta": [1, 2]}}}
+    Path("settings.yaml").write_text(yaml.safe_dump(grid))
+    compare.main("--methods", "dpo,ipo,grpo", "--seeds", "0-1", "--sweep", "settings.yaml")
+    tried = [call for call in compare.calls if "/sweep/" in call[1]["output_dir"]]
+    assert len(tried) == 2 + 4 + 2
+    assert {given["prompt_split"] for _, given in tried} == {"validation_gen"}
+    assert {given["seed"] for _, given in tried} == {"7"}
+    assert {recipe for recipe, given in tried if "eval_split" in given} == {"dpo", "ipo"}, "online recipes have none"
+    rewards = [given["seed"] for recipe, given in compare.calls if recipe == "reward_model"]
+    assert rewards == ["0", "1", "7"]
+    # A learning rate of 0.2 is worth 0.05 in every score; beta changes nothing, and the first of equals is taken.
+    found = summary()
+    assert {name: (one["tried"], one["chosen"]) for name, one in found["tuning"].items()} == {
+        "dpo": (2, {"learning_rate": 0.2}),
+        "ipo": (4, {"learning_rate": 0.2, "beta": 1}),
+        "grpo": (2, {"learning_rate": 0.2}),
+    }
+    last = compare.calls[-1][1]
+    assert last["learning_rate"] == "0.2" and "prompt_split" not in last
+    assert "Unequal tuning, settings tried: 2 (dpo), 4 (ipo), 2 (grpo)." in found["notes"]
+    assert "| ipo | 4 | learning_rate 0.2, beta 1 |" in Path("runs/compare/compare.md").read_text()
+
+
+def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
+    """The scores of easy prompts are higher by about 0.15 than those of hard ones, and the mean over the easy alone by
+    half of it; the other learning rate is better by 0.05 on each prompt."""
+    Path("settings.yaml").write_text(yaml.safe_dump({"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}}))
+    Path("fails-0.1").touch()
+    compare.main("--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml")
+    easy = [prompt for prompt in range(PROMPTS) if not fails("0.1", prompt)]
+    by_rate = {rate: [score("dpo", prompt, "7", rate) for prompt in range(PROMPTS)] for rate in ("0.1", "0.2")}
+    of_easy = {rate: sum(own[prompt] for prompt in easy) / len(easy) for rate, own in by_rate.items()}
+    assert of_easy["0.1"] > sum(by_rate["0.2"]) / PROMPTS + 0.01, "what it scored looks better than all of the other's"
+    found = summary()
+    dpo = found["tuning"]["dpo"]
+    assert (dpo["chosen"], dpo["left_out"]) == ({"learning_rate": 0.2}, PROMPTS - len(easy))
+    assert dpo["value"] == pytest.approx(of_easy["0.2"])
+    note = f"{PROMPTS - len(easy)} prompts of the validation split lack a value in some setting of dpo: its settings"
+    assert any(line.startswith(note) for line in found["notes"])
+
+    # The two learning rates have no prompt in common.
+    for path in Path("runs/compare/sweep").glob("dpo-1-*/generations.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept = [{**row, "score": None} if place in easy else row for place, row in enumerate(rows)]
+        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml") == 2
+    assert "the settings of dpo cannot be compared: no prompt has a score in every run" in capsys.readouterr().err
+
+
+def test_finished_runs_of_a_folder_are_compared_and_none_is_run(compare):
+    """Their names, one of them a recipe that is evaluated on other data, do not matter."""
+    for name in ("sft", "mine"):
+        for seed in (3, 4):
+            fake_run("dpo", Path("old", f"{name}-{seed}"), {"seed": str(seed)})
+    words = ["--methods", "mine,sft", "--seeds", "3-4", "--runs", "old", "--baseline", "sft", "--metric", "win_rate"]
+    compare.main(*words)
+    assert not compare.calls and not Path("old/compare.json").exists()
+    found = summary()
+    # Of four prompts, one is won, one lost and two are ties, on every seed: 0.5, and nothing to test.
+    assert [one["mean"] for one in found["methods"]] == [0.5, 0.5]
+    assert found["comparisons"][0]["verdict"] == "cannot tell" and "searched no settings" in found["notes"][0]
+    assert stopped(compare, *words[:3], "3-5", *words[4:]) == 2
+
+
+@pytest.mark.parametrize(
+    ("about", "given", "expected"),
+    [
+        ({"dataset": "other"}, {}, "has the dataset 'other' and"),
+        ({"settings_digest": "x"}, {}, "differ in more than their seed"),
+        ({}, {"prompt_split": "other"}, "were evaluated on different prompts"),
+        ({"seed": 9}, {}, "is of seed 9, not 1"),
+    ],
+)
+def test_runs_that_are_not_alike_are_refused(about, given, expected, compare, capsys):
+    for seed in ("0", "1"):
+        for name in ("dpo", "ipo"):
+            results, words = (about, given) if name == "ipo" and seed == "1" else ({}, {})
+            fake_run(name, Path("old", f"{name}-{seed}"), {"seed": seed, **words}, **results)
+    if "settings_digest" in about:
+        Path("old", "ipo-1", "config.yaml").write_text("learning_rate: 1.0\n")
+    assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--runs", "old") == 2
+    assert expected in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
+    compare.main("--methods", "dpo,grpo", "--seeds", "0-1", "--dry_run")
+    lines = capsys.readouterr().out.splitlines()
+    names = [
+        f"{name}-{seed}" for name in ("reward_models, reward_model", "runs, dpo", "runs, grpo") for seed in (0, 1)
+    ]
+    assert lines[0::2] == [f"# {name}: new" for name in names]
+    assert not compare.calls and not Path("runs").exists()
+
+
+def test_methods_with_a_reward_function_or_a_teacher_need_no_reward_model_and_no_pairs(compare, capsys):
+    Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
+    Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, distillation: {}}\n")
+    Path("settings.yaml").write_text("grid: {learning_rate: [0.1, 0.2]}\n")
+    compare.main("--config", "methods.yaml", "--seeds", "0", "--sweep", "settings.yaml", "--dry_run")
+    printed = capsys.readouterr().out
+    assert all(f"# sweep, {name}-1-100: new" in printed for name in ("grpo", "distillation"))
+    assert "reward_model" not in printed and "eval_split" not in printed
+
+
+def test_the_slurm_script_runs_the_stages_after_each_other(compare, capsys, tmp_path, monkeypatch):
+    """A stand-in for sbatch notes what it is given; its wrapped commands, run in turn, leave the report."""
+    Path("settings.yaml").write_text("seeds: [7]\ngrid: {learning_rate: [0.1, 0.2]}\n")
+    words = ["--methods", "dpo,grpo", "--seeds", "0-2", "--sweep", "settings.yaml"]
+    compare.main(*words, "--slurm")
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        f'#!/bin/bash\nprintf "%s\\n" "$@" END >> {tmp_path}/jobs\necho "$(wc -l < {tmp_path}/jobs);c"\n'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:/usr/bin:/bin")
+    subprocess.run(["bash"], input=capsys.readouterr().out, text=True, check=True, stdout=subprocess.DEVNULL)
+    jobs = [job.strip().splitlines() for job in Path("jobs").read_text().split("END\n")[:-1]]
+    arrays = [word.removeprefix("--array=") for job in jobs for word in job if word.startswith("--array=")]
+    # Reward models of seeds 0, 1, 2 and 7; two settings of two methods on one seed; two methods on three seeds.
+    assert arrays == ["0-3", "0-3", "0-5"]
+    after = [[word for word in job if word.startswith("--dependency")] for job in jobs]
+    ends = [sum(len(job) + 1 for job in jobs[: count + 1]) for count in range(3)]
+    assert after == [[], *([f"--dependency=afterany:{end}"] for end in ends)]
+    for job, count in zip(jobs, (4, 4, 6, 1), strict=True):
+        for index in range(count):
+            command = shlex.split(job[-1].replace("$SLURM_ARRAY_TASK_ID", str(index)))
+            assert command[1] == str(recipes.RECIPES / "compare.py")
+            compare.main(*command[2:])
+    assert len(compare.calls) == 4 + 4 + 6, "the last job only reports"
+    assert summary()["comparisons"][0]["verdict"] == "higher"
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "expected"),
+    [
+        (["--methods", "dpi"], None, "no method 'dpi'; did you mean 'dpo'?"),
+        (["--methods", "sft,dpo"], None, "sft is evaluated on problems with known answers and dpo on prompts"),
+        (["--methods", "sft", "--sweep", "file.yaml"], {"validation": {"eval_split": "test"}}, "is the one that sft"),
+        (["--config", "file.yaml", "--methods", "mne"], {"methods": {"mine": {"recipe": "dpo"}}}, "mean 'mine'?"),
+        (["--methods", "dpo", "--baseline", "ipo"], None, "the baseline 'ipo' is not among the methods: dpo"),
+        (["--methods", "dpo", "--seeds", "0-x"], None, "--seeds 0-x: give numbers from 0"),
+        ([], None, "no methods: name some"),
+        (["--methods", "dpo", "--stage", "runs", "--array_index", "5"], None, "there are 5 runs, numbered from 0"),
+        (["--config", "file.yaml"], {"method": {}}, "unknown key 'method'; did you mean 'methods'?"),
+        (["--config", "file.yaml"], {"methods": {"dpo": {"config": "no.yaml"}}}, "no configuration file 'no.yaml'"),
+        (["--methods", "dpo", "--sweep", "file.yaml"], {"grid": {"beta": 1}}, "beta must be a list of values, got 1"),
+        (["--methods", "dpo", "--sweep", "file.yaml"], {"seeds": [4]}, "settings are chosen on other seeds"),
+        (
+            ["--methods", "dpo", "--sweep", "file.yaml"],
+            {"validation": {"prompt_split": "test_gen"}},
+            "prompt_split is the one that dpo is compared on",
+        ),
+        (
+            ["--methods", "dpo", "--sweep", "file.yaml", "--stage", "runs"],
+            {"grid": {"beta": [1, 2]}},
+            "no setting of dpo was tried to its end",
+        ),
+    ],
+)
+def test_what_is_refused(words, content, expected, compare, capsys):
+    if content is not None:
+        Path("file.yaml").write_text(yaml.safe_dump(content))
+    assert stopped(compare, *words) == 2
+    error = capsys.readouterr().err
+    assert expected in error and error.count("\n") == 1
+    assert not compare.calls
+
+
+@pytest.mark.parametrize("how", [[], ["--slurm"]])
+def test_prompts_without_a_judge_need_a_metric(how, compare, capsys):
+    """Before anything runs: runs on another benchmark than the embedded one leave no score and no outcome."""
+    Path("config.yaml").write_text("dataset_name: ./wildchat_benchmark\n")
+    Path("file.yaml").write_text(yaml.safe_dump({"methods": {"dpo": {"config": "config.yaml"}}}))
+    assert stopped(compare, "--config", "file.yaml", *how) == 2
+    error = capsys.readouterr().err
+    assert "./wildchat_benchmark comes with no judge" in error and error.count("\n") == 1 and not compare.calls
+    compare.main("--config", "file.yaml", "--dry_run")
+    compare.main("--config", "file.yaml", "--stage", "runs", "--seeds", "0")
+    compare.main("--config", "file.yaml", "--seeds", "0-1", "--metric", "score", "--baseline", "dpo")
+    assert [call["seed"] for _, call in compare.calls] == ["0", "1"]
+
+
+def test_methods_of_reasoning_are_compared_by_their_accuracy(compare, capsys):
+    """The better by 0.3, with noise of up to 0.01 on each side. Settings are chosen on the validation split, which
+    `eval_split` names there, and no reward model is trained."""
+    Path("tune.yaml").write_text(yaml.safe_dump({"seeds": [7], "grid": {"learning_rate": [0.1, 0.2]}}))
+    words = ["--methods", "sft,grpo_math", "--seeds", "0-1", "--sweep", "tune.yaml"]
+    compare.main(*words)
+    splits = [given.get("eval_split") for _, given in compare.calls]
+    assert splits == ["validation"] * 4 + [None] * 4
+    assert {recipe for recipe, _ in compare.calls} == {"sft", "grpo_math"}
+    found = summary()
+    assert found["metric"] == "score"
+    (one,) = found["comparisons"]
+    assert one["difference"]["mean"] == pytest.approx(0.3, abs=0.02)
+
+
+def test_a_files_baseline_may_be_none_of_the_chosen_methods(compare):
+    """A study that is spread over days names a few of its file's methods each time."""
+    words = ["--config", str(CONFIGS / "toy.yaml"), "--methods"]
+    assert compare.module.read_plan(compare.module._parse([*words, "ipo,dpo"])).baseline == "dpo"
+    assert compare.module.read_plan(compare.module._parse([*words, "ipo,aot"])).baseline == "ipo"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_run_of_the_files_has_arguments_that_its_recipe_takes(path, compare, monkeypatch):
+    if "grid" in yaml.safe_load(path.read_text()):
+        words = ["--methods", "dpo,ipo,aot", "--sweep", str(path)]
+    else:
+        words = ["--config", str(path), "--seeds", "3"]
+    plan = compare.module.read_plan(compare.module._parse(words))
+    for stage in compare.module.STAGES:
+        for run in compare.module.stage_runs(plan, stage):
+            arguments, _, training = recipes.parse(monkeypatch, run.recipe, *run.flags())
+            assert training.seed == run.arguments["seed"]
+            if stage == "sweep":
+                assert (arguments.prompt_split, arguments.eval_split) == ("validation_gen", "validation_prefs")

@@ -1,0 +1,315 @@
+"""GRPO with verified rewards: stop strings in rollouts, the time budget, and the recipe itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import recipes
+from tests.support.recipes import read, refused
+from trl_ext import PolicyConfig, PolicyTrainer
+from trl_ext.rewards import verified_reward
+from trl_ext.runs.folder import config_text
+from trl_ext.toy import MODEL_DIR
+
+SHORT = [
+    "--max_steps=4",
+    "--rollout_batch_size=16",
+    "--train_batch_size=16",
+    "--per_device_train_batch_size=16",
+    "--group_size=4",
+    "--eval_every=2",
+    "--num_validation_prompts=6",
+    "--num_eval_prompts=8",
+    "--logging_steps=1",
+    "--save_steps=2",
+    "--save_total_limit=3",
+    "--disable_tqdm=true",
+]
+
+
+# ---- Stop strings ----
+
+
+def stop_trainer(folder: Path, stop: list[str] | None, **settings) -> PolicyTrainer:
+    config = PolicyConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=16,
+        num_generations=4,
+        max_completion_length=48,
+        stop=stop,
+        beta=0.0,
+        report_to="none",
+        use_cpu=True,
+        **settings,
+    )
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n} + 25?"}], "answer": str(n + 25)} for n in range(20)]
+    return PolicyTrainer(
+        AutoModelForCausalLM.from_pretrained(MODEL_DIR),
+        reward_funcs=verified_reward("r1_zero"),
+        args=config,
+        processing_class=AutoTokenizer.from_pretrained(MODEL_DIR),
+        train_dataset=Dataset.from_list(rows),
+    )
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_rollouts_end_at_the_stop_string(peft, tmp_path):
+    """Sixteen rollouts of the embedded model, which closes most answers: each ends with the tag or its own end."""
+    trainer = stop_trainer(tmp_path, ["</answer>"])
+    if peft:
+        from peft import LoraConfig, get_peft_model
+
+        trainer.model = get_peft_model(trainer.model, LoraConfig(target_modules=["q_proj"]))
+        trainer.model_wrapped = trainer.model
+    trainer.model.train()
+    rows = [trainer.train_dataset[index // 4] for index in range(16)]
+    output = trainer._generate_and_score_completions(rows)
+    tokenizer = trainer.processing_class
+    responses = [
+        ids[mask.bool()].tolist()
+        for ids, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
+    ]
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in responses]
+    closed = [text.endswith("</answer>") for text in texts]
+    own_end = [ids[-1] == tokenizer.eos_token_id for ids in responses]
+    assert sum(closed) >= 8
+    assert all("</answer>" not in text[: -len("</answer>")] for text in texts), "nothing stands behind the tag"
+    assert not any(a and b for a, b in zip(closed, own_end, strict=True)), "no end token is put behind the tag"
+    assert tokenizer.pad_token_id not in [token for ids in responses for token in ids]
+    cut = [not (a or b) for a, b in zip(closed, own_end, strict=True)]
+    assert trainer._rollout[1] == [not one for one in cut]
+    metrics = trainer._metrics["train"]
+    assert metrics["completions/clipped_ratio"] == [pytest.approx(sum(cut) / 16)]
+    ended = [len(ids) for ids, one in zip(responses, cut, strict=True) if not one]
+    assert metrics["completions/mean_terminated_length"] == [pytest.approx(sum(ended) / len(ended))]
+    assert metrics["completions/max_terminated_length"] == [max(ended)]
+    assert vars(trainer.model).get("generate") in (None, trainer.sampler.generate), "the model is left as it was"
+
+
+def test_without_stop_strings_the_model_ends_by_itself(tmp_path):
+    trainer = stop_trainer(tmp_path, None)
+    trainer.model.train()
+    output = trainer._generate_and_score_completions([trainer.train_dataset[index // 4] for index in range(16)])
+    lengths = output["completion_mask"].sum(dim=1)
+    last = output["completion_ids"][range(16), lengths - 1].tolist()
+    assert last.count(trainer.processing_class.eos_token_id) >= 8
+
+
+def test_what_a_stop_string_ended_pays_no_penalty(tmp_path):
+    trainer = stop_trainer(tmp_path, ["</answer>"], missing_eos_penalty=1.0)
+    tag = trainer.processing_class("<answer>5</answer>")["input_ids"]
+    assert trainer.has_ended(tag) and trainer.has_ended([trainer.processing_class.eos_token_id])
+    assert not trainer.has_ended(tag[:-1]) and not trainer.has_ended([])
+
+
+def test_rewards_read_no_more_than_evaluations(tmp_path):
+    """Where the last token holds `>)`, the bracket is no part of the answer; and what tools say is left as it is."""
+    seen = []
+
+    def reward(completions, **columns):
+        seen.extend(completions)
+        return verified_reward("r1_zero")(None, completions, answer=columns["answer"])
+
+    trainer = stop_trainer(tmp_path, ["</answer>"])
+    trainer.reward_funcs, trainer.reward_func_names = [reward], ["reward"]
+    trainer.reward_processing_classes = [None]
+    kept = "5 </think> <answer> 30 </answer>"
+    ids = trainer.processing_class(kept + ")")["input_ids"]
+    message, tool = {"role": "assistant", "content": kept + ")"}, {"role": "tool", "content": kept + ")"}
+    for completion, expected in (
+        (kept + ")", kept),
+        ([message], [{**message, "content": kept}]),
+        ([tool, message], [tool, {**message, "content": kept}]),
+        ("no end", "no end"),
+    ):
+        rows = [{"prompt": "5 + 25", "answer": "30"}]
+        rewards = trainer.total_rewards(rows, ["5 + 25"], [completion], [ids])
+        assert seen.pop() == expected
+        assert rewards.tolist() == [float(completion != "no end")]
+
+
+# ---- The time budget ----
+
+
+def test_a_run_ends_where_its_time_is_up_and_a_rollout_is_used_up(monkeypatch):
+    """0.01 hours are 36 s; steps end every 10 s, rollouts every 2 steps: at 20 s, and at 40 s, which is past it."""
+    from trl_ext.trainers.callbacks import TimeBudgetCallback
+
+    seconds = SimpleNamespace(seconds=0.0)
+    callback = TimeBudgetCallback(0.01, seconds, SimpleNamespace(num_processes=1), period=2)
+    stopped = []
+    for step in range(1, 6):
+        seconds.seconds = 10.0 * step
+        control = SimpleNamespace(should_training_stop=False, should_save=False, should_log=False)
+        callback.on_step_end(None, SimpleNamespace(global_step=step, max_steps=5), control)
+        stopped.append((control.should_training_stop, control.should_save))
+    assert stopped == [(False, False)] * 3 + [(True, True), (False, False)]
+
+
+# ---- The recipe ----
+
+
+def test_the_last_number_is_the_answer_of_gsm8k(monkeypatch):
+    """In training, validation and the final comparison alike, and no tag ends a response."""
+    arguments, _, _ = recipes.parse(monkeypatch, "grpo_math", "--reward", "gsm8k", "--num_eval_prompts", "3")
+    from trl_ext.runs import reasoning
+
+    sets = reasoning.load_problem_sets(arguments)
+    for problems in sets:
+        row = problems.rows[0]
+        assert problems.reward == "gsm8k"
+        assert problems.grade(f"no tags: {row['answer']}", row)["reward"] == 1
+        assert problems.grade(f"{row['answer']}, or 0", row)["reward"] == 0
+    assert len(sets[2].rows) == 3
+    assert reasoning.sampling_settings(arguments, reward="gsm8k").stop == ()
+    assert reasoning.sampling_settings(arguments, reward="countdown").stop == ("</answer>",)
+
+
+@pytest.mark.slow
+def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "grpo_math", *SHORT, "--output_dir", "run")
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
+    rows = read(run, "generations.jsonl")
+    assert results["score"]["policy"] == sum(row["score"] for row in rows) / 8
+    gain = results["score"]["gain"]
+    assert gain["mean"] == pytest.approx(sum(row["score"] - row["base_score"] for row in rows) / 8)
+    settings = results["run"]
+    assert (settings["algorithm"], settings["reward"], settings["sampled_responses"]) == ("grpo", "r1_zero", 64)
+    metrics = read(run, "metrics.jsonl")
+    validations = [row for row in metrics if "eval_score" in row]
+    assert [row["step"] for row in validations] == [0, 2, 4]
+    for row in validations:
+        counts = [row[f"eval_categories/{name}"] for name in ("correct", "wrong_answer", "wrong_format")]
+        assert sum(counts) == row["eval_n"] == 6
+        assert row["eval_score"] == counts[0] / 6 == row["eval_rewards/answer"]
+        assert row["eval_rewards/format"] == pytest.approx((counts[0] + counts[1]) / 6)
+        # Wilson's interval at 95%.
+        z, p, n = 1.959964, counts[0] / 6, 6
+        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        assert row["eval_score_low"] == pytest.approx((middle - half) / (1 + z * z / n), abs=1e-6)
+        assert row["eval_score_high"] == pytest.approx((middle + half) / (1 + z * z / n), abs=1e-6)
+    training = [row for row in metrics if "loss" in row]
+    assert [row["step"] for row in training] == [1, 2, 3, 4]
+    assert all(row["rewards/r1_zero/answer"] == pytest.approx(row["reward"]) for row in training)
+    assert all(row["rewards/r1_zero/format"] >= row["reward"] - 1e-6 for row in training)
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    for text in ("accuracy, sampled", "accuracy, greedy", "gain", "correct / wrong answer / wrong format"):
+        assert text in printed
+    # The validation problems are not those of the table.
+    assert not {row["row_id"] for row in rows} & {row["row_id"] for row in read(run, "samples/step_000004.jsonl")}
+
+
+def test_a_saved_configuration_reads_back(tmp_path, monkeypatch):
+    words = ["--rollout_batch_size", "64", "--train_batch_size", "32", "--per_device_train_batch_size", "16"]
+    words += ["--epochs_per_rollout_batch", "2", "--n_grpo_steps", "5", "--use_std_normalization", "false"]
+    words += ["--length_normalization", "masked_normalize", "--max_steps", "-1", "--stop", "</answer>"]
+    parsed = recipes.parse(monkeypatch, "grpo_math", *words, "--algorithm", "grpo_no_clip")
+
+    path = tmp_path / "config.yaml"
+    path.write_text(config_text(*parsed))
+    again = recipes.parse(monkeypatch, "grpo_math", "--config", str(path))
+    assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
+    assert (again[-1].train_batch_size, again[-1].gradient_accumulation_steps) == (16, 2)
+    assert again[-1].max_steps == 20 and again[-1].stop == ["</answer>"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--rollout_batch_size", "20"], "rollout_batch_size 20"),
+        (["--reward", "r2"], "reward must be one of r1_zero, question_only, gsm8k, countdown"),
+        (["--reward", "countdown"], "nums and target"),
+        (["--algorithm", "grpoo"], "grpoo"),
+        (["--max_new_tokens", "7"], "max_completion_length"),
+        (["--validation_split", "nope"], "nope"),
+    ],
+    ids=lambda value: "-".join(value)[-30:] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(monkeypatch, capsys, "grpo_math", *SHORT, "--output_dir", "run", *arguments)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_run_out_of_time_ends_with_a_checkpoint_and_its_table(tmp_path, monkeypatch, capsys):
+    """A budget that is spent at once: one rollout of two updates is finished. With more hours it goes on to the end,
+    where it is what the run without a budget is."""
+    monkeypatch.chdir(tmp_path)
+    two = [*SHORT, "--train_batch_size=8", "--per_device_train_batch_size=8", "--save_strategy=steps"]
+    recipes.run(monkeypatch, "grpo_math", *two, "--output_dir", "straight")
+    capsys.readouterr()
+    recipes.run(monkeypatch, "grpo_math", *two, "--output_dir", "broken", "--max_hours", "1e-7")
+    assert "stopped by --max_hours 1e-07 after 2 of 4 steps" in capsys.readouterr().out
+    results = json.loads((tmp_path / "broken" / "results.json").read_text())
+    assert results["run"]["stopped_by_max_hours"] and results["run"]["optimizer_steps"] == 2
+    assert (tmp_path / "broken" / "checkpoint-2" / "trainer_state.json").is_file()
+    resume = ["--output_dir", "broken", "--resume_from_checkpoint"]
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1e-7")
+    assert re.search(r"has taken 0\.00 of its --max_hours 1e-07", capsys.readouterr().err)
+    recipes.run(monkeypatch, "grpo_math", *two, *resume, "--max_hours", "1")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    steps = [[row["step"] for row in read(tmp_path / name, "metrics.jsonl")] for name in ("straight", "broken")]
+    assert sorted(set(steps[0])) == sorted(set(steps[1]))
+
+
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_checkpoint(tmp_path, monkeypatch, capsys):
+    """The same command says what to do; the one that would resume it begins anew, as nothing of it is lost."""
+    monkeypatch.chdir(tmp_path)
+    command = [*SHORT, "--save_steps=100", "--output_dir=run"]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    process = subprocess.Popen(
+        recipes.launch_command("grpo_math", *command, "--max_steps=500"), start_new_session=True
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not (metrics.exists() and '"loss"' in metrics.read_text()):
+            assert process.poll() is None and time.monotonic() < deadline, "the run did not begin"
+            time.sleep(0.5)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    line = refused(monkeypatch, capsys, "grpo_math", *command)
+    assert "metrics.jsonl" in line and "--overwrite_output_dir" in line
+    assert "resume it with" not in line
+    recipes.run(monkeypatch, "grpo_math", *command, "--resume_from_checkpoint")
+    assert [row["step"] for row in read(tmp_path / "run", "metrics.jsonl") if "loss" in row] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "reinforce_with_baseline", "no_baseline", "grpo_no_clip"])
+def test_every_algorithm_of_the_table_runs_off_policy(algorithm, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    off = ["--train_batch_size=8", "--per_device_train_batch_size=8", "--epochs_per_rollout_batch=1"]
+    recipes.run(monkeypatch, "grpo_math", *SHORT, *off, "--algorithm", algorithm, "--output_dir", "run")
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    expected = "reinforce" if algorithm == "no_baseline" else algorithm
+    assert (results["run"]["algorithm"], results["run"]["updates_per_rollout"]) == (expected, 2)
+
+
+@pytest.mark.long
+def test_the_default_run_improves(tmp_path):
+    """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
+    recipes.launch("grpo_math", folder=tmp_path, timeout=600)
+    results = json.loads((tmp_path / "runs" / "grpo-math-toy" / "results.json").read_text())
+    assert results["score"]["gain"]["low"] > 0.2

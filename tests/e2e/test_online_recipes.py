@@ -1,0 +1,390 @@
+"""The online recipes end to end: what they leave, that they resume, and what they refuse in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.support import recipes
+from tests.support.recipes import read, refused
+from tests.support.rollout_once import build, save_policy, thirds
+from trl_ext.rewards import RewardEnsemble
+from trl_ext.runs import arguments, online
+from trl_ext.runs.folder import config_text
+from trl_ext.toy import MODEL_DIR, score
+
+SHORT = [
+    "--max_steps=4",
+    "--per_device_train_batch_size=8",
+    "--num_generations=4",
+    "--generation_eval_every=2",
+    "--num_generation_prompts=4",
+    "--num_eval_prompts=8",
+    "--logging_steps=1",
+    "--save_steps=2",
+    "--save_total_limit=3",
+    "--disable_tqdm=true",
+]
+
+
+def save_reward_adapter(folder: Path, seed: int) -> Path:
+    """An untrained reward adapter of the embedded model with weights that are not zero."""
+    torch.manual_seed(seed)
+    base = AutoModelForSequenceClassification.from_pretrained(MODEL_DIR, num_labels=1, dtype=torch.float32)
+    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(base, config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL_DIR).save_pretrained(folder)
+    return folder
+
+
+def write_rewards(folder: Path) -> None:
+    (folder / "my_rewards.py").write_text(
+        "from trl_ext.toy import score\n\n\n"
+        "def known(prompts, completions, finished, **columns):\n"
+        "    texts = zip(prompts, completions, finished, strict=True)\n"
+        "    return [score(p[-1]['content'], c[0]['content'], finished=f) for p, c, f in texts]\n"
+    )
+
+
+def write_faulty_rewards(folder: Path) -> None:
+    """Rewards of 1 that are NaN and infinite for the first held-out prompts, that fail there, or on one process."""
+    (folder / "faulty.py").write_text(
+        "import os\n\n"
+        "from trl_ext import load_benchmark\n\n"
+        "first, second = load_benchmark('toy')['test_gen']['row_id'][:2]\n\n\n"
+        "def not_finite(row_id, **columns):\n"
+        "    return [{first: float('nan'), second: float('-inf')}.get(row, 1.0) for row in row_id]\n\n\n"
+        "def fails_held_out(row_id, **columns):\n"
+        "    if second in row_id:\n"
+        "        raise KeyError('no answer')\n"
+        "    return [1.0] * len(row_id)\n\n\n"
+        "def fails_on_the_second_process(row_id, **columns):\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        raise KeyError('no answer')\n"
+        "    return [1.0] * len(row_id)\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def ensemble_run(tmp_path_factory) -> Path:
+    """A run of LoRA on an ensemble of two adapters, on the policy's backbone, and a function besides."""
+    folder = tmp_path_factory.mktemp("online")
+    write_rewards(folder)
+    models = [str(save_reward_adapter(folder / f"rm-{seed}", seed)) for seed in (1, 2)]
+    done = recipes.launch(
+        "grpo",
+        *SHORT,
+        *("--reward_model", *models, "--reward_aggregate", "min", "--calibrate_rewards", "true"),
+        *("--reward_function", "my_rewards.py:known"),
+        *("--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"),
+        folder=folder,
+    )
+    (folder / "stdout.txt").write_text(done.stdout)
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+@pytest.mark.slow
+class TestARun:
+    def test_files(self, ensemble_run):
+        run = ensemble_run / "runs" / "grpo-toy"
+        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json"):
+            assert (run / name).stat().st_size > 0, name
+        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+        assert sorted(path.name for path in (run / "samples").iterdir()) == [
+            f"step_{step:06d}.jsonl" for step in (0, 2, 4)
+        ]
+
+    def test_the_backbone_is_shared_and_only_the_policy_saved(self, ensemble_run):
+        assert (ensemble_run / "stderr.txt").read_text().count("on the policy's backbone") == 2
+        saved = load_file(ensemble_run / "runs" / "grpo-toy" / "adapter_model.safetensors")
+        assert saved and not any("reward" in name or "score" in name for name in saved)
+
+    def test_rows_hold_every_reward_and_the_reference(self, ensemble_run):
+        rows = read(ensemble_run / "runs" / "grpo-toy", "generations.jsonl")
+        assert len(rows) == 8
+        for row in rows:
+            members = [row[f"reward/rm-{seed}"] for seed in (1, 2)]
+            assert row["reward/ensemble"] == pytest.approx(min(members), abs=1e-6)
+            expected = score(row["prompt_text"], row["response_text"], finished=row["finished"])
+            assert row["reward/known"] == pytest.approx(expected) == pytest.approx(row["score"])
+            assert row["reference_response_text"]
+            # The reference of the embedded prompts is the base's own greedy response.
+            assert row["reference_reward/known"] == pytest.approx(row["base_reward/known"])
+
+    def test_results_are_those_of_the_rows(self, ensemble_run):
+        run = ensemble_run / "runs" / "grpo-toy"
+        results, rows = read(run, "results.json"), read(run, "generations.jsonl")
+        assert set(results["rewards"]) == {"ensemble", "rm-1", "rm-2", "known"}
+        for name, figures in results["rewards"].items():
+            own = [row[f"reward/{name}"] for row in rows]
+            base = [row[f"base_reward/{name}"] for row in rows]
+            assert figures["policy"] == pytest.approx(sum(own) / len(own))
+            assert figures["gain"]["mean"] == pytest.approx((sum(own) - sum(base)) / len(own))
+        settings = results["run"]
+        assert (settings["algorithm"], settings["rollouts"], settings["sampled_responses"]) == ("grpo", 4, 32)
+        assert settings["settings"]["beta"] == 0.04 and settings["skipped_updates"] == dict.fromkeys(
+            ("reward", "loss", "gradient"), 0
+        )
+
+    def test_metrics(self, ensemble_run):
+        metrics = read(ensemble_run / "runs" / "grpo-toy", "metrics.jsonl")
+        evaluations = [row for row in metrics if "eval_kl" in row]
+        assert [row["step"] for row in evaluations] == [0, 2, 4]
+        assert evaluations[0]["eval_kl"] == pytest.approx(0, abs=1e-5), "nothing has been trained yet"
+        for name in ("ensemble", "rm-1", "rm-2", "known"):
+            assert all(f"eval_rewards/{name}/mean" in row for row in evaluations)
+        training = [row for row in metrics if "loss" in row]
+        assert [row["step"] for row in training] == [1, 2, 3, 4]
+        expected = {"reward", "reward_std", "reward_min", "reward_max", "advantages/mean", "advantages/std", "kl"}
+        expected |= {"entropy", "clip_ratio/region_mean", "frac_reward_zero_std", "ensemble_std", "unscorable"}
+        expected |= {"distinct_2", "collapsed", "completions/mean_length", "skipped_updates", "rewards/rm-1/mean"}
+        for row in training:
+            assert expected <= row.keys()
+
+    def test_it_prints_what_it_found(self, ensemble_run):
+        printed = (ensemble_run / "stdout.txt").read_text()
+        for text in ("reward, ensemble", "reward, rm-2", "ground-truth score", "KL to the base", "in runs/grpo-toy"):
+            assert text in printed
+
+
+BATCHES = {
+    "default": [],
+    "rollout": ["--generation_batch_size", "256"],
+    "micro-batches": ["--steps_per_generation", "4"],
+    "one response": ["--num_generations", "1", "--algorithm", "remax", "--gradient_accumulation_steps", "2"],
+}
+
+
+@pytest.mark.parametrize(
+    "method, batch",
+    # Groups of one are for baselines without a group.
+    [(m, b) for m in ("grpo", "gspo", "remax") for b in BATCHES if m == "remax" or b != "one response"],
+)
+def test_a_saved_configuration_reads_back(method, batch, monkeypatch, tmp_path):
+    """Every argument, and what is saved again; sizes that follow from one another are not given twice."""
+    arguments = ["--reward_function", "my_rewards.py:known", "--min_new_tokens", "3", "--save_steps", "7"]
+    parsed = recipes.parse(monkeypatch, method, *arguments, *BATCHES[batch])
+    path = tmp_path / "config.yaml"
+    path.write_text(config_text(*parsed))
+    again = recipes.parse(monkeypatch, method, "--config", str(path))
+    for one, other in zip(parsed, again, strict=True):
+        names = [field.name for field in dataclasses.fields(one) if field.init and field.name != "logging_dir"]
+        assert {name: getattr(one, name) for name in names} == {name: getattr(other, name) for name in names}
+    assert yaml.safe_load(config_text(*again)) == yaml.safe_load(path.read_text())
+    training, expected = again[-1], {"default": 64, "rollout": 256, "micro-batches": 256, "one response": 128}
+    assert training.generation_batch_size == expected[batch]
+    assert training.steps_per_generation == expected[batch] // 64
+
+
+@pytest.mark.parametrize(
+    "args, prompts, rollouts",
+    [
+        # Micro-batches of 8: 3 updates x 4 / 2 in a rollout.
+        ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 3}, 24, 6),
+        # 4 in a rollout, twice over: 9 updates of one are one rollout and the beginning of a second.
+        ({"steps_per_generation": 4, "num_iterations": 2, "max_steps": 9}, 24, 2),
+        ({"steps_per_generation": 4, "num_iterations": 2, "max_steps": 8}, 24, 1),
+        # 2 updates x 2 / 3 in a rollout: one and a third.
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 2}, 24, 2),
+        # An epoch of three micro-batches is two updates, of two and of one.
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": -1, "num_train_epochs": 2}, 6, 6),
+    ],
+)
+def test_rollouts_are_counted_as_they_were_made(args, prompts, rollouts, tiny_model_path, tmp_path):
+    """By the calls of the reward function and the responses that it was given."""
+    calls = []
+
+    def reward(completion_ids, **_):
+        calls.append(len(completion_ids))
+        return thirds(completion_ids)
+
+    spec = {"model": save_policy(tiny_model_path, tmp_path / "policy"), "prompts": prompts, "args": args}
+    trainer = build(spec, str(tmp_path / "run"), reward_funcs=reward)
+    trainer.train()
+    assert len(calls) == rollouts
+    described = online.describe_online(trainer, online.OnlineArguments())
+    assert (described["rollouts"], described["sampled_responses"]) == (rollouts, sum(calls))
+
+
+def test_rollouts_before_a_resumed_run_are_counted(tiny_model_path, tmp_path):
+    """4 updates of 4 micro-batches, of which 2 make a rollout: 8 rollouts, 6 of them before the checkpoint."""
+    args = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "max_steps": 4}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    spec = {"model": save_policy(tiny_model_path, tmp_path / "policy"), "args": {**args, **saving}}
+    build(spec, str(tmp_path / "run")).train()
+    trainer = build(spec, str(tmp_path / "run"))
+    trainer.train(resume_from_checkpoint=str((tmp_path / "run" / "checkpoint-3").rename(tmp_path / "kept")))
+    described = online.describe_online(trainer, online.OnlineArguments())
+    assert (described["rollouts"], described["sampled_responses"]) == (8, 16 * 8)
+
+
+def test_members_are_calibrated_where_they_share(monkeypatch, tmp_path):
+    """On the policy's backbone: scoring before that would load a copy of the base for each."""
+    monkeypatch.chdir(tmp_path)
+
+    class Calibrated(Exception):
+        pass
+
+    real = RewardEnsemble.calibrate
+
+    def calibrate(ensemble, prompts, completions):
+        real(ensemble, prompts[:8], completions[:8])
+        assert ensemble.calibrated_on == 8 and len(set(ensemble.shifts)) == 2
+        for member in ensemble.members:
+            assert member.backbone is not None and member.model is None
+        assert len({id(member.backbone.model) for member in ensemble.members}) == 1
+        raise Calibrated
+
+    monkeypatch.setattr(RewardEnsemble, "calibrate", calibrate)
+    models = [str(save_reward_adapter(tmp_path / f"rm-{seed}", seed)) for seed in (1, 2)]
+    adapter = ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]
+    with pytest.raises(Calibrated):
+        recipes.run(monkeypatch, "grpo", *SHORT, *adapter, "--calibrate_rewards", "true", "--reward_model", *models)
+
+
+# ---- Faults after the first step ----
+
+
+def strictly(text: str):
+    """JSON as the standard has it, which has no NaN."""
+
+    def refuse(constant: str):
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.slow
+def test_rewards_that_are_not_finite_in_evaluation(tmp_path, monkeypatch):
+    """They count as none, with the trained steps as they are: files hold null, and means are of the other rows."""
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
+    arguments = ["--reward_function", "faulty.py:not_finite", "--max_steps=1", "--save_strategy=no"]
+    recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=1", "--output_dir", "run")
+    text = (tmp_path / "run" / "generations.jsonl").read_text(encoding="utf-8")
+    rows = [strictly(line) for line in text.splitlines()]
+    for key in ("reward/not_finite", "base_reward/not_finite", "reference_reward/not_finite"):
+        assert [row[key] for row in rows] == [None, None, *[1.0] * 6]
+    results = strictly((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    figures = results["rewards"]["not_finite"]
+    assert (figures["policy"], figures["base"], figures["gain"]["mean"]) == (1.0, 1.0, 0.0)
+    assert results["run"]["skipped_updates"] == dict.fromkeys(("reward", "loss", "gradient"), 0)
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        strictly(line)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_function_that_fails_in_evaluation_is_one_line(every, tmp_path, monkeypatch, capsys):
+    """Whether it is one of the evaluations during training or the one at the end; `skip` goes on."""
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
+    arguments = ["--reward_function", "faulty.py:fails_held_out", "--max_steps=1", "--save_strategy=no"]
+    arguments = [*SHORT, *arguments, f"--generation_eval_every={every}", "--output_dir", "run"]
+    line = refused(monkeypatch, capsys, "grpo", *arguments)
+    assert "'fails_held_out' failed on row_id" in line and "--reward_errors skip" in line
+
+
+@pytest.mark.slow
+def test_skipped_errors_in_evaluation_leave_a_whole_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_faulty_rewards(tmp_path)
+    arguments = ["--reward_function", "faulty.py:fails_held_out", "--reward_errors", "skip", "--max_steps=1"]
+    recipes.run(monkeypatch, "grpo", *SHORT, *arguments, "--generation_eval_every=0", "--output_dir", "run")
+    rows = read(tmp_path / "run", "generations.jsonl")
+    assert [row["reward/fails_held_out"] for row in rows] == [None] * 8
+    assert read(tmp_path / "run", "results.json")["rewards"]["fails_held_out"]["policy"] is None
+
+
+def test_whose_errors_are_printed(monkeypatch, capsys):
+    """Arguments fail alike on every process, and the first one says so; in training, whichever process failed."""
+    from trl_ext.resilience.reward_guard import RewardError
+
+    def printed(rank: int, error: Exception, *kinds) -> str:
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit) as stopped, arguments.one_line_errors(*kinds):
+            raise error
+        assert stopped.value.code == 2
+        return capsys.readouterr().err
+
+    in_training = arguments.MENDABLE_IN_TRAINING
+    assert printed(0, ValueError("no\nsuch")) == "error: no such\n"
+    assert printed(1, ValueError("no")) == ""
+    for rank in (0, 1):
+        assert printed(rank, RewardError("row_id 3"), in_training) == "error: row_id 3\n"
+        assert printed(rank, FloatingPointError("stopped"), in_training) == "error: stopped\n"
+    # A fault of the code itself keeps its traceback.
+    with pytest.raises(ValueError), arguments.one_line_errors(in_training):
+        raise ValueError
+
+
+@pytest.mark.slow
+def test_the_process_whose_reward_function_fails_says_so(tmp_path):
+    """The second of two, whose line the first one does not have."""
+    write_faulty_rewards(tmp_path)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    arguments = [*SHORT, "--reward_function", "faulty.py:fails_on_the_second_process", "--generation_eval_every=0"]
+    done = subprocess.run(
+        [*launcher, str(recipes.RECIPES / "grpo.py"), *arguments, "--use_cpu", "true"],
+        cwd=tmp_path,
+        env={**recipes.environment(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    # The first may see that the second is gone before it is ended itself.
+    own = [line for line in lines if "another process of this run has ended" not in line]
+    assert len(own) == 1, done.stderr[-4000:]
+    assert "'fails_on_the_second_process' failed on row_id" in own[0]
+    assert not (tmp_path / "runs" / "grpo-toy" / "results.json").exists()
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rewards(tmp_path)
+    arguments = [*SHORT, "--reward_function", "my_rewards.py:known", "--generation_eval_every=0"]
+    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "straight")
+    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken")
+    for path in (tmp_path / "broken").glob("checkpoint-4/*"):
+        path.unlink()
+    (tmp_path / "broken" / "checkpoint-4").rmdir()
+    recipes.run(monkeypatch, "gspo", *arguments, "--output_dir", "broken", "--resume_from_checkpoint")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    steps = [row["step"] for row in read(tmp_path / "broken", "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], "--reward_model FOLDER"),
+        (["--reward_model", "toy"], "no score head"),
+        (["--reward_function", "nothing.py:f"], "nothing.py"),
+        (["--reward_function", "my_rewards.py:unknown"], "no reward function 'unknown'"),
+        (["--reward_function", "my_rewards.py:known", "--num_generations", "1"], "num_generations 1"),
+        (["--reward_function", "my_rewards.py:known", "--num_generations", "7"], "generation_batch_size 448"),
+        (["--reward_function", "my_rewards.py:known", "--max_completion_length", "4000"], "--max_completion_length"),
+        (["--reward_function", "my_rewards.py:known", "--calibrate_rewards", "true"], "several --reward_model"),
+    ],
+    ids=lambda value: "-".join(value)[-40:].replace("/", "") if isinstance(value, list) else "",
+)
+def test_bad_input_is_refused_before_the_first_rollout(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_rewards(tmp_path)
+    assert expected in refused(monkeypatch, capsys, "grpo", *arguments)
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").rglob("*.jsonl"))

@@ -1,0 +1,245 @@
+"""The recipes end to end: what a run leaves behind, how it is refused, interrupted, resumed and repeated."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support import recipes
+from tests.support.recipes import write_labelled_pairs
+
+# Few and short enough for seconds, over every part of a run.
+SHORT = [
+    "--max_steps=4",
+    "--per_device_train_batch_size=4",
+    "--gradient_accumulation_steps=2",
+    "--generation_eval_every=2",
+    "--num_generation_prompts=3",
+    "--num_eval_prompts=12",
+    "--max_new_tokens=12",
+    "--logging_steps=1",
+    "--eval_steps=2",
+    "--save_steps=2",
+    "--disable_tqdm=true",
+]
+
+
+@pytest.fixture(scope="module")
+def toy_run(tmp_path_factory) -> Path:
+    """The folder of a short `accelerate launch recipes/aot.py` on the embedded benchmark."""
+    folder = tmp_path_factory.mktemp("toy-run")
+    done = recipes.launch("aot", *SHORT, folder=folder)
+    (folder / "stdout.txt").write_text(done.stdout)
+    (folder / "stderr.txt").write_text(done.stderr)
+    return folder
+
+
+@pytest.mark.slow
+class TestARun:
+    def test_table_on_the_screen(self, toy_run):
+        printed = (toy_run / "stdout.txt").read_text()
+        for name in (
+            "win rate, ties as half",
+            "win rate, ties dropped",
+            "held-out accuracy, log-ratio",
+            "KL to the base",
+            "mean length",
+            "dominant-token fraction",
+        ):
+            assert name in printed
+        assert printed.count("prompt: ") == 3
+
+    def test_a_line_for_each_step(self, toy_run):
+        printed = (toy_run / "stdout.txt").read_text()
+        lines = [line for line in printed.splitlines() if line.startswith("step ")]
+        assert [line.split()[1] for line in lines if " lr " in line] == ["1/4", "2/4", "3/4", "4/4"]
+        assert len({line.index("accuracy") for line in lines if " lr " in line}) == 1, "aligned"
+        assert "{" not in printed, "no dictionaries"
+        assert "it/s]" not in (toy_run / "stderr.txt").read_text(), "no bars where there is no terminal"
+
+    def test_files(self, toy_run):
+        run = toy_run / "runs" / "aot-toy"
+        for name in ("config.yaml", "metrics.jsonl", "generations.jsonl", "results.json", "report.png"):
+            assert (run / name).stat().st_size > 0, name
+        assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+        assert not list(run.glob(".*")), "a temporary file was left"
+
+    def test_results_agree_with_generations(self, toy_run):
+        run = toy_run / "runs" / "aot-toy"
+        results = json.loads((run / "results.json").read_text())
+        rows = [json.loads(line) for line in (run / "generations.jsonl").read_text().splitlines()]
+        assert len(rows) == 12 == results["win_rate"]["n_total"]
+        credit = {"candidate": 1.0, "tie": 0.5, "base": 0.0}
+        assert results["win_rate"]["half"]["rate"] == pytest.approx(sum(credit[r["outcome"]] for r in rows) / 12)
+        assert results["score"]["policy"] == pytest.approx(sum(r["score"] for r in rows) / 12)
+        from trl_ext.toy import score
+
+        for row in rows:
+            assert row["score"] == score(row["prompt_text"], row["response_text"], finished=row["finished"])
+        assert results["run"]["optimizer_steps"] == 4
+        assert results["preferences"]["after"]["n"] == 400
+
+    def test_metrics_have_every_step_once(self, toy_run):
+        lines = (toy_run / "runs" / "aot-toy" / "metrics.jsonl").read_text().splitlines()
+        rows = [json.loads(line) for line in lines]
+        assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+        assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
+        assert [row["step"] for row in rows if "kl" in row] == [0, 2, 4]
+        assert all("rewards/margins" in row for row in rows if "loss" in row)
+
+    def test_tables_of_generations_are_all_kept(self, toy_run):
+        samples = toy_run / "runs" / "aot-toy" / "samples"
+        assert [path.name for path in sorted(samples.iterdir())] == [
+            "step_000000.jsonl",
+            "step_000002.jsonl",
+            "step_000004.jsonl",
+        ]
+        first = [json.loads(line) for line in (samples / "step_000000.jsonl").read_text().splitlines()]
+        assert len(first) == 3
+        assert all(row["response_text"] == row["base_response_text"] for row in first)
+
+    def test_config_reads_back_to_the_same_run(self, toy_run, monkeypatch):
+        path = toy_run / "runs" / "aot-toy" / "config.yaml"
+        again = toy_run / "again"
+        recipes.run(monkeypatch, "aot", "--config", str(path), f"--output_dir={again}")
+        first, second = (json.loads((run / "results.json").read_text()) for run in (path.parent, again))
+        for key in ("win_rate", "score", "kl", "preferences"):
+            assert first[key] == second[key], key
+        written = {run: yaml.safe_load((run / "config.yaml").read_text()) for run in (path.parent, again)}
+        assert {**written[again], "output_dir": None} == {**written[path.parent], "output_dir": None}
+
+
+@pytest.mark.long
+def test_interrupted_run_resumes_to_the_same_model(tmp_path, monkeypatch):
+    """Ctrl-C in the middle, then --resume_from_checkpoint: the parameters equal those of a run without the break."""
+    from safetensors.torch import load_file
+
+    arguments = [*SHORT, "--max_steps=24", "--eval_strategy=no", "--generation_eval_every=0", "--num_eval_prompts=4"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={straight}")
+    process = subprocess.Popen(
+        recipes.launch_command("aot", *arguments, f"--output_dir={broken}"),
+        env=recipes.environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    )
+    deadline = time.time() + 120
+    while not (broken / "checkpoint-2" / "trainer_state.json").exists():
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    # The launcher ends at once, and the recipe, which has its output, after its step.
+    printed, _ = process.communicate(timeout=60)
+    assert "received SIGINT and ended at step " in printed
+    assert not (broken / "results.json").exists(), "the run ended before it was interrupted"
+    assert not list(broken.glob(".*")), "a half-written file was left"
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
+    expected, resumed = (load_file(run / "model.safetensors") for run in (straight, broken))
+    assert max((expected[name] - resumed[name]).abs().max().item() for name in expected) == 0.0
+    rows = [json.loads(line) for line in (broken / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 25))
+    results = [json.loads((run / "results.json").read_text()) for run in (straight, broken)]
+    assert results[0]["win_rate"] == results[1]["win_rate"]
+    # The time of both parts.
+    assert results[1]["run"]["training_seconds"] >= rows[-1]["seconds"] - 0.1
+    # Resuming where training had ended, as after a crash in the evaluation, trains no further.
+    (broken / "results.json").unlink()
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={broken}", "--resume_from_checkpoint")
+    again = load_file(broken / "model.safetensors")
+    assert max((expected[name] - again[name]).abs().max().item() for name in expected) == 0.0
+    run = json.loads((broken / "results.json").read_text())["run"]
+    assert run["optimizer_steps"] == 24 and run["training_seconds"] >= rows[-1]["seconds"] - 0.1
+
+
+@pytest.mark.slow
+def test_wildchat_pairs_with_a_tiny_model(tmp_path, tiny_model_path, monkeypatch, wildchat):
+    """Real text, long prompts and emoji through a whole run of an adapter, at the course's token limits."""
+    recipes.run(
+        monkeypatch,
+        "aot",
+        f"--dataset_name={wildchat}",
+        "--train_split=test_prefs",
+        f"--model_name_or_path={tiny_model_path}",
+        f"--output_dir={tmp_path / 'run'}",
+        "--max_prompt_tokens=700",
+        "--max_response_tokens=512",
+        "--use_peft=true",
+        "--lora_target_modules",
+        *["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        *SHORT,
+        "--learning_rate=1e-2",
+        "--warmup_steps=0",
+    )
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
+    assert results["win_rate"] is None and results["run"]["train_pairs"] == 256
+    assert (run / "adapter_model.safetensors").is_file()
+    rows = [json.loads(line) for line in (run / "generations.jsonl").read_text(encoding="utf-8").splitlines()]
+    prompts = [json.loads(line) for line in (wildchat / "test_gen.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [row["prompt_text"] for row in rows] == [prompt["prompt_text"] for prompt in prompts[:12]]
+    kl = [json.loads(line).get("kl") for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kl = [value for value in kl if value is not None]
+    assert abs(kl[0]) < 1e-6 < kl[-1], "the adapter is off in the base, and on in the policy"
+    assert results["preferences"]["before"]["summed"] != results["preferences"]["after"]["summed"]
+
+
+def test_own_loss_from_a_file(tmp_path, monkeypatch, tiny_model_path):
+    """DESIGN's ten-line loss, given as file.py:function; one file of pairs as the data, so nothing held out."""
+    (tmp_path / "my_file.py").write_text(
+        "import torch\n"
+        "from trl_ext import preference_loss\n\n"
+        '@preference_loss("squared_hinge_of_a_test", needs_reference=True)\n'
+        "def squared_hinge(scores, *, beta):\n"
+        "    return torch.relu(1 - beta * scores.margin).square()\n"
+    )
+    write_labelled_pairs(tmp_path / "pairs.jsonl", 8)
+    monkeypatch.chdir(tmp_path)
+    recipes.run(
+        monkeypatch,
+        "preference",
+        "--loss=my_file.py:squared_hinge",
+        "--dataset_name=pairs.jsonl",
+        f"--model_name_or_path={tiny_model_path}",
+        "--max_steps=2",
+        "--per_device_train_batch_size=4",
+        "--logging_steps=1",
+    )
+    results = json.loads((tmp_path / "runs" / "squared_hinge-pairs" / "results.json").read_text())
+    assert results["run"]["objective"] == "squared_hinge_of_a_test (beta 0.1)"
+    lines = (tmp_path / "runs" / "squared_hinge-pairs" / "metrics.jsonl").read_text().splitlines()
+    # At policy = reference the margin is 0 and the loss (1 - 0)^2 = 1.
+    assert json.loads(lines[0])["loss"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_compare_as_one_does(tmp_path, monkeypatch):
+    """2 ranks x 4 pairs see the optimizer batches of 1 x 4 x accumulation 2: AOT's losses and the comparison agree."""
+    from tests.support.train_once import in_processes
+
+    arguments = [*SHORT, "--eval_strategy=no", "--save_strategy=no", "--learning_rate=1e-3", "--warmup_steps=0"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    recipes.run(monkeypatch, "aot", *arguments, f"--output_dir={one}")
+    script = [str(recipes.RECIPES / "aot.py"), *arguments, "--gradient_accumulation_steps=1", "--use_cpu=true"]
+    in_processes(2, *script, f"--output_dir={two}", cwd=tmp_path)
+    losses, results = [], []
+    for run in (one, two):
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([row["loss"] for row in rows if "loss" in row])
+        results.append(json.loads((run / "results.json").read_text()))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0] - 1e-3, "the losses tell nothing if training does not move"
+    assert [result["run"]["processes"] for result in results] == [1, 2]
+    assert results[0]["win_rate"] == results[1]["win_rate"]
+    assert results[0]["preferences"]["after"]["summed"]["margin"] == pytest.approx(
+        results[1]["preferences"]["after"]["summed"]["margin"], rel=1e-4
+    )

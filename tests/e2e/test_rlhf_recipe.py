@@ -1,0 +1,368 @@
+"""The pipeline as a command: its stages and their order, what is skipped and refused, its figures, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from tests.support import recipes
+from tests.support.tiny import save_tiny_gpt2
+from trl_ext.runs.studies import pipeline_evaluation, pipeline_report, processes
+
+TOY = recipes.RECIPES / "configs" / "toy" / "rlhf.yaml"
+POLICIES = ["ppo", "ppo-weak", "grpo", "dpo"]
+STAGES = ["sft", "reward_model", "reward_model_weak", *POLICIES]
+
+
+class Recipe:
+    """The recipe in this process, whose stages are made up; `calls` has the flags of each by the stage's name."""
+
+    def __init__(self, monkeypatch):
+        self.monkeypatch, self.calls, self.failing = monkeypatch, {}, set()
+        monkeypatch.setattr(processes, "run_or_stop", self._stage)
+        monkeypatch.setattr(pipeline_evaluation, "evaluate_pipeline", lambda given, pipeline: {})
+        monkeypatch.setattr(pipeline_report, "write_pipeline_report", lambda *_: ["report.html"])
+        monkeypatch.setattr(pipeline_report, "print_tables", lambda summary: None)
+
+    def _stage(self, command):
+        given = flags(command)
+        name = Path(given["output_dir"]).name
+        self.calls[name] = given
+        if name in self.failing:
+            return 3
+        (Path(given["output_dir"]) / "results.json").write_text("{}")
+        return 0
+
+    def main(self, *words: str) -> int:
+        self.calls.clear()
+        try:
+            recipes.run(self.monkeypatch, "rlhf", *words)
+        except SystemExit as stopped:
+            return stopped.code
+        return 0
+
+
+def flags(command) -> dict[str, str]:
+    at = next(place for place, word in enumerate(command) if word.endswith(".py"))
+    words = command[at + 1 :]
+    return {"recipe": Path(command[at]).stem, **dict(zip((w[2:] for w in words[::2]), words[1::2], strict=True))}
+
+
+@pytest.fixture
+def recipe(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return Recipe(monkeypatch)
+
+
+def test_the_stages_in_order_and_what_each_is_given(recipe):
+    assert recipe.main() == 0
+    assert list(recipe.calls) == STAGES
+    calls = recipe.calls
+    assert [calls[name]["recipe"] for name in STAGES] == [
+        "rlhf_sft",
+        "reward_model",
+        "reward_model",
+        "ppo",
+        "ppo",
+        "grpo",
+        "dpo",
+    ]
+    assert calls["sft"]["model_name_or_path"] == "toy"
+    assert {calls[name]["model_name_or_path"] for name in STAGES[1:]} == {"runs/rlhf/sft"}
+    assert {calls[name]["seed"] for name in STAGES} == {"0"}
+    # The weak reward model has fewer pairs and wrong labels, and nothing else is different but when it is saved.
+    own, weak = calls["reward_model"], calls["reward_model_weak"]
+    assert (weak["num_train_pairs"], weak["label_noise"]) == ("200", "0.2")
+    assert not {"num_train_pairs", "label_noise"} & own.keys()
+    assert [calls[name].get("reward_model") for name in POLICIES] == [
+        "runs/rlhf/reward_model",
+        "runs/rlhf/reward_model_weak",
+        "runs/rlhf/reward_model",
+        None,
+    ]
+    # Finished stages are not run again.
+    assert recipe.main() == 0 and not recipe.calls
+
+
+def test_the_weak_reward_model_can_be_left_out(recipe):
+    assert recipe.main("--policy_methods", "rloo,kto", "--weak_reward_model", "{}") == 0
+    assert list(recipe.calls) == ["sft", "reward_model", "rloo", "kto"]
+
+
+def test_arguments_of_methods_and_the_places_in_them(recipe):
+    methods = {"ppo": {"value_model_name_or_path": "{reward_model}", "max_steps": 7}, "ppo:weak": {"max_steps": 9}}
+    assert recipe.main("--policy_methods", "ppo,ppo:weak", "--methods", json.dumps(methods)) == 0
+    found = [(recipe.calls[n]["value_model_name_or_path"], recipe.calls[n]["max_steps"]) for n in ("ppo", "ppo-weak")]
+    assert found == [("runs/rlhf/reward_model", "7"), ("runs/rlhf/reward_model_weak", "9")]
+
+
+def test_a_dry_run_prints_the_commands_and_runs_nothing(recipe, capsys):
+    assert recipe.main("--policy_methods", "dpo", "--dry_run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    lines = [line for line in lines if not line.startswith("configuration: ")]
+    assert lines[0:-1:2] == ["# sft: new", "# reward_model: new", "# reward_model_weak: new", "# dpo: new"]
+    assert flags(shlex.split(lines[7]))["output_dir"] == "runs/rlhf/dpo"
+    assert lines[-1].startswith("# evaluation of base, sft, dpo, and the report")
+    assert not recipe.calls and not Path("runs").exists()
+
+
+def test_a_failing_stage_is_one_line_with_its_command(recipe, capsys):
+    recipe.failing.add("ppo")
+    assert recipe.main() == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("error: the stage ppo failed, for the reason above -- repeat the same ")
+    alone = flags(shlex.split(said.partition("this stage alone: ")[2]))
+    assert (alone["recipe"], alone["output_dir"]) == ("ppo", "runs/rlhf/ppo")
+    # The same command goes on from the stage that failed, in the folder that it began.
+    recipe.failing.clear()
+    assert recipe.main() == 0
+    assert list(recipe.calls) == ["ppo", "ppo-weak", "grpo", "dpo"]
+    assert "overwrite_output_dir" not in recipe.calls["ppo"], "it made no update"
+
+
+def test_an_interrupted_stage_is_taken_up_from_its_checkpoint(recipe):
+    recipe.failing.add("grpo")
+    assert recipe.main() == 2
+    state = Path("runs/rlhf/grpo/checkpoint-20/trainer_state.json")
+    state.parent.mkdir()
+    state.write_text("{}")
+    recipe.failing.clear()
+    assert recipe.main() == 0 and recipe.calls["grpo"]["resume_from_checkpoint"] == "last"
+
+
+def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
+    assert recipe.main() == 0
+    capsys.readouterr()
+    assert recipe.main("--sft", '{"learning_rate": 0.5}') == 2
+    said = capsys.readouterr().err
+    assert (
+        "runs/rlhf/sft was run with learning_rate 0.001, and now it is 0.5: take that back, remove the folder" in said
+    )
+    assert recipe.main("--seed", "1") == 2 and "sft was run with seed 0, and now it is 1" in capsys.readouterr().err
+    # A setting within a stage's configuration file is one, too.
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    for name in ("rlhf_sft", "reward_model", "ppo", "grpo", "dpo"):
+        text = (TOY.parent / f"{name}.yaml").read_text()
+        (configs / f"{name}.yaml").write_text(text.replace("beta: 0.1", "beta: 0.2"))
+    assert recipe.main("--configs", "configs") == 2
+    assert "runs/rlhf/dpo was run with beta 0.1, and now it is 0.2" in capsys.readouterr().err
+    # Where the first stage was made anew, those after it are of another model.
+    import shutil
+
+    shutil.rmtree("runs/rlhf/sft")
+    assert recipe.main("--sft", '{"learning_rate": 0.5}') == 2
+    assert "runs/rlhf/reward_model was run with settings of sft" in capsys.readouterr().err
+    assert not recipe.calls
+    (tmp_path / "runs" / "other" / "sft").mkdir(parents=True)
+    (tmp_path / "runs" / "other" / "sft" / "notes.txt").touch()
+    assert recipe.main("--output_dir", "runs/other") == 2
+    assert "runs/other/sft holds something that no study started" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--policy_methods", "ppo,dpoo"], "no method 'dpoo'; did you mean 'dpo'?"),
+        (["--policy_methods", "dpo:weak"], "'dpo:weak': only :weak may follow, only a method with rewards"),
+        (["--policy_methods", "ppo,ppo"], "'ppo' is named twice"),
+        (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
+        (["--sft", "{"], "sft must be a JSON object"),
+        (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
+        (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
+        (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
+        (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
+        (["--prompt_split", "nope"], "no file nope.jsonl for the split 'nope'"),
+        (["--eval_split", "nope"], "toy has no split 'nope', only train_prefs"),
+        (["--adversarial_prompts", "nope.jsonl"], "no file --adversarial_prompts nope.jsonl"),
+        (["--adversarial_prompts", "plain.jsonl"], "plain.jsonl, row_id plain:1: every adversarial prompt must say"),
+    ],
+)
+def test_what_is_refused_before_anything_runs(words, expected, recipe, capsys):
+    Path("plain.jsonl").write_text('{"prompt": "Hello"}\n')
+    assert recipe.main(*words) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.startswith("error: ") and said.count("\n") == 1
+    assert not recipe.calls and not Path("runs").exists()
+
+
+def test_it_is_started_once_and_not_by_every_process(recipe, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert recipe.main() == 2 and "start the pipeline with python" in capsys.readouterr().err
+
+
+# ---- Whole runs ----
+
+SHORT = {"max_steps": 2, "num_eval_prompts": 4, "logging_steps": 1, "save_steps": 1, "generation_eval_every": 0}
+
+
+def short_pipeline(folder: Path, **own) -> Path:
+    rewarding = {"max_steps": 2, "eval_steps": 1, "save_steps": 1, "logging_steps": 1}
+    content = yaml.safe_load(TOY.read_text()) | {
+        "policy_methods": "ppo:weak,dpo",
+        "sft": {**SHORT, "num_examples": 64},
+        "reward_model": rewarding,
+        "weak_reward_model": {"num_train_pairs": 40, "label_noise": 0.2},
+        "policy": SHORT,
+        "num_eval_prompts": 8,
+        "num_samples": 5,
+        **own,
+    }
+    (folder / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    return folder / "short.yaml"
+
+
+def command(*words: str) -> list[str]:
+    return [sys.executable, str(recipes.RECIPES / "rlhf.py"), *words]
+
+
+def kill_when(process: subprocess.Popen, exists: Path, seconds: float = 240) -> None:
+    """Kill the command and all that it started, once a file is there."""
+    end = time.monotonic() + seconds
+    while not exists.exists() and time.monotonic() < end and process.poll() is None:
+        time.sleep(0.2)
+    # A stage is of another session.
+    for one in (*psutil.Process(process.pid).children(recursive=True), process):
+        one.kill()
+    process.wait()
+    assert exists.exists()
+
+
+@pytest.mark.long
+def test_a_whole_pipeline_killed_between_stages_and_taken_up(tmp_path):
+    short_pipeline(tmp_path)
+    words = command("--config", "short.yaml", "--output_dir", "out")
+    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
+    options = {"cwd": tmp_path, "env": environment, "start_new_session": True}
+    first = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)
+    out = tmp_path / "out"
+    # The second stage has begun when its record is there.
+    kill_when(first, out / "reward_model" / "run.json")
+    done = (out / "sft" / "results.json").stat().st_mtime_ns
+    second = subprocess.run(words, capture_output=True, text=True, timeout=500, **options)
+    assert second.returncode == 0, second.stderr[-3000:]
+    assert "=== run 1 of 5, sft: finished" in second.stdout
+    assert re.search("=== run 2 of 5, reward_model: (to begin anew|interrupted)", second.stdout)
+    assert (out / "sft" / "results.json").stat().st_mtime_ns == done
+    check_outputs(out, ["base", "sft", "ppo-weak", "dpo"])
+
+
+@pytest.mark.slow
+def test_a_notice_to_the_pipeline_ends_its_stage_with_a_checkpoint(recipe, tmp_path, capfd):
+    short_pipeline(tmp_path, sft={**SHORT, "num_examples": 64, "max_steps": 500, "save_steps": 100})
+    words = command("--config", "short.yaml", "--output_dir", "out")
+    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
+    pipeline = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    folder, end = tmp_path / "out" / "sft", time.monotonic() + 240
+    while not (folder / "metrics.jsonl").exists() and time.monotonic() < end and pipeline.poll() is None:
+        time.sleep(0.2)
+    stage = psutil.Process(pipeline.pid).children(recursive=True)
+    assert len(stage) >= 2, "a launcher and a training process"
+    pipeline.send_signal(signal.SIGTERM)
+    said, _ = pipeline.communicate(timeout=120)
+    assert not [one for one in stage if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert pipeline.returncode == 75 and "received SIGTERM; the same command goes on from this run" in said
+    (checkpoint,) = folder.glob("checkpoint-*/trainer_state.json")
+    assert 0 < json.loads(checkpoint.read_text())["global_step"] < 500 and not (folder / "results.json").exists()
+    capfd.readouterr()
+    assert recipe.main("--config", "short.yaml", "--output_dir", "out", "--dry_run") == 0
+    assert "# sft: interrupted" in capfd.readouterr().out
+
+
+def check_outputs(out: Path, models: list[str]) -> None:
+    """The figures are those of the samples, recomputed; and the report has them."""
+    summary = json.loads((out / "evaluation" / "evaluation.json").read_text())
+    from trl_ext.toy import score
+
+    held_out, adversarial = summary["prompts"]["held_out"], summary["prompts"]["adversarial"]
+    assert [row["name"] for row in held_out["models"]] == models
+    report = (out / "report.md").read_text().replace("\\", "")
+    for row in held_out["models"]:
+        lines = (out / "evaluation" / f"samples_held_out_{row['name']}.jsonl").read_text().splitlines()
+        samples = [json.loads(line) for line in lines]
+        assert len(samples) == row["n"] == 8
+        for name in ("reward_model", "reward_model_weak"):
+            rewards = [sample["rewards"][name] for sample in samples]
+            mean = sum(rewards) / 8
+            deviation = (sum((value - mean) ** 2 for value in rewards) / 7) ** 0.5
+            assert row["rewards"][name]["mean"] == pytest.approx(mean)
+            assert row["rewards"][name]["std"] == pytest.approx(deviation)
+        truths = [score(s["prompt_text"], s["response_text"], finished=s["finished"]) for s in samples]
+        assert row["true_score"]["mean"] == pytest.approx(sum(truths) / 8)
+        assert (row["kl"] is None) == (row["name"] == "sft")
+        assert f"| {row['name']} | 8 | {row['rewards']['reward_model']['mean']:.2f} [" in report
+    graded = {name: rows[0]["true_score"] is not None for name, rows in adversarial["families"].items()}
+    assert graded == {
+        "length_hack": True,
+        "long": True,
+        "contradictory": False,
+        "out_of_vocabulary": False,
+        "near_empty": False,
+    }
+    # One sample of each family is shown.
+    assert len({sample["family"] for sample in adversarial["samples"]["sft"]}) == 5
+    assert set(summary["mistakes"]) == {"reward_model", "reward_model_weak"}
+    weak = json.loads((out / "reward_model_weak" / "results.json").read_text())["run"]
+    assert (weak["train_pairs"], weak["label_noise"]) == (40, 0.2) and "label noise 0.2" in weak["objective"]
+    page = (out / "report.html").read_text()
+    assert 'src="data:image/png;base64,' in page and "Worst mistakes, with their patterns" in page
+
+
+@pytest.mark.slow
+def test_a_model_without_a_chat_template_on_converted_data(tmp_path):
+    """The settings for GPT-2, cut to two steps, on a random GPT-2 of two layers and records in the public formats."""
+    save_tiny_gpt2(tmp_path / "gpt2")
+    records = [
+        {"chosen": f"\n\nHuman: Say {i}\n\nAssistant: {i} {i}", "rejected": f"\n\nHuman: Say {i}\n\nAssistant: no"}
+        for i in range(24)
+    ]
+    dolly = [{"instruction": f"Say {i}", "context": "", "response": str(i), "category": "x"} for i in range(16)]
+    from trl_ext.data.formats import main as convert
+
+    for name, rows in (("hh", records), ("dolly", dolly)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    hh, folder = str(tmp_path / "hh.jsonl"), tmp_path / "hh_rlhf"
+    for split in ("train", "validation", "test"):
+        convert([hh, str(folder / f"{split}_prefs.jsonl"), "--format", "hh_rlhf", "--plain"])
+    for split in ("train", "test"):
+        convert([hh, str(folder / f"{split}_gen.jsonl"), "--format", "hh_rlhf", "--plain", "--prompts"])
+    convert(
+        [str(tmp_path / "dolly.jsonl"), str(tmp_path / "dolly" / "train_gen.jsonl"), "--format", "dolly", "--plain"]
+    )
+    steps = {"max_steps": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "save_steps": 1}
+    content = yaml.safe_load((recipes.RECIPES / "configs" / "gpt2_hh" / "rlhf.yaml").read_text()) | {
+        "model_name_or_path": "gpt2",
+        "sft": steps,
+        "reward_model": {**steps, "eval_steps": 1},
+        "weak_reward_model": {"num_train_pairs": 8, "label_noise": 0.25},
+        "policy": {**steps, "num_eval_prompts": 4},
+        "max_new_tokens": 8,
+        "num_eval_prompts": 4,
+        "output_dir": "out",
+    }
+    content["methods"]["ppo"] |= {"generation_batch_size": 8, "num_iterations": 1, "max_completion_length": 8}
+    content["methods"]["ppo"]["generation_eval_every"] = 0
+    content["methods"]["dpo"] = {"max_new_tokens": 8}
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    environment = {**recipes.environment(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command("--config", "short.yaml"), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    summary = json.loads((tmp_path / "out" / "evaluation" / "evaluation.json").read_text())
+    for row in summary["prompts"]["held_out"]["models"]:
+        assert row["true_score"] is None and len(row["rewards"]) == 2
+        assert (row["kl"] is None) == (row["name"] == "sft"), row["kl_note"]
+    sample = json.loads((tmp_path / "out" / "evaluation" / "samples_held_out_ppo.jsonl").read_text().splitlines()[0])
+    assert sample["prompt_text"] == "\n\nHuman: Say 0\n\nAssistant:"

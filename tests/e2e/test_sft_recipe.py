@@ -1,0 +1,223 @@
+"""The SFT recipe end to end: what it trains on, what it leaves, that it resumes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.support import recipes
+from tests.support.recipes import read, refused
+from tests.support.train_once import in_processes
+from trl_ext.data.math import load_math
+from trl_ext.evaluation.reasoning import category_of, grader
+from trl_ext.evaluation.report import write_report
+from trl_ext.runs import reasoning
+
+SHORT = [
+    "--max_steps=6",
+    "--num_eval_prompts=16",
+    "--generation_eval_every=3",
+    "--num_generation_prompts=4",
+    "--logging_steps=1",
+    "--save_steps=3",
+    "--save_total_limit=3",
+    "--disable_tqdm=true",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("sft")
+    done = recipes.launch("sft", *SHORT, folder=folder)
+    (folder / "stdout.txt").write_text(done.stdout)
+    return folder
+
+
+@pytest.mark.slow
+class TestARun:
+    def test_rows_are_graded_and_beside_the_base(self, finished):
+        run = finished / "runs" / "sft-toy"
+        rows, base = read(run, "generations.jsonl"), read(run, "samples/base_sampled.jsonl")
+        problems = load_math("toy", "test")[:16]
+        assert [row["row_id"] for row in rows] == [row["row_id"] for row in problems]
+        for row, other, problem in zip(rows, base, problems, strict=True):
+            rewards = grader()(row["response_text"], problem)
+            assert row["category"] == category_of(rewards["format_reward"], rewards["answer_reward"])
+            assert row["score"] == rewards["reward"] and row["answer"] == problem["answer"]
+            assert row["base_response_text"] == other["response_text"]
+            assert row["base_score"] == grader()(other["response_text"], problem)["reward"]
+
+    def test_results_are_those_of_the_rows(self, finished):
+        run = finished / "runs" / "sft-toy"
+        results, rows = read(run, "results.json"), read(run, "generations.jsonl")
+        own, base = ([row[name] for row in rows] for name in ("score", "base_score"))
+        score = results["score"]
+        assert (score["policy"], score["base"]) == pytest.approx((sum(own) / 16, sum(base) / 16))
+        assert score["gain"]["mean"] == pytest.approx((sum(own) - sum(base)) / 16)
+        found = results["reasoning"]
+        for when, key in (("before", "base_greedy_category"), ("after", "greedy_category")):
+            correct = sum(row[key] == "correct" for row in rows)
+            assert found[when]["greedy"]["categories"]["correct"] == correct
+            assert found[when]["greedy"]["accuracy"]["mean"] == correct / 16
+        settings = results["run"]
+        assert settings["filtered"] == {"kept": 293, "of": 400} and settings["train_responses"] == 293
+        assert (settings["optimizer_steps"], settings["reward"]) == (6, "r1_zero")
+
+    def test_metrics(self, finished):
+        run = finished / "runs" / "sft-toy"
+        metrics = read(run, "metrics.jsonl")
+        evaluations = [row for row in metrics if "eval_score" in row]
+        assert [row["step"] for row in evaluations] == [0, 3, 6]
+        for row in evaluations:
+            rows = read(run, f"samples/step_{row['step']:06d}.jsonl")
+            assert len(rows) == 4
+            assert row["eval_score"] == sum(one["answer_reward"] for one in rows) / 4
+            assert row["eval_rewards/format"] == sum(one["format_reward"] for one in rows) / 4
+            lengths = [one["generated_num_tokens"] for one in rows]
+            assert row["eval_completions/mean_length"] == sum(lengths) / 4
+            wrong = [one["generated_num_tokens"] for one in rows if one["category"] != "correct"]
+            assert row.get("eval_completions/mean_length_incorrect") == (sum(wrong) / len(wrong) if wrong else None)
+            entropies = [one["entropy"] for one in rows]
+            assert row["eval_entropy"] == pytest.approx(sum(entropies) / 4)
+            assert all(one["prompt_text"] and one["answer"] and "response_text" in one for one in rows)
+        assert [row["step"] for row in metrics if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+    def test_the_report_finds_nothing_damaged(self, finished, tmp_path):
+        summary = write_report([finished / "runs"], tmp_path / "report.html")
+        (row,) = summary["policies"]
+        assert row["score_gain"]["n"] == 16 and not summary["problems"]
+
+
+@pytest.mark.long
+def test_a_run_of_the_defaults_learns_to_add(tmp_path):
+    """Sampled accuracy from about 0.17 to at least 0.6, and an interval of the paired difference clear of zero."""
+    recipes.launch("sft", folder=tmp_path)
+    results = read(tmp_path / "runs" / "sft-toy", "results.json")
+    assert results["score"]["base"] < 0.25 and results["score"]["policy"] > 0.6
+    assert results["score"]["gain"]["low"] > 0.4
+    assert results["reasoning"]["gain"]["greedy"]["low"] > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_ends_as_the_straight_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "straight")
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken")
+    for path in sorted((tmp_path / "broken").glob("checkpoint-6/*")):
+        path.unlink()
+    (tmp_path / "broken" / "checkpoint-6").rmdir()
+    recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint")
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+    results = [read(tmp_path / name, "results.json") for name in ("straight", "broken")]
+    assert results[0]["reasoning"] == results[1]["reasoning"], "the base's responses are of the base"
+    steps = [row["step"] for row in read(tmp_path / "broken", "metrics.jsonl") if "loss" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    # Without them, the base is not known any more.
+    (tmp_path / "broken" / "samples" / "base_greedy.jsonl").unlink()
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "sft", *SHORT, "--output_dir", "broken", "--resume_from_checkpoint")
+
+
+@pytest.mark.slow
+def test_several_processes(finished, tmp_path):
+    """Two processes divide the evaluation: the base's greedy responses are those that one process finds."""
+    arguments = [*SHORT, "--per_device_train_batch_size=16", "--use_cpu=true"]
+    in_processes(2, str(recipes.RECIPES / "sft.py"), *arguments, cwd=tmp_path)
+    run, alone = (folder / "runs" / "sft-toy" for folder in (tmp_path, finished))
+    assert read(run, "results.json")["run"]["processes"] == 2
+    assert len(read(run, "generations.jsonl")) == 16
+    for row, expected in zip(
+        read(run, "samples/base_greedy.jsonl"), read(alone, "samples/base_greedy.jsonl"), strict=True
+    ):
+        assert row["entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
+        assert {**row, "entropy": None} == {**expected, "entropy": None}
+    # The same 32 rows for each step: the losses agree.
+    losses = [[row["loss"] for row in read(folder, "metrics.jsonl") if "loss" in row] for folder in (run, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
+class TestChoosingDemonstrations:
+    """What the recipe trains on, before any model is loaded."""
+
+    @staticmethod
+    def choose(monkeypatch, *arguments: str):
+        parsed = recipes.parse(monkeypatch, "sft", *arguments)[0]
+        rows, counts = reasoning.choose_demonstrations(parsed, reasoning.load_problems(parsed, parsed.train_split))
+        return rows.to_list(), counts
+
+    def test_filtered_and_counted(self, monkeypatch, capsys):
+        rows, counts = self.choose(monkeypatch, "--num_examples=100")
+        assert "kept 293 of 400 responses" in capsys.readouterr().out
+        assert counts == {"kept": 293, "of": 400} and len(rows) == 100
+        problems = {row["row_id"]: row for row in load_math("toy", "train")}
+        for row in rows:
+            assert grader()(row["completion"][0]["content"], problems[row["row_id"]])["reward"] == 1
+        # Smaller sizes are the beginning of larger ones.
+        assert self.choose(monkeypatch, "--num_examples=30")[0] == rows[:30]
+
+    def test_templates_and_solutions(self, monkeypatch, tmp_path):
+        (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Sum?", "answer": "2+2=4.\n#### 4"}) + "\n")
+        (row,), counts = self.choose(monkeypatch, f"--dataset_name={tmp_path}")
+        assert counts == {"kept": 1, "of": 1}
+        assert row["prompt"].endswith("User: Sum?\nAssistant: <think>")
+        assert row["completion"] == " 2+2=4. </think> <answer> 4 </answer>"
+        (row,), _ = self.choose(monkeypatch, f"--dataset_name={tmp_path}", "--prompt_template=question_only")
+        assert (row["prompt"], row["completion"]) == ("Sum?", "2+2=4.\n\\boxed{4}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--dataset_name", "nowhere"], "no problems at 'nowhere'"),
+        (["--eval_split", "dev"], "toy has no split 'dev'"),
+        (["--prompt_template", "r1-zero"], "did you mean 'r1_zero'"),
+        (["--reward", "r1"], "reward must be one of"),
+        (["--reward", "countdown"], "needs problems with nums and target"),
+        (["--num_examples", "400"], "has 293 problems, and 400 were asked for: lower --num_examples"),
+        (["--max_hours", "0"], "max_hours must be positive, got 0"),
+        (["--train_split", "test"], "has no response or solution to train on"),
+        (["--reward", "question_only"], "filter_correct: no response of 'train' verifies"),
+    ],
+)
+def test_refusals_before_training(arguments, expected, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(monkeypatch, capsys, "sft", *arguments)
+    assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
+
+
+@pytest.mark.parametrize("left", [["metrics.jsonl"], ["metrics.jsonl", "checkpoint-2/model.safetensors"]])
+def test_a_folder_without_a_whole_checkpoint_says_how_to_begin_anew(left, monkeypatch, capsys, tmp_path):
+    """Without a flag and with --resume_from_checkpoint, in one line each; neither sends the user to the other."""
+    monkeypatch.chdir(tmp_path)
+    for name in left:
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text("{}\n")
+    names = ", ".join(Path(name).parts[0] for name in left)
+    assert refused(monkeypatch, capsys, "sft", "--output_dir=run") == (
+        f"error: run holds an earlier run ({names}): choose another --output_dir, or begin anew with "
+        "--overwrite_output_dir"
+    )
+    assert refused(monkeypatch, capsys, "sft", "--output_dir=run", "--resume_from_checkpoint") == (
+        f"error: run has no checkpoint to resume, only {names}: leave out --resume_from_checkpoint, or give "
+        "--overwrite_output_dir in its place"
+    )
+    # With a checkpoint that is whole, resuming is one of the ways.
+    (tmp_path / "run" / "checkpoint-1").mkdir()
+    (tmp_path / "run" / "checkpoint-1" / "trainer_state.json").write_text("{}")
+    # No tensors: the length of the header, and the header.
+    (tmp_path / "run" / "checkpoint-1" / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
+    # Whose learning rate can go on.
+    torch.save({}, tmp_path / "run" / "checkpoint-1" / "scheduler.pt")
+    assert "resume it with --resume_from_checkpoint" in refused(monkeypatch, capsys, "sft", "--output_dir=run")
+
+
+def test_bad_rows_are_named(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.jsonl").write_text('{"question": "Sum?", "answer": "4"}\n{"row_id": "b", "question": "Sum?"}\n')
+    message = refused(monkeypatch, capsys, "sft", "--dataset_name", str(tmp_path))
+    assert "train.jsonl: 1 bad row: line 2, row_id b: answer:" in message

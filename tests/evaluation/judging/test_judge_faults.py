@@ -1,0 +1,358 @@
+"""Judging under faults: of the server, of the network, of the disk, and of the machine that runs it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+
+import pytest
+
+from tests.support import REPOSITORY
+from tests.support.judging import expected_outcomes, judge_of, kept, pairs
+from tests.support.loopback import Fault, LoopbackServer
+from trl_ext.evaluation import (
+    JudgeUnavailable,
+    OpenAIJudge,
+    TooManyErrors,
+    judge_pairs,
+    win_rate,
+)
+
+KEY = "sk-proj-0123456789abcdef-secret"
+# Each ends without a verdict; the second figure is how often it is asked for before it counts as an error.
+BAD_ANSWERS = ["not_json", "not_the_api", "bad_schema", "refusal", "empty", "cut"]
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """No key, and the SDK waits a fiftieth as long before it sends a request again."""
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+    monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.01)
+
+
+def first_time(fault: Fault, every: int = 1):
+    """The fault on the first attempt at a question, for one of `every` questions."""
+
+    def faults(question, attempt):
+        number = int(question[0].split()[-1])
+        return fault if attempt == 0 and number % every == 0 else None
+
+    return faults
+
+
+def for_row(number: int, fault: Fault):
+    """The fault on every attempt at one row's questions."""
+    return lambda question, attempt: fault if question[0] == f"user: question {number}" else None
+
+
+class TestServer:
+    @pytest.mark.parametrize("api", ["responses", "chat"])
+    @pytest.mark.parametrize(
+        "fault",
+        [
+            Fault("status", status=429),
+            Fault("status", status=500),
+            Fault("status", status=503, retry_after="0.05"),
+            Fault("reset"),
+            *(Fault(kind) for kind in BAD_ANSWERS),
+        ],
+        ids=lambda fault: f"{fault.kind}-{fault.status}" if fault.kind == "status" else fault.kind,
+    )
+    def test_a_passing_fault_is_not_seen_in_the_verdicts(self, fault, api):
+        """Every question fails once: eight requests for four verdicts. Answers without a verdict count as calls."""
+        with LoopbackServer(faults=first_time(fault)) as server:
+            result = judge_pairs(judge_of(server, api=api), *pairs(2))
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(2)
+        assert set(server.asked.values()) == {2}
+        repeated = 4 if fault.kind in BAD_ANSWERS else 0
+        assert (result.usage.calls, result.usage.retries, result.usage.errors) == (4 + repeated, repeated, 0)
+        # They were paid for; those are in the total, except where there is no usage to read.
+        billed = 8 if fault.kind in ("bad_schema", "refusal", "empty", "cut") else 4
+        assert result.usage.output_tokens == 80 * billed
+
+    @pytest.mark.parametrize(
+        "fault, attempts, reason",
+        [
+            (Fault("status", status=500), 3, "500 Internal Server Error"),
+            (Fault("status", status=429), 3, "429 Too Many Requests"),
+            (Fault("status", status=400), 1, "400 Bad Request"),
+            (Fault("reset"), 3, "cannot be reached"),
+            (Fault("stall"), 3, "no answer within 0.5 s"),
+            (Fault("not_json"), 3, "the reply is not JSON (3 attempts); check the address, which ends in /v1"),
+            (Fault("not_the_api"), 3, "not one of the responses API (3 attempts); a server that speaks only Chat"),
+            (Fault("bad_schema"), 3, "the answer breaks the schema: strength: "),
+            (Fault("refusal"), 3, "the judge refused: I cannot judge this."),
+            (Fault("empty"), 3, "the answer is empty (3 attempts)"),
+            (Fault("cut"), 3, "the answer was cut at max_output_tokens: raise it"),
+        ],
+        ids=lambda value: f"{value.kind}-{value.status}" if isinstance(value, Fault) else None,
+    )
+    def test_a_lasting_fault_is_an_error_and_neither_win_nor_loss(self, fault, attempts, reason, tmp_path):
+        """One of ten rows cannot be judged. Of the other nine the candidate wins 0, 1, 3, 4, 6, 7: six of nine."""
+        cache = tmp_path / "cache.sqlite"
+        with LoopbackServer(faults=for_row(9, fault)) as server:
+            result = judge_pairs(judge_of(server, max_retries=2, timeout=0.5), *pairs(10), cache=cache)
+        assert reason in result.outcomes[9].error
+        summary = win_rate(result.outcomes)
+        assert (summary.n_errors, summary.agreed.n, summary.half.n) == (1, 9, 9)
+        assert summary.agreed.rate == summary.half.rate == pytest.approx(6 / 9)
+        assert (result.usage.errors, len(server.calls)) == (2, 18 + 2 * attempts)
+        assert kept(cache) == 18, "an error is not kept, and is asked again the next time"
+        assert result.verdicts[9]["outcome"] is None and result.verdicts[9]["candidate_first"] is None
+
+    def test_one_label_for_best_and_worst_is_a_verdict_that_does_not_count(self):
+        """It keeps its label, and is unusable: not in `agreed`, whose nine other rows the candidate wins six of."""
+        with LoopbackServer(faults=for_row(9, Fault("same_label"))) as server:
+            result = judge_pairs(judge_of(server), *pairs(10))
+        assert (result.usage.calls, result.usage.errors) == (20, 0)
+        row = result.verdicts[9]
+        assert (row["outcome"], row["usable"]) == ("candidate", False)
+        assert row["candidate_first"]["exclusion_tags"] == ["all_weak"] and row["candidate_first"]["quality"] == 1
+        summary = win_rate(result.outcomes)
+        assert (summary.agreed.n, summary.half.n) == (9, 10)
+        assert summary.agreed.rate == pytest.approx(6 / 9) and summary.half.rate == pytest.approx(7 / 10)
+
+    def test_a_storm_of_429_with_retry_after(self):
+        """The first forty requests are turned away for 0.3 s. No question comes back sooner, and none is lost."""
+        storm = [Fault("status", status=429, retry_after="0.3")] * 40
+        with LoopbackServer(latency=0.01, faults=storm) as server:
+            result = judge_pairs(judge_of(server), *pairs(20))
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(20)
+        assert (len(server.calls), result.usage.calls, result.usage.errors) == (80, 40, 0)
+        last: dict = {}
+        for number, call in enumerate(server.calls):
+            if call.question in last and last[call.question][0] < 40:
+                assert call.time - last[call.question][1] >= 0.3
+            last[call.question] = (number, call.time)
+
+    @pytest.mark.parametrize(
+        "fault, reason",
+        [
+            (Fault("status", status=401), "gives no verdicts: 401 Unauthorized; the key is .* set OPENAI_API_KEY to"),
+            (Fault("status", status=402), "gives no verdicts: 402 Payment Required; the account has no credit left"),
+            (Fault("status", status=404), "gives no verdicts: 404 Not Found; check the name of the model and the"),
+            (
+                Fault("status", status=429, code="insufficient_quota", retry_after="7200"),
+                "gives no verdicts: 429 Too Many Requests; the account has no credit left: add some, and run again",
+            ),
+            (Fault("status", status=429, retry_after="7200"), "stopped after 4 failures in a row.*: 429 Too Many Req"),
+        ],
+    )
+    def test_what_every_request_would_meet_ends_the_run(self, fault, reason, tmp_path):
+        """After six answers. Those are kept, and a request for each thread at most is sent in vain."""
+        cache, script = tmp_path / "cache.sqlite", [None] * 6 + [fault] * 1000
+        with (
+            LoopbackServer(latency=0.02, faults=script) as server,
+            pytest.raises(JudgeUnavailable, match=reason) as caught,
+        ):
+            judge_pairs(judge_of(server), *pairs(30), cache=cache, max_concurrency=4)
+        assert "\n" not in str(caught.value)
+        assert kept(cache) == sum(server.answered.values()) == 6
+        # Of the failures in a row, a late answer can interrupt three; a request for each thread is open at the end.
+        assert len(server.calls) <= 6 + 3 + 3 + 4
+        assert max(server.asked.values()) == 1, "nothing is asked again"
+
+    def test_a_server_that_is_gone(self, tmp_path):
+        """Not a row's fault: the run stops after as many failures in a row as may be open, and goes on from there."""
+        cache = tmp_path / "cache.sqlite"
+        with LoopbackServer() as server:
+            judge = judge_of(server, max_retries=1)
+            judge_pairs(judge, *pairs(3), cache=cache)
+        with pytest.raises(
+            JudgeUnavailable, match="stopped after 4 failures in a row.*cannot be reached: ConnectError"
+        ):
+            judge_pairs(judge, *pairs(30), cache=cache, max_concurrency=4)
+        with LoopbackServer(port=server.port) as again:
+            result = judge_pairs(judge, *pairs(30), cache=cache)
+        assert (result.usage.cached, result.usage.calls, len(again.calls)) == (6, 54, 54)
+
+    def test_a_server_that_never_answered_is_given_up_soon(self, monkeypatch):
+        """With the SDK's own waits, six retries would take more than 20 seconds."""
+        monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.5)
+        start = time.monotonic()
+        with pytest.raises(JudgeUnavailable) as caught:
+            judge_pairs(OpenAIJudge(base_url="http://127.0.0.1:9/v1"), *pairs(20))
+        assert time.monotonic() - start < 5
+        assert str(caught.value) == (
+            "http://127.0.0.1:9/v1 cannot be reached: ConnectError: check the address, and that the server is up"
+        )
+
+    def test_failures_with_answers_between_them_are_of_the_rows(self):
+        """Every second row fails: two failures in a row, six times over, and the run goes on to its end."""
+
+        def faults(question, attempt):
+            return Fault("status", status=500) if int(question[0].split()[-1]) % 2 else None
+
+        with LoopbackServer(faults=faults) as server:
+            judge = judge_of(server, max_retries=0)
+            result = judge_pairs(judge, *pairs(12), max_concurrency=1, max_error_fraction=0.5)
+        assert (result.usage.calls, result.usage.errors) == (24, 12)
+        assert [outcome.error is None for outcome in result.outcomes] == [True, False] * 6
+
+    def test_too_many_errors_stop_the_run(self):
+        """Rows 1 and 4 of ten are refused where one may be, the latter in one order: the run ends there.
+
+        One question at a time: rows 0, 2 and 3 and the first order of row 4 are answered, 2 + 2 + 2 + 1 = 7 calls;
+        row 1 takes 2 * 3 and the second order of row 4 takes 3.
+        """
+        refused = {("user: question 1", "cccc", "bb"), ("user: question 1", "bb", "cccc")}
+        refused |= {("user: question 4", "bb", "cccc")}
+
+        def faults(question, attempt):
+            return Fault("refusal") if question in refused else None
+
+        with LoopbackServer(faults=faults) as server, pytest.raises(TooManyErrors) as caught:
+            judge_pairs(judge_of(server), *pairs(10), max_error_fraction=0.1, max_concurrency=1)
+        assert str(caught.value) == (
+            "2 of 10 rows could not be judged, more than the share of 0.1 that max_error_fraction allows; the first: "
+            "row_id r1: the judge refused: I cannot judge this. (3 attempts)"
+        )
+        result = caught.value.result
+        errors = [outcome.error for outcome in result.outcomes]
+        assert [error is None for error in errors] == [True, False, True, True, False] + [False] * 5
+        assert errors[5:] == ["not asked: too many rows before it could not be judged"] * 5
+        assert (len(server.calls), result.usage.calls, result.usage.errors) == (7 + 9, 7 + 9, 3)
+
+    def test_a_run_that_was_stopped_goes_on_from_its_cache(self, tmp_path):
+        """Two of ten rows are refused where one may be. What was answered is kept, and is not asked again."""
+        cache, refused = tmp_path / "cache.sqlite", {"user: question 1", "user: question 4"}
+
+        def faults(question, attempt):
+            return Fault("refusal") if question[0] in refused else None
+
+        with LoopbackServer(faults=faults) as server:
+            with pytest.raises(TooManyErrors, match=r"\d+ of 20 verdicts are kept in .*cache.sqlite"):
+                judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0.1)
+            assert 0 < kept(cache) == sum(server.answered[question] == 1 for question in server.answered) <= 16
+            refused.clear()
+            result = judge_pairs(judge_of(server), *pairs(10), cache=cache, max_error_fraction=0)
+        assert result.usage.cached + result.usage.calls == kept(cache) == 20
+        assert [row["outcome"] for row in result.verdicts] == expected_outcomes(10)
+
+    def test_as_many_errors_as_are_allowed_do_not_stop_the_run(self):
+        """The last row that may fail is the tenth of a hundred; 90 rows take 180 calls, and ten take 10 * 2 * 3."""
+
+        def faults(question, attempt):
+            return Fault("refusal") if int(question[0].split()[-1]) < 10 else None
+
+        with LoopbackServer(faults=faults) as server:
+            result = judge_pairs(judge_of(server), *pairs(100), max_error_fraction=0.1)
+        assert (result.usage.calls, sum(outcome.error is not None for outcome in result.outcomes)) == (240, 10)
+
+    @pytest.mark.parametrize("max_concurrency", [1, 8])
+    def test_replies_that_are_all_unusable_end_the_run_at_once(self, max_concurrency, tmp_path):
+        """Of 610 rows, four questions in a row or as many as are open, with three requests for each."""
+        cache, questions = tmp_path / "cache.sqlite", max(4, max_concurrency)
+        with (
+            LoopbackServer(faults=lambda question, attempt: Fault("not_the_api")) as server,
+            pytest.raises(JudgeUnavailable, match=f"stopped after {questions} failures in a row") as caught,
+        ):
+            judge_pairs(judge_of(server, api="chat"), *pairs(610), cache=cache, max_concurrency=max_concurrency)
+        assert "a server that speaks only the Responses API needs --api responses" in str(caught.value)
+        assert len(server.calls) <= 3 * (questions + max_concurrency)
+        assert kept(cache) == 0
+
+    def test_an_interrupt_says_how_many_verdicts_are_kept(self, tmp_path):
+        """The judge is interrupted at its first question, and in a second run at its third of ten."""
+
+        class Judge:
+            identity, sequential = {"kind": "mine"}, True
+
+            def judge(self, prompt, response_a, response_b):
+                self.left -= 1
+                if self.left < 0:
+                    raise KeyboardInterrupt
+                return "A"
+
+        judge, cache = Judge(), tmp_path / "c.sqlite"
+        for judge.left in (0, 2):
+            expected = f"{judge.left} of 10 verdicts are kept in {cache}, and the same command goes on from there"
+            with pytest.raises(KeyboardInterrupt) as caught:
+                judge_pairs(judge, *pairs(5), cache=cache)
+            assert str(caught.value) == expected
+
+    def test_an_error_in_the_users_judge_ends_the_run_with_the_rest_saved(self, tmp_path):
+        answered = []
+
+        class Judge:
+            identity = {"kind": "mine"}
+
+            def judge(self, prompt, response_a, response_b):
+                if len(answered) >= 7:
+                    raise ZeroDivisionError("mine")
+                answered.append(prompt)
+                return "A"
+
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            judge_pairs(Judge(), *pairs(6), cache=tmp_path / "c.sqlite", max_concurrency=2)
+        assert kept(tmp_path / "c.sqlite") == len(answered) in (7, 8)
+
+
+class TestKey:
+    """The key is in no log, cache, error, traceback or repr, even where the server repeats it."""
+
+    FAULTS = [
+        Fault("status", status=401, echo_key=True),
+        Fault("status", status=400, echo_key=True),
+        Fault("status", status=500, echo_key=True),
+        Fault("status", status=429, echo_key=True),
+        Fault("refusal", echo_key=True),
+        Fault("reset"),
+        Fault("stall"),
+        Fault("not_json"),
+        Fault("bad_schema"),
+    ]
+
+    @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.kind}-{fault.status}")
+    def test_in_process(self, fault, monkeypatch, tmp_path, caplog, capfd):
+        monkeypatch.setenv("OPENAI_API_KEY", KEY)
+        monkeypatch.setenv("OPENAI_LOG", "debug")
+        caplog.set_level(logging.DEBUG)
+        cache, texts = tmp_path / "cache.sqlite", []
+        with LoopbackServer(faults=[None, *[fault] * 50]) as server:
+            judge = judge_of(server, max_retries=0, timeout=0.5)
+            judge.judge("q", "a", "b")
+            for call in (
+                lambda: judge.judge("q", "aa", "b"),
+                lambda: judge_pairs(judge, *pairs(1), cache=cache, max_error_fraction=0),
+            ):
+                with pytest.raises(Exception) as caught:
+                    call()
+                error = caught.value
+                while error is not None:
+                    texts += [repr(error), str(error), repr(vars(error))]
+                    texts += traceback.TracebackException.from_exception(error).format()
+                    error = error.__cause__ or error.__context__
+        assert all(call.authorization == f"Bearer {KEY}" for call in server.calls), "it is sent"
+        texts += [repr(judge), str(judge), repr(vars(judge)), json.dumps(judge.identity), caplog.text]
+        texts += [*capfd.readouterr(), cache.read_bytes().decode("latin-1")]
+        assert len(caplog.records) > 5
+        for text in texts:
+            assert KEY not in text and "0123456789abcdef" not in text
+
+    def test_of_a_program(self, tmp_path):
+        """Its output, with the SDK's own debug log and a traceback, and all files that it leaves."""
+        program = (
+            "import sys; from pathlib import Path\n"
+            "from tests.support.judging import judge_of, pairs\n"
+            "from trl_ext.evaluation import OpenAIJudge, judge_pairs\n"
+            "judge = OpenAIJudge(base_url=sys.argv[1], max_retries=0)\n"
+            "judge_pairs(judge, *pairs(4), cache=sys.argv[2], max_error_fraction=0)\n"
+        )
+        environment = {**os.environ, "OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
+        faults = [None, None, *[Fault("status", status=401, echo_key=True)] * 9]
+        with LoopbackServer(faults=faults) as server:
+            run = subprocess.run(
+                [sys.executable, "-c", program, server.url, str(tmp_path / "cache.sqlite")],
+                env=environment, cwd=REPOSITORY, capture_output=True, text=True,
+            )  # fmt: skip
+        assert run.returncode == 1 and "JudgeUnavailable" in run.stderr and "[key]" in run.stderr
+        assert kept(tmp_path / "cache.sqlite") == 2
+        for text in (run.stdout, run.stderr, (tmp_path / "cache.sqlite").read_bytes().decode("latin-1")):
+            assert KEY not in text

@@ -1,0 +1,277 @@
+"""Judging in both orders: what is asked, how often, what is kept under which settings, and what it would cost."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from tests.support.judging import kept, prompt_rows
+from tests.support.loopback import LoopbackServer
+from trl_ext.evaluation import (
+    GroundTruthJudge,
+    JudgeError,
+    Judgement,
+    OpenAIJudge,
+    compare,
+    estimate,
+    judge_pairs,
+    win_rate,
+)
+from trl_ext.evaluation.judging.openai_format import SCHEMA, question_text
+
+pytestmark = pytest.mark.usefixtures("no_key")
+
+
+class CountingJudge:
+    """Prefers the longer response, and remembers what it was asked."""
+
+    def __init__(self, **attributes):
+        self.asked = []
+        self.__dict__.update(attributes)
+
+    def judge(self, prompt, response_a, response_b):
+        self.asked.append((prompt[-1]["content"], response_a, response_b))
+        if "fail" in prompt[-1]["content"]:
+            raise JudgeError("cannot say")
+        return "tie" if len(response_a) == len(response_b) else "A" if len(response_a) > len(response_b) else "B"
+
+
+class TestJudgePairs:
+    def test_both_orders_as_compare_does(self):
+        rows, candidate, base = prompt_rows(3), ["ccc", "c", "cc"], ["b", "bb", "bb"]
+        judge = CountingJudge()
+        result = judge_pairs(judge, rows, candidate, base)
+        assert result.outcomes == compare(CountingJudge(), rows, candidate, base)
+        assert sorted(judge.asked) == sorted(
+            (f"question {i}", *pair) for i in range(3) for pair in ((candidate[i], base[i]), (base[i], candidate[i]))
+        )
+        assert (result.usage.calls, result.usage.errors) == (6, 0)
+
+    def test_rows_of_verdicts(self):
+        """A judge that names the first response with a confidence of 0.5 disagrees with itself."""
+        judge = lambda prompt, a, b: Judgement("A", confidence=0.5)  # noqa: E731
+        result = judge_pairs(judge, prompt_rows(1), ["c"], ["b"])
+        [row] = json.loads(json.dumps(result.verdicts))
+        assert (row["row_id"], row["outcome"], row["usable"], row["error"], row["empty"]) == (
+            "r0", "disagree", True, None, False,
+        )  # fmt: skip
+        assert row["candidate_first"]["verdict"] == row["base_first"]["verdict"] == "A"
+        assert row["candidate_first"]["confidence"] == 0.5
+
+    def test_the_course_example(self):
+        """Two agreed wins, an agreed loss, a disagreement, a win unusable in one pass, an error: 2 of 3; 3.5 of 5."""
+        answers = {
+            "question 0": "AB", "question 1": "AB", "question 2": "BA", "question 3": "AA", "question 4": "AB",
+        }  # fmt: skip
+
+        def judge(prompt, response_a, response_b):
+            text = prompt[-1]["content"]
+            if text == "question 5":
+                raise JudgeError("timeout")
+            order = 0 if response_a == "c" else 1
+            return Judgement(answers[text][order], usable=text != "question 4" or order == 0)
+
+        result = win_rate(judge_pairs(judge, prompt_rows(6), ["c"] * 6, ["b"] * 6, max_error_fraction=0.2).outcomes)
+        assert result.agreed.rate == pytest.approx(2 / 3) and result.n_counted == 3
+        assert result.half.rate == pytest.approx(3.5 / 5)
+        assert result.n_errors == 1
+
+    def test_an_empty_candidate_is_not_asked_about(self):
+        judge = CountingJudge()
+        result = judge_pairs(judge, prompt_rows(3), ["cc", " \n", ""], ["b", "b", ""])
+        assert len(judge.asked) == 2
+        summary = win_rate(result.outcomes)
+        assert (summary.half.rate, summary.half.n) == (pytest.approx(1 / 3), 3)
+        assert (summary.agreed.rate, summary.agreed.n, summary.position_bias) == (1.0, 1, 0.0)
+        assert [row["empty"] for row in result.verdicts] == [False, True, True]
+
+    def test_the_same_question_is_asked_once(self):
+        """Two rows of the same prompt and responses make two questions, and so does a third with the roles swapped."""
+        judge = CountingJudge()
+        rows = [*prompt_rows(1), *({**prompt_rows(1)[0], "row_id": name} for name in ("again", "swapped"))]
+        result = judge_pairs(judge, rows, ["cc", "cc", "b"], ["b", "b", "cc"])
+        assert len(judge.asked) == 2
+        assert [(o.first, o.second) for o in result.outcomes] == [("candidate", "candidate")] * 2 + [("base", "base")]
+
+    def test_identical_responses_are_not_paid_for(self, tmp_path):
+        rows, cache = prompt_rows(3), tmp_path / "cache.sqlite"
+        responses = (["same", "cc", ""], ["same", "b", ""])
+        with LoopbackServer() as server:
+            judge = OpenAIJudge(base_url=server.url)
+            assert estimate(judge, rows, *responses).calls == 2
+            result = judge_pairs(judge, rows, *responses, cache=cache)
+        assert [call.question[0] for call in server.calls] == ["user: question 1"] * 2
+        assert (result.usage.calls, kept(cache)) == (2, 2)
+        assert [row["outcome"] for row in result.verdicts] == ["tie", "candidate", "base"]
+        assert [row["reason"] for row in result.verdicts] == ["identical responses", None, "empty response"]
+        assert [row["usable"] for row in result.verdicts] == [False, True, True]
+        assert result.verdicts[0]["candidate_first"] is result.verdicts[0]["base_first"] is None
+        summary = win_rate(result.outcomes)
+        # Half a win, a win and the empty response's loss; of these `agreed` has the win alone.
+        assert (summary.half.rate, summary.half.n) == (0.5, 3)
+        assert (summary.agreed.rate, summary.agreed.n) == (1.0, 1)
+
+    def test_a_cut_response_is_not_identical_to_a_whole_one(self):
+        """To a judge that is told so; another sees the same texts."""
+        rows, flags = prompt_rows(1), {"candidate_finished": [False]}
+        told = GroundTruthJudge(lambda _, text, finished=True: 1.0 if finished else 0.0)
+        assert judge_pairs(told, rows, ["same"], ["same"], **flags).outcomes[0].first == "base"
+        judge = CountingJudge()
+        assert judge_pairs(judge, rows, ["same"], ["same"], **flags).outcomes[0].first == "tie"
+        assert judge.asked == []
+
+    @pytest.mark.parametrize("bound", [1, 3, 8])
+    def test_concurrency_is_bounded_and_used(self, bound):
+        # The more may be open, the longer each is, so that a busy machine can open as many.
+        with LoopbackServer(latency=0.02 * bound) as server:
+            judge_pairs(
+                OpenAIJudge(base_url=server.url), prompt_rows(20), ["cc"] * 20, ["b"] * 20, max_concurrency=bound
+            )
+        assert server.most_open == bound
+
+    def test_a_sequential_judge_is_called_from_one_thread(self):
+        threads = set()
+
+        class Judge:
+            sequential = True
+
+            def judge(self, prompt, response_a, response_b):
+                threads.add(threading.get_ident())
+                time.sleep(0.001)
+                return "A"
+
+        judge_pairs(Judge(), prompt_rows(10), ["c"] * 10, ["b"] * 10)
+        assert len(threads) == 1
+
+    def test_arguments(self):
+        rows = prompt_rows(2)
+        with pytest.raises(ValueError, match="base: has 1 entries for 2 rows"):
+            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b"])
+        with pytest.raises(ValueError, match="base_finished: has 0 entries for 2 rows"):
+            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b", "b"], base_finished=[])
+        with pytest.raises(ValueError, match="max_concurrency must be at least 1, got 0"):
+            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b", "b"], max_concurrency=0)
+        with pytest.raises(ValueError, match="max_error_fraction must lie between 0 and 1, got 10"):
+            judge_pairs(CountingJudge(), rows, ["c", "c"], ["b", "b"], max_error_fraction=10)
+
+    def test_an_answer_that_is_no_verdict(self):
+        with pytest.raises(ValueError, match="row_id r0: CallableJudge must answer 'A', 'B' or 'tie', got 'first'"):
+            judge_pairs(lambda *_: "first", prompt_rows(1), ["c"], ["b"])
+
+
+class TestCacheIdentity:
+    def judge(self, server, **changes):
+        return OpenAIJudge(**{"base_url": server.url, "instructions": "Judge well.", **changes})
+
+    def test_what_is_asked_anew(self, tmp_path):
+        """A verdict holds for a model, its settings, the instructions and the question, wherever the server is."""
+        cache, rows = tmp_path / "cache.sqlite", prompt_rows(1)
+        with LoopbackServer() as server:
+
+            def calls(candidate="cc", base="b", **changes):
+                result = judge_pairs(self.judge(server, **changes), rows, [candidate], [base], cache=cache)
+                return result.usage.calls, result.usage.cached
+
+            assert calls() == (2, 0)
+            assert calls() == (0, 2)
+            # The base against the candidate are the same two questions.
+            assert calls(candidate="b", base="cc") == (0, 2)
+            assert calls(timeout=5, max_retries=1, api="chat") == (0, 2)
+            assert calls(base_url=server.url.replace("127.0.0.1", "localhost")) == (0, 2)
+            assert calls(model="gpt-5.4-mini") == (2, 0)
+            assert calls(instructions="Judge better.") == (2, 0)
+            assert calls(temperature=0.0) == (2, 0)
+            assert calls(reasoning_effort="high") == (2, 0)
+            assert calls(max_output_tokens=220) == (2, 0)
+            assert calls(max_output_tokens=2048) == (0, 2)
+            assert calls(candidate="cc ") == (2, 0)
+            rows[0]["prompt"] = [{"role": "system", "content": "s"}, *rows[0]["prompt"]]
+            assert calls() == (2, 0)
+            assert calls() == (0, 2)
+
+    def test_cached_verdicts_give_the_same_result(self, tmp_path):
+        cache, rows = tmp_path / "folder" / "cache.sqlite", prompt_rows(5)
+        candidate, base = ["c", "cc", "ccc", "c", ""], ["bb"] * 5
+        with LoopbackServer() as server:
+            first = judge_pairs(self.judge(server), rows, candidate, base, cache=cache)
+        # The server is gone: everything comes from the file.
+        second = judge_pairs(self.judge(server), rows, candidate, base, cache=cache)
+        assert second.outcomes == first.outcomes and second.verdicts == first.verdicts
+        # 8 verdicts of 0.00255 dollars, as in TestPrices.
+        assert first.usage.dollars == pytest.approx(8 * 0.00255)
+        assert (second.usage.dollars, second.usage.cached_dollars) == (0.0, pytest.approx(8 * 0.00255))
+        assert (second.usage.cached, second.usage.calls, second.usage.input_tokens) == (8, 0, 0)
+
+    def test_own_judges(self, tmp_path):
+        """One that says what its verdicts depend on has a cache; one that does not is told; a free one needs none."""
+        rows, cache = prompt_rows(1), tmp_path / "cache.sqlite"
+        judge = CountingJudge(identity={"kind": "mine", "version": 1})
+        for _ in range(2):
+            judge_pairs(judge, rows, ["cc"], ["b"], cache=cache)
+        assert len(judge.asked) == 2
+        judge.identity = {"kind": "mine", "version": 2}
+        judge_pairs(judge, rows, ["cc"], ["b"], cache=cache)
+        assert len(judge.asked) == 4
+        with pytest.raises(ValueError, match="needs a judge with an attribute `identity`"):
+            judge_pairs(CountingJudge(), rows, ["cc"], ["b"], cache=cache)
+        other = tmp_path / "other.sqlite"
+        judge_pairs(GroundTruthJudge(lambda _, text: len(text)), rows, ["cc"], ["b"], cache=other)
+        assert not other.exists()
+
+    def test_a_price_that_is_not_known(self):
+        with LoopbackServer() as server:
+            judge = self.judge(server, model="my-own")
+            usage = judge_pairs(judge, prompt_rows(1), ["cc"], ["b"]).usage
+            priced = self.judge(server, model="my-own", prices={"my-own": {"input": 1, "output": 10}})
+            dollars = judge_pairs(priced, prompt_rows(1), ["cc"], ["b"]).usage.dollars
+        assert usage.dollars is None and usage.input_tokens == 1800
+        # Twice 900 tokens at 1 and 80 at 10.
+        assert dollars == pytest.approx(2 * (900 + 800) / 1e6)
+
+
+class TestEstimate:
+    def test_by_hand(self, tmp_path):
+        """A text is a quarter of its bytes, and one: see `tokens`. Each of two questions has the instructions, its
+        text and the schema, and 150 tokens of output; 2.5 and 15 dollars per million.
+        """
+
+        def tokens(text):
+            return len(text.encode()) // 4 + 1
+
+        rows, cache = prompt_rows(1), tmp_path / "cache.sqlite"
+        with LoopbackServer() as server:
+            judge = OpenAIJudge(base_url=server.url, instructions="Judge well.")
+            result = estimate(judge, rows, ["Größe"], ["b"], cache=cache)
+        shown = question_text(rows[0]["prompt"], "Größe", "b")
+        expected = 2 * (tokens("Judge well.") + tokens(shown) + tokens(str(SCHEMA)))
+        assert (result.calls, result.cached, result.input_tokens, result.output_tokens) == (2, 0, expected, 300)
+        assert result.dollars == pytest.approx((expected * 2.5 + 300 * 15) / 1e6)
+        assert "a quarter of the UTF-8 bytes" in result.notes[0]
+        assert server.calls == [] and not cache.exists(), "nothing is sent, and nothing written"
+        json.dumps(result.to_dict())
+
+    def test_what_is_cached_costs_nothing_and_tells_the_length_of_answers(self, tmp_path):
+        rows, cache = prompt_rows(4), tmp_path / "cache.sqlite"
+        with LoopbackServer() as server:
+            judge = OpenAIJudge(base_url=server.url)
+            judge_pairs(judge, rows[:3], ["cc"] * 3, ["b"] * 3, cache=cache)
+        # Of the four rows one is new; the verdicts that are there had 80 tokens each.
+        result = estimate(judge, rows, ["cc"] * 4, ["b"] * 4, cache=cache)
+        assert (result.calls, result.cached, result.output_tokens) == (2, 6, 160)
+        assert estimate(judge, rows[:3], ["cc"] * 3, ["b"] * 3, cache=cache).dollars == 0.0
+
+    def test_unknown_price_and_no_key(self):
+        result = estimate(OpenAIJudge("my-own"), prompt_rows(1), ["cc"], ["b"])
+        assert result.dollars is None and result.input_tokens > 0
+        assert any("no price for my-own" in note for note in result.notes)
+        # No answer is longer than the limit, typical or not.
+        assert estimate(OpenAIJudge(max_output_tokens=20), prompt_rows(1), ["cc"], ["b"]).output_tokens == 2 * 20
+
+    def test_judges_that_cost_nothing_or_do_not_say(self):
+        rows = prompt_rows(2)
+        free = estimate(GroundTruthJudge(), rows, ["cc", ""], ["b", "b"])
+        assert (free.calls, free.dollars, free.notes) == (2, 0.0, ())
+        assert estimate(CountingJudge(), rows, ["c", "c"], ["b", "b"]).dollars is None

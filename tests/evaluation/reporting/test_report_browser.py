@@ -1,0 +1,285 @@
+"""The report in headless Chromium: it opens without the network, filters, follows keys, and fits a phone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.report_runs import HOSTILE, write_example, write_policy, write_two_tasks
+from trl_ext.evaluation import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+ARGUMENTS = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
+]
+PROMPTS = ["Name a bird.", "Say hi, politely.", "Sort 2 1.", HOSTILE]
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("browser")
+    write_report(write_example(folder / "runs"), folder / "report.html")
+    return folder / "report.html"
+
+
+@pytest.fixture
+def open_report(browser, report):
+    """Opens the report in a window of its own; in the end it must have said nothing and asked for nothing."""
+    contexts, said, asked = [], [], []
+
+    def open_page(width: int = 1280, scheme: str = "light", path: Path = report):
+        context = browser.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
+        context.set_default_timeout(5_000)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.on("dialog", lambda dialog: said.append(dialog.message))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(path.as_uri())
+        asked.remove(path.as_uri())
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert (said, [url for url in asked if url != "data:,"]) == ([], [])
+
+
+def listed(page) -> list[str]:
+    """The prompts in the list, as the script set them."""
+    return page.locator("#prompts li").evaluate_all("items => items.map(item => item.textContent)")
+
+
+def shown(page) -> dict[str, tuple[str, str]]:
+    """Each card's text and outcome, by its name."""
+    cards = page.locator("#responses .card").evaluate_all(
+        "cards => cards.map(card => [card.querySelector('bdi').textContent, card.querySelector('.words').textContent,"
+        " card.querySelector('h4 span')?.textContent ?? ''])"
+    )
+    return {name: (text, outcome) for name, text, outcome in cards}
+
+
+def selected(page) -> str:
+    return page.locator("#responses .prompt-text .words").evaluate("node => node.textContent")
+
+
+def overflow(page) -> int:
+    return page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+class TestOpening:
+    def test_everything_is_there_and_nothing_is_loaded(self, open_report):
+        page = open_report()
+        assert page.title() == "Report of 4 runs"
+        assert page.locator("h2").all_inner_texts() == [
+            "Summary",
+            "Curves",
+            "Reward against KL",
+            "Length and diversity",
+            "Reward models",
+            "Generations",
+        ]
+        assert page.locator("figure").count() >= 20
+        assert all(page.locator("svg[role=img]").evaluate_all("nodes => nodes.map(node => node.ariaLabel)"))
+        assert listed(page) == PROMPTS
+
+    def test_text_of_models_stays_text(self, open_report):
+        page = open_report()
+        page.locator("#prompts li").nth(3).click()
+        assert selected(page) == HOSTILE
+        assert shown(page)["alpha"] == (HOSTILE, "wins")
+        assert shown(page)["gamma"] == ("(empty)", "wins")
+        assert page.evaluate("window.pwned") is None
+        assert page.locator("main img, main script, .toggles b").count() == 0
+
+    def test_a_report_of_one_reward_model_has_no_generations(self, open_report, report, tmp_path):
+        write_report(report.parent / "runs" / "rm", tmp_path / "rm.html")
+        page = open_report(path=tmp_path / "rm.html")
+        assert page.locator("h2").all_inner_texts() == ["Curves", "Reward models"]
+        assert page.locator("figure:visible").count() == 4 and page.locator("#runs").is_hidden()
+        page.keyboard.press("j")
+
+
+class TestFilters:
+    """Outcomes by prompt: alpha win, tie, loss, win; beta win, win, loss, tie; gamma loss, win, loss, win."""
+
+    def test_by_text_and_by_kind(self, open_report):
+        from playwright.sync_api import expect
+
+        page = open_report()
+        page.get_by_label("Prompt contains").fill("SORT")
+        assert listed(page) == [PROMPTS[2]]
+        assert page.locator("#matches").inner_text() == "1 of 4 prompts"
+        assert shown(page)["base"] == ("1 2 3", "")
+        page.get_by_label("Prompt contains").fill("kindly")
+        assert listed(page) == [] and shown(page) == {}
+        page.get_by_label("or a response does").check()
+        assert listed(page) == [PROMPTS[1]], "gamma's response"
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator("#prompts li")).to_have_count(4)
+        page.get_by_label("Kind", exact=True).select_option(label="say")
+        assert listed(page) == [PROMPTS[1], PROMPTS[3]]
+        page.get_by_role("button", name="Clear").click()
+        expect(page.locator("#prompts li")).to_have_count(4)
+
+    @pytest.mark.parametrize(
+        ("outcome", "of", "expected"),
+        [
+            ("policy wins", "any run shown", [0, 1, 3]),
+            ("base wins", "every run shown", [2]),
+            ("tie", "alpha", [1]),
+        ],
+    )
+    def test_by_outcome(self, open_report, outcome, of, expected):
+        page = open_report()
+        page.get_by_label("Outcome", exact=True).select_option(label=outcome)
+        page.get_by_label("Run of the outcome").select_option(label=of)
+        assert listed(page) == [PROMPTS[index] for index in expected]
+
+    def test_where_methods_disagree(self, open_report):
+        """In the outcome on all but the third; without gamma on the second and the fourth alone."""
+        page = open_report()
+        page.get_by_label("Methods").select_option(label="disagree in the outcome")
+        assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]]
+        page.get_by_role("checkbox", name="gamma").uncheck()
+        assert listed(page) == [PROMPTS[1], PROMPTS[3]]
+        assert set(shown(page)) == {"base", "alpha", "beta"}
+        page.get_by_label("Methods").select_option(label="disagree in the response")
+        assert listed(page) == [PROMPTS[0], PROMPTS[1], PROMPTS[3]], "all said 2 1 to the third"
+
+
+class TestKeyboard:
+    def test_through_the_prompts(self, open_report):
+        page = open_report()
+        active = "document.getElementById('prompts').getAttribute('aria-activedescendant')"
+        for key, place in (("j", 1), ("j", 2), ("k", 1), ("k", 0), ("k", 0)):
+            page.keyboard.press(key)
+            assert (selected(page), page.evaluate(active)) == (PROMPTS[place], f"prompt-{place}")
+        page.locator("#prompts").focus()
+        for key, place in (("ArrowDown", 1), ("End", 3), ("ArrowUp", 2), ("Home", 0)):
+            page.keyboard.press(key)
+            assert selected(page) == PROMPTS[place]
+        assert page.locator("#prompts [aria-selected=true]").count() == 1
+        assert page.locator("#responses").bounding_box()["y"] < 700, "the responses were brought into view"
+
+    def test_search_and_back(self, open_report):
+        page = open_report()
+        focused = "document.activeElement.id"
+        page.keyboard.press("/")
+        assert page.evaluate(focused) == "search"
+        page.keyboard.type("jk/")
+        assert page.locator("#search").input_value() == "jk/", "in a field they are letters"
+        assert listed(page) == []
+        page.keyboard.press("Escape")
+        assert page.evaluate(focused) == "prompts"
+        assert (page.locator("#search").input_value(), listed(page)) == ("", PROMPTS)
+
+
+class TestRuns:
+    def test_a_run_can_be_hidden(self, open_report):
+        """Its curves, its row in a chart of dots and its responses go, and a chart of no other run."""
+        page = open_report()
+        lines = page.locator(".over-steps svg[aria-label='win rate, ties as half'] polyline:visible")
+        rows = page.locator("figure:has-text('Gain in true score') svg[role=img]:visible")
+        loss = page.locator(".over-steps svg[aria-label='loss, aot']")
+        assert (lines.count(), rows.count(), loss.is_visible()) == (3, 3, True)
+        page.get_by_role("checkbox", name="beta").uncheck()
+        assert (lines.count(), rows.count(), loss.is_visible()) == (2, 2, False)
+        assert page.locator("#shown-count").inner_text() == "3 of 4"
+        page.get_by_role("button", name="None", exact=True).click()
+        assert page.locator("figure:visible").count() == 0
+        assert page.locator("#matches").inner_text() == "0 of 4 prompts"
+        page.get_by_role("button", name="All", exact=True).click()
+        assert lines.count() == 3
+
+    def test_many_runs_open_with_one_of_each_method(self, open_report, tmp_path):
+        for index in range(13):
+            write_policy(tmp_path / f"run-{index}", objective=f"m{index % 2}", seed=index)
+        write_report(tmp_path, tmp_path / "report.html")
+        page = open_report(path=tmp_path / "report.html")
+        assert page.locator("#shown-count").inner_text() == "2 of 13"
+        assert set(shown(page)) == {"base", "run-0", "run-1"}
+
+    def test_over_wall_clock_time(self, open_report):
+        page = open_report()
+        steps, seconds = page.locator(".over-steps"), page.locator(".over-seconds")
+        assert (steps.is_visible(), seconds.is_visible()) == (True, False)
+        page.get_by_label("wall-clock time").check()
+        assert (steps.is_visible(), seconds.is_visible()) == (False, True)
+        assert "Logged without the time, so not drawn: gamma." in seconds.inner_text()
+
+    def test_tables_sort(self, open_report):
+        page = open_report()
+        names = page.locator("#table-policies tbody th")
+        head = page.get_by_role("columnheader", name="gain in true score")
+        head.get_by_role("button").click()
+        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["beta", "alpha", "gamma"], "ascending")
+        head.get_by_role("button").click()
+        assert (names.all_inner_texts(), head.get_attribute("aria-sort")) == (["gamma", "alpha", "beta"], "descending")
+
+
+def test_generations_and_the_axis_of_each_task(open_report, tmp_path):
+    write_report(write_two_tasks(tmp_path / "runs"), tmp_path / "report.html")
+    path = tmp_path / "report.html"
+    assert overflow(open_report(390, path=path)) == 0
+    page = open_report(path=path)
+    titles = ["Preferences on pairs", "Verified problems on pairs"]
+    assert page.locator("nav p a:first-child").all_inner_texts() == titles
+    assert page.locator("nav > a").all_inner_texts() == ["Generations"]
+    page.locator("#curves-2").get_by_label("wall-clock time").check()
+    assert page.locator("#task-1 .over-steps").is_visible() and page.locator("#task-2 .over-seconds").is_visible()
+    assert set(shown(page)) == {"base", "a-dpo", "c-grpo"}
+    page.get_by_label("Task").select_option(label=titles[1])
+    assert set(shown(page)) == {"base", "b-sum", "d-sum"}
+
+
+def test_a_phone_needs_no_sideways_scrolling(open_report):
+    page = open_report(360, "dark")
+    page.locator("details").evaluate_all("nodes => nodes.forEach(node => { node.open = true; })")
+    for place in range(4):
+        page.locator("#prompts li").nth(place).click()
+        assert overflow(page) == 0
+    boxes = page.locator("figure svg, .card, #filters > *").evaluate_all(
+        "nodes => nodes.map(node => node.getBoundingClientRect().right)"
+    )
+    assert max(boxes) <= 360
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_name_is_cut_off_by_its_chart(open_report, tmp_path, width):
+    for method in ("dpo", "simpo"):
+        run = write_policy(tmp_path / "runs" / f"{method}-with-a-long-name-seed-10", objective=method)
+        (run / "samples").mkdir()
+        (run / "samples" / "step_000040.jsonl").write_text("{}\n" * 400)
+    write_report(tmp_path / "runs", tmp_path / "report.html")
+    page = open_report(width, path=tmp_path / "report.html")
+    texts = page.locator(".over-steps svg text.name, #pareto svg text.name")
+    assert any("n 400" in text for text in texts.all_text_contents())
+    beyond = texts.evaluate_all(
+        "nodes => nodes.map(node => node.getBoundingClientRect().right"
+        " - node.ownerSVGElement.getBoundingClientRect().right)"
+    )
+    assert max(beyond) <= 0 and overflow(page) == 0

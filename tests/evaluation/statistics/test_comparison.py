@@ -1,0 +1,361 @@
+"""A policy against its base: preference metrics, the divergence estimate, the comparison, and who the base is."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trl_ext.evaluation import approximate_kl, compare_generations, join_pair_scores, preference_metrics, write_report
+from trl_ext.evaluation.judging.score_judges import GroundTruthJudge
+from trl_ext.rollouts import Generation
+
+
+class TestPreferenceMetrics:
+    def scores(self, reference: bool):
+        """Token log-probabilities of three pairs; sums and means disagree on pair 0, and pair 2 is a tie by both.
+
+        pair  chosen              rejected        sums        means
+        0     -1 -1 -1 (3 tokens) -2              -3 < -2     -1 > -2
+        1     -1                  -4 -2           -1 > -6     -1 > -3
+        2     -1 -3               -2 -2           -4 = -4     -2 = -2
+        """
+        chosen = [torch.tensor([-1.0, -1, -1]), torch.tensor([-1.0]), torch.tensor([-1.0, -3])]
+        rejected = [torch.tensor([-2.0]), torch.tensor([-4.0, -2]), torch.tensor([-2.0, -2])]
+        if not reference:
+            return join_pair_scores(chosen, rejected)
+        # Log-ratios: chosen -3+4=1, -1+1=0, -4+6=2; rejected -2+2=0, -6+5=-1, -4+3=-1; margins 1, 1, 3.
+        ref_chosen = [torch.tensor([-2.0, -1, -1]), torch.tensor([-1.0]), torch.tensor([-3.0, -3])]
+        ref_rejected = [torch.tensor([-2.0]), torch.tensor([-3.0, -2]), torch.tensor([-1.0, -2])]
+        return join_pair_scores(chosen, rejected, ref_chosen, ref_rejected)
+
+    def test_by_hand(self):
+        metrics = preference_metrics(self.scores(reference=True))
+        assert metrics["n"] == 3
+        assert metrics["summed"]["accuracy"] == pytest.approx(1 / 3), "the tie counts as wrong"
+        assert metrics["mean"]["accuracy"] == pytest.approx(2 / 3)
+        assert metrics["reference_corrected"]["accuracy"] == 1.0
+        assert metrics["summed"]["margin"] == pytest.approx((-1 + 5 + 0) / 3)
+        assert metrics["mean"]["margin"] == pytest.approx((1 + 2 + 0) / 3)
+        assert metrics["reference_corrected"]["margin"] == pytest.approx((1 + 1 + 3) / 3)
+        assert [metrics[name]["ties"] for name in ("summed", "mean", "reference_corrected")] == [1, 1, 0]
+        # Wilson for 3 of 3: n / (n + z^2) = 3 / (3 + 3.841459).
+        assert metrics["reference_corrected"]["low"] == pytest.approx(3 / 6.841459, abs=1e-6)
+
+    def test_without_a_reference_there_is_no_corrected_accuracy(self):
+        assert "reference_corrected" not in preference_metrics(self.scores(reference=False))
+
+
+class TestApproximateKL:
+    def test_by_hand(self):
+        """Two responses. Token differences d: (ln 2, 0) and (-ln 2); k3 = e^-d - 1 + d.
+
+        d = ln 2: 1/2 - 1 + 0.693147 = 0.193147; d = 0: 0; d = -ln 2: 2 - 1 - 0.693147 = 0.306853.
+        Totals 0.193147 and 0.306853: mean 0.25, sample standard deviation 0.0804, half width 12.7062 * 0.0804 /
+        sqrt 2.
+        """
+        ln2 = math.log(2)
+        policy = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0])]
+        base = [torch.tensor([-1.0 - ln2, -2.0]), torch.tensor([-3.0 + ln2])]
+        estimate = approximate_kl(policy, base)
+        assert estimate["mean"] == pytest.approx(0.25, abs=1e-6)
+        assert estimate["per_token"] == pytest.approx(0.5 / 3, abs=1e-6)
+        half_width = 12.7062 * (0.306853 - 0.193147) / math.sqrt(2) / math.sqrt(2)
+        assert estimate["high"] - estimate["mean"] == pytest.approx(half_width, abs=1e-4)
+        assert estimate["n"] == 2
+
+    def test_expected_value_is_the_divergence_of_the_whole_response(self):
+        """Two tokens, the second drawn depending on the first: enumerate all four responses and weigh them."""
+        policy_first, base_first = [0.7, 0.3], [0.4, 0.6]
+        policy_second, base_second = [[0.2, 0.8], [0.5, 0.5]], [[0.3, 0.7], [0.9, 0.1]]
+        truth = expected = 0.0
+        for a in (0, 1):
+            for b in (0, 1):
+                p = [policy_first[a], policy_second[a][b]]
+                q = [base_first[a], base_second[a][b]]
+                probability = p[0] * p[1]
+                truth += probability * (math.log(p[0] * p[1]) - math.log(q[0] * q[1]))
+                one = approximate_kl([torch.tensor(p).double().log()], [torch.tensor(q).double().log()])
+                expected += probability * one["mean"]
+        assert expected == pytest.approx(truth, rel=1e-6)
+
+    def test_far_from_the_base_it_is_k1(self):
+        """Log-ratios 2, 2, 2, -3: k3 is 1.135 three times and e^3 - 4 = 16.086, so rare a term that k1 varies less.
+
+        Mean 3/4, deviation 5/2, and 3.182446 of t with three degrees of freedom.
+        """
+        policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-3.0])] * 3 + [torch.tensor([2.0])]
+        estimate = approximate_kl(policy, base)
+        assert estimate["mean"] == 0.75 and estimate["estimator"] == "k1"
+        assert estimate["high"] == pytest.approx(0.75 + 3.182446 * 2.5 / 2, abs=1e-5)
+        assert estimate["low"] == pytest.approx(0.75 - 3.182446 * 2.5 / 2, abs=1e-5)
+
+    def test_what_a_policy_no_longer_says_is_not_missed(self):
+        """Every response is a token to which the policy gives 1 and the base 1/2: log 2, where k3 says log 2 - 1/2."""
+        estimate = approximate_kl([torch.zeros(1)] * 8, [torch.tensor([-math.log(2)])] * 8)
+        assert estimate["mean"] == pytest.approx(math.log(2)) and estimate["estimator"] == "k1"
+
+    def test_near_the_base_it_is_k3(self):
+        """Log-ratios -+ 0.1: k3 is e^-0.1 - 0.9 = 0.004837 and e^0.1 - 1.1 = 0.005171, and k1 varies far more."""
+        policy, base = [torch.tensor([-1.0])] * 4, [torch.tensor([-1.1]), torch.tensor([-0.9])] * 2
+        assert approximate_kl(policy, base)["mean"] == pytest.approx(0.005004, abs=1e-6)
+
+    def test_equal_models_are_at_zero(self):
+        log_probs = [torch.tensor([-1.5, -0.1]), torch.tensor([])]
+        assert approximate_kl(log_probs, log_probs)["mean"] == 0
+
+    def test_no_responses(self):
+        with pytest.raises(ValueError, match="no responses"):
+            approximate_kl([], [])
+
+
+class TestCompareGenerations:
+    @staticmethod
+    def generation(text: str, finished: bool = True) -> Generation:
+        return Generation([1], list(range(len(text))), text, finished)
+
+    def compare(self, own: list[Generation], other: list[Generation]):
+        """Scored by length, less 2 if cut."""
+
+        def score(prompt: str, response: str, finished: bool = True) -> float:
+            return len(response) - (0 if finished else 2)
+
+        rows = [
+            {
+                "row_id": str(i),
+                "prompt": [{"role": "user", "content": f"q{i}"}],
+                "kind": "even" if i % 2 == 0 else "odd",
+            }
+            for i in range(len(own))
+        ]
+        return compare_generations(
+            rows, own, other, max_new_tokens=9, judge=GroundTruthJudge(score), score_function=score
+        )
+
+    def test_by_hand(self):
+        own = [self.generation("aaa"), self.generation("bb"), self.generation("cccc", finished=False)]
+        other = [self.generation("a"), self.generation("bb"), self.generation("ccc")]
+        comparison = self.compare(own, other)
+        # Scores 3 to 1, 2 to 2, and 4 - 2 = 2 to 3: a win, a tie, a loss.
+        assert [row["outcome"] for row in comparison.rows] == ["candidate", "tie", "base"]
+        assert [row["score"] for row in comparison.rows] == [3, 2, 2]
+        summary = comparison.summary
+        assert summary["win_rate"]["half"]["rate"] == pytest.approx(0.5)
+        assert summary["win_rate"]["agreed"] == pytest.approx({**summary["win_rate"]["agreed"], "rate": 0.5, "n": 2})
+        assert summary["score"]["policy"] == pytest.approx(7 / 3) and summary["score"]["base"] == pytest.approx(2)
+        # Gains 2, 0, -1: mean 1/3, sample variance (25/9 + 1/9 + 16/9) / 2 = 7/3; t with two degrees is 4.302653.
+        gain = summary["score"]["gain"]
+        assert gain["mean"] == pytest.approx(1 / 3)
+        assert gain["high"] - gain["mean"] == pytest.approx(4.302653 * math.sqrt(7 / 3 / 3))
+        assert summary["score"]["by_kind"] == {
+            "even": {"policy": 2.5, "base": 2.0},
+            "odd": {"policy": 2.0, "base": 2.0},
+        }
+        assert summary["generations"]["policy"]["truncated_fraction"] == pytest.approx(1 / 3)
+
+    def test_what_is_written_is_what_a_report_reads(self, tmp_path):
+        comparison = self.compare([self.generation("aaa")] * 2, [self.generation("a")] * 2)
+        comparison.write(tmp_path / "run", objective="dpo (beta 0.1)", model="m", dataset="d", seed=0)
+        summary = write_report([tmp_path / "run"], tmp_path / "report.html")
+        assert summary["problems"] == [] and summary["policies"][0]["score_gain"]["value"] == 2.0
+        rows = (tmp_path / "run" / "generations.jsonl").read_text().splitlines()
+        assert [json.loads(row)["response_text"] for row in rows] == ["aaa"] * 2
+
+    def test_without_judge_or_score(self):
+        rows = [{"row_id": "0", "prompt": [{"role": "user", "content": "q"}]}]
+        summary = compare_generations(rows, [self.generation("a")], [self.generation("b")], max_new_tokens=3).summary
+        assert summary["win_rate"] is None and summary["score"] is None
+
+
+class TestBasePolicy:
+    """Whatever was trained, `base_policy` answers as the model that training began from, and leaves the policy be."""
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            {"trainer": "DPOTrainer"},
+            {"trainer": "DPOTrainer", "args": {"precompute_ref_log_probs": True}},
+            {"trainer": "SimPOTrainer"},
+            {"trainer": "DPOTrainer", "args": {"sync_ref_model": True, "ref_model_sync_steps": 1}},
+            {"trainer": "DPOTrainer", "lora": True},
+        ],
+        ids=["reference model", "precomputed", "reference-free", "synchronised reference", "adapter"],
+    )
+    def test_is_the_model_before_training(self, spec, tiny_model_path, tmp_path):
+        from transformers import AutoModelForCausalLM
+
+        from tests.support.train_once import build
+        from trl_ext.trainers.policies import base_policy, remember_base, trained_policy
+
+        spec = {**spec, "model": tiny_model_path, "args": {"learning_rate": 0.1, "beta": 0.5, **spec.get("args", {})}}
+        trainer = build(spec, str(tmp_path))
+        remember_base(trainer)
+        trainer.train()
+        ids = torch.arange(3, 40).unsqueeze(0)
+        logits = lambda model: model.eval()(input_ids=ids).logits.detach()  # noqa: E731
+        original = logits(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64))
+        with trained_policy(trainer) as policy:
+            trained = logits(policy)
+        with base_policy(trainer) as base:
+            assert torch.equal(logits(base), original)
+        with trained_policy(trainer) as policy:
+            assert torch.equal(logits(policy), trained)
+        assert (trained - original).abs().max() > 1e-3
+
+    def test_an_error_leaves_the_policy_as_it_was(self, tiny_model_path, tmp_path):
+        from tests.support.train_once import build, parameters
+        from trl_ext.trainers.policies import base_policy, remember_base
+
+        trainer = build({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
+        remember_base(trainer)
+        trainer.train()
+        before = parameters(trainer)
+        with pytest.raises(RuntimeError, match="in between"), base_policy(trainer):
+            raise RuntimeError("in between")
+        after = parameters(trainer)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("spec", [{"trainer": "SimPOTrainer"}, {"trainer": "DPOTrainer", "lora": True}])
+    def test_compiled(self, spec, tiny_model_path, tmp_path):
+        from tests.support.train_once import build
+        from trl_ext.trainers.policies import base_policy, remember_base
+
+        compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+        trainer = build({**spec, "model": tiny_model_path, "args": compiled}, str(tmp_path))
+        remember_base(trainer)
+        ids = torch.arange(3, 40).unsqueeze(0)
+        with base_policy(trainer) as base:
+            before = base.eval()(input_ids=ids).logits.detach()
+        trainer.train()
+        with base_policy(trainer) as base:
+            assert torch.equal(base.eval()(input_ids=ids).logits, before)
+
+    def test_not_remembered_is_an_error(self, tiny_model_path, tmp_path):
+        from tests.support.train_once import train
+        from trl_ext.trainers.policies import base_policy
+
+        trainer = train({"trainer": "SimPOTrainer", "model": tiny_model_path}, str(tmp_path))
+        with pytest.raises(ValueError, match="call remember_base"), base_policy(trainer):
+            pass
+
+    @pytest.mark.parametrize(
+        "spec",
+        [
+            {"trainer": "DPOTrainer", "args": {"bf16": True}},
+            {"trainer": "SimPOTrainer", "args": {"bf16": True}},
+            {"trainer": "SimPOTrainer", "lora": True, "args": {"bf16": True}},
+        ],
+        ids=["reference model", "reference-free", "adapter"],
+    )
+    def test_before_training_there_is_nothing_between_them(self, spec, tiny_model_path, tmp_path):
+        """In mixed precision too: both models are run alike, so that the KL is 0 and every prompt is a tie.
+
+        The sampler's log-probabilities are those of a plain pass up to rounding.
+        """
+        from tests.support.tiny import pairs
+        from tests.support.train_once import build
+        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings, pair_metrics, score_pairs
+        from trl_ext.trainers.policies import remember_base
+
+        trainer = build({**spec, "model": tiny_model_path, "pairs": 4}, str(tmp_path))
+        if spec.get("lora"):
+            for name, parameter in trainer.model.named_parameters():
+                if "lora_B" in name:
+                    parameter.data.zero_()
+        remember_base(trainer)
+        prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
+        settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=6)
+        comparison = GenerationEvaluation(trainer, prompts, settings, judge=GroundTruthJudge(lambda p, r, **k: len(r)))
+        summary = comparison.compare().summary
+        assert summary["kl"]["mean"] == pytest.approx(0.0, abs=1e-9)
+        assert summary["win_rate"]["n_ties"] == 4
+        pairs_metrics = pair_metrics(score_pairs(trainer, trainer.train_dataset))
+        assert pairs_metrics["before"]["summed"] == pairs_metrics["after"]["summed"]
+        assert pairs_metrics["after"]["reference_corrected"]["margin"] == 0.0
+
+    def test_responses_are_generated_once_for_each_state_of_the_policy(self, tiny_model_path, tmp_path, monkeypatch):
+        from tests.support.tiny import pairs
+        from tests.support.train_once import build
+        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+        from trl_ext.trainers.policies import remember_base
+
+        trainer = build(
+            {"trainer": "DPOTrainer", "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path)
+        )
+        remember_base(trainer)
+        prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
+        arguments = trainer, prompts, GenerationSettings(max_prompt_tokens=None, max_new_tokens=6)
+        evaluation = GenerationEvaluation(*arguments)
+        generate, calls = evaluation._generate, []
+
+        def counted(model, prompts, temperature, *rest):
+            calls.append((len(prompts), temperature))
+            return generate(model, prompts, temperature, *rest)
+
+        def called(count):
+            calls.clear()
+            return evaluation.compare(count).summary, list(calls)
+
+        monkeypatch.setattr(evaluation, "_generate", counted)
+        summary, made = called(2)
+        assert made == [(2, 0.0)] and summary["kl"]["mean"] == 0, "the base's, which are the policy's too"
+        trainer.train()
+        summary, made = called(2)
+        assert made == [(2, 0.0), (2, 1.0)] and summary["kl"]["mean"] != 0
+        whole, made = called(4)
+        assert made == [(2, 0.0), (2, 0.0), (4, 1.0)], "two more of the base, two more of the policy, and new samples"
+        assert called(4) == (whole, [])
+        assert GenerationEvaluation(*arguments).compare(4).summary == whole, "as if nothing had been kept"
+        with torch.no_grad():
+            next(trainer.model.parameters()).mul_(1.5)
+        assert called(4)[1] == [(4, 0.0), (4, 1.0)], "other weights at the same step, as of the best checkpoint"
+        monkeypatch.setattr(evaluation, "settings", replace(evaluation.settings, num_kl_prompts=3))
+        with torch.no_grad():
+            next(trainer.model.parameters()).mul_(1.5)
+        summary, made = called(4)
+        assert made == [(4, 0.0), (3, 1.0)] and summary["kl"]["n"] == 3
+
+    def test_a_later_run_reads_the_responses_of_an_equal_base(self, tiny_model_path, tmp_path, monkeypatch):
+        from tests.support.tiny import pairs
+        from tests.support.train_once import build
+        from trl_ext.held_out.generations import GenerationEvaluation, GenerationSettings
+        from trl_ext.trainers.policies import remember_base
+
+        folder, full = tmp_path / "base", {"trainer": "DPOTrainer"}
+        prompts = [{"row_id": row["row_id"], "prompt": row["prompt"]} for row in pairs(4)]
+
+        def responses(spec, *, count, changed=False, tokens=6, kept_in=folder):
+            trainer = build({**spec, "model": tiny_model_path, "args": {"learning_rate": 0.05}}, str(tmp_path / "run"))
+            if changed:
+                with torch.no_grad():
+                    next(trainer.ref_model.parameters()).mul_(1.5)
+            remember_base(trainer)
+            settings = GenerationSettings(max_prompt_tokens=None, max_new_tokens=tokens)
+            evaluation = GenerationEvaluation(trainer, prompts, settings, base_responses=kept_in)
+            made = []
+            generate = evaluation._generate
+
+            def counted(model, asked, temperature, label, progress):
+                made.append((label, len(asked)))
+                return generate(model, asked, temperature, label, progress)
+
+            monkeypatch.setattr(evaluation, "_generate", counted)
+            trainer.train()
+            evaluation.compare(count)
+            of_base = sum(asked for label, asked in made if label == "base responses")
+            return of_base, [one.response_ids for one in evaluation._base_generations]
+
+        made, first = responses(full, count=2)
+        assert made == 2
+        made, whole = responses(full, count=4)
+        assert made == 2 and whole[:2] == first, "two new ones"
+        assert responses(full, count=4, kept_in=None) == (4, whole), "as without the folder"
+        assert responses({**full, "lora": True}, count=4) == (0, whole), "the weights without the adapter"
+        assert responses(full, count=4, tokens=5)[0] == 4
+        made, other = responses(full, count=4, changed=True)
+        assert made == 4 and other != whole
+        assert len(list(folder.iterdir())) == 3

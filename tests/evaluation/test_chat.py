@@ -1,0 +1,170 @@
+"""`trl-ext chat`: a trained model and its base, asked the same questions."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from trl_ext.evaluation import chat
+
+
+@pytest.fixture
+def say(monkeypatch, capsys):
+    """Run the command on lines of input; returns what it printed, and what it said beside."""
+
+    def run(*arguments: str, lines: str = "") -> tuple[str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+        chat.main([*arguments, "--max_new_tokens", "6"])
+        return capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def run_folder(tmp_path, tiny_model_path) -> Path:
+    """A run whose policy is another model than its base."""
+    import yaml
+
+    from tests.support.tiny import save_tiny_model
+
+    folder = tmp_path / "runs" / "mine"
+    save_tiny_model(folder, seed=1)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model_name_or_path": tiny_model_path}))
+    return folder
+
+
+def greedy(path: str | Path, *messages: dict, room: int = 1000) -> str:
+    """The greedy answer to the last tokens of a conversation, token by token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)["input_ids"][
+        -room:
+    ]
+    answer: list[int] = []
+    while len(answer) < 6 and (not answer or answer[-1] != tokenizer.eos_token_id):
+        answer.append(int(model(torch.tensor([ids + answer])).logits[0, -1].argmax()))
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
+def turns(*texts: str) -> list[dict]:
+    return [
+        {"role": role, "content": text} for role, text in zip(["user", "assistant"] * len(texts), texts, strict=False)
+    ]
+
+
+def test_both_models_answer_with_their_own_conversation(say, run_folder, tiny_model_path):
+    printed, _ = say(str(run_folder), "--json", lines="ab\n\nwhy\nnew\nwhy\nexit\nab\n")
+    rows = [json.loads(line) for line in printed.splitlines()]
+    assert [row["prompt"] for row in rows] == ["ab", "why", "why"]
+    for place, path in enumerate((tiny_model_path, run_folder)):
+        answers = [row["answers"][place]["text"] for row in rows]
+        assert answers[0] == greedy(path, *turns("ab"))
+        assert answers[1] == greedy(path, *turns("ab", answers[0], "why"))
+        assert answers[2] == greedy(path, *turns("why"))
+    assert [answer["model"] for answer in rows[0]["answers"]] == [f"{tiny_model_path} (base)", "mine"]
+
+
+def test_single_turns_one_question_and_no_base(say, run_folder):
+    printed, _ = say(str(run_folder), "--json", "--single_turn", "--base", "none", lines="ab\nwhy\n")
+    alone = [json.loads(line)["answers"] for line in printed.splitlines()]
+    assert [[answer["text"] for answer in row] for row in alone] == [
+        [greedy(run_folder, *turns("ab"))],
+        [greedy(run_folder, *turns("why"))],
+    ]
+    # A base that is not there any more.
+    (run_folder / "config.yaml").write_text("model_name_or_path: ./gone\n")
+    printed, said = say(str(run_folder), "--prompt", "why", lines="never read\n")
+    assert "mine answers alone, without its base, unless --base names it: no model folder './gone'" in said
+    assert printed.splitlines()[0] == "mine:" and greedy(run_folder, *turns("why")).split("\n")[0].strip() in printed
+
+
+def test_what_does_not_fit_is_forgotten_from_the_beginning(run_folder):
+    """Twenty letters take 38 tokens with their turn and the beginning of the answer; the first turn does not fit."""
+    model, tokenizer = chat.load_policy(str(run_folder))
+    model.config.max_position_embeddings = 46
+    options = Namespace(max_new_tokens=6, temperature=0.0, single_turn=False)
+    speaker = chat.Speaker("mine", model, tokenizer, options)
+    first, second = (speaker.answer(letter * 20, seed=0)["text"] for letter in "ab")
+    assert first == greedy(run_folder, *turns("a" * 20))
+    assert second == greedy(run_folder, *turns("a" * 20, first, "b" * 20), room=40)
+
+
+def test_an_adapter_shares_the_memory_of_its_base(say, tmp_path, tiny_model_path, monkeypatch):
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    adapter = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_model_path),
+        LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_alpha=64),
+    )
+    adapter.save_pretrained(tmp_path / "checkpoint-8")
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "checkpoint-8")
+    loaded, load = [], chat.load_policy
+    monkeypatch.setattr(chat, "load_policy", lambda path, **options: loaded.append(path) or load(path, **options))
+    # The run did not end: its folder holds checkpoints alone.
+    (tmp_path / "checkpoint-2").mkdir()
+    printed, said = say(str(tmp_path), "--prompt", "ab", "--json")
+    base, policy = json.loads(printed)["answers"]
+    assert "holds no finished model: this is its checkpoint-8" in said
+    assert loaded == [str(tmp_path / "checkpoint-8")]
+    assert base["text"] == greedy(tiny_model_path, *turns("ab"))
+    assert policy["text"] == greedy(tmp_path / "checkpoint-8", *turns("ab")) != base["text"]
+
+
+def test_a_model_without_a_chat_template_continues_plain_text(say, tmp_path, run_folder):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(run_folder), AutoTokenizer.from_pretrained(run_folder)
+    tokenizer.chat_template = None
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    printed, said = say(str(tmp_path), "--json", lines="ab\nab\n")
+    first, second = (json.loads(line)["answers"] for line in printed.splitlines())
+    assert first == second and len(first) == 1
+    assert "does not say what it was trained from: --base names a model beside it" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nowhere/at/all"], "no model folder 'nowhere/at/all'"),
+        (["toy", "--temperature", "-1", "--prompt", "x"], "temperature must not be negative, got -1.0"),
+        (["toy", "--temprature", "1"], "unknown flag --temprature; did you mean 'temperature'?"),
+        (["toy", "--base", "./nowhere"], "no model folder './nowhere'"),
+        (["toy", "--max_new_tokens", "5000", "--prompt", "x"], "leaves no room for a prompt: toy takes 2048 tokens"),
+    ],
+)
+def test_what_is_wrong_is_one_line(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as ended:
+        chat.main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and expected in error and error.count("\n") == 1
+
+
+def test_columns():
+    """Two of thirty characters and a gap of two in sixty-two; in sixty, each text has the whole width."""
+    texts = {"a": "one two three four five six seven", "b": "x\n\ny"}
+    assert chat.side_by_side(texts, width=62).splitlines() == [
+        "a:                              b:",
+        "one two three four five six     x",
+        "seven",
+        "                                y",
+    ]
+    assert chat.side_by_side(texts, width=60) == "a:\none two three four five six seven\n\nb:\nx\n\ny\n"
+
+
+def test_both_are_sampled_with_the_same_seed(say):
+    asked = ("toy", "--base", "toy", "--json", "--prompt", "Name a colour.", "--temperature", "1")
+    seeds = ["0", "0", "1", "2", "3"]
+    answers = [json.loads(say(*asked, "--seed", seed)[0])["answers"] for seed in seeds]
+    assert all(base["text"] == policy["text"] for base, policy in answers)
+    texts = [policy["text"] for _, policy in answers]
+    assert texts[0] == texts[1] and len(set(texts)) > 1

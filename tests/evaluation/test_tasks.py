@@ -1,0 +1,275 @@
+"""Tasks as rows: reading them, their checks, `trl-ext evaluate`, and lm-evaluation-harness on a saved model."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY, recipes
+from trl_ext.evaluation import write_report
+from trl_ext.evaluation.reporting.results import read_harness
+from trl_ext.evaluation.tasks import __main__ as command
+from trl_ext.evaluation.tasks.checks import make_check
+from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
+from trl_ext.files import write_json, write_json_lines
+from trl_ext.rollouts import Generation
+
+DATA = Path(os.environ.get("TRL_EXT_BENCHMARK_DATA", REPOSITORY.parent / "shared" / "data"))
+ROWS = [
+    {"q": "What is 2 + 3?", "a": 5.0, "tags": ["x"], "hint": None},
+    {"q": "What is 12 + 30?", "a": 42.0, "tags": []},
+]
+TASK = 'data: rows.json\nprompt: "{q}"\nanswer: "{a}"\ncheck: contains\nmax_new_tokens: 8\n'
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A user's task and its data."""
+    write_json(tmp_path / "rows.json", ROWS)
+    (tmp_path / "mine.yaml").write_text(TASK)
+    return tmp_path / "mine.yaml"
+
+
+def said(text: str) -> Generation:
+    return Generation([1], [2], text, True)
+
+
+def run(capsys, *flags) -> tuple[str, str]:
+    """What the command prints and how it fails, if it does."""
+    try:
+        command.main([str(flag) for flag in flags])
+    except SystemExit as end:
+        assert end.code == 2
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+class TestRows:
+    @pytest.mark.parametrize("name", task_names())
+    def test_every_task_reads_its_data(self, name):
+        _, task, home = read_task(name)
+        if not any((folder / task.data).is_file() for folder in (home, DATA)):
+            pytest.skip(f"{task.data} is not here")
+        rows = read_rows(task, [home, DATA])[:3]
+        assert len(rows) == 3 and len({row["row_id"] for row in rows}) == 3
+        assert all(row["prompt"] for row in rows)
+        if name == "svamp":
+            assert (rows[0]["answer"], rows[0]["prompt"][:20]) == ("51", "Each pack of dvds co")
+        if task.check != "pairs":
+            answers = [row.get("answer", "") for row in rows]
+            texts = [f"<answer> {a} </answer> \\boxed{{{a}}} {a}" for a in answers]
+            metrics = make_check(task, rows)(rows, [said(f"</think> {text}") for text in texts])
+            assert all(one.get("accuracy", 1) == 1 for one in metrics), "the right answers are right"
+
+    def test_columns(self):
+        row = {"a": 5.0, "b": 2.5, "c": "{a}", "d": [{"role": "user", "content": "Q"}], "e": ""}
+        assert fill("{a} {b} {c} {x y} \\boxed{} {e}", row) == "5 2.5 {a} {x y} \\boxed{} "
+        for empty, name in ((None, "null"), (float("nan"), "nan")):
+            with pytest.raises(ValueError, match=f"the column 'e' is {name}; give a text"):
+                fill("{a}{e}", {**row, "e": empty})
+        assert fill("{d}", row) == row["d"]
+        assert fill("{a} {b}", {"a": 1234567.0, "b": 1234.5678}) == "1234567 1234.5678", "no digit is lost"
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            (TASK.replace("prompt:", "promt:"), "mine.yaml: 'promt' is no key of a task; did you mean 'prompt'?"),
+            (
+                TASK.replace("max_new_tokens: 8", "max_new_tokens: many"),
+                "max_new_tokens: Input should be a valid integer",
+            ),
+            (TASK.replace("check: contains\n", ""), "mine.yaml: check: Field required"),
+            (
+                TASK.replace("contains", "contain"),
+                "check: 'contain' is no check; did you mean 'contains'? Known: r1_zero",
+            ),
+            (TASK.replace("{q}", "{question}"), "rows.json: row 1 has no column 'question'; it has q, a, tags, hint"),
+            (TASK.replace("{q}", "{q} {hint}"), "rows.json: row 1: the column 'hint' is null; give a text"),
+            (TASK.replace('answer: "{a}"\n', ""), "the check contains needs the key answer"),
+            (TASK.replace("rows.json", "none.json"), "no file none.json in"),
+            (TASK.replace("contains", "rubric"), "the check rubric needs the key judge"),
+            (TASK.replace("contains", "pairs"), "the check pairs needs chosen and rejected in every row"),
+            (TASK.replace("contains", "countdown"), "the check countdown needs numbers in every row"),
+            ("- 1", "a task is a mapping of data, layout"),
+        ],
+    )
+    def test_a_mistyped_row_is_refused(self, own, capsys, text, message):
+        own.write_text(text)
+        out, error = run(capsys, "toy", "--task", own, "--output_dir", own.parent / "out")
+        assert error.startswith("error: ") and message in error and len(error.splitlines()) == 1, error
+        assert not (own.parent / "out").exists()
+
+    def test_an_unknown_task(self, capsys):
+        assert "no task 'gsm9k'" in run(capsys, "toy", "--task", "gsm9k")[1]
+
+
+class TestChecks:
+    @pytest.mark.parametrize(
+        ("check", "text", "expected"),
+        [
+            ("exact", " forty  Two", {"accuracy": 1}),
+            ("exact", "forty two.", {"accuracy": 0}),
+            ("contains", "It is FORTY two.", {"accuracy": 1}),
+            ("gsm8k", "40 and then 2", {"accuracy": 0, "format": 1}),
+        ],
+    )
+    def test_built_in(self, check, text, expected):
+        answer = "42" if check == "gsm8k" else "forty two"
+        task = Task(data="", prompt="", check=check, answer="{a}")
+        assert make_check(task, [])([{"answer": answer}], [said(text)]) == [expected]
+
+    def test_a_function_of_a_file(self, tmp_path):
+        (tmp_path / "own.py").write_text("def short(text, row):\n    return len(text) < row['limit']\n")
+        task = Task(data="", prompt="", check=f"{tmp_path / 'own.py'}:short")
+        assert make_check(task, [])([{"limit": 3}] * 2, [said("ab"), said("abc")]) == [
+            {"accuracy": 1},
+            {"accuracy": 0},
+        ]
+
+    def test_a_judge_with_a_rubric(self, monkeypatch):
+        from trl_ext.evaluation.judging.openai_model import OpenAIModel
+        from trl_ext.evaluation.judging.protocol import Usage
+
+        def complete(self, instructions, question, schema, read):
+            return read(json.dumps({"reason": "", "met": "polite" in question})), Usage()
+
+        monkeypatch.setattr(OpenAIModel, "complete", complete)
+        task = Task(
+            data="", prompt="", check="rubric", judge="m", base_url="http://x/v1", rubric=["is kind", "is polite"]
+        )
+        rows = [{"prompt": "Q"}, {"prompt": "Q", "rubric": ["is polite"]}]
+        assert make_check(task, rows)(rows, [said("Hi"), said("Ho")]) == [{"rubric": 0.5}, {"rubric": 1.0}]
+
+
+class TestRun:
+    def test_a_killed_run_goes_on_and_is_compared(self, own, monkeypatch, capsys):
+        folder = own.parent
+        flags = ["toy", "--task", own, "--batch_size", 1, "--output_dir"]
+        out, error = run(capsys, *flags, folder / "all", "--json")
+        results = json.loads(out)
+        assert results == json.loads((folder / "all" / "results.json").read_text()), error
+        assert results["tasks"]["mine"]["accuracy"]["n"] == 2
+        whole = (folder / "all" / "generations.jsonl").read_bytes()
+        (folder / "killed").mkdir()
+        first, second = whole.splitlines(keepends=True)
+        (folder / "killed" / "generations.jsonl").write_bytes(first + second[:20])
+        (folder / "killed" / "settings.json").write_bytes((folder / "all" / "settings.json").read_bytes())
+        table, _ = run(capsys, *flags, folder / "killed", "--compare", folder / "all")
+        assert (folder / "killed" / "generations.jsonl").read_bytes() == whole
+        assert "accuracy" in table and f"minus {folder / 'all'}" in table and "cut at the token limit" in table
+        # A finished run is read again without the model.
+        monkeypatch.setattr("trl_ext.evaluation.tasks.evaluate.load_policy", lambda *_: pytest.fail("it was loaded"))
+        assert run(capsys, *flags, folder / "killed", "--compare", folder / "all")[0] == table
+        _, error = run(capsys, *flags, folder / "killed", "--max_new_tokens", 9)
+        assert "an evaluation of another model, task or data: give another --output_dir" in error
+        _, error = run(capsys, *flags, folder / "new", "--max_new_tokens", 9, "--compare", folder / "all")
+        assert "its max_new_tokens is 8, not 9" in error and not (folder / "new").exists()
+        write_json(folder / "rows.json", [ROWS[0], {**ROWS[1], "a": 43}])
+        assert "another model, task or data" in run(capsys, *flags, folder / "killed")[1], "no stale figures"
+
+    def test_a_limit_may_be_raised_and_not_lowered(self, own, capsys):
+        folder = own.parent / "out"
+        flags = ["toy", "--task", own, "--batch_size", 1, "--output_dir", folder, "--json"]
+        first = json.loads(run(capsys, *flags, "--limit", 1)[0])
+        assert first["tasks"]["mine"]["accuracy"]["n"] == 1
+        begun = (folder / "generations.jsonl").read_bytes()
+        for limit in (2, 3):
+            whole = json.loads(run(capsys, *flags, "--limit", limit)[0])
+            assert whole["tasks"]["mine"]["accuracy"]["n"] == 2
+        assert (folder / "generations.jsonl").read_bytes().startswith(begun)
+        assert f"{folder} holds 2 rows, more than --limit 1: raise it, or" in run(capsys, *flags, "--limit", 1)[1]
+        assert json.loads((folder / "results.json").read_text()) == whole
+
+    def test_a_system_message(self, tmp_path, capsys):
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi."}]
+        write_json(tmp_path / "rows.json", [{"p": messages}])
+        (tmp_path / "t.yaml").write_text('data: rows.json\nprompt: "{p}"\nanswer: "x"\ncheck: contains\n')
+        flags = "--task", tmp_path / "t.yaml", "--output_dir", tmp_path / "out", "--max_new_tokens", 2
+        assert run(capsys, "toy", *flags)[1] == ""
+        assert "System: Be brief." in json.loads((tmp_path / "out" / "generations.jsonl").read_text())["prompt_text"]
+
+    def test_pairs_and_the_report(self, tmp_path, capsys):
+        """Under the embedded model, the right answer is likelier than letters; equal texts tie."""
+        messages = [{"role": "user", "content": "Sort these numbers: 3 1."}]
+        rows = [{"p": messages, "chosen": "1 3", "rejected": "q q q"}, {"p": messages, "chosen": "1", "rejected": "1"}]
+        write_json_lines(tmp_path / "pairs.jsonl", rows)
+        (tmp_path / "likely.yaml").write_text('data: pairs.jsonl\nprompt: "{p}"\ncheck: pairs\n')
+        out, error = run(capsys, "toy", "--task", tmp_path / "likely.yaml", "--output_dir", tmp_path / "run" / "pairs")
+        saved = [json.loads(line) for line in (tmp_path / "run" / "pairs" / "scores.jsonl").read_text().splitlines()]
+        assert [row["reward/summed"] for row in saved] == [1, 0.5] and saved[0]["margin"] > 0, error
+        write_report(tmp_path / "run", tmp_path / "report.html")
+        assert "| likely: summed | pairs | toy | 0.750" in (tmp_path / "report.md").read_text().replace("\\", "")
+
+    def test_results_of_the_harness(self, tmp_path):
+        """0.5 -+ 1.959964 * 0.1 is 0.304 to 0.696; a metric without an error has no interval."""
+        found = {"alias": "mine", "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1.0, "em_stderr,strict": "N/A"}
+        path = tmp_path / "m" / "results_2026-01-01T00-00-00.json"
+        samples = {"mine": {"original": 9, "effective": 4}}
+        write_json(path, {"results": {"mine": found}, "n-samples": samples, "model_name": "runs/dpo"})
+        metrics = read_harness(path).tasks["mine"]
+        assert metrics["acc"].figure() == {
+            "value": 0.5,
+            "low": pytest.approx(0.304, abs=1e-3),
+            "high": pytest.approx(0.696, abs=1e-3),
+            "n": 4,
+        }
+        assert (metrics["em (strict)"].value, metrics["em (strict)"].low) == (1, None)
+        summary = write_report(tmp_path, tmp_path / "report.html")
+        assert summary["policies"][0]["tasks"]["mine"]["acc"]["value"] == 0.5
+        assert "mine: acc" in (tmp_path / "report.html").read_text()
+        write_json(path, {"results": [1]})
+        with pytest.raises(ValueError, match="these are no results of lm-evaluation-harness"):
+            read_harness(path)
+
+
+HARNESS_TASK = """\
+task: additions
+dataset_path: json
+dataset_kwargs: {data_files: {test: DATA}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{prompt_text}}"
+doc_to_target: "{{answer}}"
+generation_kwargs: {until: ["\\n\\n"], max_gen_toks: 64}
+filter_list:
+  - name: tags
+    filter: [{function: regex, regex_pattern: "<answer>(\\\\d+)</answer>"}, {function: take_first}]
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="no lm-eval: pip install lm-eval")
+def test_the_harness_runs_a_trained_model(tmp_path, capsys):
+    """A run's folder is given to lm-evaluation-harness as it is; both evaluations agree on the same problems."""
+    from trl_ext.toy import DATA_DIR
+
+    model = tmp_path / "run"
+    short = "--max_steps 1 --num_eval_prompts 4 --generation_eval_every 0 --eval_strategy no --save_strategy no"
+    recipes.launch("dpo", *short.split(), "--output_dir", str(model), folder=tmp_path)
+    lines = (DATA_DIR / "test_math.jsonl").read_text().splitlines(keepends=True)[:12]
+    (tmp_path / "rows.jsonl").write_text("".join(lines))
+    (tmp_path / "additions.yaml").write_text(HARNESS_TASK.replace("DATA", str(tmp_path / "rows.jsonl")))
+    arguments = [
+        "--model",
+        "hf",
+        "--model_args",
+        f"pretrained={model}",
+        "--tasks",
+        "additions",
+        "--apply_chat_template",
+    ]
+    arguments += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "harness"), "--device", "cpu"]
+    code = [sys.executable, "-m", "lm_eval", *arguments]
+    done = subprocess.run(code, env=recipes.environment(), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    out, _ = run(capsys, model, "--task", "additions", "--limit", 12, "--output_dir", tmp_path / "own", "--json")
+    own = json.loads(out)["tasks"]["additions"]["accuracy"]["mean"]
+    (path,) = (tmp_path / "harness").rglob("results_*.json")
+    assert read_harness(path).tasks["additions"]["exact_match (tags)"].value == pytest.approx(own)

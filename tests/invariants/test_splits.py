@@ -1,0 +1,237 @@
+"""The split does not change the result: parameters, what is logged, and a held-out evaluation, for every trainer.
+
+Five optimizer steps on one batch of eight pairs, responses or demonstrations, as 1 process x 8 rows, 1 x 2 x 4
+accumulated, 2 processes x 4 and 2 x 2 x 2. A difference of updates is the norm of the difference over the norm of the
+whole change of the parameters. Everything is in float64, where only a mistake makes a difference of more than 1e-9.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import train_once
+from tests.support.splits_once import CASES, STOCK, metric_differences, run_all, save_models, update_difference
+from tests.support.tiny import independent_scores, pairs, perturbed, response_log_prob, token_ids
+from trl_ext import SFTConfig, SFTTrainer
+from trl_ext.losses import PreferenceScores
+from trl_ext.trainers.metrics import StepMetrics, merged
+from trl_ext.trainers.preference.optimizer_batch import map_scores
+
+OWN = [name for name in CASES if name not in STOCK]
+# One of each way in which rows are coupled; the others are slow tests.
+FAST = ["dpo", "dpo, confidence", "aot", "reward", "dapo", "gspo", "reinforce++ baseline", "sft"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(models, tmp_path_factory):
+    """A function that trains a case in this process under a split, each only once."""
+    known = {}
+
+    def of(name: str, split: str):
+        if (name, split) not in known:
+            known[name, split] = run_all([(name, "sgd", split)], tmp_path_factory.mktemp("alone"), models)[
+                name, "sgd", split
+            ]
+        return known[name, split]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def spread(models, tmp_path_factory):
+    """All cases on two processes by name, in few launches."""
+    outcomes = run_all([(name, "sgd", "2 x 2 x 2") for name in OWN], tmp_path_factory.mktemp("spread"), models)
+    return {name: outcome for (name, *_), outcome in outcomes.items()}
+
+
+def check(name, outcome, whole) -> None:
+    # A column of the dataset, such as the confidence, reaches the trainer in float32.
+    assert update_difference(outcome, whole) < (1e-6 if "confidence" in name else 1e-9)
+    different = {name: value for name, value in metric_differences(outcome, whole).items() if value > 1e-7}
+    assert not different
+    assert len(whole.logs) == 5 and len(whole.evaluation) > 4
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FAST else pytest.mark.slow) for n in OWN])
+def test_accumulation_changes_nothing(name, alone):
+    check(name, alone(name, "1 x 2 x 4"), alone(name, "1 x 8"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN)
+def test_processes_change_nothing(name, alone, spread):
+    check(name, spread[name], alone(name, "1 x 8"))
+
+
+def test_the_cases_can_tell(alone):
+    """Lengths that differ, a win rate that is not 0, 1/2 or 1, rewards that vary: with less, all splits agree."""
+    logs = alone("dapo", "1 x 8").logs
+    assert logs[0]["completions/min_length"] < logs[0]["completions/max_length"]
+    assert logs[0]["reward_std"] > 0.05
+    assert max(entry["clip_ratio/region_mean"] for entry in logs) > 0.1
+    assert alone("dpo", "1 x 8").evaluation["win_rate"] not in (0.0, 0.5, 1.0)
+    shuffled = alone("dpo, shuffled", "1 x 8").logs
+    assert shuffled[0]["loss"] != pytest.approx(alone("dpo", "1 x 8").logs[0]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["trl: aot_unpaired", "trl: grpo, bnpo"])
+def test_the_measure_sees_a_dependence(name, alone):
+    """TRL sorts, and takes means over tokens, within a micro-batch."""
+    whole, split = alone(name, "1 x 8"), alone(name, "1 x 2 x 4")
+    assert update_difference(split, whole) > 0.05
+
+
+def test_of_one_micro_batch_what_is_logged_is_trls(alone):
+    """Names and values, but for the count of skipped updates."""
+    own, stock = alone("dpo", "1 x 8"), alone("trl: dpo", "1 x 8")
+    for entry, expected in zip(own.logs, stock.logs, strict=True):
+        assert {key: value for key, value in entry.items() if key != "skipped_updates"} == pytest.approx(
+            expected, rel=1e-4, abs=1e-6
+        )
+
+
+# ---- The pieces ----
+
+
+def test_merged_by_hand():
+    """Means .5 of 2 tokens and .2 of 8: (1 + 1.6) / 10 = .26, where the mean of the means is .35."""
+    counts = [{"tokens": 2.0}, {"tokens": 8.0}]
+    assert merged([0.5, 0.2], "tokens", counts) == pytest.approx(0.26)
+    assert merged([0.5, 0.2], "min", counts) == 0.2
+    assert merged([0.5, 0.2], "max", counts) == 0.5
+    assert merged([math.nan, 0.2], "tokens", counts) == pytest.approx(0.2)
+    assert math.isnan(merged([math.nan, math.nan], "max", counts))
+    assert merged([0.0, 0.0], "tokens", [{"tokens": 0.0}] * 2) == 0.0
+
+
+class OneProcess:
+    """What `StepMetrics` sees of accelerate on one process."""
+
+    device = torch.device("cpu")
+    sync_gradients = False
+
+    @staticmethod
+    def reduce(tensor, reduction):
+        return tensor
+
+
+class Base:
+    """A trainer of TRL's, as far as its metrics go."""
+
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+        self.accelerator = OneProcess()
+        self._metrics = {"train": {}, "eval": {}}
+        self.logged = []
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mode = "train" if self.model.training else "eval"
+        for name, value in inputs["logged"].items():
+            self._metrics[mode].setdefault(name, []).append(value)
+        return torch.tensor(inputs.get("loss", 0.0))
+
+    def log(self, logs, start_time=None):
+        mode = "train" if self.model.training else "eval"
+        self.logged.append({**logs, **{name: sum(v) / len(v) for name, v in self._metrics[mode].items()}})
+        self._metrics[mode].clear()
+
+
+class Counted(StepMetrics, Base):
+    def _micro_batch_counts(self, inputs):
+        return {"tokens": torch.tensor(inputs["tokens"])}
+
+    def _step_metrics(self, mode):
+        return {"entropy": "tokens", "lowest": "min"}
+
+    def _loss_weight(self):
+        return "tokens"
+
+
+def step(trainer, *micro_batches, **further):
+    for index, (tokens, entropy) in enumerate(micro_batches):
+        trainer.accelerator.sync_gradients = index == len(micro_batches) - 1
+        inputs = {"tokens": tokens, "logged": {"entropy": entropy, "lowest": entropy, "other": entropy}}
+        trainer.compute_loss(None, {**inputs, **further})
+
+
+def test_a_step_counts_once_however_many_micro_batches_it_has():
+    """Steps of entropy .26 (as above) and of .6 in one micro-batch: .43 is logged; minima .2 and .6, so .4."""
+    trainer = Counted()
+    step(trainer, (2, 0.5), (8, 0.2))
+    step(trainer, (5, 0.6))
+    trainer.log({"loss": 1.0})
+    assert trainer.logged == [pytest.approx({"loss": 1.0, "entropy": 0.43, "lowest": 0.4, "other": 1.3 / 3})]
+    # And nothing is left for the next.
+    step(trainer, (5, 0.1), (5, 0.3))
+    trainer.log({"loss": 1.0})
+    assert trainer.logged[1] == pytest.approx({"loss": 1.0, "entropy": 0.2, "lowest": 0.1, "other": 0.2})
+
+
+# ---- Held-out losses of objectives that see a whole batch ----
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"loss": "aot"}, {"loss": "aot_paired"}, {"weighting": ["confidence"]}], ids=str
+)
+def test_held_out_loss_is_of_all_pairs_as_one_batch(arguments, tiny_model_path, tmp_path):
+    """Seven pairs in batches of three, of which none is sorted or normalised by itself; and the scores are let go."""
+    rows = pairs(7, seed=6)
+    spec = {"model": tiny_model_path, "reference_seed": 1, "reference_scale": 0.3}
+    spec["args"] = {"beta": 0.2, "per_device_eval_batch_size": 3, **arguments}
+    trainer = train_once.build(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows))
+    models = [AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32) for _ in range(2)]
+    perturbed(models[1], seed=1, scale=0.3)
+    scores = independent_scores(trainer.processing_class, *(model.double() for model in models), rows)
+    scores.columns["avg_confidence"] = torch.tensor([row["avg_confidence"] for row in rows])
+    expected = trainer.objective(scores).mean().item()
+    apart = [trainer.objective(take(scores, part)).mean().item() for part in ([0, 1, 2], [3, 4, 5], [6])]
+    assert abs((3 * apart[0] + 3 * apart[1] + apart[2]) / 7 - expected) > 1e-3 * expected
+    for _ in range(2):
+        metrics = trainer.evaluate()
+        assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-4)
+        assert trainer.state.log_history[-1]["eval_loss"] == metrics["eval_loss"]
+    assert trainer._held_out is None
+    # Accuracy is over pairs as well, where the mean of three batches' means would count the last pair three times.
+    accuracy = (scores.margin > 0).double().mean().item()
+    assert metrics["eval_rewards/accuracies"] == pytest.approx(accuracy)
+
+
+def take(scores: PreferenceScores, rows: list[int]) -> PreferenceScores:
+    return map_scores(lambda tensor: tensor[rows], scores)
+
+
+def test_held_out_loss_of_demonstrations_is_the_mean_over_their_tokens(tiny_model_path, tmp_path):
+    """Five completions of different lengths in batches of two, against one unpadded row at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path)
+    rows = pairs(5, seed=3)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32)
+    data = [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    arguments = {**train_once.DEFAULTS, "output_dir": str(tmp_path), "per_device_eval_batch_size": 2}
+    trainer = SFTTrainer(
+        model,
+        SFTConfig(**arguments),
+        train_dataset=Dataset.from_list(data),
+        eval_dataset=Dataset.from_list(data),
+        processing_class=tokenizer,
+    )
+    metrics = trainer.evaluate()
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).double()
+    ids = [token_ids(tokenizer, row) for row in rows]
+    with torch.no_grad():
+        sums = [response_log_prob(plain, prompt, chosen).item() for prompt, chosen, _ in ids]
+    lengths = [len(chosen) for _, chosen, _ in ids]
+    assert metrics["eval_loss"] == pytest.approx(-sum(sums) / sum(lengths), rel=1e-5)
+    by_batch = [-sum(sums[i : i + 2]) / sum(lengths[i : i + 2]) for i in (0, 2, 4)]
+    assert (2 * by_batch[0] + 2 * by_batch[1] + by_batch[2]) / 5 != pytest.approx(metrics["eval_loss"], rel=1e-3)

@@ -1,0 +1,249 @@
+"""The trainers under DeepSpeed ZeRO-2 and ZeRO-3, on two processes of the CPU: what plain data parallelism gives."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.support import recipes
+from tests.support.tiny import pairs, save_tiny_model
+from tests.support.train_once import largest_difference, launch, relative_difference
+from tests.support.zero_once import Run, train_under
+from trl_ext import toy
+from trl_ext.rewards import RewardModel
+
+# Not imported here, which would take seconds whatever tests are run.
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HAS_DEEPSPEED, reason="needs the extra: trl_ext[deepspeed]")]
+
+# An optimizer step takes 4 pairs of `dpo` and `reward`, 8 of `aot`, and 8 responses to 2 prompts of `policy`.
+TRAINED = {
+    "dpo": {"trainer": "PreferenceTrainer", "args": {"loss": "dpo"}},
+    "aot": {
+        "trainer": "PreferenceTrainer",
+        "lora": True,
+        "pairs": 24,
+        "args": {"loss": "aot", "gradient_accumulation_steps": 2},
+    },
+    "reward": {"trainer": "RewardTrainer", "args": {}},
+    "reward_adapter": {"trainer": "RewardTrainer", "lora": True, "args": {}},
+    "policy": {"trainer": "PolicyTrainer", "args": {"per_device_train_batch_size": 4, "beta": 0.05}},
+    "policy_adapter": {
+        "trainer": "PolicyTrainer",
+        "lora": True,
+        "args": {"per_device_train_batch_size": 4, "beta": 0.05},
+    },
+}
+ADAPTERS = [name for name, spec in TRAINED.items() if spec.get("lora")]
+# With one pair per process, the first process has the long pairs, and the second the short ones.
+UNEVEN = {
+    "trainer": "PreferenceTrainer",
+    "pairs": "uneven",
+    "args": {"loss": "dpo", "per_device_train_batch_size": 1},
+}
+PRECOMPUTED = {"trainer": "PreferenceTrainer", "args": {"loss": "dpo", "precompute_ref_log_probs": True}}
+SAMPLED = {
+    "trainer": "PolicyTrainer",
+    "lora": True,
+    "sampled": True,
+    "args": {"per_device_train_batch_size": 4, "beta": 0.05},
+}
+
+
+@pytest.fixture(scope="module")
+def other_model_path(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("other-model")
+    save_tiny_model(path, seed=1)
+    return str(path)
+
+
+def specifications(model: str, other_model: str) -> dict[str, dict]:
+    """By name; without packing, as far as a name does not say `packed`."""
+    specs = {name: _with(spec, packing="off") for name, spec in TRAINED.items()}
+    specs |= {"uneven": UNEVEN, "sampled": SAMPLED, "precomputed": PRECOMPUTED}
+    specs["generated"] = _with(SAMPLED, fast_rollouts="off")
+    specs = {name: {**spec, "model": model} for name, spec in specs.items()}
+    return {**specs, "precomputed_other": {**PRECOMPUTED, "model": other_model}}
+
+
+def _with(spec: dict, **arguments) -> dict:
+    return {**spec, "args": {**spec["args"], **arguments}}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model_path, other_model_path, tmp_path_factory) -> dict[str, Run]:
+    """Data parallelism; what is of `TRAINED` is not packed."""
+    folder = tmp_path_factory.mktemp("plain") / "runs"
+    return train_under("ddp", specifications(tiny_model_path, other_model_path), folder)
+
+
+@pytest.fixture(scope="module", params=["zero2", "zero3"])
+def sharded(request, tiny_model_path, other_model_path, tmp_path_factory) -> dict[str, Run]:
+    """Under one of the stages: the same, and packed; those packed also resumed from a checkpoint at step 2."""
+    folder = tmp_path_factory.mktemp(request.param) / "runs"
+    specs = specifications(tiny_model_path, other_model_path)
+    for name in TRAINED:
+        packed = _with(specs[name], packing="auto")
+        specs[f"packed_{name}"] = _with(packed, save_strategy="steps", save_steps=2)
+        specs[f"resumed_{name}"] = {
+            **packed,
+            "resume_from_checkpoint": str(folder / f"packed_{name}" / "checkpoint-2"),
+        }
+    return train_under(request.param, specs, folder)
+
+
+def assert_same_run(run: Run, expected: Run) -> None:
+    assert largest_difference(run.start, expected.start) < 1e-6
+    assert relative_difference(run.change, expected.change) < 1e-5
+    assert len(run.logs) == len(expected.logs) == 3
+    for entry, other in zip(run.logs, expected.logs, strict=True):
+        assert entry == pytest.approx(other, rel=1e-4, abs=2e-6)
+
+
+# ---- Trained as without the engine ----
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_training_is_that_of_data_parallelism(name, sharded, plain):
+    expected = plain[name]
+    # Three steps of Adam at 0.01 change a parameter by 0.03 at most; here they do change them.
+    assert 0.001 < expected.change.abs().max() < 0.031
+    assert_same_run(sharded[name], expected)
+    assert "packed_tokens" not in sharded[name].facts
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_packed_training_is_that_of_data_parallelism(name, sharded, plain):
+    run = sharded[f"packed_{name}"]
+    assert_same_run(run, plain[name])
+    assert 0 < run.facts["packed_tokens"] < 0.6 * run.facts["padded_tokens"]
+    assert run.facts["left_padded"] == {}
+    assert run.facts["reference"] is (name in ("dpo", "policy"))
+
+
+def test_the_engine_is_foreseen(sharded, plain):
+    """What a plan says before a model is loaded is what accelerate then has."""
+    assert {run.facts["engine"] for run in plain.values()} == {"DDP"}
+    (engine,) = {run.facts["engine"] for run in sharded.values()}
+    assert engine == f"ZeRO-{sharded['dpo'].facts['zero_stage']}"
+
+
+def test_processes_may_have_batches_of_unlike_shape(sharded, plain):
+    """The first process has the long pairs, of which packing saves next to nothing; both make as many passes."""
+    run = sharded["uneven"]
+    assert_same_run(run, plain["uneven"])
+    assert run.facts["packed_tokens"] > 0.95 * run.facts["padded_tokens"]
+
+
+def test_sampled_responses_are_those_of_data_parallelism(sharded, plain):
+    """Under ZeRO-3 transformers samples in place of the fast sampler."""
+    sampler = "generated" if sharded["sampled"].facts["zero_stage"] == 3 else "sampled"
+    assert_same_run(sharded["sampled"], plain[sampler])
+    assert_same_run(sharded["generated"], plain["generated"])
+
+
+@pytest.mark.parametrize("name", ["precomputed", "precomputed_other"])
+def test_precomputed_reference_log_probabilities_are_of_the_model(name, sharded, plain):
+    """The second run has the pairs of the first and another model, and must not find what the first left on disk."""
+    assert_same_run(sharded[name], plain[name])
+    first, second = (plain[name].logs[0]["loss"] for name in ("precomputed", "precomputed_other"))
+    assert abs(first - second) > 0.01
+
+
+# ---- Saved and taken up again ----
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_resumed_run_ends_where_the_straight_one_does(name, sharded):
+    run, expected = sharded[f"resumed_{name}"], sharded[f"packed_{name}"]
+    assert largest_difference(run.parameters, expected.parameters) < 1e-7
+    # What was logged until then is the checkpoint's.
+    assert run.logs[:2] == expected.logs[:2]
+    # TRL counts tokens from the start of the process, but for a policy's.
+    last, expected_last = ({k: v for k, v in each.logs[2].items() if k != "num_tokens"} for each in (run, expected))
+    assert last == pytest.approx(expected_last, rel=1e-6, abs=1e-7)
+    # And the checkpoint is not the end already.
+    assert expected.logs[2]["loss"] != pytest.approx(expected.logs[1]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["dpo", "reward", "policy"])
+def test_a_saved_model_loads(name, sharded):
+    run = sharded[f"packed_{name}"]
+    kind = AutoModelForSequenceClassification if name == "reward" else AutoModelForCausalLM
+    model = kind.from_pretrained(run.folder, dtype=torch.float32)
+    assert largest_difference(dict(model.named_parameters()), run.parameters) == 0.0
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("packing", ["", "packed_"])
+def test_a_saved_adapter_loads_and_merges(name, packing, sharded, tiny_model_path):
+    """The merged weight is W + 8 / 4 B A, from A and B as they were gathered after training."""
+    run = sharded[packing + name]
+    kind, options = AutoModelForCausalLM, {}
+    if name == "reward_adapter":
+        kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    base = kind.from_pretrained(tiny_model_path, dtype=torch.float32, **options)
+    before = {name: weight.clone() for name, weight in base.state_dict().items()}
+    merged = PeftModel.from_pretrained(base, run.folder).merge_and_unload().state_dict()
+    for layer in (0, 1):
+        for target in ("q_proj", "v_proj"):
+            module = f"model.layers.{layer}.self_attn.{target}"
+            a, b = (run.parameters[f"base_model.model.{module}.lora_{side}.default.weight"] for side in "AB")
+            added = 2 * b @ a
+            assert added.abs().max() > 0.01
+            torch.testing.assert_close(
+                merged[f"{module}.weight"], before[f"{module}.weight"] + added, rtol=0, atol=1e-6
+            )
+    if name == "reward_adapter":
+        (head,) = (weight for key, weight in run.parameters.items() if "score" in key)
+        assert torch.equal(merged["score.weight"], head)
+
+
+@pytest.mark.parametrize("name", ["reward", "reward_adapter"])
+def test_a_saved_reward_model_scores_as_it_did(name, sharded):
+    run, rows = sharded[f"packed_{name}"], pairs(12)
+    model, prompts = RewardModel(run.folder), [row["prompt"] for row in rows]
+    scores = torch.cat([model.score(prompts, [row[side] for row in rows]) for side in ("chosen", "rejected")])
+    torch.testing.assert_close(scores, run.scores, rtol=1e-4, atol=1e-5)
+
+
+# ---- The recipes ----
+
+SHORT = ["--max_steps=2", "--per_device_train_batch_size=4", "--gradient_accumulation_steps=1", "--logging_steps=1"]
+SHORT += ["--save_steps=1", "--eval_strategy=no", "--num_eval_prompts=4", "--generation_eval_every=0", "--seed=1"]
+
+
+@pytest.mark.parametrize("engine", ["zero2", "zero3"])
+def test_a_recipe_leaves_a_model_for_plain_transformers(engine, tmp_path):
+    """Its base is compared with, so that the reference is gathered too."""
+    script = [str(recipes.RECIPES / "aot.py"), *SHORT, "--max_new_tokens=4", "--eval_split=none"]
+    launched = launch(engine, [*script, f"--output_dir={tmp_path / 'run'}"], tmp_path)
+    assert launched.returncode == 0, launched.stderr[-8000:]
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert (results["run"]["optimizer_steps"], results["run"]["processes"]) == (2, 2)
+    model, problems = AutoModelForCausalLM.from_pretrained(tmp_path / "run", output_loading_info=True)
+    assert not problems["missing_keys"] and not problems["mismatched_keys"]
+    assert sum(p.numel() for p in model.parameters()) == 403_680
+    base = AutoModelForCausalLM.from_pretrained(toy.MODEL_DIR)
+    moved = largest_difference(dict(model.named_parameters()), dict(base.named_parameters()))
+    assert 1e-6 < moved < 1e-2
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "run")("What", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=3).shape[1] > tokens["input_ids"].shape[1]
+
+
+def test_fsdp_on_a_cpu_is_refused_and_not_trained(tmp_path):
+    """accelerate starts one process without it, and says nothing."""
+    script = [str(recipes.RECIPES / "aot.py"), *SHORT, f"--output_dir={tmp_path / 'run'}"]
+    refused = launch("fsdp2", script, tmp_path)
+    assert refused.returncode != 0
+    assert "error: FSDP2 was asked for" in refused.stderr and "--allow_engine_fallback" in refused.stderr
+    assert not (tmp_path / "run").exists()
+    planned = launch("fsdp2", [*script, "--print_plan=json"], tmp_path)
+    assert planned.returncode == 0, planned.stderr[-3000:]
+    engine = json.loads(planned.stdout.splitlines()[-1])["engine"]
+    assert engine["asked"] == "FSDP2" and engine["name"] in ("DDP", "none")

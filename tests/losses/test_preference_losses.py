@@ -1,0 +1,311 @@
+"""The preference losses against values worked by hand and against independent scalar formulas, value and gradient.
+
+The pairs A, B and C: sums of log-probabilities under the policy and the reference, and numbers of tokens.
+
+    pair  chosen  rejected  ref_chosen  ref_rejected  lengths   h_w   h_l  margin  mean chosen, mean rejected
+    A       -20       -30       -22         -29        8, 10    2.0  -1.0     3.0     -2.5, -3.0
+    B       -15       -12       -14         -13        6,  5   -1.0   1.0    -2.0     -2.5, -2.4
+    C       -10       -18        -9.5       -19.5      4,  6   -0.5   1.5    -2.0     -2.5, -3.0
+"""
+
+from __future__ import annotations
+
+import math
+import random
+
+import mpmath
+import pytest
+import torch
+
+from tests.support.preference_pairs import (
+    REGISTERED,
+    canonical,
+    random_pairs,
+    scores_of,
+)
+from trl_ext.losses import (
+    PreferenceScores,
+    aot,
+    aot_paired,
+    apo_down,
+    apo_zero,
+    cdpo,
+    cpo,
+    dpo,
+    dpop,
+    hinge,
+    ipo,
+    nca,
+    orpo,
+    repo,
+    robust_dpo,
+    simpo,
+    sppo,
+)
+from trl_ext.registry import preference_losses
+
+# ---------------------------------------------------------------------------------------------- values worked by hand
+
+# With l(u) = log(1 + exp(-u)) and s(u) = 1 / (1 + exp(-u)); beta is 0.1 unless a row says otherwise.
+TABLE = [
+    # A: l(0.3) = log(1 + 0.740818) = 0.554355. B and C share their margin: l(-0.2) = 0.598139 + 0.2.
+    (dpo, {"beta": 0.1}, (0.554355, 0.798139, 0.798139)),
+    # A: l(0.015) = log(1 + 0.985112) = 0.685675.
+    (dpo, {"beta": 0.005}, (0.685675, 0.698160, 0.698160)),
+    # A: 0.9 l(0.3) + 0.1 l(-0.3) = 0.9 * 0.554355 + 0.1 * 0.854355.
+    (cdpo, {"beta": 0.1, "label_smoothing": 0.1}, (0.584355, 0.778139, 0.778139)),
+    # A: (0.9 * 0.554355 - 0.1 * 0.854355) / 0.8 = 0.413484 / 0.8.
+    (robust_dpo, {"beta": 0.1, "label_smoothing": 0.1}, (0.516855, 0.823139, 0.823139)),
+    # The target is 1 / 0.2 = 5. A: (3 - 5)^2; B: (-2 - 5)^2.
+    (ipo, {"beta": 0.1}, (4.0, 49.0, 49.0)),
+    # A: (2/8 + 1/10 - 5)^2 = (-4.65)^2. C: (-0.5/4 - 1.5/6 - 5)^2 = (-5.375)^2.
+    (ipo, {"beta": 0.1, "length_normalized": True}, (21.6225, 28.801111, 28.890625)),
+    # A: 1 - 0.3; B: 1 + 0.2.
+    (hinge, {"beta": 0.1}, (0.7, 1.2, 1.2)),
+    # A has h_w > 0, so there is no penalty. B: l(0.1 (-2 - 5 * 1)) = l(-0.7) = 0.7 + log(1 + 0.496585).
+    (dpop, {"beta": 0.1, "penalty": 5.0}, (0.554355, 1.103186, 0.943249)),
+    # B: l(0.1 (-2 - 50 * 1)) = l(-5.2) = 5.2 + log(1 + 0.005517). C: l(0.1 (-2 - 50 * 0.5)) = l(-2.7).
+    (dpop, {"beta": 0.1, "penalty": 50.0}, (0.554355, 5.205501, 2.765044)),
+    # A: 1 - s(0.2) + s(-0.1) = 1 - 0.549834 + 0.475021.
+    (apo_zero, {"beta": 0.1}, (0.925187, 1.049958, 1.049927)),
+    # A: s(0.2) + 1 - s(0.3) = 0.549834 + 1 - 0.574443.
+    (apo_down, {"beta": 0.1}, (0.975391, 1.024855, 1.037337)),
+    # A: l(0.2) + l(-0.2)/2 + l(0.1)/2 = 0.598139 + 0.399069 + 0.322198.
+    (nca, {"beta": 0.1}, (1.319407, 1.438793, 1.438168)),
+    # Hard labels: targets +5 and -5. A: ((2 - 5)^2 + (-1 + 5)^2) / 2 = (9 + 16) / 2. B: (36 + 36) / 2.
+    (sppo, {"beta": 0.1}, (12.5, 36.0, 36.25)),
+    # Targets 0.3 / 0.1 = 3 and -0.2 / 0.1 = -2. A: ((2 - 3)^2 + (-1 + 2)^2) / 2. B: (16 + 9) / 2.
+    (
+        sppo,
+        {"beta": 0.1, "chosen_win_probability": 0.8, "rejected_win_probability": 0.3},
+        (1.0, 12.5, 12.25),
+    ),
+    # A and C: l(2.5 * 0.5 - 1.375) = l(-0.125). B: l(2.5 * -0.1 - 1.375) = l(-1.625).
+    (simpo, {"beta": 2.5, "gamma": 1.375}, (0.757599, 1.804745, 0.757599)),
+    # The same: gamma = 0.55 * 2.5.
+    (simpo, {"beta": 2.5, "gamma_beta_ratio": 0.55}, (0.757599, 1.804745, 0.757599)),
+    # A: gamma = 1.375 * 2.5 = 3.4375, l(1.25 - 3.4375) = l(-2.1875).
+    (simpo, {"beta": 2.5, "gamma_beta_ratio": 1.375}, (2.293837, 3.712226, 2.293837)),
+    # A and C: 0.6 - 0.5. B: 0.6 + 0.1.
+    (repo, {"gamma": 0.6}, (0.1, 0.7, 0.1)),
+    # The preference term. A: l(0.1 * 10) = log(1 + 0.367879). C: l(0.8).
+    (cpo, {"beta": 0.1, "nll_weight": 0.0}, (0.313262, 0.854355, 0.371101)),
+    # With the mean token loss, 2.5 for each of the three.
+    (cpo, {"beta": 0.1, "nll_weight": 1.0}, (2.813262, 3.354355, 2.871101)),
+    # log odds(-2.5) = -2.5 - log(1 - 0.082085) = -2.414350 and log odds(-3) = -3 - log(1 - 0.049787) = -2.948931.
+    # A: 2.5 + 0.1 l(0.534581) = 2.5 + 0.046116.
+    (orpo, {"beta": 0.1}, (2.546116, 2.574937, 2.546116)),
+    # h_w = 2, -1, -0.5 have ranks 3, 1, 2; h_l sorted is -1, 1, 1.5. So A meets 1.5, B meets -1, C meets 1:
+    # l(0.2 * 0.5) = l(0.1), l(0.2 * 0), l(0.2 * -1.5) = l(-0.3).
+    (aot, {"beta": 0.2}, (0.644397, 0.693147, 0.854355)),
+    # Policy margins 10, -3, 8 have ranks 3, 1, 2; reference margins 7, -1, 10 sorted are -1, 7, 10. So A meets 10,
+    # B meets -1, C meets 7: l(0.2 * 0), l(0.2 * -2) = l(-0.4), l(0.2 * 1) = l(0.2).
+    (aot_paired, {"beta": 0.2}, (0.693147, 0.913015, 0.598139)),
+]
+
+
+@pytest.mark.parametrize(
+    "loss, options, expected", TABLE, ids=[f"{loss.__name__}-{options}" for loss, options, _ in TABLE]
+)
+def test_canonical_values(loss, options, expected):
+    assert loss(canonical(), **options).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_every_registered_loss_has_values_worked_by_hand():
+    assert {loss.__name__ for loss, _, _ in TABLE} == set(REGISTERED)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "chosen, rejected", [(-0.5, -1e-3), (-0.5, -2.5e-8), (-1e-8, -3e-9), (-1e-30, -2.0), (-60, -40)]
+)
+def test_orpo_at_any_probability(chosen, rejected, dtype):
+    """Value and gradient against 50 digits. Log odds of up to 69 round to 69 eps, and by as much a sigmoid of them."""
+    pair = [torch.tensor([value], dtype=dtype, requires_grad=True) for value in (chosen, rejected)]
+    ones = torch.ones(1)
+    losses = orpo(PreferenceScores(*pair, None, None, ones, ones), beta=0.1)
+    losses.sum().backward()
+    with mpmath.workdps(50):
+        own, other = (mpmath.mpf(value.item()) for value in pair)
+        odds_ratio = mpmath.expm1(-other) / mpmath.expm1(-own)
+        share = 0.1 / (1 + odds_ratio)
+        expected = (
+            -own + 0.1 * mpmath.log1p(1 / odds_ratio),
+            -1 + share / mpmath.expm1(own),
+            -share / mpmath.expm1(other),
+        )
+        found = (losses, pair[0].grad, pair[1].grad)
+        assert [value.item() for value in found] == pytest.approx(
+            [float(value) for value in expected], rel=100 * torch.finfo(dtype).eps
+        )
+
+
+def test_orpo_at_a_probability_of_one_is_finite():
+    chosen = torch.zeros(1, requires_grad=True)
+    losses = orpo(PreferenceScores(chosen, torch.zeros(1), None, None, torch.ones(1), torch.ones(1)), beta=0.1)
+    losses.sum().backward()
+    assert losses.isfinite().all() and chosen.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "loss, expected",
+    [(dpo, -0.042556), (cdpo, -0.032556), (robust_dpo, -0.055056), (ipo, -4.0), (hinge, -0.1)],
+)
+def test_gradient_by_the_margin_at_pair_a(loss, expected):
+    """With s(-0.3) = 0.425557, DPO: -0.1 s(-0.3). cDPO: -0.1 (s(-0.3) - 0.1); smoothing shrinks it. Robust DPO:
+    -0.1 (0.9 s(-0.3) + 0.1 s(0.3)) / 0.8 = -0.1 * 0.440445 / 0.8; robustness enlarges it. IPO: 2 (3 - 5)."""
+    scores = canonical("A", requires_grad=True)
+    loss(scores, beta=0.1).sum().backward()
+    assert scores.chosen.grad.item() == pytest.approx(expected, abs=1e-6)
+    assert scores.rejected.grad.item() == pytest.approx(-expected, abs=1e-6)
+
+
+# ------------------------------------------------------------------------------------- independent scalar computations
+
+
+def logistic(u):
+    return math.log1p(math.exp(-u)) if u > 0 else -u + math.log1p(math.exp(u))
+
+
+def sigmoid(u):
+    return 1 / (1 + math.exp(-u)) if u > 0 else math.exp(u) / (1 + math.exp(u))
+
+
+def ipo_of(p, beta=0.1, length_normalized=False):
+    lengths = (p.chosen_length, p.rejected_length) if length_normalized else (1, 1)
+    return (p.h_w / lengths[0] - p.h_l / lengths[1] - 0.5 / beta) ** 2
+
+
+def dpop_of(p, beta=0.3, penalty=50.0):
+    return logistic(beta * p.margin + (beta * penalty * p.h_w if p.h_w < 0 else 0.0))
+
+
+def sppo_of(p, beta=1e-3, chosen_win_probability=1.0, rejected_win_probability=0.0):
+    eta = 1 / beta
+    chosen_target, rejected_target = eta * (chosen_win_probability - 0.5), eta * (rejected_win_probability - 0.5)
+    return ((p.h_w - chosen_target) ** 2 + (p.h_l - rejected_target) ** 2) / 2
+
+
+def simpo_of(p, beta=2.0, gamma_beta_ratio=0.5, gamma=None):
+    return logistic(beta * p.mean_difference - (gamma_beta_ratio * beta if gamma is None else gamma))
+
+
+def orpo_of(p, beta=0.1):
+    # The odds of the geometric mean of the token probabilities, and -log sigmoid(log r) = log(1 + 1 / r).
+    chosen, rejected = math.exp(p.chosen / p.chosen_length), math.exp(p.rejected / p.rejected_length)
+    odds_ratio = (chosen / (1 - chosen)) / (rejected / (1 - rejected))
+    return -p.chosen / p.chosen_length + beta * math.log1p(1 / odds_ratio)
+
+
+# -log sigmoid(-u) is u more than -log sigmoid(u), so that smoothing only adds a multiple of the margin.
+TWINS = {
+    "dpo": lambda p, beta=0.1: logistic(beta * p.margin),
+    "cdpo": lambda p, beta=0.1, label_smoothing=0.1: logistic(beta * p.margin) + label_smoothing * beta * p.margin,
+    "robust_dpo": lambda p, beta=0.1, label_smoothing=0.1: (
+        logistic(beta * p.margin) - label_smoothing / (1 - 2 * label_smoothing) * beta * p.margin
+    ),
+    "ipo": ipo_of,
+    "hinge": lambda p, beta=0.05: max(0.0, 1 - beta * p.margin),
+    "dpop": dpop_of,
+    "apo_zero": lambda p, beta=0.1: sigmoid(-beta * p.h_w) + sigmoid(beta * p.h_l),
+    "apo_down": lambda p, beta=0.1: sigmoid(beta * p.h_w) + sigmoid(-beta * p.margin),
+    "nca": lambda p, beta=0.01: 1.5 * logistic(beta * p.h_w) + 0.5 * beta * p.h_w + 0.5 * logistic(-beta * p.h_l),
+    "sppo": sppo_of,
+    "simpo": simpo_of,
+    "repo": lambda p, beta=1.0, gamma=0.6: max(0.0, gamma - p.mean_difference),
+    "cpo": lambda p, beta=0.1, nll_weight=1.0: (
+        logistic(beta * (p.chosen - p.rejected)) - nll_weight * p.chosen / p.chosen_length
+    ),
+    "orpo": orpo_of,
+}
+
+
+def by_rank(values, others):
+    """Value i minus the one of `others` that has its rank, counted by comparisons."""
+    order = sorted(others)
+    return [v - order[sum((w, j) < (v, i) for j, w in enumerate(values))] for i, v in enumerate(values)]
+
+
+# What each batch-coupled loss takes DPO's logistic loss of, given the whole batch.
+COUPLED_TWINS = {
+    "aot": lambda pairs: by_rank([p.h_w for p in pairs], [p.h_l for p in pairs]),
+    "aot_paired": lambda pairs: by_rank(
+        [p.chosen - p.rejected for p in pairs], [p.ref_chosen - p.ref_rejected for p in pairs]
+    ),
+}
+
+
+def twin_losses(name, pairs, **options) -> list[float]:
+    if name in COUPLED_TWINS:
+        beta = options.get("beta", 0.01)
+        return [logistic(beta * difference) for difference in COUPLED_TWINS[name](pairs)]
+    assert name in TWINS, f"write the formula of {name} again as a scalar function and add it to TWINS"
+    return [TWINS[name](pair, **options) for pair in pairs]
+
+
+# Besides the defaults, which the twins state again, options that each loss is compared at.
+VARIANTS = {
+    "cdpo": [{"label_smoothing": 0.3}],
+    "robust_dpo": [{"label_smoothing": 0.3}],
+    "ipo": [{"length_normalized": True}],
+    "dpop": [{"penalty": 5.0}],
+    "sppo": [{"beta": 0.2, "chosen_win_probability": 0.8, "rejected_win_probability": 0.3}],
+    "simpo": [{"gamma": 1.4}, {"gamma_beta_ratio": 0.8}],
+    "repo": [{"gamma": 0.1}],
+    "cpo": [{"nll_weight": 0.25}],
+}
+CASES = [(n, options) for n in REGISTERED for options in [{}, {"beta": 0.7}, *VARIANTS.get(n, [])]]
+
+
+def gap(*lists):
+    return min((b - a for values in map(sorted, lists) for a, b in zip(values, values[1:], strict=False)), default=1.0)
+
+
+# How far a batch is from where a loss has no derivative, in nats.
+DISTANCE_TO_KINK = {
+    "hinge": lambda pairs, beta=0.05: min(abs(p.margin - 1 / beta) for p in pairs),
+    "dpop": lambda pairs, **_: min(abs(p.h_w) for p in pairs),
+    "repo": lambda pairs, gamma=0.6, **_: min(abs(gamma - p.mean_difference) for p in pairs),
+    "aot": lambda pairs, **_: gap([p.h_w for p in pairs], [p.h_l for p in pairs]),
+    "aot_paired": lambda pairs, **_: gap([p.chosen - p.rejected for p in pairs]),
+}
+
+
+def differentiate(function, pairs, side, h=1e-3) -> list[float]:
+    """Derivatives of `function(pairs)` by one side's log-probabilities: central differences exact to fourth order."""
+
+    def moved(row, offset):
+        pair = pairs[row]._replace(**{side: getattr(pairs[row], side) + offset})
+        return function([*pairs[:row], pair, *pairs[row + 1 :]])
+
+    return [
+        (8 * (moved(i, h) - moved(i, -h)) - (moved(i, 2 * h) - moved(i, -2 * h))) / (12 * h) for i in range(len(pairs))
+    ]
+
+
+@pytest.mark.parametrize("name, options", CASES, ids=[f"{n}-{o}" for n, o in CASES])
+def test_value_and_gradient_against_an_independent_computation(name, options):
+    def mean_of_twin(pairs):
+        return math.fsum(twin_losses(name, pairs, **options)) / len(pairs)
+
+    distance = DISTANCE_TO_KINK.get(name, lambda pairs, **_: 1.0)
+    generator = random.Random(f"{name} {options}")
+    for _ in range(50):
+        pairs = random_pairs(generator)
+        while distance(pairs, **options) < 0.01:
+            pairs = random_pairs(generator)
+        scores = scores_of(pairs, requires_grad=True)
+        losses = preference_losses[name].function(scores, **options)
+        assert losses.tolist() == pytest.approx(twin_losses(name, pairs, **options), rel=1e-10, abs=1e-10)
+
+        losses.mean().backward()
+        for side in ("chosen", "rejected"):
+            expected = differentiate(mean_of_twin, pairs, side)
+            assert getattr(scores, side).grad.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def test_sppo_takes_win_probabilities_per_pair():
+    """A at (0.8, 0.3): 1.0; B at (1, 0): 36; C at (0.5, 0.5), targets 0: (0.25 + 2.25) / 2 = 1.25."""
+    chosen, rejected = torch.tensor([0.8, 1.0, 0.5]).double(), torch.tensor([0.3, 0.0, 0.5]).double()
+    losses = sppo(canonical(), beta=0.1, chosen_win_probability=chosen, rejected_win_probability=rejected)
+    assert losses.tolist() == pytest.approx([1.0, 36.0, 1.25], abs=1e-12)

@@ -1,0 +1,381 @@
+"""Packed passes give what padded ones give: values and gradients, over architectures and precisions."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import trl.trainer.utils
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.support.float64 import float64_throughout
+from tests.support.packing import (
+    ARCHITECTURES,
+    OUTPUTS,
+    compare,
+    forward,
+    gradient,
+    largest,
+    padded,
+    ragged,
+    tiny_classifier,
+    tiny_model,
+    values_and_gradient,
+)
+from trl_ext.models.packing import attention as packed_attention
+from trl_ext.models.packing import head, packed_inputs, share_prefixes
+from trl_ext.models.packing.planner import plan_batch
+
+architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+def relative(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+# ---- float32 ----
+
+
+@architectures
+def test_equal_to_the_padded_pass(architecture):
+    """Log-probabilities within 1e-4, the gradient within 1e-5 of its norm, on 40% of the tokens: 95 of 6 x 40.
+
+    The rows of `ragged` need 37, 26, 26, 15, 28 and 37 tokens. The four prompts that begin with the same 20 tokens
+    share 19, 14 or 8 of these: 169 - 19 - 19 - 14 - 14 - 8 = 95.
+    """
+    batch, model = ragged(), tiny_model(architecture)
+    expected, expected_gradient = values_and_gradient(model, batch)
+    packing = share_prefixes(model)
+    got, got_gradient = values_and_gradient(model, batch)
+    assert (packing.reason, packing.backend, dict(packing.left_padded)) == (None, "sdpa", {})
+    assert (packing.padded_tokens, packing.packed_tokens) == (240, 95)
+    for name in OUTPUTS:
+        assert getattr(got, name).shape == (6, 39)
+        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+    assert got.is_top1.equal(expected.is_top1)
+    assert got.label_mask.equal(expected.label_mask)
+    assert got.aux_loss is None
+    assert got.loss.item() == pytest.approx(expected.loss.item(), abs=1e-5)
+    assert relative(got_gradient, expected_gradient) < 1e-5
+    assert packing.largest_difference < 1e-4
+    # The differences would be small too if the values were: tokens are told apart.
+    assert expected.log_probs[expected.label_mask].std() > 0.1
+
+
+def test_loss_is_divided_by_what_the_trainer_counted():
+    model, batch = tiny_model("qwen2"), ragged()
+    expected = forward(model, batch, num_items_in_batch=torch.tensor(7))
+    share_prefixes(model)
+    got = forward(model, batch, num_items_in_batch=torch.tensor(7))
+    assert got.loss.item() == pytest.approx(expected.loss.item(), rel=1e-6)
+    assert got.loss.item() == pytest.approx(-got.log_probs.sum().item() / 7, rel=1e-6)
+
+
+def test_places_without_a_label_are_zero():
+    """Though they lead to a packed position that has one: a row's padding to the first token, whose label counts, and
+    a prefix in which only the other row has labels."""
+    row = list(range(10, 26))
+    batch = padded([row, [*row[:12], 5], row[:9]], [1, 12, 1])
+    model = tiny_model("qwen2")
+    expected = forward(model, batch)
+    packing = share_prefixes(model)
+    got = forward(model, batch)
+    assert packing.packed_tokens == 15 + 1
+    for name in OUTPUTS:
+        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+        assert not getattr(got, name)[~expected.label_mask].any(), name
+
+
+def test_narrow_tiles_of_the_vocabulary(monkeypatch):
+    """TRL's head scores 7 columns at a time here, fewer in the last tile; afterwards, its width is as before."""
+    own, seen = trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE, set()
+    monkeypatch.setattr(head, "CPU_TILE", 7)
+    model, batch = tiny_model("qwen2"), ragged()
+    assert model.config.vocab_size % 7
+    expected, expected_gradient = values_and_gradient(model, batch)
+    share_prefixes(model)
+    model.base_model.register_forward_pre_hook(lambda *_: seen.add(trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE))
+    got, got_gradient = values_and_gradient(model, batch)
+    assert seen == {7}
+    assert own == trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE
+    for name in OUTPUTS:
+        assert largest(getattr(got, name), getattr(expected, name)) < 1e-4, name
+    assert relative(got_gradient, expected_gradient) < 1e-5
+
+
+def test_gradient_of_the_entropy():
+    model, batch = tiny_model("qwen2"), ragged()
+
+    def entropy_gradient():
+        model.zero_grad()
+        forward(model, batch).entropy.sum().backward()
+        return gradient(model)
+
+    expected = entropy_gradient()
+    share_prefixes(model)
+    assert relative(entropy_gradient(), expected) < 1e-5
+
+
+def test_temperature_and_scaled_logits_stay_the_heads():
+    """What stands over the hidden states is TRL's head, whatever it does to the logits."""
+    model = tiny_model("llama", head=False)
+    add_fused_lm_head(model, temperature=0.7, cast_lm_head_to_fp32=True)
+    assert compare(model)[1] < 1e-4
+
+
+def test_duplicates_nested_rows_and_rows_without_labels():
+    """A row twice, a row that is the beginning of another, a row out of the loss: 12 + 1 new tokens are encoded.
+
+    The longest needs 12 tokens of its 13 and its copy none of its own. The beginning ends in it. The last row has no
+    labels: its one token, below the least that is shared, is encoded.
+    """
+    row = list(range(10, 23))
+    batch = padded([row, row, row[:11], [*row[:9], 5, 6]], [9, 9, 9, 9], width=16)
+    batch["labels"][3] = -100
+    packing, apart, gradient_apart = compare(tiny_model("qwen2"), batch)
+    assert packing.packed_tokens == 13
+    assert apart < 1e-4 and gradient_apart < 1e-5
+
+
+def test_batch_without_any_label_gives_a_differentiable_zero():
+    model, batch = tiny_model("qwen2"), ragged()
+    batch["labels"][:] = -100
+    packing = share_prefixes(model)
+    output = forward(model, batch)
+    assert packing.packed_tokens > 0
+    assert output.loss.item() == 0 and not output.log_probs.any()
+    output.loss.backward()
+    assert not gradient(model).any()
+
+
+# ---- float64: nothing but rounding ----
+
+
+@architectures
+def test_equal_in_float64(architecture):
+    """With every cast to float32 bypassed, log-probabilities and gradients agree within 1e-12.
+
+    TRL's kernel accumulates in float32, so the softmax is taken here, over the hidden states of either pass.
+    """
+    batch = ragged()
+    model = tiny_model(architecture, head=False).double()
+    # Experts are otherwise multiplied by a grouped kernel that knows no float64.
+    model.set_experts_implementation("eager")
+    mask = batch["labels"][:, 1:] != -100
+    targets = batch["input_ids"][:, 1:][mask]
+    weights = torch.linspace(-1, 1, len(targets), dtype=torch.float64)
+
+    def finished(hidden: Tensor) -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        logits = model.get_output_embeddings()(hidden)
+        log_probs = logits.log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+        (log_probs * weights).sum().backward()
+        return log_probs.detach(), gradient(model)
+
+    with float64_throughout():
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        hidden = model.base_model(**inputs, use_cache=False).last_hidden_state
+        expected, expected_gradient = finished(hidden[:, :-1][mask])
+        assert hidden.dtype == expected.dtype == torch.float64
+        add_fused_lm_head(model)
+        packing = share_prefixes(model)
+        plan = plan_batch(**batch)
+        got, got_gradient = finished(packing.hidden_states(plan)[plan.columns[:, :-1][mask]])
+    assert largest(got, expected) < 1e-12
+    assert relative(got_gradient, expected_gradient) < 1e-12
+
+
+# ---- Negative controls: each part of the plan is needed ----
+
+
+def _positions_not_restarted(plan):
+    plan.position_ids[0] = torch.arange(plan.tokens)
+
+
+def _prompt_hidden(plan):
+    """Every segment attends to itself only."""
+    own = [
+        path[-added:] for path, added in zip(plan.key_index.split(plan.key_lengths), plan.query_lengths, strict=True)
+    ]
+    object.__setattr__(plan, "key_index", torch.cat(own))
+    object.__setattr__(plan, "key_lengths", plan.query_lengths)
+
+
+def _completions_leak(plan):
+    """Every segment attends to all that was laid before it."""
+    ends = torch.tensor(plan.query_lengths).cumsum(0).tolist()
+    object.__setattr__(plan, "key_index", torch.cat([torch.arange(end) for end in ends]))
+    object.__setattr__(plan, "key_lengths", tuple(ends))
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "margin"), [(_positions_not_restarted, 0.1), (_prompt_hidden, 0.5), (_completions_leak, 0.5)]
+)
+def test_corrupted_plans_are_far_off(corrupt, margin):
+    """At least a thousand times the tolerance of 1e-4."""
+    model, batch = tiny_model("llama"), ragged()
+    expected = forward(model, batch).log_probs
+    packing = share_prefixes(model)
+    plan = plan_batch(**batch)
+
+    def log_probs(plan):
+        output = packing.call(
+            **packed_inputs(plan), shift_labels=plan.shift_labels(batch["labels"]), fused_lm_head=True
+        )
+        return output.log_probs[0][plan.columns[:, :-1]].masked_fill(batch["labels"][:, 1:] == -100, 0)
+
+    assert largest(log_probs(plan), expected) < 1e-4
+    spoiled = plan_batch(**batch)
+    corrupt(spoiled)
+    assert largest(log_probs(spoiled), expected) > margin
+
+
+def test_a_window_that_is_off_by_one_is_far_off(monkeypatch):
+    """Sliding windows are seen by the comparison: with one token more than the model's nine, it fails."""
+    model, batch = tiny_model("mistral"), ragged()
+    expected = forward(model, batch).log_probs
+    inner = packed_attention._sdpa
+
+    def one_more(plan, query, key, value, scaling, window, dropout):
+        return inner(plan, query, key, value, scaling, window + 1, dropout)
+
+    monkeypatch.setattr(packed_attention, "_sdpa", one_more)
+    packing = share_prefixes(model)
+    assert largest(forward(model, batch).log_probs, expected) == 0
+    assert not packing.active and "off the padded forward" in packing.reason
+    assert float(packing.reason.split(" is ")[1].split()[0]) > 1e-2
+
+
+# ---- As trainers run models ----
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen2_moe"])
+def test_gradient_checkpointing(architecture, reentrant):
+    model = tiny_model(architecture)
+    plain = values_and_gradient(copy.deepcopy(model), ragged())[1]
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    packing, apart, gradient_apart = compare(model)
+    assert packing.packed_tokens == 95
+    assert apart < 1e-4 and gradient_apart < 1e-5
+    assert relative(values_and_gradient(model, ragged())[1], plain) < 1e-5
+
+
+def with_lora(model, **options):
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False, **options)
+    return get_peft_model(model, config)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapter_on_and_off(checkpointing):
+    """The policy with its adapter, and the reference that is the same model without it."""
+    model, batch = with_lora(tiny_model("qwen2")), ragged()
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+
+    def both():
+        with torch.no_grad(), model.disable_adapter():
+            reference = forward(model, batch).log_probs
+        return reference, *values_and_gradient(model, batch)
+
+    expected_reference, expected, expected_gradient = both()
+    packing = share_prefixes(model)
+    reference, got, got_gradient = both()
+    assert packing.packed_tokens == 2 * 95
+    assert largest(reference, expected_reference) < 1e-4
+    assert largest(got.log_probs, expected.log_probs) < 1e-4
+    assert relative(got_gradient, expected_gradient) < 1e-5
+    assert largest(expected.log_probs, expected_reference) > 0.1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_bfloat16(autocast):
+    """On average no further from the padded pass than that is from the same rows with other padding.
+
+    Twice the mean difference that four columns of padding more on the left make, which change nothing but rounding.
+    """
+    model = tiny_model("qwen2")
+    model = model if autocast else model.bfloat16()
+    batch = ragged()
+    moved = {
+        name: torch.nn.functional.pad(values, (4, 0), value=-100 if name == "labels" else 0)
+        for name, values in batch.items()
+    }
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, by_padding = forward(model, batch).log_probs, forward(model, moved).log_probs[:, 4:]
+        packing = share_prefixes(model)
+        got = forward(model, batch).log_probs
+    mask = batch["labels"][:, 1:] != -100
+    noise = (by_padding - expected)[mask].abs().mean().item()
+    assert packing.packed_tokens == 95
+    assert 0 < noise < 0.05
+    assert (got - expected)[mask].abs().mean().item() < 2 * noise
+
+
+# ---- Scores ----
+
+CLASSIFIERS = ["llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "phi3", "mixtral"]
+
+
+def score_gradient(model, inputs):
+    model.zero_grad()
+    scores = model(**inputs).logits
+    (scores[:, 0] * torch.linspace(-1, 1, len(scores))).sum().backward()
+    return scores.detach(), gradient(model)
+
+
+@pytest.mark.parametrize("architecture", CLASSIFIERS)
+def test_scores(architecture):
+    model, batch = tiny_classifier(architecture), ragged()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected, expected_gradient = score_gradient(model, inputs)
+    packing = share_prefixes(model)
+    got, got_gradient = score_gradient(model, inputs)
+    assert packing.backend == "sdpa" and packing.packed_tokens == 175 - 20 - 20 - 15 - 15 - 9
+    assert largest(got, expected) < 1e-5 and expected.std() > 0.01
+    assert relative(got_gradient, expected_gradient) < 1e-5
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_scores_where_padding_is_the_end_token(left):
+    """The score is read at the last token that is not padding, though an end token that is padding follows it."""
+    model = tiny_classifier(pad_token_id=1)
+    rows = [[*range(10, 22), 5, 1], [*range(10, 22), 7, 8, 1, 1], [9, 9, 1]]
+    batch = padded(rows, [1, 1, 1], left=[6, 4, 17] if left else None, width=20, padding=1)
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected, expected_gradient = score_gradient(model, inputs)
+    # By hand: each row alone, up to its last token that is no end token.
+    for row, end in enumerate((13, 14, 2)):
+        alone = model(input_ids=torch.tensor([rows[row][:end]])).logits.item()
+        assert alone == pytest.approx(expected[row].item(), abs=1e-5)
+    packing = share_prefixes(model)
+    got, got_gradient = score_gradient(model, inputs)
+    assert packing.packed_tokens > 0 and not packing.left_padded
+    assert largest(got, expected) < 1e-5 and relative(got_gradient, expected_gradient) < 1e-5
+
+
+def test_scores_of_a_batch_padded_with_another_token():
+    """The model reads its scores at what it takes for tokens; so it must here, though no token is there."""
+    model, batch = tiny_classifier(pad_token_id=1), ragged()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = model(**inputs).logits
+    packing = share_prefixes(model)
+    assert model(**inputs).logits.equal(expected)
+    assert packing.left_padded == {"is padded with another token than the model's": 1}
+
+
+def test_scores_as_a_tuple():
+    """The padded forward gives the tuple that `return_dict=False` asks for."""
+    model, batch = tiny_classifier(), ragged()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    packing = share_prefixes(model)
+    assert isinstance(model(**inputs, return_dict=False), tuple)
+    assert packing.left_padded == {"takes return_dict": 1} and packing.packed_tokens == 0

@@ -1,0 +1,89 @@
+"""Tokens that the model has no embedding for, and a router whose loss keeps passes from being packed."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.support.packing import tiny_model
+from tests.support.tiny import pairs
+from tests.support.train_once import build_plain
+from trl_ext.models.loading import check_vocabulary, load_policy
+from trl_ext.rewards import RewardModel
+
+TRAINERS = ["PreferenceTrainer", "SFTTrainer", "RewardTrainer", "KTOTrainer", "PolicyTrainer"]
+MESSAGE = r"^the tokenizer's token .* is number \d+, and the model has embeddings for \d+ tokens: use .* first$"
+
+
+def small(path: str, kind=AutoModelForCausalLM, **options):
+    """A model that lost the embeddings of the last tokens of its tokenizer."""
+    model = kind.from_pretrained(path, **options)
+    model.resize_token_embeddings(12)
+    return model
+
+
+def spec_of(trainer: str, model) -> dict:
+    spec = {"trainer": trainer, "model": model}
+    if trainer == "KTOTrainer":
+        labels = [
+            {"prompt": r["prompt"], "completion": r["chosen"], "label": i % 2 == 0} for i, r in enumerate(pairs(6))
+        ]
+        spec["rows"] = labels
+    return spec
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_tokenizer_larger_than_the_model_is_refused_before_training(trainer, policy_path, tmp_path):
+    options = {}
+    kind = AutoModelForCausalLM
+    if trainer == "RewardTrainer":
+        kind, options = AutoModelForSequenceClassification, {"num_labels": 1}
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    with pytest.raises(ValueError, match=MESSAGE):
+        spec = spec_of(trainer, small(policy_path, kind, **options))
+        build_plain(spec, str(tmp_path / "run"), processing_class=tokenizer)
+    # A token that no text contains, as Gemma 3's of images, is none of the model's business.
+    tokenizer.add_tokens(["<image>"])
+    spec = spec_of(trainer, kind.from_pretrained(policy_path, **options))
+    build_plain(spec, str(tmp_path / "unused"), processing_class=tokenizer)
+
+
+def test_reference_log_probabilities_are_not_computed_for_missing_tokens(policy_path, tmp_path):
+    spec = spec_of("PreferenceTrainer", small(policy_path)) | {"args": {"precompute_ref_log_probs": True}}
+    with pytest.raises(ValueError, match=MESSAGE):
+        build_plain(spec, str(tmp_path), processing_class=AutoTokenizer.from_pretrained(policy_path))
+
+
+def test_policies_and_reward_models_are_checked_where_they_are_loaded(policy_path, tmp_path):
+    """Their special tokens; those of texts are not known yet."""
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    tokenizer.add_special_tokens({"pad_token": "<padding>"})
+    for name, kind, load in (
+        ("policy", AutoModelForCausalLM, load_policy),
+        ("reward", AutoModelForSequenceClassification, lambda path: RewardModel(path).load()),
+    ):
+        options = {"num_labels": 1} if name == "reward" else {}
+        kind.from_pretrained(policy_path, **options).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        with pytest.raises(ValueError, match=r"^the tokenizer's token '<padding>' is number"):
+            load(str(tmp_path / name))
+
+
+def test_a_model_with_room_is_left_alone(policy_path):
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    model = AutoModelForCausalLM.from_pretrained(policy_path)
+    model.resize_token_embeddings(len(tokenizer) + 64)
+    check_vocabulary(model, tokenizer)
+
+
+def test_a_router_loss_is_said_to_keep_rows_padded(policy_path, tmp_path, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    model = tiny_model("qwen2_moe", output_router_logits=True, vocab_size=len(tokenizer))
+    spec = {"trainer": "PreferenceTrainer", "model": model, "args": {"loss": "simpo"}}
+    with caplog.at_level(logging.WARNING):
+        trainer = build_plain(spec, str(tmp_path), processing_class=tokenizer)
+    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("packing:")]
+    assert lines == ["packing: off, rows are padded: the loss of its router counts padding (output_router_logits)"]
+    assert trainer.packing is None

@@ -1,0 +1,344 @@
+"""Checkpoints appear whole or not at all, damaged ones are passed over, and the right ones are deleted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from tests.support.train_once import build
+from trl_ext.resilience import checkpoints
+from trl_ext.resilience.checkpoints import (
+    FILES_FILE,
+    PARTIAL_FOLDER,
+    check_checkpoint,
+    delete_old,
+    fault_of,
+    last_checkpoint,
+)
+from trl_ext.resilience.preemption import REQUEUE, SIGNALS, Preemption
+
+ARGUMENTS = {"optim": "adamw_torch", "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def spec(tiny_model_path) -> dict:
+    return {
+        "model": tiny_model_path,
+        "pairs": 6,
+        "args": {"loss": "simpo", "loss_kwargs": {"gamma": 0.5}, **ARGUMENTS},
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(spec, tmp_path_factory) -> Path:
+    """The output folder of three steps with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    build(spec, str(folder)).train()
+    return folder
+
+
+@pytest.fixture
+def run(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+# ---- What is damaged ----
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+DAMAGES = {
+    "cut weights": ("model.safetensors", cut, r"model.safetensors has \d+ bytes, and was written with \d+"),
+    "no weights": ("model.safetensors", Path.unlink, "model.safetensors is missing"),
+    "no optimizer": ("optimizer.pt", Path.unlink, "optimizer.pt is missing"),
+    "cut state": ("trainer_state.json", cut, "trainer_state.json has"),
+    "no state": ("trainer_state.json", Path.unlink, "it has no trainer_state.json, so it was not finished"),
+    "no progress": ("progress_0.json", Path.unlink, "progress_0.json is missing"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "said"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_passed_over_with_one_line(name, damage, said, run, caplog):
+    damage(run / "checkpoint-3" / name)
+    with caplog.at_level(logging.WARNING):
+        assert last_checkpoint(run) == run / "checkpoint-2"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"the checkpoint {run / 'checkpoint-3'} is passed over: ")
+    assert re.search(said, line), line
+    with pytest.raises((ValueError, FileNotFoundError), match=name):
+        check_checkpoint(run / "checkpoint-3")
+    assert fault_of(run / "checkpoint-2") is None
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer_state.json", "scheduler.pt"])
+def test_a_checkpoint_of_stock_trainers_has_no_list(name, run):
+    folder = run / "checkpoint-3"
+    (folder / FILES_FILE).write_text("[1")
+    assert fault_of(folder) == f"{FILES_FILE} is damaged"
+    (folder / FILES_FILE).unlink()
+    assert fault_of(folder) is None
+    (folder / name).unlink()
+    assert fault_of(folder) is not None
+
+
+def test_no_checkpoint_is_left(run):
+    for path in run.glob("checkpoint-*/model.safetensors"):
+        path.unlink()
+    assert last_checkpoint(run) is None
+    assert last_checkpoint(run / "nowhere") is None
+
+
+# ---- What is deleted ----
+
+
+@pytest.mark.parametrize(
+    ("there", "newest", "limit", "options", "left"),
+    [
+        ([1, 2, 3, 4], 4, 2, {}, [3, 4]),
+        ([1, 2, 3, 4], 4, None, {}, [1, 2, 3, 4]),
+        # As with transformers, the best one counts, and with one allowed there are two.
+        ([1, 2, 3, 4], 4, 2, {"best": 1}, [1, 4]),
+        ([1, 2, 3, 4], 4, 1, {"best": 2}, [2, 4]),
+        # The one in use does not.
+        ([1, 2, 3, 4], 4, 2, {"in_use": 1}, [1, 3, 4]),
+        ([1, 2, 3, 4], 4, 2, {"best": 2, "in_use": 1}, [1, 2, 4]),
+        # 9 and 12 were there when the run was resumed from 3: they go before 2, which is older.
+        ([2, 3, 4, 9, 12], 4, 3, {"in_use": 3}, [2, 3, 4, 12]),
+        ([2, 3, 4, 9, 12], 4, 2, {"in_use": 3}, [2, 3, 4]),
+    ],
+)
+def test_which_are_deleted(there, newest, limit, options, left, tmp_path):
+    for step in there:
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    paths = {name: tmp_path / f"checkpoint-{step}" for name, step in options.items()}
+    delete_old(tmp_path / f"checkpoint-{newest}", limit, **paths)
+    assert [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(tmp_path)] == left
+    assert not (tmp_path / PARTIAL_FOLDER).exists()
+
+
+# ---- How one comes to be ----
+
+
+def test_every_file_is_listed_and_the_partial_folder_is_gone(saved):
+    for step in (1, 2, 3):
+        folder = saved / f"checkpoint-{step}"
+        listed = json.loads((folder / FILES_FILE).read_text())
+        assert listed == {
+            str(p.relative_to(folder)): p.stat().st_size
+            for p in folder.rglob("*")
+            if p.is_file() and p.name != FILES_FILE
+        }
+        assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "progress_0.json"} < set(listed)
+    assert not (saved / PARTIAL_FOLDER).exists()
+
+
+def test_the_best_checkpoint_goes_by_its_own_name(spec, tmp_path):
+    """Best when it is saved, so that transformers sees it in the partial folder."""
+    from datasets import Dataset
+
+    from tests.support.tiny import pairs
+
+    arguments = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "learning_rate": 1e-3}
+    spec = {**spec, "args": {**spec["args"], **arguments}}
+    trainer = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(pairs(4, seed=9)))
+    trainer.train()
+    best = tmp_path / f"checkpoint-{trainer.state.best_global_step}"
+    assert trainer.state.best_model_checkpoint == str(best)
+    state = json.loads((best / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(best)
+
+
+# ---- What a run leaves that is stopped ----
+
+
+@pytest.fixture
+def signals():
+    """Whoever handles signals now does so again after the test."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class Tell(TrainerCallback):
+    """Sends this process a notice, when an event of that name comes at that step."""
+
+    def __init__(self, event: str, step: int):
+        setattr(self, event, lambda args, state, control, **_: self.tell(state, step))
+
+    @staticmethod
+    def tell(state, step: int) -> None:
+        if state.global_step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped(spec: dict, folder: Path, *callbacks, code: int | None = REQUEUE, **arguments):
+    """A trainer of 3 steps to an epoch that a notice ends; a learning rate of 0, so that the first is the best."""
+    from datasets import Dataset
+
+    from tests.support.tiny import pairs
+
+    spec = {**spec, "args": {**spec["args"], "learning_rate": 0.0, "max_steps": 9, **arguments}}
+    trainer = build(spec, str(folder), eval_dataset=Dataset.from_list(pairs(4, seed=9)))
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.add_callback(Preemption(trainer))
+    if code is None:
+        trainer.train()
+    else:
+        with pytest.raises(SystemExit) as ended:
+            trainer.train()
+        assert ended.value.code == code
+    return trainer
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [checkpoints.step_of(path) for path in checkpoints.checkpoints_in(folder)]
+
+
+BEST = {"save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+
+
+def test_the_checkpoint_of_a_notice_stays_beside_the_best(spec, tmp_path, signals):
+    """In the fifth step, of an epoch that ends at the sixth."""
+    trainer = stopped(spec, tmp_path, Tell("on_step_begin", 4), **BEST)
+    assert steps_in(tmp_path) == [1, 5] and trainer.state.best_global_step == 1
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
+    assert (trainer.args.save_total_limit, trainer.args.load_best_model_at_end) == (1, True)
+
+
+def test_weights_alone_are_nothing_to_go_on_from(spec, tmp_path, signals):
+    """`save_only_model` at steps 2 and 4; a notice in the fifth step is for going on, and saved in full."""
+    arguments = {"save_only_model": True, "save_steps": 2}
+    stopped(spec, tmp_path, Tell("on_step_begin", 4), **arguments)
+    assert fault_of(tmp_path / "checkpoint-4") == (
+        "it has no scheduler.pt and no optimizer, as save_only_model leaves it"
+    )
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-5"
+    with pytest.raises(ValueError, match="checkpoint-4 cannot be resumed from: it has no scheduler.pt"):
+        check_checkpoint(tmp_path / "checkpoint-4")
+
+
+# ---- What is taken up ----
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_save"])
+def test_a_notebook_that_is_interrupted_resumes_with_the_same_trainer(event, saved, spec, tmp_path):
+    """Without `Preemption`, `train` ends at once; the second checkpoint is written or not when it does."""
+
+    class Interrupt(TrainerCallback):
+        told = False
+
+    def interrupt(args, state, control, **_):
+        if state.global_step == 2 and not Interrupt.told:
+            Interrupt.told = True
+            raise KeyboardInterrupt
+
+    trainer, callback = build(spec, str(tmp_path)), Interrupt()
+    setattr(callback, event, interrupt)
+    trainer.add_callback(callback)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert steps_in(tmp_path) == [1, 2]
+    trainer.train(resume_from_checkpoint=True)
+    ended, straight = (load_file(folder / "checkpoint-3" / "model.safetensors") for folder in (tmp_path, saved))
+    assert all(straight[name].equal(ended[name]) for name in straight)
+
+
+def test_a_run_without_a_checkpoint(spec, tmp_path):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+        build(spec, str(tmp_path)).train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_that_is_named_and_damaged_is_refused(spec, run):
+    cut(run / "checkpoint-3" / "optimizer.pt")
+    with pytest.raises(ValueError, match=r"checkpoint-3 cannot be resumed from: optimizer.pt has .*; name an earlier"):
+        build(spec, str(run)).train(resume_from_checkpoint=str(run / "checkpoint-3"))
+
+
+@pytest.mark.parametrize(("rows", "accumulation"), [(1, 2), (2, 1), (1, 1), (2, 2)])
+def test_the_split_of_an_optimizer_batch_may_change_and_the_batch_may_not(rows, accumulation, spec, run):
+    """It was begun with 2 pairs to an update."""
+    split = {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
+    trainer = build({**spec, "args": {**spec["args"], **split}}, str(run))
+    if rows * accumulation == 2:
+        trainer.train(resume_from_checkpoint=True)
+        return
+    expected = f"checkpoint-3 is of a run with 2 examples to an update, and now it is {rows * accumulation}: "
+    for wanted in (True, str(run / "checkpoint-3")):
+        with pytest.raises(ValueError, match=expected):
+            trainer.train(resume_from_checkpoint=wanted)
+
+
+def test_a_finished_run_takes_no_further_step(spec, run):
+    """3 steps of 6 pairs are one epoch and no more; with 4 pairs, the end lies in the middle of an epoch."""
+
+    class Count(TrainerCallback):
+        steps = 0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.steps += 1
+
+    for pairs in (6, 4):
+        trainer, count = build({**spec, "pairs": pairs}, str(run)), Count()
+        trainer.add_callback(count)
+        trainer.train(resume_from_checkpoint=True)
+        assert (trainer.state.global_step, count.steps) == (3, 0)
+
+
+def test_the_recipes_checkpoint_to_resume(run, tmp_path, monkeypatch, capsys):
+    """The last sound one; and before the first, where a run has begun, none: by the same command it begins anew."""
+
+    from trl_ext.runs.folder import open_run_folder
+
+    def resume(folder: Path, wanted: str = "last") -> str | None:
+        return open_run_folder(str(folder), overwrite=False, resume_from_checkpoint=wanted)
+
+    cut(run / "checkpoint-3" / "optimizer.pt")
+    assert resume(run) == str(run / "checkpoint-2")
+    with pytest.raises(ValueError, match="checkpoint-3 cannot be resumed from: optimizer.pt has"):
+        resume(run, str(run / "checkpoint-3"))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume: leave out"):
+        resume(begun)
+    for name in ("config.yaml", "metrics.jsonl"):
+        (begun / name).write_text("{}")
+        assert resume(begun) is None
+    assert "has no checkpoint yet: its run begins anew" in capsys.readouterr().out
+    # What has ended without a checkpoint is not trained a second time.
+    (begun / "results.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="has no checkpoint to resume, only metrics.jsonl, results.json"):
+        resume(begun)
+
+
+class Malicious:
+    """What pickle would run when it is read."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth"])
+def test_nothing_in_a_checkpoint_is_unpickled(name, spec, run, tmp_path):
+    folder = run / "checkpoint-2"
+    torch.save({"state": Malicious(str(tmp_path / "harm"))}, folder / name)
+    (folder / FILES_FILE).unlink()
+    with pytest.raises(Exception, match="Weights only load failed|weights_only"):
+        build(spec, str(run)).train(resume_from_checkpoint=str(folder))
+    assert not (tmp_path / "harm").exists()

@@ -1,0 +1,226 @@
+"""Credentials in nothing that a run writes or prints; nothing pickled is read, and no model's own code is run."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import REPOSITORY, recipes
+from tests.support.tiny import save_tiny_model
+from trl_ext import ExpertIterationConfig, KTOConfig, PolicyConfig, PreferenceConfig, RewardConfig, SFTConfig
+from trl_ext.resilience.secrets import arguments_without_secrets, without_secrets
+
+PLANTED = {
+    "HF_TOKEN": "hf_plantedInTheEnvironment",
+    "OPENAI_API_KEY": "sk-plantedForTheJudge",
+    "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
+}
+HUB_TOKEN, MODEL_TOKEN = "hf_plantedHubToken", "hf_plantedModelToken"
+SETTINGS = {"output_dir": "x", "use_cpu": True, "report_to": "none", "hub_token": HUB_TOKEN}
+SETTINGS |= {"model_init_kwargs": {"token": MODEL_TOKEN, "use_cache": False}}
+CONFIGS = (PreferenceConfig, RewardConfig, PolicyConfig, SFTConfig, ExpertIterationConfig, KTOConfig)
+
+# ---- What a configuration leaves on the disk ----
+
+
+def saved(args) -> bytes:
+    """As transformers saves training_args.bin."""
+    stream = io.BytesIO()
+    torch.save(args, stream)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_no_configuration_writes_a_token_out(config):
+    args = config(**SETTINGS)
+    written = saved(args)
+    assert b"planted" not in written
+    assert args.hub_token == HUB_TOKEN and args.model_init_kwargs["token"] == MODEL_TOKEN
+    assert "planted" not in str(args.to_dict()) and args.to_dict()["model_init_kwargs"] == {"use_cache": False}
+    again = torch.load(io.BytesIO(written), weights_only=False)
+    assert type(again) is config and again.hub_token is None
+    assert again.learning_rate == args.learning_rate and again.model_init_kwargs == {"use_cache": False}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_copy_can_load_a_private_model(config):
+    args = config(**SETTINGS)
+    copies = [copy.copy(args), copy.deepcopy(args)]
+    for made in copies:
+        assert type(made) is config and made is not args
+        assert (made.hub_token, made.model_init_kwargs) == (HUB_TOKEN, SETTINGS["model_init_kwargs"])
+        assert made.learning_rate == args.learning_rate
+        assert b"planted" not in saved(made), "and what it writes is without them"
+    assert copies[1].model_init_kwargs is not args.model_init_kwargs
+
+
+def test_every_configuration_is_covered():
+    import trl_ext
+
+    roots = {
+        base
+        for name in trl_ext.__all__
+        if name.endswith("Config")
+        for base in getattr(trl_ext, name).__mro__
+        if base.__module__.startswith("trl_ext") and base.__bases__[-1].__module__.startswith("trl.")
+    }
+    assert roots <= set(CONFIGS) and len(roots) == 5
+
+
+def test_what_is_a_secret():
+    secrets = ("token", "hub_token", "HF_TOKEN", "api_key", "x-api-key", "Authorization", "password", "access_token")
+    kept = {"pad_token": "a", "num_tokens": 3, "tokenizer": "b", "token_budget": 1, "betas": (0.9, 0.95)}
+    given = {**kept, **dict.fromkeys(secrets, "x"), "in": [{"auth_token": "x", "b": 2}], "secret": ["x"]}
+    assert without_secrets(given) == {**kept, "in": [{"b": 2}]}
+
+
+def test_what_is_called_like_a_secret_and_is_none():
+    """Weights by name, a setting of generation, and `token=True`, which reads the stored login."""
+    kept = {"reward_weights": {"token": 0.5, "cookie": 2}, "secret": None, "model_init_kwargs": {"token": True}}
+    assert without_secrets(kept) == kept
+    args = PolicyConfig(output_dir="x", use_cpu=True, report_to="none", generation_kwargs={"token": 3, "top_k": 5})
+    assert args.to_dict()["generation_kwargs"] == {"token": 3, "top_k": 5}
+
+
+def test_a_command_line_without_secrets():
+    given = ["--hub_token", "a", "--hub-token=b", "--pad_token=c", "--x", '{"token": "d", "y": 1}', "--z={", "e=f"]
+    given += ["--w", '[{"token": "d", "y": 1}]', "--v=[1,2]", "--u", "{not: one}", "--api-key", "f"]
+    shown = ["--hub_token", "***", "--hub-token=***", "--pad_token=c", "--x", '{"y": 1}', "--z={", "e=f"]
+    shown += ["--w", '[{"y": 1}]', "--v=[1,2]", "--u", "{not: one}", "--api-key", "***"]
+    assert arguments_without_secrets(given) == shown
+
+
+# ---- What the recipes leave and print ----
+
+RECIPES = """
+import runpy, sys
+sys.path.insert(0, {recipes!r})
+for script, *arguments in {calls!r}:
+    sys.argv = [script + ".py", *arguments]
+    try:
+        runpy.run_path({recipes!r} + "/" + script + ".py", run_name="__main__")
+    except SystemExit as stopped:
+        print("ended:", script, stopped.code)
+"""
+SHORT = ["--max_steps=2", "--per_device_train_batch_size=4", "--logging_steps=1", "--save_steps=1", "--use_cpu=true"]
+SECRETS = [f"--hub_token={HUB_TOKEN}", f'--model_init_kwargs={{"token": "{MODEL_TOKEN}"}}']
+EVALUATED = ["--num_eval_prompts=2", "--generation_eval_every=1", "--num_generation_prompts=2"]
+
+
+def files_with(folder: Path, texts: list[str]) -> dict[str, list[str]]:
+    """By text, the files that hold it, also within archives, which are stored as they are."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {text: [str(path) for path in files if text.encode() in path.read_bytes()] for text in texts}
+
+
+@pytest.mark.slow
+def test_no_run_leaves_or_prints_a_credential(tmp_path):
+    """Three runs, two that are refused, a plan, and the report; with both trackers that write files."""
+    reward = ["--output_dir=reward", "--report_to=tensorboard", "--eval_split=none", "--selection_split=test_prefs"]
+    aot = ["--max_new_tokens=4", "--eval_split=none", "--output_dir=aot", "--report_to=wandb"]
+    grpo = ["--reward_model=reward", "--max_completion_length=8", "--num_generations=4", "--output_dir=grpo"]
+    common = [*SHORT, *SECRETS]
+    calls = [
+        ["reward_model", *common, *reward],
+        ["aot", *common, *EVALUATED, *aot],
+        ["grpo", *common, *EVALUATED, *grpo],
+        ["aot", *common, "--output_dir=aot"],
+        ["dpo", *common, "--model_name_or_path=nobody/no-model", "--output_dir=failed"],
+        ["dpo", *common, "--print_plan=json", "--output_dir=planned"],
+    ]
+    (tmp_path / "program.py").write_text(RECIPES.format(recipes=str(recipes.RECIPES), calls=calls))
+    homes = {name: str(tmp_path / "caches") for name in ("HOME", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")}
+    environment = {**os.environ, **homes, **PLANTED, "HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
+    environment |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "WANDB_DIR": str(tmp_path), "PYTHONPATH": ""}
+    ran = run([sys.executable, "program.py"], tmp_path, environment)
+    report = run([sys.executable, "-m", "trl_ext.evaluation.report", "aot", "grpo"], tmp_path, environment)
+    # Written by the test itself.
+    (tmp_path / "program.py").unlink()
+    printed = ran.stdout + ran.stderr + report.stdout + report.stderr
+    assert (ran.returncode, report.returncode) == (0, 0), printed[-4000:]
+    assert printed.count("ended: ") == 3, printed[-4000:]
+    for name in ("aot/training_args.bin", "aot/checkpoint-2/training_args.bin", "grpo/README.md", "grpo/results.json"):
+        assert (tmp_path / name).is_file(), name
+    assert list(tmp_path.rglob("*tfevents*")) and list(tmp_path.rglob("*.wandb"))
+    planted = [*PLANTED.values(), HUB_TOKEN, MODEL_TOKEN]
+    assert files_with(tmp_path, planted) == {text: [] for text in planted}
+    assert [text for text in planted if text in printed] == []
+    # The search finds what is there.
+    assert files_with(tmp_path, ["aot-toy", "per_device_train_batch_size"])["per_device_train_batch_size"]
+
+
+def run(command: list[str], folder: Path, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+
+
+# ---- Nothing pickled, and no foreign code ----
+
+PICKLING = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+FOLDERS = ("trl_ext", "recipes", "public_eval", "benchmarks")
+
+
+def unsafe_uses(source: str) -> list[str]:
+    """Lines that could run what a file holds: imports that unpickle, torch.load, and flags that allow either."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [f"{node.lineno}: import" for alias in node.names if alias.name.split(".")[0] in PICKLING]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in PICKLING:
+            found.append(f"{node.lineno}: import")
+        elif isinstance(node, ast.Attribute) and node.attr == "load" and getattr(node.value, "id", "") == "torch":
+            found.append(f"{node.lineno}: torch.load")
+        elif isinstance(node, ast.keyword) and node.arg in ("allow_pickle", "trust_remote_code", "weights_only"):
+            safe = isinstance(node.value, ast.Constant) and node.value.value is (node.arg == "weights_only")
+            # What the user's configuration says, which is False unless it was asked for.
+            passed_on = isinstance(node.value, ast.Attribute) and node.value.attr == "trust_remote_code"
+            found += [] if safe or passed_on else [f"{node.value.lineno}: {node.arg}"]
+    return found
+
+
+def test_nothing_reads_what_is_pickled():
+    sources = [path for folder in FOLDERS for path in (REPOSITORY / folder).rglob("*.py")]
+    assert len(sources) > 100
+    assert {str(path): unsafe_uses(path.read_text()) for path in sources if unsafe_uses(path.read_text())} == {}
+
+
+@pytest.fixture
+def foreign_model(tmp_path) -> Path:
+    """A model of a type of its own, whose code leaves a file where it is run."""
+    folder = tmp_path / "foreign"
+    save_tiny_model(folder)
+    config = (folder / "config.json").read_text().replace('"qwen2"', '"foreign"').replace("Qwen2For", "ForeignFor")
+    automatic = dict.fromkeys(("AutoModelForCausalLM", "AutoModelForSequenceClassification"), "code.Foreign")
+    config = {**json.loads(config), "auto_map": {"AutoConfig": "code.ForeignConfig", **automatic}}
+    assert config["model_type"] == "foreign"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("aot", ["--model_name_or_path={}"]),
+        ("reward_model", ["--model_name_or_path={}"]),
+        ("grpo", ["--model_name_or_path={}", "--reward_function=builtins:len"]),
+        ("evaluate_math", ["--model_name_or_path={}"]),
+    ],
+)
+def test_a_models_own_code_is_refused_in_one_line(script, arguments, foreign_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    given = [argument.format(foreign_model) for argument in arguments]
+    with pytest.raises(SystemExit) as stopped:
+        recipes.run(monkeypatch, script, *given)
+    assert stopped.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ") and "code" in message and "foreign" in message
+    assert not (tmp_path / "was-run").exists()

@@ -1,0 +1,351 @@
+"""Saved reward models: scores are those of plain passes, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.reward_adapters import (
+    COMPLETIONS,
+    PROMPTS,
+    load_adapter,
+    load_base,
+    load_policy,
+    plain_scores,
+    save_adapter,
+    save_full_model,
+    save_reward_models,
+    turns,
+)
+from trl_ext.models import SharedBackbone
+from trl_ext.rewards import RewardEnsemble, RewardModel
+
+
+@pytest.fixture(scope="module")
+def folders(tiny_model_path, tmp_path_factory) -> dict[str, str]:
+    return save_reward_models(tiny_model_path, tmp_path_factory.mktemp("rewards"))
+
+
+def plain_model(base: str, folder: str):
+    """As transformers and PEFT load it, with nothing of this library."""
+    if (Path(folder) / "adapter_config.json").is_file():
+        return load_adapter(base, folder)
+    return load_base(folder).eval()
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_scores_are_those_of_plain_passes(kind, tiny_model_path, folders):
+    """Each conversation alone, rendered by the chat template: the last hidden state times the head."""
+    reward = RewardModel(folders[kind])
+    expected = plain_scores(plain_model(tiny_model_path, folders[kind]), turns(reward.tokenizer))
+    scores = reward.score(PROMPTS, COMPLETIONS)
+    assert scores.dtype == torch.float32
+    assert (scores - expected).abs().max() <= 2e-6
+    assert expected.std() > 0.05
+    as_messages = [[{"role": "assistant", "content": text}] for text in COMPLETIONS]
+    assert torch.equal(reward.score(PROMPTS, as_messages), scores)
+    assert reward(PROMPTS, COMPLETIONS, completion_ids=[[1]] * 4, column=[0] * 4) == scores.tolist()
+    assert reward.score([], []).shape == (0,)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_cut_completion_is_scored_at_its_last_token(shared, tiny_model_path, folders):
+    reward = RewardModel(folders["adapter"])
+    if shared:
+        reward.share(SharedBackbone(load_policy(tiny_model_path)))
+    model = plain_model(tiny_model_path, folders["adapter"])
+    ended = plain_scores(model, turns(reward.tokenizer))
+    cut = plain_scores(model, turns(reward.tokenizer, finished=False))
+    scores = reward.score(PROMPTS, COMPLETIONS, finished=[True, False, False, True])
+    expected = torch.stack([ended[0], cut[1], cut[2], ended[3]])
+    assert (scores - expected).abs().max() <= 2e-6
+    assert (ended - cut).abs().min() > 0.01, "the end token must matter, or this would prove nothing"
+
+
+TURN = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ CONTENT }}<|im_end|>AFTER{% endfor %}"
+TURN += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize(
+    ("content", "after", "response", "rendered"),
+    [
+        ("m['content'] | trim", "\n", "good\n", "good"),
+        ("m['content'] | trim", "", "  good ", "good"),
+        ("m['content'].split('</think>')[-1]", "\n", "<think>a</think>good", "good"),
+        ("m['content'].split('</think>')[-1]", "\n", "<think>not yet", "<think>not yet"),
+        ("m['content'].split() | join(' ')", "\n\n", "so  \n good", "so good"),
+        ("m['content']", "\n", "good\n", "good\n"),
+        ("m['content']", "", "", ""),
+        ("m['content'] | trim", "\n", "\n", ""),
+        ("m['content']", "\n", "ends in a", "ends in a"),
+        ("m['content']", "\n", "says <|im_end|>\n", "says <|im_end|>\n"),
+    ],
+)
+def test_a_truncated_response_is_rendered_without_its_end(
+    content, after, response, rendered, shared, tiny_model_path, folders
+):
+    reward = RewardModel(folders["adapter"])
+    reward.tokenizer.chat_template = TURN.replace("CONTENT", content).replace("AFTER", after)
+    if shared:
+        reward.share(SharedBackbone(load_policy(tiny_model_path)))
+    text = f"<|im_start|>user\nWhy?<|im_end|>{after}<|im_start|>assistant\n{rendered}"
+    model = plain_model(tiny_model_path, folders["adapter"])
+    ids = [reward.tokenizer(text + end)["input_ids"] for end in ("", f"<|im_end|>{after}")]
+    scores = reward.score([[{"role": "user", "content": "Why?"}]] * 2, [response] * 2, finished=[False, True])
+    assert (scores - plain_scores(model, ids)).abs().max() <= 2e-6
+    ensemble = RewardEnsemble([reward, reward])
+    assert ensemble.member_scores(
+        [[{"role": "user", "content": "Why?"}]], [response], finished=[False]
+    ).flatten().tolist() == pytest.approx([scores[0].item()] * 2, abs=2e-6)
+
+
+def test_plain_text(tiny_model_path, folders):
+    """Prompt and completion join as they are; the end token follows where the completion ended."""
+    reward = RewardModel(folders["adapter"])
+    tokenizer, model = reward.tokenizer, plain_model(tiny_model_path, folders["adapter"])
+    end = tokenizer.eos_token_id
+    prompts, completions = ["Once upon", "2 + 2 ="], [" a time", " 4"]
+    ids = [tokenizer(p + c)["input_ids"] for p, c in zip(prompts, completions, strict=True)]
+    scores = reward.score(prompts, completions, finished=[True, False])
+    assert (scores - plain_scores(model, [[*ids[0], end], ids[1]])).abs().max() <= 2e-6
+    only_end = reward.score([""], [""])
+    assert (only_end - plain_scores(model, [[end]])).abs().max() <= 2e-6
+
+
+def with_limits(folder: str, target: Path, text: str) -> Path:
+    shutil.copytree(folder, target)
+    (target / "reward_model.json").write_text(text)
+    return target
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_truncation(shared, tiny_model_path, folders, tmp_path):
+    """The last 7 tokens of the prompt and the first 5 of the completion, its end token only if it fits."""
+    limits = '{"max_prompt_tokens": 7, "max_response_tokens": 5}'
+    reward = RewardModel(with_limits(folders["adapter"], tmp_path / "short", limits))
+    if shared:
+        reward.share(SharedBackbone(load_policy(tiny_model_path)))
+    tokenizer = reward.tokenizer
+    sequences = []
+    for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True):
+        rendered = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(completion)["input_ids"] + [tokenizer.eos_token_id]
+        sequences.append(tokenizer(rendered)["input_ids"][-7:] + ids[:5])
+    expected = plain_scores(plain_model(tiny_model_path, folders["adapter"]), sequences)
+    assert (reward.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 2e-6
+
+
+def test_neither_batch_size_nor_order_nor_company_matters(folders):
+    reward = RewardModel(folders["adapter"], batch_size=4)
+    scores = reward.score(PROMPTS, COMPLETIONS)
+    one_by_one = RewardModel(folders["adapter"], batch_size=1).score(PROMPTS, COMPLETIONS)
+    assert (scores - one_by_one).abs().max() <= 1e-6
+    assert (reward.score(PROMPTS[::-1], COMPLETIONS[::-1]).flip(0) - scores).abs().max() <= 1e-6
+    assert (reward.score(PROMPTS[1:2], COMPLETIONS[1:2]) - scores[1]).abs() <= 1e-6
+
+
+def with_end_as_padding(folder: str, target: Path) -> Path:
+    """A copy of a reward model that pads with the end-of-turn token."""
+    from transformers import AutoTokenizer
+
+    shutil.copytree(folder, target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(target)
+    config = target / "config.json"
+    if config.is_file():
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"pad_token_id": tokenizer.eos_token_id}))
+    return target
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_padding_that_is_the_end_token(kind, tiny_model_path, folders, tmp_path):
+    """The score is then read before the end token, as transformers does: alone, shared, and by hand."""
+    folder = with_end_as_padding(folders[kind], tmp_path / kind)
+    reward = RewardModel(folder)
+    expected = plain_scores(plain_model(tiny_model_path, str(folder)), turns(reward.tokenizer, finished=False))
+    assert (reward.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 2e-6
+    if kind == "adapter":
+        shared = RewardModel(folder).share(SharedBackbone(load_policy(tiny_model_path)))
+        assert (shared.score(PROMPTS, COMPLETIONS) - expected).abs().max() <= 2e-6
+
+
+def test_that_ends_do_not_show_is_said_once(folders, tmp_path, caplog):
+    """Where padding is the end token, a cut completion scores as a finished one: said when one is to be scored."""
+
+    def lines() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "missing_eos_penalty lowers its" in r.getMessage()]
+
+    padded = RewardModel(with_end_as_padding(folders["adapter"], tmp_path / "padded"))
+    scores = padded.score(PROMPTS, COMPLETIONS)
+    padded.score(PROMPTS, COMPLETIONS, finished=[True] * 4)
+    assert not lines()
+    for _ in range(2):
+        assert (padded.score(PROMPTS, COMPLETIONS, finished=[True, False, False, True]) - scores).abs().max() <= 2e-6
+        (line,) = lines()
+    assert line.startswith("reward model padded: its padding token is the end-of-turn token")
+    RewardModel(folders["adapter"]).score(PROMPTS, COMPLETIONS, finished=[False] * 4)
+    assert len(lines()) == 1
+
+
+def test_limits_are_those_of_training(folders, tmp_path):
+    assert RewardModel(folders["full"]).limits == {"max_prompt_tokens": 512, "max_response_tokens": 512}
+    text = '{"max_prompt_tokens": null, "max_response_tokens": 5}'
+    unlimited = with_limits(folders["full"], tmp_path / "unlimited", text)
+    assert RewardModel(unlimited).limits == {"max_prompt_tokens": None, "max_response_tokens": 5}
+
+
+def test_making_one_loads_no_weights(folders, monkeypatch):
+    import safetensors.torch
+    import transformers
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(safetensors.torch, "load_file", refuse)
+    monkeypatch.setattr(transformers.PreTrainedModel, "from_pretrained", refuse)
+    for folder in folders.values():
+        assert RewardModel(folder).model is None
+
+
+def test_loading_is_lazy_idempotent_and_draws_no_random_numbers(folders):
+    for kind in ("adapter", "full"):
+        before = torch.get_rng_state()
+        reward = RewardModel(folders[kind])
+        scores = reward.score(PROMPTS, COMPLETIONS)
+        model = reward.model
+        assert reward.load() is reward
+        assert reward.load("cpu").model is model
+        assert torch.equal(reward.score(PROMPTS, COMPLETIONS), scores)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+    half = RewardModel(folders["full"], dtype="bfloat16").load()
+    assert {parameter.dtype for parameter in half.model.parameters()} == {torch.bfloat16}
+
+
+def test_what_it_says_of_itself(tiny_model_path, folders, tmp_path):
+    adapter, full = RewardModel(folders["adapter"]), RewardModel(folders["full"], name="helpfulness")
+    assert (adapter.is_adapter, adapter.base_name_or_path) == (True, tiny_model_path)
+    assert (full.is_adapter, full.base_name_or_path) == (False, None)
+    assert (adapter.name, adapter.__name__) == ("adapter-run", "adapter-run")
+    assert (full.name, full.__name__) == ("helpfulness", "helpfulness")
+    for inside, name in (("run/best", "run-best"), ("run/checkpoint-50", "run-checkpoint-50"), ("run/rm", "rm")):
+        shutil.copytree(folders["full"], tmp_path / inside)
+        assert RewardModel(tmp_path / inside).name == name
+        assert RewardModel(f"{tmp_path / inside}/").name == name
+
+
+def test_the_tokenizer_comes_from_the_model_or_else_from_its_base(tiny_model_path, folders, tmp_path):
+    bare = save_adapter(tiny_model_path, tmp_path / "bare", tokenizer=False)
+    expected = RewardModel(folders["adapter"])
+    assert torch.equal(RewardModel(bare).score(PROMPTS, COMPLETIONS), expected.score(PROMPTS, COMPLETIONS))
+
+
+def test_a_base_that_has_moved(tiny_model_path, tmp_path):
+    shutil.copytree(tiny_model_path, tmp_path / "base")
+    folder = save_adapter(str(tmp_path / "base"), tmp_path / "adapter")
+    expected = RewardModel(folder).score(PROMPTS, COMPLETIONS)
+    shutil.move(tmp_path / "base", tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="its base .*base is not on this machine; say with base= where it is"):
+        RewardModel(folder)
+    moved = RewardModel(folder, base=str(tmp_path / "moved"))
+    assert moved.base_name_or_path == str(tmp_path / "moved")
+    assert torch.equal(moved.score(PROMPTS, COMPLETIONS), expected)
+    policy = load_policy(str(tmp_path / "moved"))
+    shared = RewardModel(folder, base=str(tmp_path / "moved")).share(SharedBackbone(policy))
+    # A copy of its own is packed, a policy's backbone as the trainer has it: the last bits differ.
+    assert (shared.score(PROMPTS, COMPLETIONS) - expected).abs().max() < 1e-6
+
+
+def no_reward_models(tmp_path: Path, folders: dict[str, str], base: str) -> dict:
+    """What makes each folder that is no reward model, and what the error must say."""
+
+    def copy(kind: str, **settings) -> Path:
+        target = tmp_path / kind
+        shutil.copytree(folders[kind], target)
+        config = target / ("config.json" if kind == "full" else "adapter_config.json")
+        config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+        return target
+
+    def without(files: str) -> Path:
+        target = copy("full")
+        for file in target.glob(files):
+            file.unlink()
+        return target
+
+    def with_head(**head) -> Path:
+        target = copy("adapter")
+        file = target / "adapter_model.safetensors"
+        kept = {name: tensor for name, tensor in load_file(file).items() if "score" not in name}
+        save_file(kept | {f"base_model.model.score.{name}": tensor for name, tensor in head.items()}, file)
+        return target
+
+    def empty() -> Path:
+        (tmp_path / "empty").mkdir()
+        return tmp_path / "empty"
+
+    def half_a_file() -> Path:
+        weights = copy("full") / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
+        return weights.parent
+
+    two_labels = "the head gives 2 labels; a reward model gives one"
+    return {
+        "missing": (
+            lambda: tmp_path / "nowhere",
+            "no model folder '.*nowhere': give a folder, .*; recipes/reward_model.py trains a reward model",
+        ),
+        "no such hub name": (
+            lambda: "nobody/no-such-reward-model",
+            "no reward model 'nobody/no-such-reward-model'",
+        ),
+        "empty": (empty, "neither config.json nor adapter_config.json: no saved model$"),
+        "no head": (with_head, "no score head, so the scores would be random"),
+        "not LoRA": (lambda: copy("adapter", peft_type="IA3"), "peft_type is IA3; only LoRA"),
+        "no base": (
+            lambda: copy("adapter", base_model_name_or_path=None),
+            "names no base_model_name_or_path; say which with base=",
+        ),
+        "two-label adapter": (lambda: with_head(weight=torch.zeros(2, 16)), two_labels),
+        "two-label model": (lambda: save_full_model(base, tmp_path / "two", num_labels=2), two_labels),
+        "policy": (lambda: base, "no score head, so the scores would be random"),
+        "half a file": (half_a_file, "model.safetensors: no complete safetensors file"),
+        "no weights": (lambda: without("model.safetensors"), r"no \*.safetensors with weights"),
+        "no tokenizer": (
+            lambda: without("*token*"),
+            "no tokenizer_config.json here; save the tokenizer there",
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", no_reward_models(Path(), {}, ""))
+def test_what_is_no_reward_model_is_refused_in_one_line(name, folders, tiny_model_path, tmp_path):
+    make, message = no_reward_models(tmp_path, folders, tiny_model_path)[name]
+    with pytest.raises((FileNotFoundError, ValueError), match=message) as caught:
+        RewardModel(make())
+    assert "\n" not in str(caught.value)
+
+
+def test_arguments_and_texts_that_are_refused(folders):
+    for arguments, message in (
+        ({"dtype": "int8"}, "dtype must be one of float32, bfloat16, float16, got 'int8'"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
+        ({"base": "toy"}, "base=toy is for adapters, and this is a full model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RewardModel(folders["full"], **arguments)
+    reward = RewardModel(folders["full"])
+    with pytest.raises(ValueError, match="prompts: 3 for 4 completions"):
+        reward.score(PROMPTS[:3], COMPLETIONS)
+    with pytest.raises(ValueError, match="finished: 1 for 4 completions"):
+        reward.score(PROMPTS, COMPLETIONS, finished=[True])
+    with pytest.raises(ValueError, match="sequence 1 is empty"):
+        reward.score(["a", ""], ["b", ""], finished=[True, False])
+    with pytest.raises(ValueError, match="reward model full-run: completion 0: a response is one assistant message"):
+        reward.score(PROMPTS[:1], [[]])

@@ -1,0 +1,352 @@
+"""Reward shaping: values worked by hand, invariances, order, state, faults, and statistics over all processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from trl_ext.advantages import group_centered, group_normalized, group_rank
+from trl_ext.rewards import RewardEnsemble, ShapedReward, parse_shaping
+from trl_ext.rewards.shaping import innermost
+from trl_ext.rewards.shaping_steps import STEPS, settings_of
+
+REWARDS = [2.0, 1.0, 0.0, -1.0, 3.0]
+
+
+def given(values):
+    """A reward function that gives these values, whatever it is asked."""
+
+    def fixed(prompts, completions, **columns):
+        return list(values)[: len(completions)]
+
+    return fixed
+
+
+def shape(values, *steps, **columns) -> list[float | None]:
+    count = len(values)
+    return ShapedReward(given(values), steps)(["p"] * count, ["c"] * count, **columns)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        # Mean 1; squares 1 + 0 + 1 + 4 + 4 = 10: deviations sqrt(2) of the population, sqrt(2.5) of the sample.
+        ({"kind": "whiten", "ddof": 0}, [0.707107, 0, -0.707107, -1.414214, 1.414214]),
+        ({"kind": "whiten", "ddof": 1}, [0.632456, 0, -0.632456, -1.264911, 1.264911]),
+        ({"kind": "center_reference", "value": 0.5}, [1.5, 0.5, -0.5, -1.5, 2.5]),
+        ({"kind": "sigmoid", "reference": 1}, [0.731059, 0.5, 0.268941, 0.119203, 0.880797]),
+        ({"kind": "log_sigmoid", "reference": 1}, [-0.313262, -0.693147, -1.313262, -2.126928, -0.126928]),
+        ({"kind": "clip", "limit": 1.5}, [1.5, 1, 0, -1, 1.5]),
+        ("center", [1, 0, -1, -2, 2]),
+    ],
+    ids=str,
+)
+def test_values_worked_by_hand(step, expected):
+    assert shape(REWARDS, step) == pytest.approx(expected, abs=1e-6)
+
+
+def test_running_mean():
+    """Batches [1, 3], [5]: means of everything 2 and 3; with momentum 0.9: 2, then 0.9 * 2 + 0.1 * 5 = 2.3."""
+    for momentum, second in ((None, 3.0), (0.9, 2.3)):
+        source = iter([[1.0, 3.0], [5.0]])
+        shaped = ShapedReward(
+            lambda prompts, completions, source=source: next(source), [{"kind": "center", "momentum": momentum}]
+        )
+        assert shaped(["p"] * 2, ["c"] * 2) == [-1, 1]
+        assert shaped(["p"], ["c"]) == pytest.approx([5 - second])
+        assert shaped.state_dict()["steps"] == [{"kind": "center", "count": 3.0, "mean": pytest.approx(second)}]
+
+
+def test_soft_overlong():
+    """L_max 100, buffer 20: 0 up to 80 tokens; (80 - 85) / 20 and (80 - 90) / 20; -1 from 100 on."""
+    ids = [[7] * length for length in (80, 85, 90, 100, 101)]
+    step = {"kind": "soft_overlong", "max_tokens": 100, "buffer": 20}
+    assert shape([0.0] * 5, step, completion_ids=ids) == pytest.approx([0, -0.25, -0.5, -1, -1])
+    assert shape([1.0] * 5, {**step, "weight": 2}, completion_ids=ids) == pytest.approx([1, 0.5, 0, -1, -1])
+
+
+def test_penalties_on_length_and_repetition():
+    """Two tokens beyond three free ones cost 0.1 each. Bigrams of 1 2 1 2 1: 12 21 12 21, half of them repeated."""
+    ids = [[1, 2, 1, 2, 1], [1, 2, 3], [1], []]
+    length = {"kind": "length_penalty", "per_token": 0.1, "free": 3}
+    assert shape([1.0] * 4, length, completion_ids=ids) == pytest.approx([0.8, 1, 1, 1])
+    repetition = {"kind": "repetition_penalty", "weight": 3, "ngram": 2}
+    assert shape([1.0] * 4, repetition, completion_ids=ids) == pytest.approx([-0.5, 1, 1, 1])
+    with pytest.raises(ValueError, match="length_penalty counts tokens, and the caller gives no completion_ids"):
+        shape([1.0], length)
+
+
+def test_the_order_is_the_one_given():
+    """Clip to 1, then subtract 0.5: 0.5; subtract, then clip: 1."""
+    clip, center = {"kind": "clip", "limit": 1}, {"kind": "center_reference", "value": 0.5}
+    assert shape([2.0], clip, center) == [0.5]
+    assert shape([2.0], center, clip) == [1.0]
+    shaped = ShapedReward(given([2.0]), [clip, center])
+    assert shaped.__name__ == "fixed+clip+center_reference"
+    assert innermost(shaped).__name__ == "fixed"
+
+
+def test_invariances_of_advantages():
+    """Positive affine maps leave standardised advantages, increasing maps leave ranks; centred ones they change."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(24, generator=generator, dtype=torch.float64)
+
+    def after(*steps):
+        return torch.tensor(shape(rewards.tolist(), *steps), dtype=torch.float64)
+
+    affine = (after("center"), after({"kind": "whiten", "ddof": 1}), after({"kind": "center_reference", "value": 3}))
+    increasing = (*affine, after("sigmoid"), after({"kind": "log_sigmoid", "reference": 0.3}))
+    for changed in affine:
+        expected = group_normalized(rewards, 8, eps=0)
+        assert torch.allclose(group_normalized(changed, 8, eps=0), expected, atol=1e-9)
+    for changed in increasing:
+        assert torch.equal(group_rank(changed, 8), group_rank(rewards, 8))
+    assert not torch.allclose(group_centered(affine[1], 8), group_centered(rewards, 8), atol=1e-3)
+    assert not torch.allclose(group_normalized(increasing[3], 8), group_normalized(rewards, 8), atol=1e-3)
+
+
+def test_large_rewards_that_differ_by_little():
+    """1e8 + {0, 1}: a sum of squares in doubles would lose the difference."""
+    assert shape([1e8, 1e8 + 1], {"kind": "whiten", "ddof": 0}) == pytest.approx([-1, 1], abs=1e-6)
+
+
+def test_no_reward_stays_none_and_faults_stay_faults():
+    """The mean is that of 1 and 3; neither None nor what is not finite is in it."""
+    shaped = shape([1.0, None, 3.0, math.nan, -math.inf], "center", "sigmoid")
+    assert shaped[0] == pytest.approx(1 / (1 + math.e)) and shaped[1] is None
+    assert shaped[2] == pytest.approx(1 / (1 + 1 / math.e))
+    assert not math.isfinite(shaped[3]) and not math.isfinite(shaped[4])
+    assert shape([None, None], {"kind": "whiten", "ddof": 1}) == [None, None]
+    assert shape([2.0, 2.0], {"kind": "whiten", "ddof": 0}) == [0, 0]
+    assert shape([2.0], {"kind": "whiten", "ddof": 1}) == [0]
+    # The mean of seven equal doubles is not always that double.
+    for equal in (1e8 / 3, 0.1):
+        assert shape([equal] * 7, {"kind": "whiten", "ddof": 0}) == [0] * 7
+
+
+def test_calibration_is_at_its_place():
+    """References score 1 and 3. Clipped to 2 first they average 1.5, and 2 as they are."""
+    clip = {"kind": "clip", "limit": 2}
+    for steps, value, expected in ((["center_reference", clip], 2.0, 2.0), ([clip, "center_reference"], 1.5, 0.5)):
+        scores = {"one": 1.0, "three": 3.0, "high": 9.0}
+        shaped = ShapedReward(lambda prompts, completions, scores=scores: [scores[c] for c in completions], steps)
+        assert shaped.needs_calibration
+        with pytest.raises(ValueError, match="center_reference has no value"):
+            shaped(["p"], ["high"])
+        shaped.calibrate(["p", "p"], ["one", "three"])
+        assert not shaped.needs_calibration
+        assert shaped.state_dict()["steps"][steps.index("center_reference")]["value"] == value
+        assert shaped(["p"], ["high"]) == [expected]
+
+
+def test_references_of_each_prompt_are_scored_once():
+    asked = []
+
+    def lengths(prompts, completions, **columns):
+        asked.append(list(completions))
+        return [float(len(completion)) for completion in completions]
+
+    shaped = ShapedReward(lengths, [{"kind": "center_reference", "per_prompt": True}])
+    columns = {"reference_response_text": ["ab", "ab", "abc"]}
+    for _ in range(2):
+        assert shaped(["p", "p", "q"], ["a", "abcd", "a"], **columns) == [-1, 2, -2]
+    assert asked == [["a", "abcd", "a"], ["ab", "abc"], ["a", "abcd", "a"]]
+    with pytest.raises(ValueError, match="needs the column reference_response_text"):
+        shaped(["p"], ["a"])
+
+
+def test_rewards_equal_to_their_references_leave_nothing():
+    """In doubles: 5.1 in single precision is 5.0999999, and whitening would blow up what is left of 5.1 - 5.1."""
+    scores = {"a": 5.1, "b": 3.3, "c": -2.7, "d": 4.9}
+    steps = [{"kind": "center_reference", "per_prompt": True}, {"kind": "whiten", "ddof": 0}]
+    shaped = ShapedReward(lambda prompts, completions, **columns: [scores[c] for c in completions], steps)
+    assert shaped([*"pqrs"], [*"abcd"], reference_response_text=[*"abcd"]) == [0, 0, 0, 0]
+
+
+def test_a_reference_without_a_reward_leaves_none_and_a_fault_stays_one():
+    """Of rewards 2 and 4 minus 1 the mean is 2; what no reference can be subtracted from is in no statistic."""
+    scores = {"two": 2.0, "four": 4.0, "one": 1.0, "none": None, "nan": math.nan}
+    steps = [{"kind": "center_reference", "per_prompt": True}, "center", {"kind": "clip", "limit": 5}]
+    shaped = ShapedReward(lambda prompts, completions, **columns: [scores[c] for c in completions], steps)
+    completions, references = ["two", "four", "two", "two", "none"], ["one", "one", "none", "nan", "nan"]
+    for _ in range(2):
+        found = shaped([*"pqrst"], completions, reference_response_text=references)
+        assert found[:3] == [-1, 1, None] and not math.isfinite(found[3]) and found[4] is None
+
+
+def test_a_saved_reference_is_no_other_than_the_configured_one():
+    """One that was found by calibration gives way to the saved one; one that was configured is not replaced."""
+
+    def fresh(*settings):
+        return ShapedReward(given([3.0]), [{"kind": "center_reference", **dict(settings)}])
+
+    calibrated = fresh().calibrate(["p"], ["c"])
+    state = {"steps": [{"kind": "center_reference", "value": 1.0}]}
+    for shaped in (fresh(("value", 1.0)), calibrated, fresh()):
+        shaped.load_state_dict(state)
+        assert shaped(["p"], ["c"]) == [2.0]
+    configured = fresh(("value", 2.0))
+    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is 2.0"):
+        configured.load_state_dict(state)
+    assert configured(["p"], ["c"]) == [1.0]
+    with pytest.raises(ValueError, match="the saved value is 1.0, and now it is that of each prompt"):
+        fresh(("per_prompt", True)).load_state_dict(state)
+    with pytest.raises(ValueError, match="the saved value is that of each prompt, and now it is 2.0"):
+        configured.load_state_dict(fresh(("per_prompt", True)).state_dict())
+
+
+def test_a_shaped_reward_is_not_shaped_again():
+    with pytest.raises(ValueError, match="shaped already: give all steps to one ShapedReward"):
+        ShapedReward(ShapedReward(given([3.0]), ["center"]), ["sigmoid"])
+
+
+def test_state_goes_on():
+    """Two halves with the state between them give what one object gives, and JSON loses nothing of it."""
+    batches = [[1.0, 2.5], [4.0, 0.1], [0.3]]
+
+    def run(shaped, rewards):
+        return shaped(["p"] * len(rewards), ["c"] * len(rewards), values=rewards)
+
+    def fresh():
+        return ShapedReward(lambda prompts, completions, values: values, ["center", {"kind": "clip", "limit": 9}])
+
+    whole, first, second = fresh(), fresh(), fresh()
+    expected = [run(whole, batch) for batch in batches]
+    assert run(first, batches[0]) == expected[0]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert [run(second, batch) for batch in batches[1:]] == expected[1:]
+    other = ShapedReward(given([1.0]), ["sigmoid"])
+    with pytest.raises(ValueError, match=r"of the shaping center\+clip, and this one is sigmoid"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_what_it_wraps_is_told_everything_and_reports():
+    """An ensemble behind a step: members' means are logged by the ensemble, its own before shaping by the wrapper."""
+    logged, seen = {}, {}
+
+    def one(prompts, completions, finished, column, log_metric=None, **rest):
+        seen.update(finished=finished, column=column)
+        return [2.0, 4.0]
+
+    ensemble = RewardEnsemble([one, given([0.0, 2.0])])
+    shaped = ShapedReward(ensemble, [{"kind": "clip", "limit": 1.5}])
+    rewards = shaped(["p"] * 2, ["c"] * 2, finished=[True, False], column=[7, 8], log_metric=logged.__setitem__)
+    assert rewards == [1.0, 1.5] and seen == {"finished": [True, False], "column": [7, 8]}
+    assert logged["rewards/ensemble/mean"] == 2.0 and logged["rewards/one/mean"] == 3.0
+    assert shaped.__name__ == "ensemble+clip"
+
+
+def test_every_kind_builds_again_from_its_settings():
+    text = json.dumps(
+        [
+            "center",
+            {"kind": "center_reference", "per_prompt": True},
+            {"kind": "whiten", "ddof": 1},
+            "sigmoid",
+            {"kind": "log_sigmoid", "reference": -1},
+            {"kind": "clip", "limit": 5},
+            {"kind": "length_penalty", "per_token": 0.01, "free": 20},
+            {"kind": "soft_overlong", "max_tokens": 40, "buffer": 10},
+            {"kind": "repetition_penalty", "weight": 1},
+        ]
+    )
+    steps = parse_shaping(text)
+    assert {step.kind for step in steps} == {*STEPS}
+    settings = [settings_of(step) for step in steps]
+    assert [settings_of(step) for step in parse_shaping(json.dumps(settings))] == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "reward_shaping: bad JSON"),
+        ("[]", "must be a list of steps"),
+        ('["sigmoid", "clipp"]', "step 2: unknown kind 'clipp'.*did you mean.*clip"),
+        ('[{"kind": "clip"}]', "step 1: clip: limit: Field required .it takes limit."),
+        ('[{"kind": "whiten", "ddof": 2}]', "whiten: ddof: Input should be 0 or 1"),
+        ('[{"kind": "clip", "limit": "5"}]', "clip: limit: Input should be a valid number"),
+        ('[{"kind": "clip", "limits": 5}]', "clip: limits: Unexpected keyword argument .it takes limit."),
+        ('[{"kind": "soft_overlong", "max_tokens": 10, "buffer": 20}]', "buffer must lie between 1 and max_tokens 10"),
+        ('[{"kind": "center_reference", "value": 1, "per_prompt": true}]', "give value or per_prompt, not both"),
+    ],
+)
+def test_settings_that_are_none(text, message):
+    with pytest.raises(ValueError, match=re.compile(message, re.IGNORECASE)) as caught:
+        parse_shaping(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_cannot_be_shaped():
+    with pytest.raises(ValueError, match="at least one step"):
+        ShapedReward(given([1.0]), [])
+    with pytest.raises(ValueError, match="the reward returned 1 rewards for 2 completions"):
+        ShapedReward(given([1.0]), ["sigmoid"])(["p"] * 2, ["c"] * 2)
+
+
+# ---- Several processes ----
+
+
+def test_a_process_whose_reward_fails_adds_nothing_to_the_sums(monkeypatch):
+    """It takes part in the sums of the batch; a trainer does not score its rows one by one, which would be others."""
+    from trl_ext.rewards import shaping
+
+    calls = []
+    monkeypatch.setattr(shaping, "_of_all_ranks", lambda numbers: calls.append(numbers) or [numbers])
+
+    def fails(prompts, completions):
+        raise KeyError("bad")
+
+    shaped = ShapedReward(fails, ["center"])
+    with pytest.raises(KeyError):
+        shaped(["p"] * 3, ["c"] * 3)
+    assert calls == [[0.0, 0.0, 0.0, math.inf, -math.inf]]
+    assert shaped.scores_groups and not ShapedReward(fails, ["sigmoid"]).scores_groups
+
+
+PROCESS = """
+import json
+from accelerate import Accelerator
+from trl_ext.rewards import ShapedReward
+from trl_ext.rollouts import end_processes
+state = Accelerator(cpu=True)
+rewards = [[2.0, 1.0, 0.0], [-1.0, 3.0]][state.process_index]
+def own(prompts, completions, **columns):
+    return rewards
+steps = [{"kind": "center"}, {"kind": "whiten", "ddof": 0}]
+shaped = ShapedReward(own, steps)
+found = shaped(["p"] * len(rewards), ["c"] * len(rewards))
+def broken(prompts, completions, **columns):
+    if state.process_index == 1:
+        raise KeyError("no answer")
+    return rewards
+faulty = ShapedReward(broken, ["center"])
+try:
+    after = faulty(["p"] * len(rewards), ["c"] * len(rewards))
+except KeyError:
+    after = "raised"
+equal = [1e8 / 3] * (4 if state.process_index else 3)
+whitened = ShapedReward(lambda prompts, completions: equal, [steps[1]])(["p"] * len(equal), ["c"] * len(equal))
+with open(f"rank{state.process_index}.json", "w") as file:
+    json.dump([found, shaped.state_dict(), after, whitened], file)
+end_processes(state)
+"""
+
+
+@pytest.mark.slow
+def test_statistics_are_those_of_all_processes(tmp_path):
+    """Three rewards here and two there whiten as the five together; an error on one process leaves none waiting."""
+    from tests.support.train_once import in_processes
+
+    script = tmp_path / "process.py"
+    script.write_text(PROCESS)
+    in_processes(2, str(script), cwd=tmp_path)
+    written = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    (first, state, after, equal), (second, other_state, other_after, others) = written
+    assert [*first, *second] == pytest.approx([0.707107, 0, -0.707107, -1.414214, 1.414214], abs=1e-6)
+    assert state == other_state and state["steps"][0]["mean"] == 1.0
+    assert after == [1.0, 0.0, -1.0] and other_after == "raised"
+    assert [*equal, *others] == [0] * 7

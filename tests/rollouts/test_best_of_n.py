@@ -1,0 +1,268 @@
+"""Best-of-n: what is picked, the curve over n, that sampling goes on, data to fine-tune on, and the recipe."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from tests.support.recipes import read
+from trl_ext.evaluation import best_of_n_curve
+from trl_ext.rewards import ShapedReward
+from trl_ext.rollouts import BestOfN, Generation, best_of_n, demonstrations, kl_bound, pick_best
+
+ROWS = [
+    {"row_id": name, "prompt": [{"role": "user", "content": text}], "kind": kind}
+    for name, text, kind in (("a", "first", "x"), ("b", "second", "y"))
+]
+
+
+def rows_of(rewards, scores=None):
+    scores = rewards if scores is None else scores
+    return [{"reward": reward, "score": known} for reward, known in zip(rewards, scores, strict=True)]
+
+
+class Engine:
+    """Texts that tell prompt, seed and place; calls are counted."""
+
+    def __init__(self, fail_at: int | None = None, texts=None):
+        self.calls, self.fail_at, self.texts = 0, fail_at, texts
+
+    def __call__(self, prompts, *, seed=0, progress=None):
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise KeyboardInterrupt
+        found = [f"{prompt[-1]['content']} {seed} {place}" for place, prompt in enumerate(prompts)]
+        found = found if self.texts is None else self.texts[: len(prompts)]
+        return [Generation([1], [*range(len(text))], text, not text.startswith("cut")) for text in found]
+
+
+def reward(prompts, completions, completion_ids, finished, kind, **columns):
+    """A number that depends on the text alone."""
+    assert len(prompts) == len(kind) == len(finished) == len(completion_ids) == len(completions)
+    return [random.Random(completion[0]["content"]).random() for completion in completions]
+
+
+# ---- Picking ----
+
+
+def test_the_first_of_equals_is_picked_and_the_unscorable_never():
+    rows = [{"reward": value, "sample": place} for place, value in enumerate([None, 1.0, 2.0, 2.0, None])]
+    assert pick_best(rows, 1) is None
+    assert [pick_best(rows, n)["sample"] for n in (2, 3, 4, 5)] == [1, 2, 2, 2]
+    assert pick_best(rows)["sample"] == 2
+    for n in (0, 6):
+        with pytest.raises(ValueError, match=f"n must lie between 1 and the number of responses, 5, got {n}"):
+            pick_best(rows, n)
+
+
+def test_kl_bound():
+    """log n - (n - 1) / n, and above what it is for four outcomes that are alike: 0.173980 for n = 2."""
+    expected = {1: 0, 2: 0.193147, 4: 0.636294, 8: 1.204442, 16: 1.835089, 64: 3.174508, 128: 3.859843}
+    for n, value in expected.items():
+        assert kl_bound(n) == pytest.approx(value, abs=1e-6)
+    # The best of 2 of 4 equally likely outcomes is of rank i with probability (i^2 - (i-1)^2) / 16.
+    chances = [(i**2 - (i - 1) ** 2) / 16 for i in range(1, 5)]
+    exact = sum(chance * math.log(4 * chance) for chance in chances)
+    assert exact == pytest.approx(0.173980, abs=1e-6) and exact < kl_bound(2)
+
+
+# ---- The curve ----
+
+
+def test_the_curve_worked_by_hand():
+    """One prompt: proxy .1 .9 .4 .7 with gold .2 .3 .8 .6; gold of the pick is highest at n = 2 and falls to .3."""
+    found = best_of_n_curve([rows_of([0.1, 0.9, 0.4, 0.7], [0.2, 0.3, 0.8, 0.6])], [4, 1, 2, 3])
+    values = {
+        row["n"]: [row[name]["mean"] for name in ("gold", "proxy", "oracle", "regret")] for row in found["curve"]
+    }
+    assert list(values) == [1, 2, 3, 4]
+    assert values[1] == pytest.approx([0.475, 0.525, 0.475, 0])
+    assert values[2] == pytest.approx([0.483333, 0.75, 0.65, 0.166667], abs=1e-6)
+    assert values[3] == pytest.approx([0.375, 0.85, 0.75, 0.375])
+    assert values[4] == pytest.approx([0.3, 0.9, 0.8, 0.5])
+    assert found["peak"]["n"] == 2
+    assert found["peak"]["change"]["mean"] == pytest.approx(0.3 - 0.483333, abs=1e-6)
+    assert found["curve"][3]["gain"]["mean"] == pytest.approx(0.3 - 0.475)
+
+
+def test_the_curve_is_the_mean_over_all_choices():
+    """Against picking the best of every subset, for several prompts, with unscorable samples left out."""
+    numbers = random.Random(3)
+    samples = [rows_of([numbers.random() for _ in range(5)], [numbers.random() for _ in range(5)]) for _ in range(6)]
+    samples[0].insert(2, {"reward": None, "score": 9.0})
+    found = best_of_n_curve(samples, [1, 3, 5])
+    for row in found["curve"]:
+        means = []
+        for group in samples:
+            known = [entry for entry in group if entry["reward"] is not None]
+            picks = [pick_best(choice) for choice in itertools.combinations(known, row["n"])]
+            means.append([sum(pick[name] for pick in picks) / len(picks) for name in ("reward", "score")])
+        proxy, gold = (sum(values) / len(values) for values in zip(*means, strict=True))
+        assert row["proxy"]["mean"] == pytest.approx(proxy) and row["gold"]["mean"] == pytest.approx(gold)
+        assert row["gold"]["low"] <= gold <= row["gold"]["high"]
+    assert found["n_prompts"] == 6
+
+
+def test_intervals_are_over_prompts():
+    """n = 1 of prompts whose figure is 0 or 1, half of each: the mean of 40 has a standard error of sqrt(.25 / 40)."""
+    samples = [rows_of([float(place % 2)] * 2) for place in range(40)]
+    interval = best_of_n_curve(samples, [1])["curve"][0]["proxy"]
+    half_width = 1.96 * math.sqrt(0.25 / 40)
+    assert interval["mean"] == 0.5
+    assert interval["high"] - interval["low"] == pytest.approx(2 * half_width, rel=0.1)
+
+
+def test_prompts_without_enough_rewards_are_left_out_of_every_n():
+    samples = [rows_of([1.0, 2.0]), rows_of([5.0, None])]
+    found = best_of_n_curve(samples, [1, 2])
+    assert (found["n_prompts"], found["left_out"]) == (1, 1)
+    assert [row["proxy"]["mean"] for row in found["curve"]] == [1.5, 2.0]
+    with pytest.raises(ValueError, match="no prompt has 3 responses with a reward"):
+        best_of_n_curve(samples, [3])
+    with pytest.raises(ValueError, match="every n must be at least 1, got 0"):
+        best_of_n_curve(samples, [0, 1])
+
+
+def test_without_a_gold_there_is_the_proxy_alone():
+    found = best_of_n_curve([[{"reward": 1.0}, {"reward": 2.0}]], [1, 2])
+    assert found["peak"] is None and set(found["curve"][0]) == {"n", "kl_bound", "proxy"}
+
+
+# ---- Sampling ----
+
+
+def test_samples_are_scored_and_picked():
+    result = best_of_n(ROWS, Engine(), reward, 4, seed=1)
+    assert [[(row["row_id"], row["sample"]) for row in group] for group in result.samples] == [
+        [(name, sample) for sample in range(4)] for name in "ab"
+    ]
+    for row in result.rows:
+        assert row["reward"] == random.Random(row["response_text"]).random()
+        assert row["generated_num_tokens"] == len(row["response_text"])
+    assert result.samples[1][0]["prompt_text"] == "second"
+    for n in (1, 2, 3, 4):
+        best = [max(group[:n], key=lambda row: row["reward"]) for group in result.samples]
+        assert result.picks(n) == best
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_an_interrupted_sampling_goes_on(cut, tmp_path):
+    """Parts of 3 of 8 responses: after a break in the third, or a cut within the second, the rest is done."""
+    straight = best_of_n(ROWS, Engine(), reward, 4, seed=1, path=tmp_path / "straight.jsonl", save_every=3)
+    path = tmp_path / "broken.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        best_of_n(ROWS, Engine(fail_at=3), reward, 4, seed=1, path=path, save_every=3)
+    assert len(read(tmp_path, "broken.jsonl")) == 6
+    path.write_bytes(path.read_bytes()[: -cut or None])
+    engine = Engine()
+    result = best_of_n(ROWS, engine, reward, 4, seed=1, path=path, save_every=3)
+    assert engine.calls == (2 if cut else 1)
+    assert result.samples == straight.samples
+    assert path.read_bytes() == (tmp_path / "straight.jsonl").read_bytes()
+    other = [{**row, "row_id": row["row_id"] * 2} for row in ROWS]
+    with pytest.raises(ValueError, match="line 1 is row_id a, sample 0, and not"):
+        best_of_n(other, Engine(), reward, 4, path=path, save_every=3)
+
+
+def test_empty_responses():
+    """Scored like others, without a reward, or refused with the row."""
+    texts = ["", "word", " \n", "more"]
+
+    def lengths(completions, **columns):
+        return [float(len(completion[0]["content"])) for completion in completions]
+
+    rewards = {
+        choice: [row["reward"] for row in best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty=choice).rows]
+        for choice in ("score", "leave_out")
+    }
+    assert rewards == {"score": [0, 4, 2, 4], "leave_out": [None, 4, None, 4]}
+    with pytest.raises(ValueError, match="row_id a, sample 0: the response is empty"):
+        best_of_n(ROWS[:1], Engine(texts=texts), lengths, 4, empty="refuse")
+    nothing = best_of_n(ROWS[:1], Engine(texts=[""]), lengths, 1, empty="leave_out")
+    assert nothing.picks() == [None] and nothing.unscorable == 1
+
+
+def test_the_penalty_for_cut_responses():
+    """By hand: 3 - 1 < 2.5, so that the whole response is picked; what has no reward gets none."""
+    result = best_of_n(
+        ROWS[:1],
+        Engine(texts=["cut", "whole", "cut again"]),
+        lambda **columns: [3.0, 2.5, None],
+        3,
+        missing_eos_penalty=1.0,
+    )
+    assert [row["reward"] for row in result.rows] == [2.0, 2.5, None]
+    assert result.picks()[0]["response_text"] == "whole"
+
+
+def test_rewards_that_are_no_numbers():
+    result = best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0, math.nan, None, math.inf], 4)
+    assert [row["reward"] for row in result.rows] == [1.0, None, None, None]
+    assert result.picks()[0]["sample"] == 0
+    with pytest.raises(ValueError, match="must return one number or None for each of 4: 1 values"):
+        best_of_n(ROWS[:1], Engine(), lambda **columns: [1.0], 4)
+
+
+def test_what_is_refused():
+    for arguments, message in (
+        ((ROWS, Engine(), reward, 0), "n must be at least 1, got 0"),
+        (([], Engine(), reward, 2), "no prompts"),
+        ((ROWS, Engine(), ShapedReward(reward, ["center"]), 2), "cannot rank responses of different batches"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            best_of_n(*arguments)
+    with pytest.raises(ValueError, match="empty must be one of score, leave_out, refuse, got 'no'"):
+        best_of_n(ROWS, Engine(), reward, 2, empty="no")
+
+
+# ---- Data to fine-tune on ----
+
+
+def sampled(texts, rewards) -> list[dict]:
+    return [
+        {"sample": place, "response_text": text, "reward": value, "finished": not text.startswith("cut")}
+        for place, (text, value) in enumerate(zip(texts, rewards, strict=True))
+    ]
+
+
+def test_what_is_kept():
+    """Of a: d is the best whole one, then b, of which the first counts; cut, empty and unscored are left out."""
+    result = BestOfN(
+        [
+            sampled(["b", "cut off", "b", "d", " ", "e"], [2.0, 9.0, 3.0, 4.0, 8.0, None]),
+            sampled(["x", "y", "z", "cut", "cut", "cut"], [1.0, 1.0, 0.5, 2, 2, 2]),
+        ]
+    )
+
+    def kept(**choice):
+        rows = demonstrations(result, ROWS, **choice)
+        return [(row["row_id"], row["completion"][0]["content"], row["rank"], row["sample"]) for row in rows]
+
+    assert kept() == [("a", "d", 1, 3), ("b", "x", 1, 0)]
+    assert kept(keep="top_k", count=2) == [("a", "d", 1, 3), ("a:2", "b", 2, 2), ("b", "x", 1, 0), ("b:2", "y", 2, 1)]
+    assert kept(keep="threshold", threshold=3.0) == [("a", "d", 1, 3), ("a:2", "b", 2, 2)]
+    row = demonstrations(result, ROWS, provenance={"sampled_from": "toy"})[0]
+    assert row == {
+        "row_id": "a",
+        "prompt": ROWS[0]["prompt"],
+        "completion": [{"role": "assistant", "content": "d"}],
+        "reward": 4.0,
+        "rank": 1,
+        "sample": 3,
+        "best_of": 6,
+        "sampled_from": "toy",
+    }
+    plain = [{**prompt, "prompt": "text"} for prompt in ROWS]
+    assert demonstrations(result, plain)[0]["completion"] == "d"
+    for choice, message in (
+        ({"keep": "worst"}, "keep must be one of best, top_k, threshold, got 'worst'"),
+        ({"keep": "top_k", "count": 0}, "keep_count must be at least 1, got 0"),
+        ({"keep": "threshold"}, "keep threshold needs keep_threshold"),
+        ({"keep": "best", "count": 2}, "keep_count 2 is for keep top_k, and keep best does not read it"),
+        ({"keep": "threshold", "threshold": 0.5, "count": 2}, "keep threshold does not read it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            demonstrations(result, ROWS, **choice)

@@ -1,0 +1,269 @@
+"""`generate_responses` against decoding by hand, one row at a time, and `map_over_ranks` over processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support import REPOSITORY
+from tests.support.tiny import pairs
+from trl_ext.rollouts import generate_responses, map_over_ranks
+from trl_ext.rollouts.generation import without_template
+
+PROMPTS = [row["prompt"] for row in pairs(6, seed=2)]
+LIMIT = 12
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model_path):
+    return AutoTokenizer.from_pretrained(tiny_model_path)
+
+
+@pytest.fixture
+def model(tiny_model_path):
+    """Random weights with a larger row for the end token: of greedy responses to `PROMPTS` half end before `LIMIT`."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        end = model.lm_head.weight[model.config.eos_token_id]
+        end.copy_(torch.randn(end.shape, generator=torch.Generator().manual_seed(0)) * 0.4)
+    return model
+
+
+def template_ids(tokenizer, prompt) -> list[int]:
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    return tokenizer(text)["input_ids"]
+
+
+@torch.no_grad()
+def decode_by_hand(model, prompt_ids: list[int], limit: int, end: int) -> list[int]:
+    """Greedy decoding without a cache: the whole text through the model for every token."""
+    ids = list(prompt_ids)
+    while len(ids) < len(prompt_ids) + limit:
+        ids.append(model(torch.tensor([ids])).logits[0, -1].argmax().item())
+        if ids[-1] == end:
+            break
+    return ids[len(prompt_ids) :]
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+def test_greedy_is_the_argmax_of_each_row_alone(batch_size, model, tokenizer):
+    generated = generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT, batch_size=batch_size)
+    for prompt, generation in zip(PROMPTS, generated, strict=True):
+        ids = template_ids(tokenizer, prompt)
+        expected = decode_by_hand(model, ids, LIMIT, tokenizer.eos_token_id)
+        assert generation.prompt_ids == ids
+        assert generation.response_ids == expected
+        assert generation.finished is (expected[-1] == tokenizer.eos_token_id)
+        assert generation.text == tokenizer.decode([token for token in expected if token > 2])
+    # Both ways to end are among them.
+    assert {generation.finished for generation in generated} == {True, False}
+    assert {len(generation.response_ids) for generation in generated if not generation.finished} == {LIMIT}
+    assert min(len(generation.response_ids) for generation in generated) < LIMIT
+
+
+def test_a_model_with_an_adapter(model, tokenizer):
+    from peft import LoraConfig, get_peft_model
+
+    plain = generate_responses(model, tokenizer, PROMPTS[:2], max_new_tokens=4)
+    adapted = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+    adapted.generation_config.repetition_penalty = 1.3
+    generated = generate_responses(adapted.eval(), tokenizer, PROMPTS[:2], max_new_tokens=4)
+    for generation in generated:
+        expected = decode_by_hand(adapted, generation.prompt_ids, 4, tokenizer.eos_token_id)
+        assert generation.response_ids == expected
+    assert generated != plain
+    assert adapted.generation_config.repetition_penalty == 1.3
+
+
+def test_long_prompts_lose_their_beginning(model, tokenizer):
+    generated = generate_responses(model, tokenizer, PROMPTS, max_new_tokens=4, max_prompt_tokens=9)
+    for prompt, generation in zip(PROMPTS, generated, strict=True):
+        ids = template_ids(tokenizer, prompt)[-9:]
+        assert generation.prompt_ids == ids
+        assert generation.response_ids == decode_by_hand(model, ids, 4, tokenizer.eos_token_id)
+
+
+def test_text_prompts_are_not_given_a_template(model, tokenizer):
+    (generation,) = generate_responses(model, tokenizer, ["the cat"], max_new_tokens=3)
+    assert generation.prompt_ids == tokenizer("the cat")["input_ids"]
+    assert generation.response_ids == decode_by_hand(model, generation.prompt_ids, 3, tokenizer.eos_token_id)
+    assert generate_responses(model, tokenizer, [], max_new_tokens=3) == []
+
+
+@pytest.mark.parametrize(
+    "shipped",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 1},
+        {"do_sample": True, "temperature": 2.0, "top_k": 3},
+        {"min_new_tokens": LIMIT},
+    ],
+    ids=lambda shipped: "-".join(shipped),
+)
+def test_greedy_ignores_settings_that_the_model_ships_with(shipped, model, tokenizer):
+    expected = generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT)
+    for name, value in shipped.items():
+        setattr(model.generation_config, name, value)
+    assert generate_responses(model, tokenizer, PROMPTS, max_new_tokens=LIMIT) == expected
+    assert {name: getattr(model.generation_config, name) for name in shipped} == shipped
+
+
+@pytest.mark.parametrize(
+    "shipped",
+    [{"top_k": 1}, {"top_p": 0.01}, {"temperature": 0.01}, {"min_p": 0.99}],
+    ids=lambda shipped: "-".join(shipped),
+)
+def test_sampling_ignores_settings_that_the_model_ships_with(shipped, model, tokenizer):
+    settings = {"max_new_tokens": LIMIT, "temperature": 1.0, "seed": 3}
+    expected = generate_responses(model, tokenizer, PROMPTS, **settings)
+    for name, value in shipped.items():
+        setattr(model.generation_config, name, value)
+    assert generate_responses(model, tokenizer, PROMPTS, **settings) == expected
+
+
+def test_the_models_own_end_tokens_end_a_response(model, tokenizer):
+    """A chat model ends its turn with one token and a document with another: both end a response."""
+    (plain,) = generate_responses(model, tokenizer, PROMPTS[:1], max_new_tokens=LIMIT)
+    other_end = plain.response_ids[1]
+    first = plain.response_ids.index(other_end)
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, other_end]
+    (ended,) = generate_responses(model, tokenizer, PROMPTS[:1], max_new_tokens=LIMIT)
+    assert ended.response_ids == plain.response_ids[: first + 1]
+    assert ended.finished
+
+
+def test_sampling_draws_from_the_model(model, tokenizer):
+    """Frequencies of the first token over 4000 draws against the softmax at temperature 0.5: within 5 deviations."""
+    draws, prompt = 4000, "the cat"
+    sampled = generate_responses(
+        model, tokenizer, [prompt] * draws, max_new_tokens=1, temperature=0.5, batch_size=1000, seed=5
+    )
+    counts = torch.bincount(torch.tensor([one.response_ids[0] for one in sampled]), minlength=len(tokenizer))
+    with torch.no_grad():
+        logits = model(torch.tensor([tokenizer(prompt)["input_ids"]])).logits[0, -1]
+    expected = (logits.double() / 0.5).softmax(dim=0)
+    deviation = (expected * (1 - expected) / draws).sqrt()
+    assert ((counts / draws - expected).abs() <= 5 * deviation + 1 / draws).all()
+
+
+def test_sampling_is_seeded_and_leaves_the_random_state(model, tokenizer):
+    settings = {"max_new_tokens": LIMIT, "temperature": 1.0}
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    first = generate_responses(model, tokenizer, PROMPTS, seed=1, **settings)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(456)
+    assert generate_responses(model, tokenizer, PROMPTS, seed=1, **settings) == first
+    assert generate_responses(model, tokenizer, PROMPTS, seed=2, **settings) != first
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -0.5}, "temperature must not be negative, got -0.5; 0 is greedy decoding"),
+        ({"max_new_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
+        ({"max_prompt_tokens": 0}, "max_new_tokens and max_prompt_tokens must be at least 1"),
+    ],
+)
+def test_bad_settings(settings, message, model, tokenizer):
+    with pytest.raises(ValueError, match=message):
+        generate_responses(model, tokenizer, PROMPTS, **{"max_new_tokens": 4, **settings})
+
+
+def test_an_empty_prompt_is_named(model, tokenizer):
+    with pytest.raises(ValueError, match="prompt 1 "):
+        generate_responses(model, tokenizer, ["the cat", ""], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("prompt", ["the cat", [{"role": "user", "content": "the cat"}]])
+def test_one_prompt_is_no_list_of_prompts(prompt, model, tokenizer):
+    with pytest.raises(ValueError, match=r"give \[prompt\]"):
+        generate_responses(model, tokenizer, prompt, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_mode_of_the_model_is_restored(training, model, tokenizer):
+    modes = []
+    model.train(training).register_forward_pre_hook(lambda module, _: modes.append(module.training))
+    generate_responses(model, tokenizer, PROMPTS[:1], max_new_tokens=2)
+    assert set(modes) == {False}
+    assert model.training is training
+
+
+# ---- map_over_ranks ----
+
+
+def test_alone_all_items_go_to_the_function_at_once():
+    calls = []
+    square = lambda items: calls.append(items) or [item**2 for item in items]  # noqa: E731
+    assert map_over_ranks(square, range(4)) == [0, 1, 4, 9]
+    assert map_over_ranks(square, (5,), SimpleNamespace(num_processes=1)) == [25]
+    assert calls == [[0, 1, 2, 3], [5]]
+
+
+def test_every_rank_does_all_of_the_work_under_fsdp():
+    from accelerate.utils import DistributedType
+
+    accelerator = SimpleNamespace(num_processes=2, process_index=1, distributed_type=DistributedType.FSDP)
+    assert map_over_ranks(lambda items: [item + 1 for item in items], [1, 2, 3], accelerator) == [2, 3, 4]
+
+
+RANK_SCRIPT = """
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+from trl_ext.rollouts import end_processes, map_over_ranks
+
+accelerator = Accelerator(cpu=True)
+assert accelerator.num_processes == 2
+for count in (0, 1, 2, 5):
+    seen = []
+    found = map_over_ranks(lambda items: seen.extend(items) or [f"{i}!" for i in items], range(count), accelerator)
+    assert found == [f"{i}!" for i in range(count)], found
+    assert seen == list(range(accelerator.process_index, count, 2)), seen
+Path(sys.argv[1], f"rank{accelerator.process_index}").touch()
+end_processes(accelerator)
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_work(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANK_SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launched = subprocess.run(
+        [*command, str(script), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert launched.returncode == 0, launched.stderr[-4000:]
+    assert (tmp_path / "rank0").exists() and (tmp_path / "rank1").exists()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "told"),
+    [
+        (["Name a fruit."], True),
+        (["Name a fruit.", "What is 2 + 3?", "The answer is:"], True),
+        (["The answer is:"] * 2 + ["Name a fruit."], False),
+        (["User: Name a fruit.\n\nAssistant:"], False),
+        (["Think. <think>\n"], False),
+        (["<|im_start|>user\nHi<|im_end|>"], False),
+        (PROMPTS, False),
+        ([], False),
+    ],
+)
+def test_plain_prompts_of_a_model_with_a_chat_template(prompts, told, tokenizer, monkeypatch):
+    line = without_template(tokenizer, prompts)
+    assert (line is not None) is told and (not told or "rename the column to prompt_text" in line)
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    assert without_template(tokenizer, prompts) is None

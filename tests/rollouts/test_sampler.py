@@ -1,0 +1,409 @@
+"""`fast_rollouts` samples what transformers does: its greedy tokens, its distribution, its settings."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoTokenizer, GenerationConfig, LogitsProcessorList
+
+from tests.support.packing import VOCABULARY, padded, tiny_model
+from tests.support.tiny import pairs
+from trl_ext import ReMaxConfig, ReMaxTrainer
+from trl_ext.rollouts.sampler import fast_rollouts, hook, loop, rows, sampled_fast, weights
+from trl_ext.rollouts.sampler.draw import draw, uniform_numbers
+
+END = 1
+
+
+def batch(*, copies: int = 3, seed: int = 1) -> dict[str, torch.Tensor]:
+    """Prompts of 1 to 17 tokens, padded on the left; copies of one are not neighbours."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(2, VOCABULARY, (length,), generator=generator).tolist() for length in (7, 17, 1, 12)]
+    lists = prompts * copies
+    width = max(map(len, lists))
+    made = padded(lists, [0] * len(lists), left=[width - len(one) for one in lists])
+    return {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+def settings(limit: int = 24, **given) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=limit, eos_token_id=[END, 50, 60], pad_token_id=0, **given)
+
+
+def decoder(architecture: str = "llama", dtype: torch.dtype = torch.float64, **options):
+    return tiny_model(architecture, head=False, **options).to(dtype).eval()
+
+
+def seeded(model, seed: int, given: dict, **options):
+    torch.manual_seed(seed)
+    return model.generate(**given, generation_config=settings(do_sample=True, **options))
+
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "olmo2", "gpt_neox", "qwen2_moe", "phi3", "mixtral")
+
+
+@pytest.mark.parametrize("capacity", [None, 5])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_responses_are_those_of_transformers(monkeypatch, architecture, capacity):
+    # torch groups the products of experts in single precision only.
+    dtype = torch.float32 if architecture in ("qwen2_moe", "mixtral") else torch.float64
+    model, given = decoder(architecture, dtype), batch()
+    expected = model.generate(**given, generation_config=settings())
+    sampler = fast_rollouts(model)
+    if capacity:
+        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
+    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+    assert not sampler.left and sampler.largest_difference < (1e-4 if dtype == torch.float32 else 1e-9)
+
+
+def test_greedy_responses_in_float32():
+    model, given = decoder(dtype=torch.float32), batch()
+    expected = model.generate(**given, generation_config=settings())
+    fast_rollouts(model)
+    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+
+
+@pytest.mark.parametrize("dtype,bound", [(torch.float64, 1e-6), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("capacity", [1, 3, 5, 12])
+def test_log_probs_are_those_of_a_plain_forward_pass(monkeypatch, capacity, dtype, bound):
+    model, given = decoder(dtype=dtype), batch()
+    sampler = fast_rollouts(model)
+    monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: capacity)
+    sequences = seeded(model, 0, given, temperature=0.7, top_k=0)
+    width, lengths = given["input_ids"].shape[1], set()
+    for row, (tokens, mask) in enumerate(zip(sequences, given["attention_mask"], strict=True)):
+        response = tokens[width:].tolist()
+        ends = [place for place, token in enumerate(response) if token in (END, 50, 60)]
+        count = ends[0] + 1 if ends else len(response)
+        lengths.add(count)
+        prompt = tokens[:width][mask != 0]
+        logits = model(input_ids=torch.cat([prompt, tokens[width : width + count]])[None]).logits[
+            0, len(prompt) - 1 : -1
+        ]
+        plain = (logits / 0.7).log_softmax(-1).gather(1, tokens[width : width + count, None])[:, 0]
+        assert (plain - sampler.log_probs[row, :count]).abs().max() < bound
+        assert not sampler.log_probs[row, count:].any() and not any(response[count:])
+    assert len(lengths) > 3 and max(lengths) == 24
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it(monkeypatch):
+    model, given = decoder(), batch()
+    fast_rollouts(model)
+    together = seeded(model, 3, given)
+    for capacity in (1, 4):
+        monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit, capacity=capacity: capacity)
+        assert torch.equal(seeded(model, 3, given), together)
+    few = seeded(model, 3, {name: values[:5] for name, values in given.items()})
+    assert torch.equal(few, together[:5, : few.shape[1]])
+    assert not torch.equal(seeded(model, 4, given), together)
+    # Copies of a prompt have numbers of their own.
+    assert not torch.equal(together[0], together[4])
+
+
+def test_frequencies_are_the_softmax():
+    """Chi-square of 20,000 first tokens at temperature 1.3; its 99.9% quantile at 96 degrees of freedom is 144.6."""
+    model = decoder(dtype=torch.float32)
+    prompt = torch.tensor([[5, 9, 33]])
+    fast_rollouts(model, quiet=True)
+    given = {"input_ids": prompt.repeat(20_000, 1), "attention_mask": torch.ones(20_000, 3, dtype=torch.long)}
+    torch.manual_seed(0)
+    config = GenerationConfig(
+        max_new_tokens=1, do_sample=True, temperature=1.3, top_k=0, pad_token_id=0, eos_token_id=1
+    )
+    tokens = model.generate(**given, generation_config=config)[:, -1]
+    expected = 20_000 * (model(input_ids=prompt).logits[0, -1] / 1.3).softmax(-1).detach()
+    observed = tokens.bincount(minlength=VOCABULARY)
+    kept = expected >= 5
+    assert kept.sum() > 40
+    rest = (observed[~kept].sum() - expected[~kept].sum()) ** 2 / expected[~kept].sum().clamp(min=5)
+    assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() + rest < 144.6
+
+
+def test_draw_by_hand():
+    """Masses 1, 2, 4, 1 over 8: cumulative 1/8, 3/8, 7/8, 1."""
+    scores = torch.tensor([1.0, 2.0, 4.0, 1.0]).log().repeat(6, 1)
+    uniform = torch.tensor([0.0, 0.124, 0.126, 0.38, 0.874, 0.9], dtype=torch.float64)
+    tokens, log_probs = draw(scores, uniform)
+    assert tokens.tolist() == [0, 0, 1, 2, 2, 3]
+    torch.testing.assert_close(log_probs.exp(), torch.tensor([1, 1, 2, 4, 4, 1]) / 8)
+    tokens, log_probs = draw(scores[:1], None)
+    assert tokens.tolist() == [2] and log_probs.exp().item() == pytest.approx(0.5)
+
+
+def test_draw_never_takes_a_removed_token():
+    scores = torch.full((1000, 512), float("-inf"))
+    scores[:, [3, 300, 510]] = 0.0
+    uniform = torch.cat([torch.linspace(0, 1, 999, dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)])
+    assert set(draw(scores, uniform)[0].tolist()) == {3, 300, 510}
+
+
+def test_numbers_of_a_row_depend_on_its_index():
+    assert torch.equal(uniform_numbers(5, 4, 8)[:2], uniform_numbers(5, 2, 8))
+    assert len(uniform_numbers(5, 100, 8).unique()) == 800
+
+
+@pytest.mark.parametrize("prompts", ["padded", "of equal length"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"repetition_penalty": 1.5},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 10},
+        {"do_sample": True, "top_k": 1},
+        {"do_sample": True, "top_p": 1e-6, "top_k": 0},
+        {"num_return_sequences": 1, "suppress_tokens": [4, 7, 50]},
+    ],
+    ids=lambda given: next(reversed(given), "greedy"),
+)
+def test_settings_are_those_of_transformers(given, prompts):
+    """Responses end at different steps, and rows that have ended leave the sampler's batch."""
+    model, rows_given = decoder(), batch()
+    if prompts == "of equal length":
+        # The longest prompt and its copies, and that prompt with other beginnings; transformers may drop the mask.
+        full = rows_given["input_ids"][rows_given["attention_mask"].all(1)]
+        ids = torch.cat([full, full.roll(3, dims=1), full.roll(7, dims=1)])
+        rows_given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    expected = model.generate(**rows_given, generation_config=settings(**given))
+    sampler = fast_rollouts(model)
+    assert torch.equal(model.generate(**rows_given, generation_config=settings(**given)), expected)
+    assert not sampler.left
+
+
+def test_processors_that_depend_on_a_rows_position_are_left_to_transformers():
+    """The sampler groups the rows of a prompt, and rows that have ended leave it."""
+    model, given = decoder(), batch()
+
+    def own(ids, scores):
+        place = torch.arange(len(scores))[:, None]
+        return torch.full_like(scores, -torch.inf).scatter(1, 5 + place, 0.0)
+
+    processors = LogitsProcessorList([own])
+    expected = model.generate(**given, generation_config=settings(), logits_processor=processors)
+    sampler = fast_rollouts(model)
+    assert torch.equal(model.generate(**given, generation_config=settings(), logits_processor=processors), expected)
+    assert list(sampler.left) == ["function may depend on a row's position in the batch"]
+
+
+def test_log_probs_can_take_part_in_a_loss():
+    model = decoder()
+    sampler = fast_rollouts(model)
+    model.generate(**batch(), generation_config=settings(do_sample=True))
+    weight = torch.ones((), requires_grad=True)
+    (weight * sampler.log_probs).sum().backward()
+    assert weight.grad == sampler.log_probs.sum()
+
+
+def test_a_forward_pass_that_a_trainer_has_wrapped():
+    """accelerate's wrapper computes in another precision than the sampler, outside the trainer's autocast."""
+    model = decoder(dtype=torch.float32)
+    forward = model.forward
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(forward)
+    sampler = fast_rollouts(model)
+    model.generate(**batch(), generation_config=settings())
+    assert sampler.reason is None and sampler.largest_difference < 1e-4
+
+
+def test_without_private_operators(monkeypatch):
+    model, given = decoder(dtype=torch.float32), batch()
+    fast_rollouts(model)
+    expected = seeded(model, 0, given)
+    monkeypatch.setattr(weights, "packs", lambda dtype: False)
+    assert torch.equal(seeded(model, 0, given), expected)
+
+
+def test_a_model_is_as_before_afterwards(monkeypatch):
+    model, given = tiny_model("qwen2", head=False), batch()
+    model.generation_config = GenerationConfig()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.model.layers[0].eval()
+    training = [module.training for module in model.modules()]
+    forward = model.forward
+    # As accelerate does, whose functions keep the signature.
+    model.forward = replaced = functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+    attention = model.config._attn_implementation
+    sampler = fast_rollouts(model, dtype=torch.bfloat16)
+    model.generate(**given, generation_config=settings())
+    monkeypatch.setattr(loop, "draw", lambda *given, **more: {}["no such entry"])
+    with pytest.raises(KeyError):
+        model.generate(**given, generation_config=settings())
+    assert sampler.reason is None and not sampler.left
+    assert model.forward is replaced and model.config._attn_implementation == attention
+    assert [module.training for module in model.modules()] == training
+    assert not any("forward" in module.__dict__ for module in model.modules() if isinstance(module, nn.Linear))
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    sampler.remove()
+    assert "generate" not in model.__dict__
+
+
+def test_updates_are_seen():
+    model, given = decoder(), batch()
+    fast_rollouts(model)
+    before = model.generate(**given, generation_config=settings())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    after = model.generate(**given, generation_config=settings())
+    assert not torch.equal(before, after)
+    assert torch.equal(after, type(model).generate(model, **given, generation_config=settings()))
+
+
+def test_adapters():
+    model = get_peft_model(decoder(), LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    model.double()
+    given = batch()
+    expected = model.generate(**given, generation_config=settings())
+    sampler = fast_rollouts(model)
+    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+    with model.disable_adapter():
+        assert not torch.equal(model.generate(**given, generation_config=settings()), expected)
+    assert not sampler.left
+    # Adapters keep parameters of their own precision, to which they cast their input.
+    rounded = fast_rollouts(model.float(), dtype=torch.bfloat16)
+    model.generate(**given, generation_config=settings())
+    assert rounded.reason is None and not rounded.left
+
+
+def test_bfloat16():
+    """Mean difference of log-probabilities from float32: a product rounds to 2**-9 of its value."""
+    model, given = decoder(dtype=torch.float32), batch()
+    sampler = fast_rollouts(model, dtype=torch.bfloat16)
+    sequences = seeded(model, 0, given, top_k=0)
+    assert next(model.parameters()).dtype == torch.float32 and sampler.reason is None
+    differences = []
+    for row in range(4):
+        prompt = given["input_ids"][row][given["attention_mask"][row] != 0]
+        response = sequences[row, 17:][sampler.log_probs[row] != 0]
+        logits = model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        plain = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        differences.append((plain - sampler.log_probs[row, : len(response)]).abs())
+    assert torch.cat(differences).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    "architecture,given,reason",
+    [
+        ("gpt2", {}, "its positions are not rotary"),
+        ("mistral", {}, "responses can exceed the sliding window"),
+        ("llama", {"num_beams": 2}, "the call sets num_beams"),
+        ("llama", {"use_cache": False}, "the call sets use_cache"),
+    ],
+)
+def test_what_is_left_to_transformers(caplog, architecture, given, reason):
+    model, rows_given = decoder(architecture), batch()
+    expected = model.generate(**rows_given, generation_config=settings(**given))
+    sampler = fast_rollouts(model)
+    for _ in range(2):
+        assert torch.equal(model.generate(**rows_given, generation_config=settings(**given)), expected)
+    assert caplog.text.count(f"transformers generates: {reason}") == 1 and sampler.log_probs is None
+
+
+def test_a_model_that_differs_is_left_to_transformers(caplog, monkeypatch):
+    model, given = decoder(), batch()
+    expected = model.generate(**given, generation_config=settings())
+    monkeypatch.setattr(rows, "_mask", lambda outside: torch.zeros(outside.shape)[:, None, None])
+    sampler = fast_rollouts(model)
+    assert torch.equal(model.generate(**given, generation_config=settings()), expected)
+    assert "off a plain forward pass" in sampler.reason and sampler.reason in caplog.text
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["stock", "ours"])
+def test_trainers(policy_path, tmp_path, own):
+    """The stock trainer, and this library's with stop strings and a greedy rollout beside the sampled one."""
+    lengths: list[int] = []
+
+    def reward(completions, completion_ids, **columns):
+        lengths.extend(map(len, completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    options = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "max_steps": 2, "logging_steps": 1}
+    options |= {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 16, "bf16": False}
+    rows = Dataset.from_list([{"prompt": row["prompt"]} for row in pairs(8)])
+    config, trainer_class = (ReMaxConfig, ReMaxTrainer) if own else (trl.GRPOConfig, trl.GRPOTrainer)
+    trainer = trainer_class(
+        policy_path,
+        reward_funcs=reward,
+        args=config(**options, **({"stop": ["e"]} if own else {})),
+        train_dataset=rows,
+        processing_class=AutoTokenizer.from_pretrained(policy_path),
+    )
+    sampler = fast_rollouts(trainer)
+    trainer.train()
+    assert not sampler.left and sampler.reason is None and len(set(lengths)) > 3
+    assert trainer.state.log_history[0]["completions/clipped_ratio"] < 1
+    assert sampler.log_probs.any()
+
+
+def test_evaluation_follows_autocast_and_keeps_the_trainers_sampler():
+    model, given = decoder(dtype=torch.float32), batch()
+    own = fast_rollouts(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), sampled_fast(model) as sampler:
+        model.generate(**given, generation_config=settings())
+    assert sampler.dtype == torch.bfloat16 and sampler.log_probs is not None and not sampler.left
+    assert model.generate == own.generate and own.log_probs is None
+    with sampled_fast(model) as sampler:
+        model.generate(**given, generation_config=settings())
+    assert sampler.dtype == torch.float32 and sampler.log_probs is not None
+
+
+def test_gradients_keep_their_hooks():
+    """As DistributedDataParallel puts them on the nodes that accumulate gradients."""
+    model, given = decoder(dtype=torch.float32), batch()
+    fast_rollouts(model, dtype=torch.bfloat16)
+    norm, seen = model.model.norm.weight, []
+    node = norm.view_as(norm).grad_fn.next_functions[0][0]
+    node.register_hook(lambda *gradients: seen.append(gradients))
+    model.generate(**given, generation_config=settings())
+    assert model.model.norm.weight is norm
+    model(input_ids=given["input_ids"]).logits.sum().backward()
+    assert seen
+
+
+def test_an_adapter_that_learns_a_prompt_is_left_to_transformers(caplog):
+    model, given = decoder(dtype=torch.float32), batch()
+    model = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    expected = model.generate(**given, generation_config=settings())
+    assert fast_rollouts(model).reason == "its adapter learns a prompt"
+    with sampled_fast(model) as sampler:
+        assert sampler is None and torch.equal(model.generate(**given, generation_config=settings()), expected)
+
+
+@pytest.mark.parametrize("own", [{"min_new_tokens": 6}, {"repetition_penalty": 3.0}], ids=str)
+def test_rows_wait_only_where_nothing_counts_tokens(monkeypatch, own):
+    model, given = decoder(), batch()
+    monkeypatch.setattr(hook.Sampler, "_capacity", lambda self, limit: 2)
+    expected = model.generate(**given, generation_config=settings(**own))
+    sampler = fast_rollouts(model)
+    assert torch.equal(model.generate(**given, generation_config=settings(**own)), expected)
+    assert any("may count tokens" in reason for reason in sampler.left)
+
+
+def test_a_replaced_generate_stays():
+    model = decoder()
+    model.generate = replaced = model.generate
+    with sampled_fast(model) as sampler:
+        assert sampler.reason == "its generate method has been replaced"
+    assert vars(model)["generate"] is replaced
+    del model.generate
+    fast_rollouts(model).remove()
+    with sampled_fast(model):
+        pass
+    assert "generate" not in vars(model)
+
+
+def test_logits_that_are_not_finite_end_the_call():
+    with pytest.raises(RuntimeError, match="logits are NaN"):
+        draw(torch.full((1, 64), float("nan")), torch.zeros(1, dtype=torch.float64))
+
+
+def test_a_wrong_argument():
+    with pytest.raises(TypeError, match="takes a causal language model or a trainer, got str"):
+        fast_rollouts("toy")
+    with pytest.raises(TypeError, match="floating-point dtype"):
+        fast_rollouts(decoder(), dtype="bfloat16")

@@ -1,0 +1,265 @@
+"""The SLURM scripts against stand-ins for its commands: what they start, and what becomes of a job that is preempted.
+
+No cluster: that SLURM delivers its signals as the scripts expect is taken from its manual.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.support import REPOSITORY, recipes
+
+SLURM = recipes.RECIPES / "slurm"
+SCRIPTS = ("node.sh", "train.sbatch", "train_with_vllm_server.sbatch")
+
+# Each writes down its arguments. `srun` runs what it is given for the last of its nodes, `scontrol` knows the nodes.
+STAND_INS = {
+    "srun": """
+nodes=$(sed -E 's/.*--nodes ([0-9]+).*/\\1/' <<<"$*")
+while [[ $1 == --* ]]; do case $1 in *=*) shift ;; *) shift 2 ;; esac; done
+if [[ $1 == bash ]]; then exec sleep 30; fi
+printf '%s' "${SRUN_CPUS_PER_TASK-unset}" >cores
+SLURM_NODEID=$((nodes - 1)) exec "$@"
+""",
+    "scontrol": """if [[ $1 == show ]]; then printf '%s\\n' ${3//,/ }; fi""",
+    "accelerate": """exit ${ACCELERATE_EXIT:-0}""",
+}
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Runs a script of a job on the nodes a, b and c; returns its exit code and the stand-ins' arguments by name."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, body in STAND_INS.items():
+        record = (
+            f'"{sys.executable}" -c "import json, sys; print(json.dumps(sys.argv[1:]))" "$@" >>"{tmp_path}/{name}"'
+        )
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{record}\n{body}\n")
+        (folder / name).chmod(0o755)
+
+    def run(script: str, *arguments: str, **environment: str):
+        variables = {
+            "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "41007",
+            "SLURM_JOB_NODELIST": "a,b,c",
+            "SLURM_GPUS_ON_NODE": "4",
+            "SLURM_CPUS_PER_TASK": "32",
+            "SLURM_SUBMIT_DIR": str(REPOSITORY),
+        }
+        done = subprocess.run(
+            [str(SLURM / script), *arguments],
+            cwd=tmp_path,
+            env={**variables, **environment},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        names = [name for name in STAND_INS if (tmp_path / name).exists()]
+        calls = {name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in names}
+        return done, calls
+
+    return run
+
+
+def value_of(flag: str, arguments: list[str]) -> str:
+    assert arguments.count(flag) == 1
+    return arguments[arguments.index(flag) + 1]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_are_valid_bash(name):
+    assert subprocess.run(["bash", "-n", SLURM / name]).returncode == 0
+    assert os.access(SLURM / name, os.X_OK)
+
+
+@pytest.mark.parametrize("name", SCRIPTS[1:])
+def test_jobs_are_told_ahead_and_may_be_requeued(name):
+    options = [line.split()[1] for line in (SLURM / name).read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--signal=USR1@300", "--requeue", "--open-mode=append", "--ntasks-per-node=1"} <= set(options)
+
+
+def test_every_node_launches_the_recipe(cluster):
+    done, calls = cluster("train.sbatch", "aot", "runs/x", "--beta", "0.2")
+    assert done.returncode == 0, done.stderr
+    (step,), (launch,) = calls["srun"], calls["accelerate"]
+    assert (value_of("--nodes", step), value_of("--ntasks", step), value_of("--ntasks-per-node", step)) == (
+        "3",
+        "3",
+        "1",
+    )
+    assert launch[0] == "launch"
+    assert value_of("--config_file", launch) == str(REPOSITORY / "accelerate_configs" / "multi_node.yaml")
+    # 3 nodes of 4 GPUs, of which this is the last; the first is named; a port from the job's number.
+    assert value_of("--num_machines", launch) == "3"
+    assert value_of("--num_processes", launch) == "12"
+    assert value_of("--machine_rank", launch) == "2"
+    assert value_of("--main_process_ip", launch) == "a"
+    assert value_of("--main_process_port", launch) == "21007"
+    assert launch[-5:] == [str(recipes.RECIPES / "aot.py"), "--output_dir", "runs/x", "--beta", "0.2"]
+    assert [call[0] for call in calls["scontrol"]] == ["show"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+@pytest.mark.parametrize(("given", "taken"), [("32", "32"), ("", "unset")])
+def test_a_task_has_the_cores_of_the_job(script, given, taken, cluster, tmp_path):
+    """srun does not take --cpus-per-task from the job since SLURM 22.05, and refuses an empty number."""
+    cluster(script, "grpo", "runs/x", "org/model", SLURM_CPUS_PER_TASK=given)
+    assert (tmp_path / "cores").read_text() == taken
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3", "multi_node"])
+def test_launches_are_what_accelerate_takes(engine, cluster):
+    """Its own parser reads the flags, and the file is of as many machines as the flags say."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    _, calls = cluster("train.sbatch", "aot", "runs/x", ENGINE=engine)
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(calls["accelerate"][0][1:]))
+    assert (arguments.num_machines, arguments.num_processes, arguments.machine_rank) == (3, 12, 2)
+    assert (arguments.main_process_ip, arguments.main_process_port) == ("a", 21007)
+    assert arguments.use_deepspeed is engine.startswith("zero")
+    assert arguments.use_fsdp is (engine == "fsdp2")
+    assert arguments.training_script_args == ["--output_dir", "runs/x"]
+
+
+def test_the_last_node_serves_vllm(cluster):
+    arguments = ("grpo_math", "runs/x", "org/model", "--seed", "3")
+    done, calls = cluster("train_with_vllm_server.sbatch", *arguments, VLLM_FLAGS="--tensor_parallel_size 4")
+    assert done.returncode == 0, done.stderr
+    serve, train = sorted(calls["srun"], key=lambda call: value_of("--nodelist", call), reverse=True)
+    assert (value_of("--nodelist", serve), value_of("--nodes", serve)) == ("c", "1")
+    assert (value_of("--nodelist", train), value_of("--nodes", train)) == ("a,b", "2")
+    served = serve[serve.index("trl") :]
+    assert served[:2] == ["trl", "vllm-serve"]
+    assert (value_of("--model", served), value_of("--tensor_parallel_size", served)) == ("org/model", "4")
+    (launch,) = calls["accelerate"]
+    assert (value_of("--num_machines", launch), value_of("--num_processes", launch)) == ("2", "8")
+    assert value_of("--vllm_server_host", launch) == "c"
+    assert value_of("--vllm_server_port", launch) == value_of("--port", served) == "31007"
+    assert value_of("--model_name_or_path", launch) == "org/model"
+    assert launch[-2:] == ["--seed", "3"]
+
+
+def test_flags_for_the_server_are_the_recipes_and_trls(cluster, monkeypatch):
+    """The recipe parses what the script gives it, and TRL what serves."""
+    from trl import TrlParser
+    from trl.scripts.vllm_serve import ScriptArguments
+
+    _, calls = cluster("train_with_vllm_server.sbatch", "grpo", "runs/x", "org/model")
+    launch, serve = calls["accelerate"][0], next(call for call in calls["srun"] if "vllm-serve" in call)
+    _, model, training = recipes.parse(monkeypatch, "grpo", *launch[launch.index("--output_dir") :], "--use_cpu")
+    assert (model.model_name_or_path, training.use_vllm, training.vllm_mode) == ("org/model", True, "server")
+    assert (training.vllm_server_host, training.vllm_server_port) == ("c", 31007)
+    assert (training.vllm_server_timeout, training.vllm_group_port) == (1200, 41007)
+    parsed, *_ = TrlParser(ScriptArguments).parse_args_into_dataclasses(serve[serve.index("vllm-serve") + 1 :])
+    assert (parsed.model, parsed.host, parsed.port) == ("org/model", "0.0.0.0", 31007)
+
+
+def test_one_node_cannot_serve_and_train(cluster):
+    done, _ = cluster("train_with_vllm_server.sbatch", "grpo", "runs/x", "org/model", SLURM_JOB_NODELIST="a")
+    assert done.returncode == 2 and "--nodes 2 or more" in done.stderr
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_too_few_arguments(script, cluster):
+    done, calls = cluster(script, "aot")
+    assert done.returncode == 2 and "usage: sbatch" in done.stderr and not calls
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+@pytest.mark.parametrize(("code", "requeued"), [("0", False), ("1", False), ("75", True)])
+def test_exit_code_75_requeues(script, code, requeued, cluster):
+    done, calls = cluster(script, "grpo", "runs/x", "org/model", ACCELERATE_EXIT=code)
+    assert done.returncode == int(code)
+    assert (["requeue", "41007"] in calls["scontrol"]) is requeued
+
+
+@pytest.mark.parametrize(
+    ("restarts", "began", "resumes"), [("0", True, False), ("1", True, True), ("1", False, False)]
+)
+def test_a_requeued_job_resumes(restarts, began, resumes, cluster, tmp_path):
+    """Where the run had come so far as to leave something; a first start must not pass over an earlier run."""
+    if began:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    _, calls = cluster("train.sbatch", "aot", "run", SLURM_RESTART_COUNT=restarts)
+    assert ("--resume_from_checkpoint" in calls["accelerate"][0]) is resumes
+
+
+# A launcher with two workers in sessions of their own, as torchrun has, that save on USR1; its exit code is 1 then.
+# They are deaf to it, as node.sh has made them, until they have loaded their model.
+LAUNCHER = """
+import pathlib, subprocess, sys, time
+worker = '''
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(0.5)
+    pathlib.Path(sys.argv[1]).write_text("saved")
+    sys.exit(75)
+pathlib.Path(sys.argv[1]).write_text("ready")
+time.sleep({loading})
+signal.signal(signal.SIGUSR1, save)
+time.sleep(30)
+'''
+workers = [subprocess.Popen([sys.executable, "-c", worker, f"worker{{i}}"], start_new_session=True) for i in range(2)]
+sys.exit(max(worker.wait() for worker in workers) and 1)
+"""
+
+
+@pytest.mark.parametrize(("notice", "loading"), [(signal.SIGUSR1, 1.5), (signal.SIGTERM, 0)])
+def test_a_notice_reaches_the_workers_and_not_the_launcher(notice, loading, tmp_path):
+    """Sent once to the whole process group of the task, as SLURM does; the launcher would die of it."""
+    (tmp_path / "launcher.py").write_text(LAUNCHER.format(loading=loading))
+    (tmp_path / "accelerate").write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" "{tmp_path}/launcher.py"\n')
+    (tmp_path / "accelerate").chmod(0o755)
+    variables = {"ENGINE": "zero2", "NODES": "1", "GPUS": "2", "MAIN_NODE": "a", "MAIN_PORT": "1", "SLURM_NODEID": "0"}
+    variables["NOTICE_EVERY"] = "0.5"
+    task = subprocess.Popen(
+        [str(SLURM / "node.sh"), "aot"],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        start_new_session=True,
+    )
+    files = [tmp_path / "worker0", tmp_path / "worker1"]
+    try:
+        _until(lambda: all(_text(file) == "ready" for file in files))
+        os.killpg(task.pid, notice)
+        assert task.wait(timeout=30) == 75
+    finally:
+        task.kill()
+    assert [_text(file) for file in files] == ["saved", "saved"]
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _until(is_so, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("look", [iter, len, lambda lost: lost[0], lambda lost: lost[2:4]])
+def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
+    from trl_ext.trainers.policy.vllm_server import ServerLostError, _Lost
+
+    with pytest.raises(ServerLostError, match="the vLLM server is gone"):
+        look(_Lost("the vLLM server is gone"))
+
+
+def test_machines_of_the_multi_node_configuration():
+    values = yaml.safe_load((REPOSITORY / "accelerate_configs" / "multi_node.yaml").read_text())
+    assert values["num_machines"] > 1 and values["num_processes"] % values["num_machines"] == 0
+    # Without it, accelerate asks where the first machine is.
+    assert values["main_process_ip"] and values["main_process_port"]

@@ -1,0 +1,120 @@
+"""Running the recipes from tests: in this process for what is quick, as a command for what is real."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support import REPOSITORY
+
+RECIPES = REPOSITORY / "recipes"
+
+
+# A second configuration of the same recipe.
+SCRIPTS = {"online_preference_replay": "online_preference"}
+# The arguments of recipes that do not train.
+OTHERS = {
+    "evaluate_math": "studies.evaluate_math:EvaluationArguments",
+    "best_of_n": "studies.best_of_n:BestOfNArguments",
+    "sweep_generation": "studies.generation_sweep:SweepArguments",
+    "rlhf": "studies.pipeline:RLHFArguments",
+}
+
+
+def parse(monkeypatch, script: str, *arguments: str):
+    """The dataclasses that `recipes/{script}.py` would run with: the recipe's own, the model's and any trainer's."""
+    from trl_ext.runs import arguments as parsing
+
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    types = parsing.argument_types(SCRIPTS.get(script, script))
+    if types is None:
+        module, _, name = OTHERS[script].partition(":")
+        own = getattr(importlib.import_module(f"trl_ext.runs.{module}"), name)
+        # The pipeline passes its model on.
+        types = (own,) if script == "rlhf" else (own, parsing.ModelArguments)
+    # Without the flags of the launch, which every recipe that trains takes as well.
+    return parsing.parse_arguments(types, default_config=parsing.toy_config(script))[:3]
+
+
+def is_online(script: str) -> bool:
+    """Whether a recipe is one of the drivers that train on rewards."""
+    from trl_ext.runs.arguments import argument_types
+
+    types = argument_types(script)
+    return types is not None and types[0].__name__ == "OnlineArguments"
+
+
+def run(monkeypatch, script: str, *arguments: str) -> None:
+    """Run a recipe in this process, as Python runs a script."""
+    script = SCRIPTS.get(script, script)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *arguments])
+    runpy.run_path(str(RECIPES / f"{script}.py"), run_name="__main__")
+
+
+def launch(script: str, *arguments: str, folder: Path, **popen) -> subprocess.CompletedProcess:
+    """Run `accelerate launch recipes/{script}.py` to its end, as a user does, in a folder of its own."""
+    command = launch_command(script, *arguments)
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, **popen)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done
+
+
+def launch_command(script: str, *arguments: str) -> list[str]:
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    config = ["--config_file", str(REPOSITORY / "accelerate_configs" / "cpu.yaml")]
+    return [*launcher, *config, str(RECIPES / f"{script}.py"), *arguments]
+
+
+def environment() -> dict[str, str]:
+    """The environment of this process, without the hub."""
+    return {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+def refused(monkeypatch, capsys, script: str, *arguments: str) -> str:
+    """The one line with which a recipe refuses its arguments."""
+    with pytest.raises(SystemExit) as stopped:
+        run(monkeypatch, script, *arguments)
+    assert stopped.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
+    return line
+
+
+def read(folder: Path, name: str):
+    """The content of a JSON file, or the rows of a .jsonl file."""
+    text = (folder / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()] if name.endswith("l") else json.loads(text)
+
+
+def write_labelled_pairs(path: Path, count: int) -> None:
+    from tests.support.tiny import pairs
+
+    rows = [
+        {
+            "row_id": pair["row_id"],
+            "prompt_text": pair["prompt"][0]["content"],
+            "chosen_text": pair["chosen"][0]["content"],
+            "rejected_text": pair["rejected"][0]["content"],
+        }
+        for pair in pairs(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy what git keeps, or in a copy without git all but what it would ignore."""
+    patterns = shutil.ignore_patterns(
+        ".*", "runs", "build", "dist", "*.egg-info", "__pycache__", "wandb", "submission"
+    )
+
+    def ignored(place: str, names: list[str]) -> set[str]:
+        return patterns(place, names) - ({"runs"} if Path(place).name == "trl_ext" else set())
+
+    shutil.copytree(REPOSITORY, folder, ignore=ignored)

@@ -1,0 +1,386 @@
+"""Train tiny models of every trainer, end them by SIGKILL where a job says, resume, and write down what they end with.
+
+`python -m tests.support.resume_once JOBS.json` imports the libraries once and forks a process for every life of every
+run. A job is `{"kind", "folder", "kills"}`: a name of `KINDS`, where to write, and one kill point for each life that
+ends early. A kill point is `[place, step]`, with a place of `PLACES`, or `[place, step, rank]`. `folder/end.safetensors`
+then holds parameters, optimizer state and random state, and `folder/run` is the run's output. One life in several
+processes: `python -m torch.distributed.run ... -m tests.support.resume_once KIND MODELS FOLDER [KILL]`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support import REPOSITORY
+from tests.support.tiny import pairs
+from tests.support.train_once import demonstrations
+
+COMMON = {
+    "optim": "adamw_torch",
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "max_grad_norm": 1.0,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "save_total_limit": 2,
+    # No multiple of save_steps, and no divisor: checkpoints lie in the middle of what a line of metrics averages over.
+    "logging_steps": 4,
+    "train_sampling_strategy": "random",
+    "disable_tqdm": True,
+}
+PAIRS = {**COMMON, "max_steps": 11, "gradient_accumulation_steps": 2}
+ROLLOUTS = {
+    **COMMON,
+    "max_steps": 14,
+    "save_steps": 2,
+    "logging_steps": 3,
+    "num_iterations": 2,
+    "steps_per_generation": 2,
+    "gradient_accumulation_steps": 2,
+    "shuffle_dataset": True,
+}
+del ROLLOUTS["train_sampling_strategy"]
+# Normalises over the batch.
+BATCH = "reinforce_plus_plus_baseline"
+LORA = {"lora": True, "lora_dropout": 0.2}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 3}
+# 8 pairs, 2 steps of 4: epochs end at steps 2, 4, ..., and 9 pairs end them with a short step.
+KINDS: dict[str, dict[str, Any]] = {
+    "preference": {"trainer": "PreferenceTrainer", "pairs": 16, "args": {**PAIRS, **EVALUATED, "loss": "dpo"}},
+    "preference_lora": {"trainer": "PreferenceTrainer", "pairs": 9, **LORA, "args": {**PAIRS, "loss": "aot"}},
+    "preference_moving": {
+        "trainer": "PreferenceTrainer",
+        "pairs": 8,
+        "args": {**PAIRS, "loss": "dpo", "sync_ref_model": True, "ref_model_sync_steps": 2},
+    },
+    "reward": {
+        "trainer": "RewardTrainer",
+        "pairs": 16,
+        "args": {**PAIRS, **EVALUATED, "select_best": "accuracy", "save_total_limit": 1},
+    },
+    "policy": {
+        "trainer": "PolicyTrainer",
+        "args": {**ROLLOUTS, "algorithm": "grpo", "beta": 0.1, "gradient_accumulation_steps": 1, "save_steps": 4},
+    },
+    "policy_batch": {"trainer": "PolicyTrainer", "prompts": 6, "args": {**ROLLOUTS, "algorithm": BATCH}},
+    "sft": {
+        "trainer": "SFTTrainer",
+        "args": {**PAIRS, **EVALUATED, "load_best_model_at_end": True, "save_total_limit": 1},
+    },
+    "sft_by_length": {
+        "trainer": "SFTTrainer",
+        "args": {**PAIRS, "gradient_accumulation_steps": 1, "train_sampling_strategy": "group_by_length"},
+    },
+    "expert": {"trainer": "ExpertIterationTrainer", "args": {"logging_steps": 2, "save_total_limit": 1}},
+}
+
+
+def build(kind: str, models: Path, folder: Path):
+    """The trainer of a kind with its callbacks, not yet trained."""
+    from tests.support import rollout_once, train_once
+    from trl_ext.trainers.callbacks import MetricsFileCallback
+
+    spec = {**KINDS[kind], "model": str(models / "tiny"), "args": {"save_strategy": "no", **KINDS[kind]["args"]}}
+    output = str(folder / "run")
+    if spec["trainer"] == "ExpertIterationTrainer":
+        return _expert(spec["args"], output)
+    if spec["trainer"] == "PolicyTrainer":
+        spec["model"] = str(models / "policy")
+        trainer = rollout_once.build(spec, output)
+    elif spec["trainer"] == "PreferenceTrainer":
+        held_out = _held_out() if "eval_strategy" in spec["args"] else None
+        trainer = train_once.build(spec, output, eval_dataset=held_out)
+    else:
+        spec["rows"] = pairs(spec.get("pairs", 10))
+        held_out = _held_out(demonstrations if spec["trainer"] == "SFTTrainer" else list)
+        trainer = train_once.build_plain(
+            spec, output, eval_dataset=held_out if "eval_strategy" in spec["args"] else None
+        )
+    # As the recipes do: first the file of metrics, then what logs.
+    trainer.add_callback(MetricsFileCallback(folder / "run" / "metrics.jsonl"))
+    if spec["trainer"] == "RewardTrainer":
+        from trl_ext.held_out.reward_selection import CheckpointSelection
+
+        trainer.selection = CheckpointSelection(trainer, _held_out())
+        trainer.add_callback(trainer.selection)
+    return trainer
+
+
+def _held_out(of=list):
+    from datasets import Dataset
+
+    return Dataset.from_list(of(pairs(4, seed=7)))
+
+
+def _expert(arguments: dict, output: str):
+    from trl_ext import ExpertIterationConfig, ExpertIterationTrainer
+    from trl_ext.data.math import load_math, math_prompt
+    from trl_ext.evaluation.reasoning import grader
+    from trl_ext.rollouts import SamplingSettings
+    from trl_ext.toy import MODEL_DIR
+
+    rows = load_math("toy", "train")[:60]
+    rounds = {"n_steps": 3, "questions_per_step": 24, "rollouts_per_question": 2, "learning_rate": 5e-4, "seed": 3}
+    quiet = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 1}
+    args = ExpertIterationConfig(output_dir=output, **rounds, **quiet, **arguments)
+    return ExpertIterationTrainer(
+        str(MODEL_DIR),
+        args,
+        rows=rows,
+        prompts=[math_prompt(row, None) for row in rows],
+        grade=grader("r1_zero"),
+        settings=SamplingSettings(max_new_tokens=48, batch_size=48),
+    )
+
+
+# ---- Where a life ends ----
+
+
+def _at_event(event: str):
+    def arrange(trainer, step: int) -> None:
+        from transformers import TrainerCallback
+
+        def end(self, args, state, control, **kwargs):
+            if state.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        trainer.add_callback(type("Kill", (TrainerCallback,), {event: end})())
+
+    return arrange
+
+
+def _within(owner: str, name: str):
+    """Before a function runs for the checkpoint of a step."""
+
+    def arrange(trainer, step: int) -> None:
+        import importlib
+
+        target = trainer if owner == "trainer" else importlib.import_module(owner)
+        original = getattr(target, name)
+
+        def killing(*args, **kwargs):
+            if trainer.state.global_step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(target, name, killing)
+
+    return arrange
+
+
+def _signal(number: int):
+    from transformers import TrainerCallback
+
+    def place(trainer, step: int) -> None:
+        class Notice(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                if state.global_step == step:
+                    os.kill(os.getpid(), number)
+
+        trainer.add_callback(Notice())
+
+    return place
+
+
+CHECKPOINTS = "trl_ext.resilience.checkpoints"
+PLACES = {
+    "step_end": _at_event("on_step_end"),
+    # After the checkpoint has its name, and after what other callbacks do then.
+    "saved": _at_event("on_save"),
+    # With parameters and optimizer written, and no random state.
+    "mid_save": _within("trainer", "_save_rng_state"),
+    # Complete but for its name.
+    "before_rename": _within(CHECKPOINTS, "move_into_place"),
+    # With its name, and nothing yet deleted or scored.
+    "renamed": _within(CHECKPOINTS, "delete_old"),
+    # No kill: the notice of a preemption, or Ctrl-C, in the middle of the step that follows.
+    "notice": _signal(signal.SIGTERM),
+    "interrupt": _signal(signal.SIGINT),
+}
+
+
+# ---- Lives ----
+
+
+def live(kind: str, models: Path, folder: Path, kill: list | None = None) -> None:
+    """Train from the last checkpoint, if there is one, to the end or to the kill point; in the process that calls."""
+    import torch
+
+    from trl_ext.resilience.checkpoints import checkpoints_in
+    from trl_ext.resilience.preemption import Preemption
+
+    torch.set_num_threads(1)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "began").unlink(missing_ok=True)
+    trainer = build(kind, models, folder)
+    trainer.add_callback(Preemption(trainer))
+    if kill is not None and trainer.accelerator.process_index in (kill[2:] or [0]):
+        PLACES[kill[0]](trainer, kill[1])
+    (folder / "began").touch()
+    trainer.train(resume_from_checkpoint=bool(checkpoints_in(folder / "run")))
+    if kind == "reward":
+        trainer.selection.load_best(split="held out")
+    if trainer.accelerator.is_main_process:
+        write_end(trainer, folder / "end.safetensors")
+
+
+def write_end(trainer, path: Path) -> None:
+    """Parameters, optimizer state and the random state, as one file of tensors."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    tensors = {f"model/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    # DeepSpeed's optimizer keeps its share of the state in other ways.
+    optimizer = {} if trainer.is_deepspeed_enabled else trainer.optimizer.state_dict()["state"]
+    for index, state in optimizer.items():
+        tensors |= {f"optimizer/{index}/{name}": torch.as_tensor(value) for name, value in state.items()}
+    tensors["random"] = torch.random.get_rng_state()
+    tensors["learning_rate"] = torch.tensor(trainer.lr_scheduler.get_last_lr())
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def in_a_fork(function, *arguments, log: Path, until: Callable[[], bool] | None = None) -> int:
+    """How a forked process ended that calls a function: its exit code, or minus the signal that ended it.
+
+    It is killed as soon as `until()` is true, which is asked every few milliseconds.
+    """
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with log.open("a") as file:
+                os.dup2(file.fileno(), 1)
+                os.dup2(file.fileno(), 2)
+            function(*arguments)
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    ended, status = os.waitpid(child, 0 if until is None else os.WNOHANG)
+    while not ended:
+        if until():
+            os.kill(child, signal.SIGKILL)
+            ended, status = os.waitpid(child, 0)
+        else:
+            time.sleep(0.004)
+            ended, status = os.waitpid(child, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status)
+
+
+def save_models(folder: Path) -> None:
+    from tests.support.rollout_once import save_policy
+    from tests.support.tiny import save_tiny_model
+
+    save_tiny_model(folder / "tiny", dropout=0.1)
+    save_policy(str(folder / "tiny"), folder / "policy")
+
+
+def carry_out(job: dict, models: Path) -> None:
+    """All lives of a job.
+
+    Raises:
+        RuntimeError: a life ended otherwise than it should; with the end of its log.
+    """
+    folder = Path(job["folder"])
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    for kill in [*job["kills"], None]:
+        code = in_a_fork(live, job["kind"], models, folder, kill, log=log)
+        if code != _expected_code(kill):
+            raise RuntimeError(f"{job} with {kill} ended with {code}: {log.read_text()[-4000:]}")
+
+
+def _expected_code(kill: list | None) -> int:
+    from trl_ext.resilience.preemption import REQUEUE
+
+    if kill is None:
+        return 0
+    return {"notice": REQUEUE, "interrupt": 130}.get(kill[0], -signal.SIGKILL)
+
+
+def run_jobs(jobs: list[dict], folder: Path) -> None:
+    """Carry out jobs in another Python, in which nothing else runs."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.resume_once", str(folder / "jobs.json")],
+        cwd=REPOSITORY,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=2400,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def environment() -> dict[str, str]:
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, **quiet, "OMP_NUM_THREADS": "1"}
+
+
+def preload() -> None:
+    """Import what lives need, so that forks have it."""
+    import trl_ext
+
+    for name in ("PreferenceTrainer", "RewardTrainer", "PolicyTrainer", "SFTTrainer", "ExpertIterationTrainer"):
+        getattr(trl_ext, name)
+
+
+# ---- What two runs are compared by ----
+
+
+def differences(one: Path, other: Path) -> dict[str, float]:
+    """Largest absolute difference of the ends of two runs, by kind of tensor; infinite where names differ."""
+    from safetensors.torch import load_file
+
+    one, other = load_file(one / "end.safetensors"), load_file(other / "end.safetensors")
+    kinds = sorted({name.split("/")[0] for name in [*one, *other]})
+    if one.keys() != other.keys() or any(one[name].shape != other[name].shape for name in one):
+        return dict.fromkeys(kinds, float("inf"))
+    apart = {name: (one[name].double() - other[name].double()).abs().max().item() for name in one}
+    return {kind: max(apart[name] for name in one if name.split("/")[0] == kind) for kind in kinds}
+
+
+def metrics(folder: Path) -> list[dict]:
+    """The rows of a run's metrics without what is a time."""
+    times = ("seconds", "step_time")
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {k: v for k, v in row.items() if k not in times and not k.endswith(("_runtime", "_per_second"))}
+        for row in rows
+    ]
+
+
+def main() -> None:
+    if len(sys.argv) > 2:
+        kind, models, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+        live(kind, models, folder, json.loads(sys.argv[4]) if len(sys.argv) > 4 else None)
+        return
+    path = Path(sys.argv[1])
+    preload()
+    models = path.parent / "models"
+    if in_a_fork(save_models, models, log=path.parent / "models.txt"):
+        raise RuntimeError((path.parent / "models.txt").read_text()[-4000:])
+    for job in json.loads(path.read_text()):
+        carry_out(job, models)
+
+
+if __name__ == "__main__":
+    main()

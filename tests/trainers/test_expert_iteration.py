@@ -1,0 +1,368 @@
+"""Expert iteration: what a round keeps and trains on, resumption at any point, and the recipe itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from accelerate.utils import set_seed
+from datasets import Dataset
+from safetensors.torch import load_file
+
+from tests.support import recipes
+from trl_ext import ExpertIterationConfig, ExpertIterationTrainer, SFTConfig, SFTTrainer
+from trl_ext.data.math import load_math, math_prompt
+from trl_ext.evaluation.reasoning import grader
+from trl_ext.rollouts import SamplingSettings
+from trl_ext.toy import MODEL_DIR
+from trl_ext.trainers.expert_iteration import NoCorrectResponseError, keep_correct
+
+COMMON = {
+    "learning_rate": 5e-4,
+    "per_device_train_batch_size": 16,
+    "per_device_eval_batch_size": 64,
+    "logging_steps": 1,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+}
+SHORT = [
+    "--n_steps=2",
+    "--questions_per_step=40",
+    "--rollouts_per_question=2",
+    "--sft_epochs=1",
+    "--num_validation_prompts=4",
+    "--num_eval_prompts=6",
+    "--logging_steps=1",
+    "--disable_tqdm=true",
+]
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def build(folder: Path, *, grade=None, rows=None, ask=None, limit=48, **settings) -> ExpertIterationTrainer:
+    """320 responses to a round, of which 256 are saved at once, so that a round's sampling can break in the middle."""
+    rows = rows or load_math("toy", "train")
+    own = {"n_steps": 3, "questions_per_step": 80, "rollouts_per_question": 4, "sft_epochs": 1, "seed": 3}
+    return ExpertIterationTrainer(
+        str(MODEL_DIR),
+        ExpertIterationConfig(output_dir=str(folder), **{**COMMON, **own, **settings}),
+        rows=rows,
+        prompts=[math_prompt(row, ask) for row in rows],
+        grade=grade or grader("r1_zero"),
+        settings=SamplingSettings(max_new_tokens=limit, batch_size=128),
+    )
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+# ---- What is kept ----
+
+
+def graded(*rows: tuple[str, str, str]) -> list[dict]:
+    return [{"row_id": i, "response_text": text, "category": category, "finished": True} for i, text, category in rows]
+
+
+def test_correct_responses_are_kept_once():
+    """Of a: x twice and y are correct, z is not. Of b: x, the same text, is a response to another question."""
+    rows = graded(
+        ("a", "x", "correct"),
+        ("a", "z", "wrong_answer"),
+        ("a", "x", "correct"),
+        ("a", "y", "correct"),
+        ("b", "w", "wrong_format"),
+        ("b", "x", "correct"),
+    )
+    assert [(row["row_id"], row["response_text"]) for row in keep_correct(rows)] == [
+        ("a", "x"),
+        ("a", "y"),
+        ("b", "x"),
+    ]
+    assert [(row["row_id"], row["response_text"]) for row in keep_correct(rows, 1)] == [("a", "x"), ("b", "x")]
+    assert keep_correct(rows, 2) == keep_correct(rows)
+
+
+def test_what_the_limit_cut_is_not_kept():
+    """Behind its right answer the first goes on in mid-sentence; the same text of another row ended there."""
+    rows = graded(("a", r"\boxed{5}, for the", "correct"), ("a", r"\boxed{5}.", "correct"))
+    rows[0]["finished"] = False
+    assert keep_correct(rows) == keep_correct(rows, 1) == rows[1:]
+
+
+def test_a_round_whose_correct_responses_were_all_cut_says_so(tmp_path):
+    """Two tokens are too few for any end, and the grader takes every response."""
+
+    def right(response, row):
+        return {"reward": 1.0, "format_reward": 1.0, "answer_reward": 1.0}
+
+    trainer = build(tmp_path, grade=right, limit=2, questions_per_step=5, rollouts_per_question=2)
+    expected = r"none of 10 responses to 5 questions was correct and ended \(10 correct and cut, 0 with a wrong"
+    with pytest.raises(NoCorrectResponseError, match=expected):
+        trainer.train()
+    (figures,) = [row for row in read(tmp_path / "metrics.jsonl") if "rollouts/kept" in row]
+    assert (figures["rollouts/kept"], figures["rollouts/correct_but_cut"]) == (0, 10)
+
+
+# ---- A round ----
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory) -> Path:
+    """Three rounds without interruption."""
+    folder = tmp_path_factory.mktemp("expert")
+    trainer = build(folder)
+    trainer.train()
+    # As a notebook has them.
+    logged, written = trainer.state.log_history, read(folder / "metrics.jsonl")
+    names = ("rollouts/reward", "loss", "train_loss")
+    assert [[row.get(name) for name in names] for row in logged] == [[row.get(n) for n in names] for row in written]
+    return folder
+
+
+@pytest.mark.slow
+class TestRounds:
+    def test_a_dataset_is_the_correct_responses_of_its_round(self, straight):
+        answers = {row["row_id"]: row["answer"] for row in load_math("toy", "train")}
+        for step in (1, 2, 3):
+            rollouts = read(straight / "samples" / f"expert_{step}_rollouts.jsonl")
+            assert len(rollouts) == 320 and len({row["row_id"] for row in rollouts}) == 80
+            expected = {
+                (row["row_id"], row["response_text"])
+                for row in rollouts
+                if row["response_text"].endswith(f"</think> <answer>{answers[row['row_id']]}</answer>")
+            }
+            rows = read(straight / "samples" / f"expert_{step}_dataset.jsonl")
+            found = [(row["row_id"], row["completion"][0]["content"]) for row in rows]
+            assert len(found) == len(set(found)) and set(found) == expected
+
+    def test_rounds_draw_other_questions(self, straight):
+        drawn = [{row["row_id"] for row in read(straight / "samples" / f"expert_{s}_rollouts.jsonl")} for s in (1, 2)]
+        assert drawn[0] != drawn[1]
+
+    def test_metrics(self, straight):
+        """Steps go on over the rounds: a round of n rows makes ceil(n / 16) updates."""
+        metrics = read(straight / "metrics.jsonl")
+        rounds = [row for row in metrics if "expert_step" in row]
+        assert [row["expert_step"] for row in rounds] == [1, 2, 3]
+        updates = [-(-row["rollouts/kept"] // 16) for row in rounds]
+        assert [row["step"] for row in rounds] == [0, updates[0], updates[0] + updates[1]]
+        losses = [row["step"] for row in metrics if "loss" in row]
+        assert losses == list(range(1, sum(updates) + 1))
+        for row in rounds:
+            rollouts = read(straight / "samples" / f"expert_{row['expert_step']}_rollouts.jsonl")
+            mean = {
+                name: sum(one[key] for one in rollouts) / 320
+                for name, key in (("reward", "reward"), ("format", "format_reward"), ("entropy", "entropy"))
+            }
+            assert {name: row[f"rollouts/{name}"] for name in mean} == pytest.approx(mean)
+        # Twice the standard error of the difference of two means of 320 such rewards.
+        assert rounds[2]["rollouts/reward"] > rounds[0]["rollouts/reward"] + 0.06
+        assert rounds[2]["rollouts/entropy"] < rounds[0]["rollouts/entropy"]
+
+    def test_a_round_is_fine_tuning_on_its_dataset(self, straight, tmp_path):
+        """`SFTTrainer` by itself, on what the file of the first round holds, ends with the same weights."""
+        rows = Dataset.from_list(read(straight / "samples" / "expert_1_dataset.jsonl"))
+        config = SFTConfig(output_dir=str(tmp_path), num_train_epochs=1, save_strategy="no", seed=3, **COMMON)
+        trainer = SFTTrainer(str(MODEL_DIR), config, train_dataset=rows)
+        set_seed(3 + 1)
+        trainer.train()
+        trainer.save_model(str(tmp_path / "sft"))
+        assert same_weights(tmp_path / "sft", straight / "checkpoint-1")
+
+    @pytest.mark.parametrize("place", ["sampling", "fine-tuning", "saving"])
+    @pytest.mark.parametrize("step", [1, 2])
+    def test_a_run_that_breaks_goes_on_as_the_straight_one(self, straight, step, place, tmp_path, monkeypatch):
+        """It breaks in round 1 or 2: with 256 of 320 responses sampled, in an update, or in saving a checkpoint."""
+        self.break_at(step, place, tmp_path, monkeypatch)
+        checkpoint = tmp_path / f"checkpoint-{step - 1}"
+        assert (checkpoint / "trainer_state.json").is_file()
+        assert not (tmp_path / f"checkpoint-{step}" / "trainer_state.json").exists()
+        build(tmp_path).train(resume_from_checkpoint=True)
+        assert same_weights(tmp_path / "checkpoint-3", straight / "checkpoint-3")
+        for name in ("expert_1_dataset", "expert_2_rollouts", "expert_3_dataset"):
+            path = Path("samples") / f"{name}.jsonl"
+            assert (tmp_path / path).read_bytes() == (straight / path).read_bytes()
+        steps = [[row["step"] for row in read(folder / "metrics.jsonl")] for folder in (tmp_path, straight)]
+        assert steps[0] == steps[1]
+
+    def test_a_checkpoint_that_cannot_be_resumed_from(self, straight, tmp_path):
+        with pytest.raises(FileNotFoundError, match="has no checkpoint to resume from"):
+            build(tmp_path).train(resume_from_checkpoint=True)
+        with pytest.raises(ValueError, match="is of a run with 16 examples to an update, and now it is 8: "):
+            build(straight, per_device_train_batch_size=8).train(resume_from_checkpoint=True)
+
+    def break_at(self, step: int, place: str, folder: Path, monkeypatch) -> None:
+        from trl_ext.rollouts import saved_rows as run
+
+        class Broken(BaseException):
+            pass
+
+        trainer = build(folder)
+        with monkeypatch.context() as patch:
+            if place == "sampling":
+                append = run._append
+
+                def breaking(path, rows):
+                    append(path, rows)
+                    if path.name == f"expert_{step}_rollouts.jsonl":
+                        raise Broken
+
+                patch.setattr(run, "_append", breaking)
+            elif place == "fine-tuning":
+                training_step = type(trainer).training_step
+
+                def breaking(self, *args, **kwargs):
+                    if (self._file(step, "dataset")).exists() and self.state.global_step == 1:
+                        raise Broken
+                    return training_step(self, *args, **kwargs)
+
+                patch.setattr(type(trainer), "training_step", breaking)
+            else:
+                from trl_ext.trainers import expert_iteration
+
+                write = expert_iteration.write_json
+
+                def breaking(path, told):
+                    if told.get("expert_step") == step:
+                        raise Broken
+                    write(path, told)
+
+                patch.setattr(expert_iteration, "write_json", breaking)
+            with pytest.raises(Broken):
+                trainer.train(resume_from_checkpoint=False)
+
+
+def test_a_round_without_a_correct_response_says_so(tmp_path):
+    def wrong(response, row):
+        return {"reward": 0.0, "format_reward": 1.0, "answer_reward": 0.0}
+
+    trainer = build(tmp_path, grade=wrong, questions_per_step=5, rollouts_per_question=2)
+    expected = "round 1 .* none of 10 responses to 5 questions was .* .0 correct and cut, 10 with a wrong answer, 0 in"
+    with pytest.raises(NoCorrectResponseError, match=expected):
+        trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"n_steps": 0}, "n_steps must be at least 1"),
+        ({"max_per_question": 0}, "max_per_question must be at least 1"),
+        ({"max_steps": 10}, "max_steps and num_train_epochs are not used"),
+        ({"num_train_epochs": 7}, "max_steps and num_train_epochs are not used"),
+        ({"save_strategy": "steps"}, "save_strategy .* not used"),
+    ],
+)
+def test_settings_that_are_refused(settings, expected, tmp_path):
+    with pytest.raises(ValueError, match=expected):
+        ExpertIterationConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, **settings)
+
+
+def test_more_questions_than_there_are(tmp_path):
+    with pytest.raises(ValueError, match="questions_per_step 500 is more than the 400 problems"):
+        build(tmp_path, questions_per_step=500)
+
+
+# ---- The recipe ----
+
+
+@pytest.mark.slow
+def test_a_run_and_what_it_leaves(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, "--output_dir", "run", "--max_per_question", "1")
+    run = tmp_path / "run"
+    results = json.loads((run / "results.json").read_text())
+    rows = read(run / "generations.jsonl")
+    assert results["score"]["policy"] == sum(row["score"] for row in rows) / 6
+    assert results["run"]["sampled_responses"] == 160
+    validations = [row for row in read(run / "metrics.jsonl") if "eval_score" in row]
+    assert len(validations) == 3 and validations[0]["step"] == 0
+    assert validations[-1]["step"] == results["run"]["optimizer_steps"]
+    for step in (1, 2):
+        questions = [row["row_id"] for row in read(run / "samples" / f"expert_{step}_dataset.jsonl")]
+        assert len(questions) == len(set(questions))
+    assert sorted(path.name for path in run.glob("checkpoint-*")) == ["checkpoint-2"]
+    assert "accuracy, sampled" in capsys.readouterr().out
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_run_out_of_time_ends_after_its_round(tmp_path, monkeypatch, capsys):
+    """A budget that is spent at once: of two rounds the first is finished, and with more hours the second, too."""
+    monkeypatch.chdir(tmp_path)
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, "--output_dir", "straight")
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, "--output_dir", "broken", "--max_hours", "1e-7")
+    assert "stopped by --max_hours 1e-07 after 1 of 2 rounds; with more hours" in capsys.readouterr().out
+    results = json.loads((tmp_path / "broken" / "results.json").read_text())["run"]
+    assert results["stopped_by_max_hours"] and results["sampled_responses"] == 80
+    assert results["objective"].startswith("expert iteration (1 round of 40 questions")
+    resume = ["--output_dir", "broken", "--resume_from_checkpoint", "--max_hours"]
+    with pytest.raises(SystemExit):
+        recipes.run(monkeypatch, "expert_iteration", *SHORT, *resume, "1e-7")
+    assert "of its --max_hours 1e-07: give more" in capsys.readouterr().err
+    recipes.run(monkeypatch, "expert_iteration", *SHORT, *resume, "1")
+    runs = [json.loads((tmp_path / name / "results.json").read_text())["run"] for name in ("straight", "broken")]
+    assert [run["sampled_responses"] for run in runs] == [160, 160] and not runs[1]["stopped_by_max_hours"]
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("straight", "broken"))
+    assert all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.long
+def test_a_killed_run_ends_as_the_straight_one(tmp_path):
+    """SIGKILL while the second round is under way, then the same command with --resume_from_checkpoint."""
+    arguments = [*SHORT, "--questions_per_step=80", "--rollouts_per_question=4"]
+    for name in ("straight", "broken"):
+        command = recipes.launch_command("expert_iteration", *arguments, "--output_dir", name)
+        options = {"cwd": tmp_path, "env": recipes.environment(), "start_new_session": True}
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options) as process:
+            if name == "straight":
+                assert process.wait(timeout=300) == 0
+                continue
+            deadline = time.monotonic() + 300
+            while not (tmp_path / "broken/samples/expert_2_rollouts.jsonl").exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.01)
+            os.killpg(process.pid, signal.SIGKILL)
+    assert not (tmp_path / "broken" / "results.json").exists()
+    resumed = [*arguments, "--output_dir", "broken", "--resume_from_checkpoint"]
+    recipes.launch("expert_iteration", *resumed, folder=tmp_path)
+    assert same_weights(tmp_path / "straight", tmp_path / "broken")
+    scores = [json.loads((tmp_path / n / "results.json").read_text())["reasoning"] for n in ("straight", "broken")]
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--questions_per_step", "500"], "questions_per_step 500 is more than the 400 problems"),
+        (["--generation_temperature", "0"], "generation_temperature 0"),
+        (["--max_steps", "3"], "n_steps and sft_epochs"),
+        (["--max_hours", "-1"], "max_hours must be positive, got -1"),
+        (["--prompt_template", "nope"], "nope"),
+        (["--resume_from_checkpoint"], "has no checkpoint to resume"),
+        # Answers in a box are asked for, which the embedded model never writes.
+        (["--reward", "question_only"], "none of 80 responses to 40 questions was correct"),
+    ],
+    ids=lambda value: "-".join(value)[-30:] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line(arguments, expected, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    line = recipes.refused(monkeypatch, capsys, "expert_iteration", *SHORT, "--output_dir", "run", *arguments)
+    assert expected in line
+
+
+@pytest.mark.long
+def test_the_default_run_improves(tmp_path):
+    """The recipe without arguments, as a user starts it: the interval of the gain lies above 0.2."""
+    recipes.launch("expert_iteration", folder=tmp_path, timeout=600)
+    results = json.loads((tmp_path / "runs" / "expert-iteration-toy" / "results.json").read_text())
+    assert results["score"]["gain"]["low"] > 0.2

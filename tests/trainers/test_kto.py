@@ -1,0 +1,264 @@
+"""`KTOTrainer`: its loss against `trl_ext.losses.kto` in float64, truncation, weights, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.support.tiny import pairs, perturbed, response_log_prob
+from tests.support.train_once import (
+    DEFAULTS,
+    largest_difference,
+    relative_difference,
+    result,
+    train,
+    train_in_processes,
+)
+from trl_ext import KTOConfig, KTOTrainer
+from trl_ext.losses import kto
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+SETTINGS = {name: value for name, value in DEFAULTS.items() if name != "per_device_train_batch_size"}
+
+
+def build(path: str, folder, rows, eval_dataset=None, **args) -> KTOTrainer:
+    torch.set_num_threads(1)
+    load = lambda: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)  # noqa: E731
+    arguments = {"per_device_train_batch_size": 8, **SETTINGS, **args, "output_dir": str(folder)}
+    return KTOTrainer(
+        load(),
+        perturbed(load(), scale=0.02),
+        args=KTOConfig(**arguments),
+        train_dataset=rows if isinstance(rows, Dataset) else Dataset.from_list(rows),
+        eval_dataset=eval_dataset,
+        processing_class=AutoTokenizer.from_pretrained(path),
+    )
+
+
+def test_loss_and_gradient(tiny_model_path, tmp_path):
+    """One step on 4 pairs taken apart: the mean of `kto`, its divergence from each prompt with another response."""
+    weights = {"desirable_weight": 1.0, "undesirable_weight": 0.8}
+    trainer = build(tiny_model_path, tmp_path, pairs(4), beta=0.5, **weights)
+    rows = list(trainer.train_dataset)
+    assert [row["label"] for row in rows] == [True, False] * 4
+    start = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    run = result(trainer)
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+    reference = perturbed(AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64), scale=0.02)
+    reference = reference.double()
+
+    def log_ratios(completions: list[list[int]]):
+        both = zip(rows, completions, strict=True)
+        both = [(row["prompt_ids"], ids) for row, ids in both]
+        with torch.no_grad():
+            base = torch.stack([response_log_prob(reference, *row) for row in both])
+        return torch.stack([response_log_prob(model, *row) for row in both]) - base
+
+    completions = [row["completion_ids"] for row in rows]
+    shifted = log_ratios([completions[-1], *completions[:-1]]).detach()
+    assert shifted.mean() > 0.01, "clamped at 0, the divergence would not be tested"
+    labels = torch.tensor([row["label"] for row in rows])
+    loss = kto(log_ratios(completions), labels, shifted, beta=0.5, **weights).mean()
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    moved = torch.cat([(start[name] - run.parameters[name]).flatten() for name in start]).double()
+    assert run.losses == pytest.approx([loss.item()], rel=1e-8)
+    assert relative_difference(moved, gradient) < 1e-9
+    assert run.logs[0]["kl"] == pytest.approx(shifted.mean().item(), rel=1e-8)
+
+
+def bco_by_hand(path, rows, *, batch=8, beta=0.5, rate=0.05):
+    """Losses and shifts of gradient descent on BCO, a batch of rows at a time; and the parameters after it."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    reference = perturbed(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), scale=0.02).double()
+    seen, losses, shifts = {True: [], False: []}, [], []
+    for start in range(0, len(rows), batch):
+        means = [sum(known) / len(known) if known else 0.0 for known in seen.values()]
+        shifts.append(sum(means) / 2)
+        total, rewards = 0.0, []
+        for row in rows[start : start + batch]:
+            both = row["prompt_ids"], row["completion_ids"]
+            with torch.no_grad():
+                base = response_log_prob(reference, *both)
+            reward = beta * (response_log_prob(model, *both) - base)
+            sign = 1 if row["label"] else -1
+            total = total + torch.log1p(torch.exp(-sign * (reward - shifts[-1]))) / batch
+            rewards.append((row["label"], reward.item()))
+        for label, reward in rewards:
+            seen[label].append(reward)
+        model.zero_grad()
+        total.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= rate * parameter.grad
+        losses.append(total.item())
+    return losses, shifts, dict(model.named_parameters())
+
+
+BCO = {"loss_type": "bco", "beta": 0.5, "learning_rate": 0.05, "max_steps": 3, "lr_scheduler_type": "constant"}
+
+
+@pytest.mark.parametrize("size, accumulation", [(8, 1), (2, 4)])
+def test_bco(size, accumulation, tiny_model_path, tmp_path):
+    """Three updates on 12 pairs, however the batch is split, and resumed; the shift is that of all earlier rewards."""
+    args = {
+        **BCO,
+        "per_device_train_batch_size": size,
+        "gradient_accumulation_steps": accumulation,
+        "max_grad_norm": 0.0,
+    }
+    trainer = build(tiny_model_path, tmp_path, pairs(12), **args, save_strategy="steps", save_steps=2)
+    losses, shifts, parameters = bco_by_hand(tiny_model_path, list(trainer.train_dataset))
+    trainer.train()
+    run = result(trainer)
+    assert run.losses == pytest.approx(losses, rel=1e-8)
+    assert [entry["delta"] for entry in run.logs] == pytest.approx(shifts, rel=1e-8)
+    assert abs(shifts[2]) > 1e-3 and shifts[0] == 0
+    moved = {name: run.parameters[name] - parameters[name] for name in parameters}
+    assert max(change.abs().max().item() for change in moved.values()) < 1e-9
+    again = build(tiny_model_path, tmp_path / "again", pairs(12), **args)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.reward_sums == trainer.reward_sums
+    assert all(result(again).parameters[name].equal(run.parameters[name]) for name in parameters)
+
+
+@pytest.mark.slow
+def test_bco_on_two_processes_is_bco_on_one(tiny_model_path, tmp_path):
+    """The shift is of the rewards of all processes; with an adapter, the reference is the base."""
+    spec = {"trainer": "KTOTrainer", "model": tiny_model_path, "lora": True, "pairs": 12}
+    args = {**BCO, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    (spread,) = train_in_processes([{**spec, "args": args}], 2, tmp_path)
+    whole = result(train({**spec, "args": {**BCO, "per_device_train_batch_size": 8}}, str(tmp_path / "whole")))
+    assert largest_difference(spread.parameters, whole.parameters) < 1e-9
+    deltas = [entry["delta"] for entry in whole.logs]
+    assert [entry["delta"] for entry in spread.logs] == pytest.approx(deltas, rel=1e-8) and deltas[2]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [({"undesirable_weight": 2.0}, "BCO shifts its rewards"), ({"loss_type": "bce"}, "kto, apo_zero_unpaired, bco")],
+)
+def test_what_bco_refuses(settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        KTOConfig(str(tmp_path), report_to=[], **{**BCO, **settings})
+
+
+def test_prompts_lose_their_beginning_and_responses_their_end(tiny_model_path, tmp_path):
+    whole = build(tiny_model_path, tmp_path, pairs(4)).train_dataset
+    cut = build(tiny_model_path, tmp_path, pairs(4), max_prompt_tokens=20, max_response_tokens=5).train_dataset
+    assert max(map(len, whole["prompt_ids"])) > 20 and max(map(len, whole["completion_ids"])) > 5
+    for row, full in zip(cut, whole, strict=True):
+        assert row["prompt_ids"] == full["prompt_ids"][-20:]
+        assert row["completion_ids"] == full["completion_ids"][:5]
+        assert row["KL_completion_ids"] == full["KL_completion_ids"][:5]
+
+
+def labelled(*labels) -> list[dict]:
+    return [
+        {"row_id": f"row{index}", "prompt": f"prompt {index}", "completion": f"answer {index}", "label": label}
+        for index, label in enumerate(labels)
+    ]
+
+
+def test_the_balance_of_the_labels_is_told(tiny_model_path, tmp_path, caplog):
+    """3 to 1; then 3 : 2.5 = 1.2 to 1."""
+    rows = labelled(True, True, False, True)
+    build(tiny_model_path, tmp_path, rows)
+    assert "3 desirable and 1 undesirable responses weigh 3 to 1" in caplog.text
+    # TRL's advice: 3 / 1.33 to 3.
+    assert "undesirable_weight in [2.26, 3.0]" in caplog.text
+    caplog.clear()
+    build(tiny_model_path, tmp_path, rows, undesirable_weight=2.5)
+    assert "weigh 1.2 to 1" in caplog.text
+
+
+def test_several_processes_pair_the_same_rows(tiny_model_path, tmp_path):
+    """Ten rows in batches of 4, tokenized by two processes, 5 rows each: batches are of all rows all the same."""
+    rows = labelled(*[True, False] * 5)
+    dataset = build(tiny_model_path, tmp_path, rows, per_device_train_batch_size=4, dataset_num_proc=2).train_dataset
+    own = dataset["completion_ids"]
+    assert dataset["KL_completion_ids"] == [own[index] for index in (3, 0, 1, 2, 7, 4, 5, 6, 9, 8)]
+
+
+def test_a_last_row_that_is_alone_is_left_out(tiny_model_path, tmp_path, caplog):
+    """9 rows in batches of 4: the ninth would be paired with itself, (i, i), z being its own log-ratio.
+    10 rows leave two, which have each other; the paired response is that of the row before, or the batch's last."""
+    held_out = Dataset.from_list(labelled(*[False, True] * 4, False))
+    trainer = build(
+        tiny_model_path,
+        tmp_path,
+        labelled(*[True, False] * 4, True),
+        per_device_train_batch_size=4,
+        eval_dataset={"one": held_out, "two": Dataset.from_list(labelled(*[True, False] * 5))},
+    )
+    rotated = [3, 0, 1, 2, 7, 4, 5, 6]
+    of = {"train": trainer.train_dataset, **trainer.eval_dataset}
+    for name, expected in {"train": rotated, "one": rotated, "two": [*rotated, 9, 8]}.items():
+        own = of[name]["completion_ids"]
+        assert of[name]["KL_completion_ids"] == [own[index] for index in expected], name
+    assert "train_dataset: the last of 9 rows is left out, as batches of 4 leave it" in caplog.text
+    assert "one_dataset: the last of 9 rows" in caplog.text and caplog.text.count("is left out") == 2
+    assert "4 desirable and 4 undesirable responses weigh 1 to 1" in caplog.text, "labels of what is trained on"
+    caplog.clear()
+    # 5 rows: 4 with neighbours, with a loss that the fifth does not enter.
+    rows = [held_out.select(range(count)) for count in (4, 5)]
+    four, five = (trainer.evaluate(one)["eval_loss"] for one in rows)
+    assert four == five and caplog.text.count("eval_dataset: the last of 5 rows is left out") == 1
+    with pytest.raises(ValueError, match="eval_dataset has one row: KTO pairs each prompt with the response"):
+        trainer.evaluate(held_out.select(range(1)))
+
+
+WRONG_ROWS = {
+    "train_dataset has no undesirable response among its 2: KTO weighs": labelled(True, True),
+    "train_dataset has no desirable response among its 3": labelled(False, False, False),
+    "train_dataset, row_id row1: label must be true or false, got None": labelled(True, None, False),
+    "train_dataset, row_id row0: label must be true or false, got 1": labelled(1, 0),
+    "train_dataset has no column 'label': give rows of prompt, completion, label, or of prompt, chosen, rejected": [
+        {"prompt": "a", "completion": "b"}
+    ],
+}
+
+
+@pytest.mark.parametrize("message", WRONG_ROWS)
+def test_wrong_rows(message, tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        build(tiny_model_path, tmp_path, WRONG_ROWS[message])
+
+
+WRONG_SETTINGS = {
+    "per_device_train_batch_size must be at least 2, got 1": {"per_device_train_batch_size": 1},
+    "max_length is not used by KTOConfig: use max_prompt_tokens": {"max_length": 100},
+    "max_prompt_tokens must be at least 1": {"max_prompt_tokens": 0},
+    "beta must be a positive number, got 0": {"beta": 0},
+    "undesirable_weight must be a positive number": {"undesirable_weight": -1.0},
+    "packing must be one of auto, off": {"packing": "on"},
+}
+
+
+@pytest.mark.parametrize("message", WRONG_SETTINGS)
+def test_wrong_settings(message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        KTOConfig(str(tmp_path), use_cpu=True, **WRONG_SETTINGS[message])
+
+
+def test_wrong_configuration_class(tiny_model_path, tmp_path):
+    import trl
+
+    with pytest.raises(TypeError, match=r"takes a KTOConfig, got DPOConfig of trl\.trainer.*import KTOConfig"):
+        KTOTrainer(tiny_model_path, args=trl.DPOConfig(str(tmp_path), use_cpu=True, bf16=False))
+
+
+def test_resumes_as_it_would_have_gone_on(tiny_model_path, tmp_path):
+    """Of two steps, the second from a checkpoint of the first: parameters to the last bit."""
+    settings = {"max_steps": 2, "learning_rate": 0.1, "save_strategy": "steps", "save_steps": 1}
+    straight = build(tiny_model_path, tmp_path, pairs(8), **settings)
+    straight.train()
+    resumed = build(tiny_model_path, tmp_path, pairs(8), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for name, parameter in resumed.model.named_parameters():
+        assert torch.equal(parameter, dict(straight.model.named_parameters())[name]), name

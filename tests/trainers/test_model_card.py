@@ -1,0 +1,228 @@
+"""The card in a model's folder: method, paper, data and figures are the run's own, and nobody's paths are in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from tests.support import REPOSITORY, recipes
+from tests.support.tiny import save_tiny_model
+from trl_ext import AOTTrainer
+from trl_ext.evaluation.reporting.model_card import results_section
+from trl_ext.losses import PreferenceObjective  # noqa: F401  the losses register before a test copies their table
+from trl_ext.trainers.model_card import WritesModelCard, method_of
+
+SECRET = "hf_abcdefghijklmnopqrstuvwxyz"
+
+
+def stand_in(folder: Path, *, base: str = "org/base", **args) -> WritesModelCard:
+    """A trainer as far as a card reads it, of AOT on three rows after seven updates."""
+    trainer = WritesModelCard()
+    trainer.args = SimpleNamespace(output_dir=str(folder), hub_model_id=None, loss="aot", **args)
+    trainer.objective = SimpleNamespace(describe=lambda: "aot (beta 0.1)")
+    trainer.model = SimpleNamespace(config=SimpleNamespace(_name_or_path=base))
+    trainer.state = SimpleNamespace(global_step=7)
+    trainer.train_dataset = range(3)
+    trainer._tag_names, trainer._name, trainer._paper = ["trl_ext"], AOTTrainer._name, AOTTrainer._paper
+    trainer.is_world_process_zero = lambda: True
+    return trainer
+
+
+def head_of(card: str) -> dict:
+    return yaml.safe_load(card.split("---\n")[1])
+
+
+@pytest.mark.parametrize("name", ["DPO", "GRPO", "RLOO", "KTO", "SFT", "Reward"])
+def test_trls_tags_stand_beside_ours(name):
+    import trl
+
+    import trl_ext
+
+    own, stock = (getattr(library, f"{name}Trainer")._tag_names for library in (trl_ext, trl))
+    assert {*stock, "trl_ext"} <= {*own}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "given", "paper"),
+    [
+        ("AOTTrainer", {"loss": "aot"}, "2406.05882"),
+        ("PreferenceTrainer", {"loss": "simpo"}, "2405.14734"),
+        ("PreferenceTrainer", {"loss": "my_losses.py:own"}, ""),
+        ("CDPOTrainer", {"loss": "cdpo"}, ""),
+        ("PolicyTrainer", {"algorithm": "dapo"}, "2503.14476"),
+        ("PolicyTrainer", {"algorithm": "reinforce"}, ""),
+        ("PolicyTrainer", {"algorithm": "mine.py:own"}, ""),
+        ("PPOTrainer", {"algorithm": "ppo"}, "1707.06347"),
+        ("KTOTrainer", {}, "2402.01306"),
+        ("ExpertIterationTrainer", {}, "1705.08439"),
+        ("RewardTrainer", {}, ""),
+    ],
+)
+def test_paper_is_the_methods(trainer, given, paper):
+    import trl_ext
+    import trl_ext.algorithms
+
+    own = getattr(trl_ext, trainer)
+    found = method_of(SimpleNamespace(_name=own._name, _paper=own._paper, args=SimpleNamespace(**given), objective=1))
+    assert found["id"] == paper
+
+
+def test_a_notebooks_card_before_there_are_results(tmp_path):
+    trainer = stand_in(tmp_path / "my-run")
+    trainer.create_model_card(dataset_name="org/pairs", tags="course")
+    card = (tmp_path / "my-run" / "README.md").read_text()
+    assert head_of(card) == {
+        "base_model": "org/base",
+        "datasets": "org/pairs",
+        "library_name": "transformers",
+        "model_name": "my-run",
+        "tags": ["aot", "course", "generated_from_trainer", "trl_ext"],
+    }
+    assert "AOT: `aot (beta 0.1)`." in card and "https://arxiv.org/abs/2406.05882" in card
+    assert "[org/pairs](https://huggingface.co/datasets/org/pairs), 3 rows; 7 updates." in card
+    assert "## Results" not in card and "again" not in card
+    assert 'generate = pipeline("text-generation", model=".")' in card
+
+
+def test_figures_have_their_intervals(tmp_path):
+    rate = {"rate": 0.75, "low": 0.6, "high": 0.86, "n": 40}
+    results = {
+        "run": {
+            "recipe": "aot",
+            "objective": "aot (beta 0.2)",
+            "model": "org/other",
+            "dataset": "toy",
+            "train_pairs": 2000,
+        },
+        "win_rate": {"half": rate, "agreed": {**rate, "rate": 0.0, "n": 0}},
+        "score": {"policy": 0.8, "base": 0.5, "gain": {"mean": 0.3, "low": 0.25, "high": 0.35}},
+        "kl": {"mean": 1.234, "low": 1.1, "high": 1.3},
+    }
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    (tmp_path / "config.yaml").write_text("beta: 0.2\n")
+    trainer = stand_in(tmp_path)
+    trainer.card_results = results_section(results)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    rows = dict(line.strip("| ").split(" | ") for line in card.splitlines() if line.startswith("| "))
+    assert rows["win rate, ties as half"] == r"0.750 \[0.600, 0.860\]"
+    assert rows["gain in true score"] == r"0.300 \[0.250, 0.350\]"
+    assert rows[r"KL to the base \(nats per response\)"] == r"1.23 \[1.10, 1.30\]"
+    assert "win rate, ties dropped" not in rows, "no row counts for it"
+    # The recipe knows them better than the trainer.
+    assert "org/other" in card and "org/base" not in card and "`toy`" in card and "2000 pairs" in card
+    assert f"trl-ext train aot --config {tmp_path.name}/config.yaml --output_dir {tmp_path.name}-again" in card
+
+
+def test_accuracies_of_reasoning_before_and_after():
+    def accuracy(mean: float) -> dict:
+        return {"accuracy": {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": 10}}
+
+    reasoning = {"before": {"greedy": accuracy(0.2)}, "after": {"greedy": accuracy(0.5)}}
+    gain = {"gain": {"mean": 0.3, "low": 0.1, "high": 0.5}}
+    card = results_section({"run": {}, "score": gain, "reasoning": reasoning})
+    assert r"| accuracy before, greedy | 0.200 \[0.100, 0.300\] |" in card
+    assert r"| gain in accuracy, sampled | 0.300 \[0.100, 0.500\] |" in card and "true score" not in card
+    assert r"| accuracy after, greedy | 0.500 \[0.400, 0.600\] |" in card
+
+
+def test_of_a_path_the_last_part_is_told(tmp_path):
+    trainer = stand_in(tmp_path / "run", base="/home/someone/lab/base-7b")
+    trainer.create_model_card(dataset_name="/home/someone/lab/secret_pairs")
+    card = (tmp_path / "run" / "README.md").read_text()
+    assert "`base-7b`" in card and "`secret_pairs`" in card
+    assert "someone" not in card and str(tmp_path) not in card
+    assert {"base_model", "datasets"} & set(head_of(card)) == set()
+
+
+@pytest.mark.slow
+def test_a_recipe_with_an_adapter(tmp_path, monkeypatch):
+    from huggingface_hub import ModelCard
+
+    monkeypatch.chdir(tmp_path)
+    short = ["--max_steps", "2", "--save_steps", "1", "--per_device_train_batch_size", "4", "--eval_strategy", "no"]
+    short += ["--num_eval_prompts", "16", "--max_new_tokens", "8", "--generation_eval_every", "0"]
+    recipes.run(monkeypatch, "dpo", *short, "--use_peft", "true", "--hub_token", SECRET, "--disable_tqdm", "true")
+    run = tmp_path / "runs" / "dpo-toy"
+    results = json.loads((run / "results.json").read_text())
+    card = ModelCard.load(run / "README.md")
+    assert card.data.library_name == "peft" and card.data.base_model is None and card.data.license == "apache-2.0"
+    half = results["win_rate"]["half"]
+    shown = rf"{half['rate']:.3f} \[{half['low']:.3f}, {half['high']:.3f}\]"
+    assert shown in card.text and "2305.18290" in card.text and "`toy`" in card.text and "2000 pairs" in card.text
+    assert "trl-ext train dpo --config runs/dpo-toy/config.yaml" in card.text
+    cards = sorted(run.rglob("README.md"))
+    assert len(cards) >= 2, "PEFT writes one into each checkpoint"
+    for path in cards:
+        text = path.read_text()
+        assert "2305.18290" in text
+        for private in (str(tmp_path), str(REPOSITORY), str(Path.home()), SECRET):
+            assert private not in text, (path, private)
+
+
+def _block(card: str, language: str) -> str:
+    return card.split(f"```{language}\n")[1].split("```")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", ["toy", "hub", "folder"])
+def test_the_cards_own_lines_load_the_model_elsewhere_and_train_it_again(base, tmp_path, monkeypatch):
+    """An adapter on the embedded model, on a snapshot of a hub model, and on a folder, in a fresh process each."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    folder = {"hub": snapshot, "folder": here / "base-7b"}.get(base)
+    here.mkdir()
+    if folder is not None:
+        save_tiny_model(folder)
+        (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+    if base == "hub":
+        (snapshot.parents[1] / "refs").mkdir()
+        (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    monkeypatch.chdir(here)
+    rows = [json.dumps({"prompt": f"say {n}", "chosen": f"{n}", "rejected": "no"}) for n in range(8)]
+    Path("mine.jsonl").write_text("\n".join(rows))
+    flags = ["--dataset_name=mine.jsonl", "--max_steps=1", "--use_peft=true", "--per_device_train_batch_size=4"]
+    flags += ["--use_cpu=true", "--eval_strategy=no", "--disable_tqdm=true", "--output_dir=runs/mine"]
+    lora = ["--lora_target_modules", "q_proj", "v_proj"]
+    recipes.run(monkeypatch, "aot", *flags, f"--model_name_or_path={folder or base}", *lora)
+
+    card = Path("runs/mine/README.md").read_text()
+    assert head_of(card)["license"] == {"toy": "apache-2.0"}.get(base, "mit")
+    assert head_of(card).get("base_model") == {"hub": "org/tiny"}.get(base)
+    saved = json.loads(Path("runs/mine/adapter_config.json").read_text())["base_model_name_or_path"]
+    assert saved == {"toy": "toy", "hub": "org/tiny", "folder": str(folder)}[base]
+    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-m", *_block(card, "bash").replace("trl-ext", "trl_ext").split()]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert json.loads(Path("runs/mine-again/results.json").read_text())["run"]["dataset"] == "mine.jsonl"
+    shutil.copytree("runs/mine", elsewhere)
+    if base == "folder":
+        shutil.move(folder, elsewhere / "base-7b")
+    script = [sys.executable, "-c", _block(card, "python")]
+    used = subprocess.run(script, cwd=elsewhere, env=environment, capture_output=True, text=True)
+    assert used.returncode == 0 and "generated_text" in used.stdout, used.stderr
+
+
+@pytest.mark.parametrize(("loss", "tags"), [("aot", {"aot"}), ("dpo", {"dpo"}), ("mine.py:f", {"dpo"})])
+def test_a_model_is_tagged_by_its_method(loss, tags, tmp_path):
+    trainer = stand_in(tmp_path / "run")
+    trainer._tag_names, trainer.args.loss = AOTTrainer._tag_names, loss
+    trainer.create_model_card()
+    ours = {"generated_from_trainer", "preference-optimization", "trl", "trl_ext"}
+    assert {*head_of((tmp_path / "run" / "README.md").read_text())["tags"]} == ours | tags
+
+
+@pytest.mark.parametrize("text", ['{"win_rate": [', '{"accuracy": 0.5}', "[]"])
+def test_damaged_or_foreign_results_leave_a_card(tmp_path, text):
+    (tmp_path / "results.json").write_text(text)
+    stand_in(tmp_path).create_model_card()
+    assert "## Results" not in (tmp_path / "README.md").read_text()

@@ -1,0 +1,374 @@
+"""`OnlinePreferenceTrainer` against float64 arithmetic, and however its batch is divided."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.support.float64 import float32_again
+from tests.support.rollout_once import prompts, thirds, train, train_in_processes
+from tests.support.tiny import perturbed, response_log_prob
+from tests.support.train_once import largest_difference, relative_difference, result
+from trl_ext.losses import PreferenceObjective, PreferenceScores, aot, dpo, ipo, simpo
+from trl_ext.rollouts.replay import importance_weights
+from trl_ext.trainers.online_preference import trainer as online_preference
+from trl_ext.trainers.policy.scoring import ScoringTemperature
+from trl_ext.trainers.preference.pair_batches import SampledPairMetrics
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+LOSSES = {"dpo": dpo, "ipo": ipo, "simpo": simpo, "aot": aot}
+
+
+def specification(policy_path: str, **args) -> dict:
+    return {
+        "trainer": "OnlinePreferenceTrainer",
+        "model": policy_path,
+        "perturb": 1,
+        "fixed": True,
+        "args": {"per_device_train_batch_size": 16, **args},
+    }
+
+
+class Recorder:
+    """A reward function that keeps what it is given."""
+
+    __name__ = "thirds"
+
+    def __init__(self):
+        self.responses: list[tuple[list, list[int], float]] = []
+
+    def __call__(self, prompts, completion_ids, **_):
+        rewards = thirds(completion_ids)
+        self.responses += zip(prompts, completion_ids, rewards, strict=True)
+        return rewards
+
+
+def initial_model(policy_path: str):
+    return perturbed(AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64), seed=1, scale=0.02)
+
+
+def expected_pairs(responses: list, kind: str) -> list[tuple]:
+    """Chosen and rejected response of each pair, of groups of 4, by sorting and comparing."""
+    found = []
+    for start in range(0, len(responses), 4):
+        group = responses[start : start + 4]
+        if kind == "best_worst":
+            ranked = sorted(group, key=lambda response: response[2])
+            found.append((ranked[-1], ranked[0]))
+        else:
+            found += [(one, other) for one, other in itertools.permutations(group, 2) if one[2] > other[2]]
+    return found
+
+
+def expected_scores(policy_path: str, model, pairs: list[tuple]) -> PreferenceScores:
+    """Scores in float64, one response at a time, without padding."""
+    tokenizer = AutoTokenizer.from_pretrained(policy_path)
+    reference = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+
+    def sums(scorer, side: int):
+        values = []
+        for pair in pairs:
+            text = tokenizer.apply_chat_template(pair[side][0], tokenize=False, add_generation_prompt=True)
+            values.append(response_log_prob(scorer, tokenizer(text)["input_ids"], list(pair[side][1])))
+        return torch.stack(values)
+
+    with torch.no_grad():
+        ref_chosen, ref_rejected = sums(reference, 0), sums(reference, 1)
+    lengths = [torch.tensor([len(pair[side][1]) for pair in pairs]) for side in (0, 1)]
+    return PreferenceScores(sums(model, 0), sums(model, 1), ref_chosen, ref_rejected, *lengths)
+
+
+# ---- Loss and gradient ----
+
+
+@pytest.mark.parametrize(
+    ("loss", "pairs", "accumulation", "temperature"),
+    [
+        ("dpo", "best_worst", 1, 1.0),
+        ("ipo", "best_worst", 4, 1.0),
+        ("dpo", "all", 2, 1.0),
+        ("simpo", "all", 1, 1.0),
+        ("aot", "all", 2, 1.0),
+        ("dpo", "best_worst", 1, 0.5),
+        ("simpo", "all", 1, 2.0),
+        ("aot", "all", 2, 0.7),
+    ],
+)
+def test_loss_and_gradient(loss, pairs, accumulation, temperature, policy_path, tmp_path):
+    """One step of SGD at learning rate 1 on a recorded rollout: the update is minus the gradient of the mean loss, of
+    log-probabilities at temperature 1, whatever temperature responses are sampled at.
+    """
+    recorder = Recorder()
+    split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
+    spec = specification(policy_path, loss=loss, pairs=pairs, temperature=temperature, **split)
+    trainer = train(spec, str(tmp_path), reward_funcs=[recorder])
+    run = result(trainer)
+
+    model = initial_model(policy_path).double()
+    expected = expected_pairs(recorder.responses, pairs)
+    scores = expected_scores(policy_path, model, expected)
+    value = LOSSES[loss](scores).mean()
+    value.backward()
+    gradient = {name: parameter.grad for name, parameter in model.named_parameters()}
+    start = dict(initial_model(policy_path).named_parameters())
+    moved = torch.cat([(start[name].detach() - run.parameters[name]).flatten() for name in gradient]).double()
+    assert relative_difference(moved, torch.cat([g.flatten() for g in gradient.values()])) < 1e-9
+    assert run.losses == pytest.approx([value.item()], rel=1e-8)
+
+    log = run.logs[0]
+    assert log["pairs/count"] == len(expected)
+    assert log["pairs/reward_margin"] == pytest.approx(sum(c[2] - r[2] for c, r in expected) / len(expected), rel=1e-8)
+    assert log["logps/chosen"] == pytest.approx(scores.chosen.mean().item(), rel=1e-8)
+    if loss == "simpo":
+        assert trainer.ref_model is None
+        assert "kl" not in log
+    else:
+        ratios = (scores.chosen_log_ratio, scores.rejected_log_ratio)
+        tokens = scores.chosen_length.sum() + scores.rejected_length.sum()
+        margin = trainer.args.beta * scores.margin.mean().item()
+        assert log["rewards/margins"] == pytest.approx(margin, rel=1e-8)
+        assert log["kl"] == pytest.approx((sum(r.sum() for r in ratios) / tokens).item(), rel=1e-8)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_reference_is_the_model_without_its_adapter(temperature, policy_path, tmp_path):
+    """With an adapter off its start the margin is to the base, which carries no adapter."""
+    recorder = Recorder()
+    spec = {**specification(policy_path, temperature=temperature), "lora": True}
+    del spec["perturb"]
+    untrained = train({**spec, "args": {**spec["args"], "learning_rate": 0.0}}, str(tmp_path), reward_funcs=[recorder])
+    model = copy.deepcopy(untrained.model).double()
+    scores = expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))
+    assert untrained.ref_model is None
+    assert abs(scores.margin.mean().item()) > 0.01
+    logged = result(untrained).logs[0]["rewards/margins"]
+    assert logged == pytest.approx(0.1 * scores.margin.mean().item(), rel=1e-8)
+
+
+@pytest.mark.parametrize(("loss", "batch", "temperature"), [("dpo", 32, 1.0), ("aot", 4, 1.0), ("aot", 4, 0.5)])
+def test_held_out_loss(loss, batch, temperature, policy_path, tmp_path):
+    """Eight prompts of 4 responses: the mean loss of their pairs, of the trained policy; a batch-coupled one is that
+    of the pairs of all batches.
+    """
+    recorder = Recorder()
+    spec = specification(
+        policy_path, loss=loss, per_device_eval_batch_size=batch, learning_rate=0.1, temperature=temperature
+    )
+    trainer = train(spec, str(tmp_path), reward_funcs=[recorder], eval_dataset=Dataset.from_list(prompts(8)))
+    recorder.responses.clear()
+    metrics = trainer.evaluate()
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+    model.load_state_dict(trainer.model.state_dict())
+    scores = expected_scores(policy_path, model, expected_pairs(recorder.responses, "best_worst"))
+    assert metrics["eval_loss"] == pytest.approx(LOSSES[loss](scores).mean().item(), rel=1e-8)
+    assert metrics["eval_pairs/count"] == batch // 4
+
+
+def test_what_fills_a_batch_up_is_not_in_a_held_out_loss_that_couples_pairs():
+    """AOT of the margin 5 + 40 alone at beta 0.1: log(1 + exp(-4.5)) = 0.011048. With a filler of 30 and 10 lower it
+    would be sorted with that. A process without any pair has a loss of 0.
+    """
+
+    class Base:
+        def _held_out_loss(self):
+            return None
+
+    class Trainer(SampledPairMetrics, Base):
+        objective = SimpleNamespace(preference=PreferenceObjective("aot", beta=0.1))
+        accelerator = SimpleNamespace(gather=lambda values: values)
+
+    zeros, lengths = torch.zeros(2), torch.full((2,), 5)
+    scores = PreferenceScores(
+        torch.tensor([5.0, -30.0]), torch.tensor([-40.0, 10.0]), zeros, zeros, lengths, lengths, {}
+    )
+    trainer = Trainer()
+    assert trainer._held_out_mean(scores, torch.tensor([1.0, 0.0])).item() == pytest.approx(0.0110478, rel=1e-5)
+    assert trainer._held_out_loss() == pytest.approx(0.0110478, rel=1e-5)
+    assert trainer._held_out_mean(scores, torch.tensor([0.0, 0.0])).item() == 0
+    assert trainer._held_out_loss() is None
+    # Of both: -30 with -40 and 5 with 10, log(1 + exp(-1)) and log(1 + exp(0.5)).
+    both = (math.log1p(math.exp(-1)) + math.log1p(math.exp(0.5))) / 2
+    trainer._held_out_mean(scores, torch.tensor([1.0, 0.0]))
+    trainer._held_out_mean(scores, torch.tensor([0.0, 1.0]))
+    assert trainer._held_out_loss() == pytest.approx(both, rel=1e-8)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@float32_again()
+def test_mixed_precision_is_that_of_the_policy_and_of_the_reference(temperature, policy_path):
+    """Models of equal weights score alike in bfloat16, the reference prepared earlier, as by TRL, the policy later."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        policy, reference = (AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32) for _ in range(2))
+        for model in (policy, reference):
+            add_fused_lm_head(model, temperature=temperature, outputs=("log_probs",))
+        args = SimpleNamespace(cast_lm_head_to_fp32=False)
+        trainer = SimpleNamespace(temperature=temperature, model=policy, accelerator=accelerator, args=args)
+        trainer.ref_model = accelerator.prepare_model(reference, evaluation_mode=True)
+        ScoringTemperature(trainer)
+        ids = torch.arange(3, 27).view(2, 12)
+        models = (accelerator.prepare_model(policy).eval(), trainer.ref_model.eval())
+        with torch.no_grad():
+            own, other = (model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs for model in models)
+            full = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float32).eval()
+            exact = full(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert own.dtype == other.dtype == torch.float32
+    assert torch.equal(own, other)
+    assert 0 < (own[..., -exact.size(1) :] - exact).abs().max() < 0.1, "bfloat16, at temperature 1"
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_importance_weights_are_of_the_distributions_that_are_sampled_from(
+    accumulation, policy_path, tmp_path, monkeypatch
+):
+    """Responses are sampled at temperature 0.5: each pair's log-ratio is of the present policy at 0.5 to the one that
+    sampled it at 0.5, in float64 without padding.
+    """
+    seen, weights = [], []
+
+    def recording(log_ratio, *args, **kwargs):
+        seen.append(log_ratio)
+        return importance_weights(log_ratio, *args, **kwargs)
+
+    class Weights(TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+            weights.append({name: weight.detach().clone() for name, weight in model.named_parameters()})
+
+    monkeypatch.setattr(online_preference, "importance_weights", recording)
+    settings = {"max_steps": 2, "learning_rate": 0.02, "temperature": 0.5, "replay_weights": "sequence", **REPLAY}
+    split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
+    spec = {**specification(policy_path, **settings, **split), "prompts": 16}
+    trainer = train(spec, str(tmp_path), callbacks=[Weights()])
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+
+    def log_prob(version: int, prompt: list[int], response: list[int]) -> float:
+        model.load_state_dict(weights[version])
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+        return (logits / 0.5).log_softmax(-1).gather(1, torch.tensor(response)[:, None]).sum().item()
+
+    pairs = {(tuple(pair.chosen_ids), tuple(pair.rejected_ids)): pair for pair in trainer.replay.pairs}
+    assert {pair.version for pair in pairs.values()} == {0, 1}
+    for pair in pairs.values():
+        assert pair.chosen_log_prob == pytest.approx(
+            log_prob(pair.version, pair.prompt_ids, pair.chosen_ids), rel=1e-4
+        )
+    found, ages = [], set()
+    for batch in trainer._buffered_inputs:
+        for ids, mask in zip(batch["completion_ids"], batch["completion_mask"].bool(), strict=True):
+            chosen, rejected = (tuple(row[kept].tolist()) for row, kept in zip(ids, mask, strict=True))
+            pair = pairs[chosen, rejected]
+            ages.add(1 - pair.version)
+            own = (pair.prompt_ids, pair.chosen_ids), (pair.prompt_ids, pair.rejected_ids)
+            found.append(sum(log_prob(1, *side) - log_prob(pair.version, *side) for side in own))
+    assert ages == {0, 1} and max(map(abs, found)) > 0.05
+    assert seen[1].tolist() == pytest.approx(found, rel=1e-8, abs=1e-9)
+
+
+# ---- However the batch is divided ----
+
+# Three updates; a rollout of 16 responses, 4 to a prompt. The reward `evens` has many ties.
+REPLAY = {"replay_capacity": 100, "replay_fraction": 0.5, "replay_max_age": 2}
+DIVIDED = {
+    "dpo": {},
+    "all pairs, ties": {"pairs": "all", "loss": "ipo"},
+    "batch-coupled": {"loss": "aot", "pairs": "all", "beta": 0.2},
+    "replay": {"loss": "ipo", **REPLAY},
+    "replay, weights": {**REPLAY, "replay_weights": "sequence", "pairs": "all"},
+    "replay, weights, temperature": {**REPLAY, "replay_weights": "sequence", "temperature": 0.5},
+    "xpo": {"loss": "xpo", "loss_kwargs": {"alpha": 0.1}, **REPLAY},
+    "nash_md": {"loss": "nash_md"},
+    "replay, length-normalized": {**REPLAY, "replay_weights": "length_normalized", "loss": "aot", "beta": 0.2},
+}
+
+
+def divided(policy_path: str, name: str, rows: int, accumulation: int) -> dict:
+    steps = {"max_steps": 3, "learning_rate": 0.02, "gradient_accumulation_steps": accumulation}
+    args = {**steps, **DIVIDED[name], "per_device_train_batch_size": rows}
+    return {**specification(policy_path, **args), "rewards": ["evens"], "prompts": 12}
+
+
+@pytest.fixture(scope="module")
+def whole(policy_path, tmp_path_factory):
+    runs = {}
+
+    def run(name: str):
+        if name not in runs:
+            runs[name] = result(train(divided(policy_path, name, 16, 1), str(tmp_path_factory.mktemp("whole"))))
+        return runs[name]
+
+    return run
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_accumulated_micro_batches(name, whole, policy_path, tmp_path):
+    """4 micro-batches of 4 responses update as one of 16, padding where pairs do not divide."""
+    run = result(train(divided(policy_path, name, 4, 4), str(tmp_path)))
+    check_equal(run, whole(name), policy_path)
+
+
+def check_equal(run, expected, policy_path: str) -> None:
+    start = dict(initial_model(policy_path).named_parameters())
+    moved, should = (
+        torch.cat([(start[name].detach() - other.parameters[name]).flatten() for name in start]).double()
+        for other in (run, expected)
+    )
+    assert relative_difference(moved, should) < 1e-9
+    assert run.losses == pytest.approx(expected.losses, rel=1e-8)
+    for entry, other in zip(run.logs, expected.logs, strict=True):
+        names = [key for key in other if key.startswith(("pairs/", "replay/", "rewards/", "logps/"))]
+        names += ["entropy", "kl"]
+        expected_log = {key: other[key] for key in names}
+        assert {key: entry[key] for key in names} == pytest.approx(expected_log, rel=1e-8, abs=1e-9)
+
+
+@pytest.mark.slow
+def test_two_processes(whole, policy_path, tmp_path):
+    """Two processes of 8 or of 2 x 4 responses update as one of 16."""
+    specs = [divided(policy_path, name, rows, acc) for name in DIVIDED for rows, acc in ((8, 1), (4, 2))]
+    runs = train_in_processes(specs, 2, tmp_path)
+    for index, name in enumerate(DIVIDED):
+        for run in runs[2 * index : 2 * index + 2]:
+            check_equal(run, whole(name), policy_path)
+
+
+def test_ties_and_replay_are_counted(whole):
+    logs = whole("all pairs, ties").logs
+    assert all(entry["pairs/count"] + entry["pairs/ties_dropped"] == 24 for entry in logs), "4 groups of 6 pairs"
+    assert sum(entry["pairs/ties_dropped"] for entry in logs) > 3
+    first, second, third = whole("replay").logs
+    assert (first["replay/size"], first["replay/fraction"]) == (0, 0)
+    assert second["replay/size"] == first["pairs/count"]
+    assert second["replay/fraction"] == 0.5
+    assert (second["replay/age_mean"], second["replay/staleness"]) == (1, 0.5), "half of the pairs, of age 1"
+    assert third["replay/age_max"] == 2
+    weighted = whole("replay, weights").logs
+    assert weighted[0]["replay/ess"] == pytest.approx(1, abs=1e-4), "all pairs are new"
+    assert weighted[2]["replay/ess"] < 0.999
+
+
+def test_nothing_is_learned_from_ties(policy_path, tmp_path, caplog):
+    def alike(completions, **_):
+        return [1.0] * len(completions)
+
+    trainer = train(specification(policy_path, loss="ipo", max_steps=2), str(tmp_path), reward_funcs=[alike])
+    run = result(trainer)
+    assert run.losses == [0.0, 0.0]
+    assert [entry["pairs/ties_dropped"] for entry in run.logs] == [4, 4]
+    assert "nothing was learned from rewards: no pair was made" in caplog.text
+    start = {name: p.detach() for name, p in initial_model(policy_path).named_parameters()}
+    assert largest_difference(run.parameters, start) == 0

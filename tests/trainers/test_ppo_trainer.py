@@ -1,0 +1,399 @@
+"""`PPOTrainer` against plain arithmetic in float64, against `PolicyTrainer`, and however its batch is split."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from tests.support.rollout_once import build, thirds, train, train_in_processes
+from tests.support.tiny import build_tokenizer
+from tests.support.train_once import largest_difference, relative_difference, result
+from tests.trainers.test_policy_arithmetic import rows_of
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+
+def specification(policy_path: str, *, args: dict | None = None, **rest) -> dict:
+    defaults = {"num_generations": 1, "num_iterations": 2, "max_steps": 2, "learning_rate": 0.2}
+    return {"trainer": "PPOTrainer", "model": policy_path, "perturb": 1, "args": {**defaults, **(args or {})}, **rest}
+
+
+def move_value_head(trainer, scale: float = 0.3):
+    """Off zero, where values and their gradient would say little."""
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, weight in trainer.value_model.parameters().items():
+            if "value_head.trunk" not in name:
+                weight.copy_(scale * torch.randn(weight.shape, generator=generator, dtype=torch.float32))
+    return trainer
+
+
+class Steps(TrainerCallback):
+    """Keeps all weights before each update, and the gradients of those that are trained."""
+
+    def __init__(self):
+        self.weights, self.gradients = [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.weights.append({name: weight.detach().clone().double() for name, weight in model.named_parameters()})
+        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        self.gradients.append({name: w.grad.double() for name, w in trained.items()})
+
+
+# ---- A plain computation: one response at a time, no padding, no adapters, sums by definition ----
+
+
+def plain_weights(weights: dict, adapter: str | None) -> dict:
+    """Weights of a plain model, W + 2 B A where it has an adapter (alpha 8 over rank 4)."""
+    if adapter is None and not any(name.startswith("base_model.") for name in weights):
+        return {name: weight for name, weight in weights.items() if not name.startswith("value_head")}
+    plain = {}
+    for name, weight in weights.items():
+        if not name.startswith("base_model.model.") or ".lora_" in name:
+            continue
+        inner = name.removeprefix("base_model.model.")
+        if adapter is not None and ".base_layer." in name:
+            layer = name.removesuffix(".base_layer.weight")
+            if f"{layer}.lora_A.{adapter}.weight" in weights:
+                down, up = weights[f"{layer}.lora_A.{adapter}.weight"], weights[f"{layer}.lora_B.{adapter}.weight"]
+                weight = weight + 2 * up @ down
+        plain[inner.replace(".base_layer.", ".")] = weight
+    return plain
+
+
+def plain_pass(model, weights: dict, prompt: list[int], response: list[int]):
+    """Log-probabilities of the response's tokens, and the hidden states before each."""
+    ids = torch.tensor([[*prompt, *response]])
+    output = functional_call(model, weights, kwargs={"input_ids": ids, "output_hidden_states": True})
+    log_probs = output.logits[0, len(prompt) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(response)[:, None])
+    return log_probs[:, 0], output.hidden_states[-1][0, len(prompt) - 1 : -1]
+
+
+def plain_values(model, weights: dict, kind: str, prompt: list[int], response: list[int]):
+    if kind == "separate":
+        trunk = {f"model.{n.removeprefix('value_head.trunk.')}": w for n, w in weights.items() if ".trunk." in n}
+        own = {**trunk, "lm_head.weight": torch.zeros_like(model.lm_head.weight)}
+        head = weights["value_head.head.weight"], weights["value_head.head.bias"]
+    else:
+        lora = any(".lora_" in name for name in weights)
+        own = plain_weights(weights, {"shared": "default", "adapter": "value"}[kind] if lora else None)
+        head = weights["value_head.weight"], weights["value_head.bias"]
+    _, hidden = plain_pass(model, own, prompt, response)
+    return hidden @ head[0][0] + head[1][0]
+
+
+def advantages_by_definition(rewards: list[float], values: list[float], gamma: float, lam: float) -> list[float]:
+    after = [*values[1:], 0.0]
+    deltas = [r + gamma * n - v for r, n, v in zip(rewards, after, values, strict=True)]
+    count = len(deltas)
+    return [sum((gamma * lam) ** k * deltas[t + k] for k in range(count - t)) for t in range(count)]
+
+
+LIKELIHOOD = {"likelihood_coefficient": 0.4, "likelihood_reward": 0.05}
+CASES = {
+    "shared": ("shared", {}, {}),
+    "shared, padded": ("shared", {}, {"packing": "off"}),
+    "shared, adaptive, rewards whitened": (
+        "shared",
+        {},
+        {"kl_target": 0.1, "kl_horizon": 20, "whiten_rewards": True, "gamma": 0.9, "missing_eos_penalty": 0.3},
+    ),
+    "KL in the loss": ("shared", {}, {"kl_in": "loss", "kl_estimator": "k3", "beta": 0.2, "whiten_advantages": False}),
+    "LoRA": ("shared", {"lora": True}, {"lam": 0.5}),
+    # Responses have up to 8 tokens: a lambda of 0 for the shortest, and 0.58 for the longest.
+    "VAPO": ("shared", {}, {"length_adaptive_lam": 0.3, "value_lam": 1.0, **LIKELIHOOD}),
+    "adapter": ("adapter", {"lora": True}, {"value_model": "adapter"}),
+    "adapter, padded": ("adapter", {"lora": True}, {"value_model": "adapter", "packing": "off"}),
+    "separate": ("separate", {}, {"value_model": "separate", "value_clip": None}),
+    "separate and LoRA": ("separate", {"lora": True}, {"value_model": "separate", "gradient_checkpointing": True}),
+    "adapter, recomputed": ("adapter", {"lora": True}, {"value_model": "adapter", "gradient_checkpointing": True}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_plain_arithmetic(name, policy_path, tmp_path):
+    """Rewards, advantages, returns, losses and gradients of both updates of a rollout; the second is off-policy."""
+    kind, rest, settings = CASES[name]
+    args = {"epsilon": 0.05, "value_clip": 0.02, "value_coefficient": 0.5, "beta": 0.1, "seed": 1, **settings}
+    if kind == "separate":
+        args["value_model_name_or_path"] = policy_path
+    steps = Steps()
+    spec = specification(policy_path, args=args, **rest)
+    trainer = move_value_head(build(spec, str(tmp_path), callbacks=[steps]))
+    trainer.train()
+    config, batch, logs = trainer.args, trainer._buffered_inputs[0], trainer.state.log_history
+    rows = rows_of(batch)
+    assert len({len(response) for _, response in rows}) > 2
+
+    model = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
+    first = steps.weights[0]
+    adapter = "default" if rest.get("lora") else None
+    unmoved = {n: w.double() for n, w in AutoModelForCausalLM.from_pretrained(policy_path).named_parameters()}
+    reference = plain_weights(first, None) if adapter else unmoved
+    with torch.no_grad():
+        old = [plain_pass(model, plain_weights(first, adapter), *row)[0] for row in rows]
+        of_reference = [plain_pass(model, reference, *row)[0] for row in rows]
+        old_values = [plain_values(model, first, kind, *row) for row in rows]
+    scores = thirds([response for _, response in rows])
+    right = [row for row, score in zip(rows, scores, strict=True) if score >= config.likelihood_reward]
+    ends = trainer.eos_token_ids
+    scores = [s - config.missing_eos_penalty * (r[-1] not in ends) for s, (_, r) in zip(scores, rows, strict=True)]
+    divergence = statistics.fmean((o - f).sum().item() for o, f in zip(old, of_reference, strict=True))
+    assert logs[0]["kl/sequence"] == pytest.approx(divergence, rel=1e-6)
+    assert abs(divergence) > 0.05
+    rewards = []
+    for score, before, ref in zip(scores, old, of_reference, strict=True):
+        penalty = (0.1 * (before - ref) if trainer.objective.kl_in == "reward" else torch.zeros_like(before)).tolist()
+        rewards.append([-p for p in penalty[:-1]] + [score - penalty[-1]])
+    if config.whiten_rewards:
+        every = [reward for row in rewards for reward in row]
+        mean, deviation = statistics.fmean(every), statistics.stdev(every)
+        rewards = [[(reward - mean) / deviation + mean for reward in row] for row in rewards]
+
+    def by_definition(lam_of):
+        rows = zip(rewards, old_values, strict=True)
+        return [advantages_by_definition(r, v.tolist(), config.gamma, lam_of(len(r))) for r, v in rows]
+
+    alpha = config.length_adaptive_lam
+    advantages = by_definition(lambda length: max(1 - 1 / (alpha * length), 0) if alpha else config.lam)
+    fitted = advantages if config.value_lam is None else by_definition(lambda _: config.value_lam)
+    returns = [[a + b for a, b in zip(x, v.tolist(), strict=True)] for x, v in zip(fitted, old_values, strict=True)]
+    if config.whiten_advantages:
+        every = [advantage for row in advantages for advantage in row]
+        mean, deviation = statistics.fmean(every), statistics.stdev(every)
+        advantages = [[(advantage - mean) / deviation for advantage in row] for row in advantages]
+    for index, (_, response) in enumerate(rows):
+        for key, expected in (("advantages", advantages), ("returns", returns)):
+            found = batch[key][index, : len(response)].tolist()
+            # Rewards are float32, so small differences of larger numbers carry the rounding of those.
+            assert found == pytest.approx(expected[index], rel=1e-6, abs=1e-6), key
+        assert not batch["advantages"][index, len(response) :].any()
+    known = [x for row in returns for x in row]
+    errors = [r - v for row, values in zip(returns, old_values, strict=True) for r, v in zip(row, values.tolist())]  # noqa: B905
+    explained = 1 - statistics.pvariance(errors) / statistics.pvariance(known)
+    assert logs[0]["explained_variance"] == pytest.approx(explained, rel=1e-6, abs=1e-6)
+    assert logs[0]["returns/mean"] == pytest.approx(statistics.fmean(known), rel=1e-6, abs=1e-7)
+
+    tokens = sum(len(response) for _, response in rows)
+    moved_values = clipped_values = 0
+    for step in range(2):
+        leaves = {n: w.requires_grad_(n in steps.gradients[0]) for n, w in steps.weights[step].items()}
+        policy_loss = value_loss = approximate = likelihood = torch.zeros((), dtype=torch.float64)
+        clipped = 0
+        for index, row in enumerate(rows):
+            log_probs, _ = plain_pass(model, plain_weights(leaves, adapter), *row)
+            values = plain_values(model, leaves, kind, *row)
+            target, before = torch.tensor(returns[index]).double(), old_values[index]
+            advantage = torch.tensor(advantages[index]).double()
+            difference = log_probs - old[index]
+            ratio = difference.exp()
+            surrogate = -torch.minimum(ratio * advantage, ratio.clamp(0.95, 1.05) * advantage)
+            if config.kl_in == "loss":
+                gap = of_reference[index] - log_probs
+                surrogate = surrogate + 0.2 * (gap.exp() - 1 - gap)
+            policy_loss = policy_loss + surrogate.sum() / tokens
+            if row in right and config.likelihood_coefficient:
+                likelihood = likelihood - log_probs.sum() / sum(len(response) for _, response in right)
+            errors = (values - target) ** 2
+            if config.value_clip is not None:
+                near = before + (values.detach() - before).clamp(-0.02, 0.02)
+                clipped += ((near - target) ** 2 > errors).sum().item()
+                errors = torch.where((near - target) ** 2 > errors, (near - target) ** 2, errors)
+            value_loss = value_loss + errors.sum() / 2 / tokens
+            approximate = approximate + (ratio - 1 - difference).sum().detach() / tokens
+            moved_values += ((values - before).abs() > 1e-3).sum().item()
+        clipped_values += clipped
+        total = policy_loss + 0.5 * value_loss + config.likelihood_coefficient * likelihood
+        total.backward()
+        assert logs[step].get("likelihood_loss", 0) == pytest.approx(likelihood.item(), rel=1e-6)
+        assert logs[step]["loss"] == pytest.approx(total.item(), rel=1e-6, abs=1e-7)
+        assert logs[step]["policy_loss"] == pytest.approx(policy_loss.item(), rel=1e-6, abs=1e-7)
+        assert logs[step]["value_loss"] == pytest.approx(value_loss.item(), rel=1e-6)
+        assert logs[step]["value_clip_ratio"] == pytest.approx(clipped / tokens, abs=1e-6)
+        assert logs[step]["approx_kl"] == pytest.approx(approximate.item(), rel=1e-6, abs=1e-8)
+        for part in ("", "value_head", ".value."):
+            names = [n for n in steps.gradients[step] if part in n and leaves[n].grad is not None]
+            if names:
+                found, expected = (
+                    torch.cat([source(n).flatten() for n in names])
+                    for source in (steps.gradients[step].__getitem__, lambda n: leaves[n].grad)  # noqa: B023
+                )
+                assert relative_difference(found, expected) < 1e-6, (step, part)
+        assert {n for n in steps.gradients[step] if leaves[n].grad is None} == set()
+    # Otherwise the second update would say little.
+    assert moved_values and (clipped_values or config.value_clip is None)
+    assert logs[1]["clip_ratio/region_mean"] > 0
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_ratio_is_1_before_the_first_update(accumulation, policy_path, tmp_path):
+    """Whether TRL computes the rollout's log-probabilities or leaves them out (one update per rollout)."""
+    args = {"num_iterations": 3 - accumulation, "per_device_train_batch_size": 8 // accumulation}
+    spec = specification(policy_path, args={**args, "gradient_accumulation_steps": accumulation, "max_steps": 1})
+    trainer = move_value_head(build(spec, str(tmp_path)))
+    trainer.train()
+    logs = trainer.state.log_history[0]
+    assert "frac_reward_zero_std" not in logs, "no group has more than one reward"
+    assert logs["approx_kl"] < 1e-10 and logs["clip_ratio/region_mean"] == 0 and logs["value_clip_ratio"] == 0
+    # The policy's part is minus the mean of whitened advantages, 0.
+    squares = tokens = 0
+    for batch in trainer._buffered_inputs:
+        squares += ((batch["old_values"] - batch["returns"]).square() * batch["completion_mask"]).sum().item()
+        tokens += batch["completion_mask"].sum().item()
+    assert logs["loss"] == pytest.approx(0.1 * squares / 2 / tokens, rel=1e-8, abs=1e-9)
+
+
+def test_without_a_value_function_it_is_the_clipped_policy_gradient(policy_path, tmp_path):
+    """Values of 0, gamma = lambda = 1: every token's advantage is the response's reward, as a trainer without
+    values has it. Responses are sampled: the value head leaves the random numbers alone.
+    """
+    same = {"max_steps": 4, "beta": 0.0, "aggregation": "token_mean", "epsilon": 0.1}
+    own = {"value_coefficient": 0.0, "lam": 1.0, "whiten_advantages": False}
+    ours = result(train(specification(policy_path, args={**same, **own}), str(tmp_path / "ours")))
+    plain = specification(policy_path, args={**same, "algorithm": "grpo", "advantage": "no_baseline"})
+    del ours.parameters["value_head.weight"], ours.parameters["value_head.bias"]
+    expected = result(train({**plain, "trainer": "PolicyTrainer"}, str(tmp_path / "plain")))
+    assert largest_difference(ours.parameters, expected.parameters) < 1e-9
+    assert ours.losses == pytest.approx(expected.losses, abs=1e-6)
+    assert ours.logs[2]["completions/mean_length"] == expected.logs[2]["completions/mean_length"]
+
+
+KINDS = {"shared": {}, "adapter": {"lora": True}, "separate": {}}
+
+
+def of_kind(kind: str, policy_path: str, args: dict | None = None, **rest) -> dict:
+    args = {"value_model": kind, "kl_target": 0.5, "kl_horizon": 50, "value_learning_rate": 0.5, **(args or {})}
+    if kind == "separate":
+        args["value_model_name_or_path"] = policy_path
+    return specification(policy_path, args={"max_steps": 4, **args}, **KINDS[kind], **rest)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_micro_batches_and_packing_do_not_matter(kind, policy_path, tmp_path):
+    runs = []
+    for size, accumulation, packing in ((8, 1, "auto"), (2, 4, "auto"), (4, 2, "off")):
+        args = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "packing": packing}
+        args |= {"max_steps": 2, "learning_rate": 0.05, "value_clip": 0.001}
+        spec = of_kind(kind, policy_path, args, fixed=True)
+        runs.append(result(train(spec, str(tmp_path / f"{size}-{packing}"), reward_funcs=[some])))
+    for other in runs[1:]:
+        assert largest_difference(other.parameters, runs[0].parameters) < 1e-9
+        for name in ("loss", "policy_loss", "value_loss", "value_clip_ratio", "approx_kl"):
+            found, expected = ([entry[name] for entry in run.logs] for run in (other, runs[0]))
+            assert found == pytest.approx(expected, rel=1e-8, abs=1e-9), name
+    assert runs[0].logs[1]["approx_kl"] > 0.001 and runs[0].logs[1]["value_clip_ratio"] > 0.1
+
+
+@pytest.mark.slow
+def test_two_processes_are_one(policy_path, tmp_path):
+    specs = [of_kind(kind, policy_path, {"per_device_train_batch_size": 4}, fixed=True) for kind in KINDS]
+    # Each process has zero gradients of the policy to share, and its own responses' lambdas.
+    vapo = {"value_pretraining_steps": 2, "value_lam": 1.0, "length_adaptive_lam": 0.3, **LIKELIHOOD}
+    specs += [{**specs[0], "args": {**specs[0]["args"], **vapo}}]
+    for spec, run in zip(specs, train_in_processes(specs, 2, tmp_path), strict=True):
+        alone = {**spec, "args": {**spec["args"], "per_device_train_batch_size": 8}}
+        expected = result(train(alone, str(tmp_path / "alone")))
+        assert largest_difference(run.parameters, expected.parameters) < 1e-9
+        for name in ("value/mean", "returns/mean", "explained_variance", "kl/sequence", "kl_coef", "value_loss"):
+            found, wanted = ([entry[name] for entry in logs if name in entry] for logs in (run.logs, expected.logs))
+            assert found == pytest.approx(wanted, rel=1e-8, abs=1e-9), name
+
+
+@pytest.mark.parametrize("kl_in", ["reward", "loss"])
+def test_what_could_not_be_scored_takes_no_part_in_the_loss(kl_in, policy_path, tmp_path):
+    """Five of eight responses have no reward. Where every ratio is 1 the policy's part is minus the mean of the
+    advantages of the other three's tokens (and 0.5 k3 to the reference), the value's half their mean square.
+    """
+    expected = []
+    for size, accumulation, updates in ((8, 1, 1), (2, 4, 1), (2, 2, 2)):
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        split |= {"generation_batch_size": 8, "max_steps": updates, "learning_rate": 1e-9}
+        settings = {"beta": 0.5, "kl_in": kl_in, "kl_estimator": "k1" if kl_in == "reward" else "k3"}
+        args = {**split, **settings, "whiten_advantages": False, "value_coefficient": 0.7}
+        spec = specification(policy_path, args=args, fixed=True)
+        trainer = move_value_head(build(spec, str(tmp_path / f"{size}-{accumulation}"), reward_funcs=[few]))
+        trainer.train()
+        batches = trainer._buffered_inputs
+        for update, entry in enumerate(result(trainer).logs[:updates]):
+            totals = torch.zeros(3, dtype=torch.float64)
+            for batch in batches[update * accumulation : (update + 1) * accumulation]:
+                counted = batch["value_mask"].double()
+                loss = -batch["advantages"].double()
+                if kl_in == "loss":
+                    gap = batch["ref_per_token_logps"].double() - batch["old_per_token_logps"].double()
+                    loss = loss + 0.5 * (gap.exp() - 1 - gap)
+                errors = (batch["old_values"].double() - batch["returns"].double()).square() / 2
+                totals += torch.stack([(loss * counted).sum(), (errors * counted).sum(), counted.sum()])
+            policy, value = (totals[:2] / totals[2]).tolist()
+            assert entry["policy_loss"] == pytest.approx(policy, rel=1e-6)
+            assert entry["value_loss"] == pytest.approx(value, rel=1e-6)
+            assert entry["loss"] == pytest.approx(policy + 0.7 * value, rel=1e-6)
+            expected.append(policy)
+        scored = sum(batch["value_mask"].sum().item() for batch in batches)
+        assert 0 < 2 * scored < sum(batch["completion_mask"].sum().item() for batch in batches)
+    assert min(map(abs, expected)) > 0.01
+
+
+def some(completion_ids, row_id, **_):
+    return [None if row == "row2" else r for row, r in zip(row_id, thirds(completion_ids), strict=True)]
+
+
+def few(completion_ids, row_id, **_):
+    kept = ("row0", "row3", "row4")
+    return [r if row in kept else None for row, r in zip(row_id, thirds(completion_ids), strict=True)]
+
+
+def test_what_could_not_be_scored_is_left_out(policy_path, tmp_path):
+    """The responses to one prompt have no reward: they change neither statistics nor the value loss."""
+    spec = specification(policy_path, args={"beta": 0.0, "max_steps": 1}, fixed=True)
+    trainer = build(spec, str(tmp_path), reward_funcs=[some])
+    trainer.train()
+    batch = trainer._buffered_inputs[0]
+    counted, mask = batch["value_mask"].bool(), batch["completion_mask"].bool()
+    left_out = mask.any(1) & ~counted.any(1)
+    assert left_out.sum() == 1 and counted[~left_out].equal(mask[~left_out])
+    assert not batch["advantages"][left_out].any()
+    every = batch["advantages"][counted]
+    assert abs(every.mean().item()) < 1e-6 and every.std().item() == pytest.approx(1.0, abs=1e-5)
+    expected = (batch["returns"][counted] ** 2).sum().item() / 2 / counted.sum().item()
+    assert trainer.state.log_history[0]["value_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["shared", "separate"])
+def test_learnt_positions_count_from_the_first_token(kind, tmp_path):
+    """GPT-2, whose prompts TRL pads on the left: log-probabilities and values are those of the rows by themselves."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 256, "initializer_range": 0.2}
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes, **ends)).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    path = str(tmp_path / "gpt2")
+    spec = specification(path, args={"value_model": kind, "max_steps": 1, "max_prompt_tokens": 128})
+    if kind == "separate":
+        spec["args"]["value_model_name_or_path"] = path
+    steps = Steps()
+    trainer = move_value_head(build(spec, str(tmp_path / "run"), callbacks=[steps]))
+    trainer.train()
+    batch = trainer._buffered_inputs[0]
+    assert batch["prompt_mask"].sum(1).unique().numel() > 2
+    policy, reference = (GPT2LMHeadModel.from_pretrained(path).double() for _ in range(2))
+    policy.load_state_dict({n: w for n, w in steps.weights[0].items() if "value_head" not in n}, strict=False)
+    trunk = policy if kind == "shared" else reference
+    head = next(w for n, w in steps.weights[0].items() if n.startswith("value_head") and n.endswith(("head.weight",)))
+    bias = next(w for n, w in steps.weights[0].items() if n.startswith("value_head") and n.endswith(("head.bias",)))
+    with torch.no_grad():
+        for index, (prompt, response) in enumerate(rows_of(batch)):
+            width = len(response)
+            for key, model in (("old_per_token_logps", policy), ("ref_per_token_logps", reference)):
+                log_probs, _ = plain_pass(model, {}, prompt, response)
+                assert batch[key][index, :width].tolist() == pytest.approx(log_probs.tolist(), abs=1e-9)
+            _, hidden = plain_pass(trunk, {}, prompt, response)
+            values = (hidden @ head[0] + bias[0]).tolist()
+            assert batch["old_values"][index, :width].tolist() == pytest.approx(values, abs=1e-9)

@@ -1,0 +1,272 @@
+"""`PreferenceTrainer` equals TRL's `DPOTrainer` where both have a loss, and keeps its word where they differ."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import trl_ext.losses
+import trl_ext.trainers
+from tests.support.float64 import float32_again
+from tests.support.tiny import independent_scores, pairs, perturbed
+from tests.support.train_once import (
+    build,
+    largest_difference,
+    relative_difference,
+    result,
+    train,
+    train_in_processes,
+)
+from trl_ext import preference_loss
+from trl_ext.losses import PreferenceScores
+from trl_ext.registry import preference_losses
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+REFERENCE = {"reference_seed": 1, "reference_scale": 0.1}
+SETUPS = {
+    "full": {},
+    "lora": {"lora": True},
+    "lora given": {"lora": "given"},
+    "precomputed": {"args": {"precompute_ref_log_probs": True}},
+    "lora precomputed": {"lora": True, "args": {"precompute_ref_log_probs": True}},
+}
+SEEN: list[PreferenceScores] = []
+
+
+@preference_loss("seen_dpo")
+def seen_dpo(scores: PreferenceScores, *, beta: float = 0.1) -> torch.Tensor:
+    """DPO that remembers what it was given."""
+    SEEN.append(scores)
+    return -logsigmoid(beta * scores.margin)
+
+
+def specification(model_path: str, trainer: str, setup: str) -> dict:
+    spec = SETUPS[setup]
+    # Passes as TRL makes them, where the runs are compared bit by bit.
+    own = {} if trainer.startswith("trl.") else {"packing": "off", "precompute_ref_log_probs": False}
+    args = {**STEPS, **own, **spec.get("args", {})}
+    return {"model": model_path, "trainer": trainer, **spec, "pairs": 16, "args": args}
+
+
+def load_models(tiny_model_path: str) -> tuple:
+    """The tokenizer, the policy before training and the reference of `REFERENCE`, in float64."""
+    load = lambda: AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)  # noqa: E731
+    reference = perturbed(load(), seed=REFERENCE["reference_seed"], scale=REFERENCE["reference_scale"])
+    return AutoTokenizer.from_pretrained(tiny_model_path), load().double(), reference.double()
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_path):
+    return load_models(tiny_model_path)
+
+
+# ---- Equal to TRL ----
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_dpo_is_trls_bit_by_bit(setup, tiny_model_path, tmp_path):
+    stock = result(train(specification(tiny_model_path, "trl.DPOTrainer", setup), str(tmp_path / "stock")))
+    own = result(train(specification(tiny_model_path, "DPOTrainer", setup), str(tmp_path / "own")))
+    assert same_in_trl(own) == same_in_trl(stock)  # names and values of metrics
+    assert len(own.logs) == 3
+    assert largest_difference(own.parameters, stock.parameters) == 0.0
+
+
+@float32_again()
+def test_dpo_is_trls_bit_by_bit_in_float32(tiny_model_path, tmp_path):
+    """What is computed in a higher precision than TRL's would show here alone."""
+    runs = []
+    for trainer in ("trl.DPOTrainer", "DPOTrainer"):
+        spec = {**specification(tiny_model_path, trainer, "full"), "dtype": "float32"}
+        runs.append(result(train(spec, str(tmp_path / trainer))))
+    assert same_in_trl(runs[1]) == same_in_trl(runs[0])
+    assert largest_difference(runs[1].parameters, runs[0].parameters) == 0.0
+
+
+def same_in_trl(run) -> list[dict]:
+    """Logs without the count that TRL has not, and without means over tokens, which in TRL are of micro-batches."""
+    other = ("skipped_updates", "entropy", "logits/chosen", "logits/rejected", "mean_token_accuracy")
+    return [{key: value for key, value in entry.items() if key not in other} for entry in run.logs]
+
+
+@pytest.fixture(scope="module")
+def on_two_processes(tiny_model_path, tmp_path_factory):
+    wanted = [("trl.DPOTrainer", "full"), ("DPOTrainer", "full"), ("trl.DPOTrainer", "lora"), ("DPOTrainer", "lora")]
+    # In memory and precomputed on two processes: TRL fails there, each process having its own cache.
+    wanted += [("DPOTrainer", "precomputed"), ("DPOTrainer", "lora precomputed")]
+    specs = [specification(tiny_model_path, trainer, setup) for trainer, setup in wanted]
+    return dict(zip(wanted, train_in_processes(specs, 2, tmp_path_factory.mktemp("two-processes")), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["full", "lora"])
+def test_dpo_is_trls_bit_by_bit_on_two_processes(setup, on_two_processes):
+    stock, own = on_two_processes["trl.DPOTrainer", setup], on_two_processes["DPOTrainer", setup]
+    assert same_in_trl(own) == same_in_trl(stock)
+    assert largest_difference(own.parameters, stock.parameters) == 0.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setup", ["full", "lora"])
+def test_precomputing_from_memory_on_two_processes(setup, on_two_processes):
+    precomputed = "precomputed" if setup == "full" else "lora precomputed"
+    own = on_two_processes["DPOTrainer", precomputed]
+    assert largest_difference(own.parameters, on_two_processes["trl.DPOTrainer", setup].parameters) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("own", "stock"),
+    [
+        ({"loss_type": ["hinge"]}, {"loss_type": ["hinge"]}),
+        ({"loss_type": ["ipo"]}, {"loss_type": ["ipo"]}),
+        ({"loss": "nca"}, {"loss_type": ["nca_pair"]}),
+        ({"loss": "robust_dpo", "label_smoothing": 0.2}, {"loss_type": ["robust"], "label_smoothing": 0.2}),
+        ({"loss": "apo_zero"}, {"loss_type": ["apo_zero"]}),
+        ({"loss": "apo_down"}, {"loss_type": ["apo_down"]}),
+        ({"loss": "aot", "aot_scope": "device"}, {"loss_type": ["aot_unpaired"]}),
+        ({"loss": "aot_paired", "aot_scope": "device"}, {"loss_type": ["aot"]}),
+        # TRL's sppo_hard lacks the paper's factor one half: twice our learning rate makes up for it.
+        ({"loss": "sppo", "learning_rate": 2e-4}, {"loss_type": ["sppo_hard"], "learning_rate": 1e-4}),
+        ({"loss": "dpo", "weighting": ["wpo"], "weighting_kwargs": {"max_weight": None}}, {"use_weighting": True}),
+    ],
+    ids=lambda arguments: arguments.get("loss", str(arguments.get("loss_type", "stock"))),
+)
+def test_other_losses_are_trls(own, stock, tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, **REFERENCE, "pairs": 12}
+    arguments = {**STEPS, "beta": 0.2}
+    expected = train({**spec, "trainer": "trl.DPOTrainer", "args": {**arguments, **stock}}, str(tmp_path / "stock"))
+    trained = train({**spec, "args": {**arguments, **own}}, str(tmp_path / "own"))
+    if own.get("loss") != "sppo":
+        assert result(trained).losses == pytest.approx(result(expected).losses, rel=1e-9)
+    assert largest_difference(result(trained).parameters, result(expected).parameters) < 1e-11
+
+
+# ---- Without a reference ----
+
+
+def test_reference_free_training_runs_the_policy_once(models, tiny_model_path, tmp_path):
+    trainer = build({"model": tiny_model_path, "trainer": "SimPOTrainer", "args": {"max_steps": 3}}, str(tmp_path))
+    calls = []
+    trainer.model.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    trainer.train()
+    assert trainer.ref_model is None
+    assert calls == [True] * 3
+
+    # The trained policy, by SimPO's formula with beta 2 and gamma 1.
+    tokenizer, _, _ = models
+    trained = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+    trained.load_state_dict(trainer.model.state_dict())
+    rows = pairs(4, seed=9)
+    scores = independent_scores(tokenizer, trained, trained, rows)
+    means = scores.chosen / scores.chosen_length, scores.rejected / scores.rejected_length
+    expected = torch.log1p(torch.exp(-(2 * (means[0] - means[1]) - 1))).mean().item()
+    trainer.args.per_device_eval_batch_size = 4
+    assert trainer.evaluate(Dataset.from_list(rows))["eval_loss"] == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [
+        (REFERENCE, "ref_model"),
+        ({"args": {"precompute_ref_log_probs": True}}, "precompute_ref_log_probs"),
+        ({"args": {"sync_ref_model": True}}, "sync_ref_model"),
+    ],
+)
+def test_a_reference_is_refused_where_it_is_not_used(spec, name, tiny_model_path, tmp_path):
+    with pytest.raises(ValueError, match=f"'simpo' uses no reference model: leave out {name}$"):
+        build({"model": tiny_model_path, "trainer": "SimPOTrainer", **spec}, str(tmp_path))
+
+
+# ---- The trainer's life ----
+
+
+def test_evaluation_metrics(models, tiny_model_path, tmp_path):
+    rows = pairs(6, seed=3)
+    spec = {"model": tiny_model_path, **REFERENCE, "args": {"beta": 0.3, "per_device_eval_batch_size": 6}}
+    metrics = build(spec, str(tmp_path), eval_dataset=Dataset.from_list(rows)).evaluate()
+    margin = 0.3 * independent_scores(*models, rows).margin
+    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margin).mean().item(), rel=1e-9)
+    assert metrics["eval_rewards/accuracies"] == pytest.approx((margin > 0).double().mean().item())
+    assert 0 < metrics["eval_rewards/accuracies"] < 1
+    assert metrics["eval_rewards/margins"] == pytest.approx(margin.mean().item(), rel=1e-9)
+
+
+def test_another_configuration_is_refused(tiny_model_path, tmp_path):
+    with pytest.raises(TypeError, match="AOTTrainer takes a AOTConfig, got PreferenceConfig of trl_ext.*: from"):
+        trl_ext.trainers.AOTTrainer(
+            tiny_model_path, args=trl_ext.trainers.PreferenceConfig(output_dir=str(tmp_path), loss="aot")
+        )
+    with pytest.raises(TypeError, match=r"DPOTrainer takes a DPOConfig, got DPOConfig of trl\.trainer.*: from"):
+        stock = trl.DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+        trl_ext.trainers.DPOTrainer(tiny_model_path, args=stock)
+
+
+NAMED = [
+    name
+    for name in trl_ext.trainers.__all__
+    if name.endswith("Trainer")
+    and name != "PreferenceTrainer"
+    and issubclass(getattr(trl_ext.trainers, name), trl_ext.trainers.PreferenceTrainer)
+]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_trainer_trains_on_its_loss(name, models, tiny_model_path, tmp_path):
+    """The logged loss of its first step is its function's of scores computed independently."""
+    spec = {"model": tiny_model_path, "trainer": name, "args": {"per_device_train_batch_size": 4}}
+    config_class = getattr(trl_ext.trainers, name.replace("Trainer", "Config"))
+    assert getattr(trl_ext.trainers, name)._config_class is config_class
+    loss = getattr(trl_ext.losses, config_class._method)
+    reference_free = not preference_losses[config_class._method].needs_reference
+    trained = result(train(spec if reference_free else {**spec, **REFERENCE}, str(tmp_path)))
+    expected = loss(independent_scores(*models, pairs(4))).mean().item()
+    assert math.isfinite(expected)
+    assert trained.losses == pytest.approx([expected], rel=1e-9)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_saved_model_is_the_trained_one(lora, tiny_model_path, tmp_path):
+    arguments = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 0.1}
+    trainer = train({"model": tiny_model_path, "lora": lora, "args": arguments}, str(tmp_path))
+    if lora:
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+        loaded = PeftModel.from_pretrained(base, tmp_path / "checkpoint-1")
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1", dtype=torch.float64)
+    initial = AutoModelForCausalLM.from_pretrained(tiny_model_path, dtype=torch.float64)
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        logits, trained, before = (model.eval()(ids).logits for model in (loaded, trainer.model, initial))
+    torch.testing.assert_close(logits, trained, atol=0.0, rtol=0.0)
+    assert (logits - before).abs().max() > 1e-3
+
+
+def test_gradient_checkpointing_leaves_the_gradient(tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", **REFERENCE}
+    plain = result(train(spec, str(tmp_path))).gradient(tiny_model_path)
+    recomputed = train({**spec, "args": {"gradient_checkpointing": True}}, str(tmp_path))
+    assert recomputed.model.is_gradient_checkpointing
+    assert relative_difference(result(recomputed).gradient(tiny_model_path), plain) < 1e-11
+
+
+@float32_again()
+def test_mixed_precision_on_a_cpu(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
+    spec = {"model": tiny_model_path, "trainer": "DPOTrainer", "dtype": "float32", **REFERENCE}
+    exact = result(train(spec, str(tmp_path)))
+    trainer = train({**spec, "args": {"bf16": True}}, str(tmp_path))
+    assert trainer.args.bf16 and trainer.accelerator.mixed_precision == "bf16"
+    mixed = result(trainer)
+    # bfloat16 keeps 8 bits: the gradient is another, but not by much.
+    difference = relative_difference(mixed.gradient(tiny_model_path), exact.gradient(tiny_model_path))
+    assert 1e-4 < difference < 0.1
+    assert all(parameter.dtype == torch.float32 for parameter in mixed.parameters.values())

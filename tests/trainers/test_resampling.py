@@ -1,0 +1,349 @@
+"""Dynamic sampling: which groups are kept, the rollout made of them, and the update on it."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from tests.support.rollout_once import build, prompts, train, train_in_processes
+from tests.support.train_once import largest_difference, parameters, result
+from trl_ext import OnlinePreferenceConfig, PolicyConfig, PPOConfig
+from trl_ext.rewards import ShapedReward
+from trl_ext.trainers.policy.resampling import fill_places, has_two_rewards
+
+pytestmark = pytest.mark.usefixtures("in_float64")
+
+GROUP, GROUPS, PROMPTS = 4, 3, 16
+SIGNAL = (1, 4, 5, 8, 11)
+ARGS = {"resample_groups": 8, "per_device_train_batch_size": GROUP * GROUPS, "num_generations": GROUP}
+MASKS = ("prompt_mask", "completion_mask")
+
+
+def lengthy(completion_ids, row_id, **_) -> list[float]:
+    """The number of tokens for the prompts of `SIGNAL`, 1 for all others."""
+    lengths = map(len, completion_ids)
+    return [float(length) if int(row[3:]) in SIGNAL else 1.0 for length, row in zip(lengths, row_id, strict=True)]
+
+
+def rollout_func(prompts, trainer) -> dict:
+    """Responses, log-probabilities and masks of tool results that follow from the prompt and place in its group."""
+    encode = trainer.processing_class.apply_chat_template
+    found = {name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "env_mask")}
+    for index, prompt in enumerate(prompts):
+        digits = zlib.crc32(repr((prompt, index % GROUP)).encode())
+        ids = [3 + (digits >> place) % 250 for place in range(1 + digits % 7)]
+        ids = [*ids, trainer.eos_token_ids[0]] if digits % 2 else ids
+        found["prompt_ids"].append(
+            encode(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        )
+        found["completion_ids"].append(ids)
+        found["logprobs"].append([-token / 100 for token in ids])
+        found["env_mask"].append([int(token % 5 > 0) for token in ids])
+    return found
+
+
+def built(policy_path, folder, reward=lengthy, args=(), **arguments):
+    spec = {"model": policy_path, "perturb": 1, "prompts": PROMPTS, "args": {**ARGS, **dict(args)}}
+    trainer = build(spec, str(folder), reward_funcs=reward, **arguments)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    return trainer
+
+
+def rollout(trainer, indices) -> dict:
+    rows = prompts(PROMPTS)
+    return trainer._generate_and_score_completions([dict(rows[index]) for index in indices for _ in range(GROUP)])
+
+
+def logged(trainer) -> dict[str, float]:
+    metrics = trainer._metrics["train"].items()
+    return {name.removeprefix("resampling/"): values[-1] for name, values in metrics if name.startswith("resampling/")}
+
+
+# ---- Which groups are kept ----
+
+
+def test_the_first_groups_with_a_signal_are_kept():
+    """The stream of the paper's rule: of six groups the second, fourth and fifth have a signal."""
+    stream = [[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 0]]
+    signals = [has_two_rewards(torch.tensor(group)) for group in stream]
+    assert signals == [False, True, False, True, True, False]
+    # Rollouts of two: a second round fills the first place, and what a third would have is not needed.
+    assert fill_places([signals[:2], signals[2:4]]) == [(1, 1), (0, 1)]
+    # Rollouts of three: two places are filled in order.
+    assert fill_places([signals[:3], signals[3:]]) == [(1, 0), (0, 1), (1, 1)]
+    # Too few: the last place keeps its group; too many: the last group is not used.
+    assert fill_places([[False] * 3, [False, True, False], [True, False, False]]) == [(1, 1), (2, 0), (0, 2)]
+    assert fill_places([[True, False], [True, True]]) == [(0, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("chance, size, kept", [(0.3, 4, 0.7518), (0.05, 16, 0.559873), (0.5, 2, 0.5)])
+def test_the_share_of_groups_with_a_signal(chance, size, kept):
+    """1 - p^G - (1 - p)^G, by enumeration of the number of right responses."""
+    found = 0.0
+    for right in range(size + 1):
+        group = torch.tensor([1.0] * right + [0.0] * (size - right))
+        found += has_two_rewards(group) * math.comb(size, right) * chance**right * (1 - chance) ** (size - right)
+    assert found == pytest.approx(kept, abs=1e-6)
+
+
+def test_responses_without_a_reward_are_no_signal():
+    nan = math.nan
+    assert not has_two_rewards(torch.tensor([nan, nan]))
+    assert not has_two_rewards(torch.tensor([1.0, nan, 1.0]))
+    assert has_two_rewards(torch.tensor([1.0, nan, 0.0]))
+
+
+# ---- The rollout ----
+
+
+def test_the_rollout_is_that_of_the_kept_prompts(policy_path, tmp_path):
+    """Every tensor equals that of a rollout of the kept prompts alone, log-probabilities of three models included."""
+    seen, settings = [], {"beta": 0.1, "num_iterations": 2}
+
+    def reward(prompts, completion_ids, row_id, bonus, **_):
+        rows = {row["row_id"]: row for row in globals()["prompts"](PROMPTS)}
+        assert all(rows[row]["prompt"] == prompt for row, prompt in zip(row_id, prompts, strict=True))
+        assert [rows[row]["bonus"] for row in row_id] == bonus
+        seen.append([int(row[3:]) for row in row_id[::GROUP]])
+        assert row_id == [f"row{index}" for index in seen[-1] for _ in range(GROUP)]
+        return lengthy(completion_ids, row_id)
+
+    trainer = built(policy_path, tmp_path, reward, settings, rollout_func=rollout_func)
+    output = rollout(trainer, [0, 1, 2])
+    # No prompt is drawn twice, before the data has no other.
+    drawn = [index for turn in seen for index in turn]
+    assert seen[0] == [0, 1, 2] and len(seen) > 1 and len(set(drawn)) == len(drawn)
+    further = [index for turn in seen[1:] for index in turn if index in SIGNAL]
+    kept = [further[0], 1, further[1]]
+    assert logged(trainer) == {
+        "rounds": len(seen) - 1,
+        "prompts": len(drawn),
+        "responses": GROUP * len(drawn),
+        "replaced": pytest.approx(2 / 3),
+        "dead": 0,
+    }
+    tokens = trainer.state.num_input_tokens_seen
+
+    plain = built(policy_path, tmp_path, args={**settings, "resample_groups": 0}, rollout_func=rollout_func)
+    expected = rollout(plain, kept)
+    assert output.keys() == expected.keys() >= {"tool_mask", "sampling_per_token_logps", "ref_per_token_logps"}
+    assert tokens > plain.state.num_input_tokens_seen
+    for name in ("advantages", "bad_reward", "group", "num_items_in_batch"):
+        assert output[name].equal(expected[name]), name
+    for name in output.keys() - {"advantages", "bad_reward", "group", "num_items_in_batch"}:
+        mask = "prompt_mask" if name.startswith("prompt") else "completion_mask"
+        assert output[name].shape == output[mask].shape
+        for row in range(GROUP * GROUPS):
+            own, other = (batch[name][row][batch[mask][row].bool()] for batch in (output, expected))
+            torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+    assert output["completion_ids"][~output["completion_mask"].bool()].eq(trainer._tokenizer.pad_token_id).all()
+    # Prompts end, and responses begin, where they meet.
+    assert output["prompt_mask"][:, -1].all() and output["completion_mask"][:, 0].all()
+    assert trainer._rollout[0].equal(plain._rollout[0]) and trainer._rollout[1] == plain._rollout[1]
+    for table in ("prompt", "completion", "advantages"):
+        assert list(trainer._logs[table]) == list(plain._logs[table])
+    assert list(trainer._logs["rewards"]["reward"]) == list(plain._logs["rewards"]["lengthy"])
+
+
+def test_old_log_probabilities_are_those_of_a_plain_forward(policy_path, tmp_path):
+    trainer = built(policy_path, tmp_path, args={"num_iterations": 2})
+    output = rollout(trainer, [0, 1, 2])
+    assert logged(trainer)["replaced"] > 0
+    for row in range(GROUP * GROUPS):
+        prompt, ids = (output[f"{n}_ids"][row][output[f"{n}_mask"][row].bool()] for n in ("prompt", "completion"))
+        with torch.no_grad():
+            scores = trainer.model(torch.cat([prompt, ids])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        own = scores.gather(1, ids[:, None])[:, 0]
+        torch.testing.assert_close(output["old_per_token_logps"][row, : len(ids)], own, rtol=0, atol=1e-10)
+
+
+def test_rounds_end_where_they_may(policy_path, tmp_path):
+    """No group ever has a signal: the first rollout stays as it is."""
+    trainer = built(policy_path, tmp_path, lambda prompts, **_: [0.5] * len(prompts), {"resample_groups": 2})
+    output = rollout(trainer, [0, 1, 2])
+    assert logged(trainer) == {"rounds": 2, "prompts": 9, "responses": 36, "replaced": 0, "dead": 1}
+    assert trainer.sampled_responses == 36
+    assert not output["advantages"].any()
+    assert [prompt[0]["content"] for prompt in trainer._logs["prompt"]][::GROUP] == [
+        row["prompt"][0]["content"] for row in prompts(3)
+    ]
+
+
+def test_a_rollout_with_enough_signal_takes_no_further_round(policy_path, tmp_path):
+    """Nothing then differs from a run without the setting."""
+    args = {"max_steps": 2, "learning_rate": 0.1, "per_device_train_batch_size": 8}
+    spec = {"model": policy_path, "fixed": True, "args": args}
+    runs = [
+        train({**spec, "args": {**args, "resample_groups": rounds}}, str(tmp_path / str(rounds))) for rounds in (0, 3)
+    ]
+    assert largest_difference(*map(parameters, runs)) == 0.0
+    logs = [result(run).logs for run in runs]
+    assert all(entry.pop("resampling/rounds") == 0 for entry in logs[1])
+    kept = [[{k: v for k, v in e.items() if "resampling" not in k and "time" not in k} for e in log] for log in logs]
+    assert kept[0] == kept[1]
+
+
+def test_evaluation_takes_no_further_round(policy_path, tmp_path):
+    trainer = built(policy_path, tmp_path, eval_dataset=Dataset.from_list(prompts(4)))
+    trainer.evaluate()
+    assert not logged(trainer)
+
+
+# ---- What a signal is ----
+
+
+def test_penalties_of_length_are_no_signal(policy_path, tmp_path):
+    """Wrong responses of different lengths differ in their shaped rewards, and in those of missing ends."""
+    overlong = {"kind": "soft_overlong", "max_tokens": 7, "buffer": 6}
+    wrong = ShapedReward(lambda completions, **_: [0.0] * len(completions), [overlong])
+    args = {"missing_eos_penalty": 1.0, "resample_groups": 1}
+    trainer = built(policy_path, tmp_path, wrong, args, rollout_func=rollout_func)
+    rollout(trainer, [0, 1, 2])
+    assert len(trainer._rollout[0].unique()) > 1
+    assert logged(trainer)["dead"] == 1
+    own = built(
+        policy_path,
+        tmp_path,
+        lambda completions, **_: [0.0] * len(completions),
+        {"overlong_share": 0.75},
+        rollout_func=rollout_func,
+    )
+    rollout(own, [0, 1, 2])
+    assert logged(own)["dead"] == 1 and own._metrics["train"]["shaped_reward"][-1] < 0
+
+
+def test_a_filter_of_ones_own(policy_path, tmp_path):
+    """Prompts that are solved half the time at most: kept are those whose mean is below 0.6."""
+    file = tmp_path / "filters.py"
+    file.write_text("def hard(rewards):\n    return 0 < rewards.mean() < 0.6\n")
+
+    def reward(completion_ids, row_id, **_):
+        right = [index % GROUP < (3 if row == "row1" else 2) for index, row in enumerate(row_id)]
+        return [float(value) for value in right]
+
+    trainer = built(policy_path, tmp_path, reward, {"group_filter": f"{file}:hard"})
+    rollout(trainer, [0, 1, 2])
+    assert trainer._rollout[0].view(GROUPS, GROUP).mean(1).tolist() == [0.5, 0.5, 0.5]
+    assert logged(trainer)["replaced"] == pytest.approx(1 / 3)
+
+
+# ---- The update ----
+
+
+def test_the_update_is_that_of_the_kept_groups(policy_path, tmp_path):
+    """DAPO whole by hand: -A_i log p summed over the kept tokens, divided by their number; its gradient in float64.
+
+    Groups are kept for their rewards as they are; of 8 tokens at most, the last 1.6 cost a response up to 1.
+    """
+    kept = []
+
+    def reward(completion_ids, row_id, **_):
+        rewards = lengthy(completion_ids, row_id)
+        for start in range(0, len(rewards), GROUP):
+            group = rewards[start : start + GROUP]
+            if len(set(group)) > 1 and len(kept) < GROUPS:
+                kept.append((row_id[start], completion_ids[start : start + GROUP], group))
+        return rewards
+
+    args = {**ARGS, "algorithm": "dapo_full", "learning_rate": 1.0}
+    spec = {"model": policy_path, "prompts": PROMPTS, "args": args}
+    trainer = train(spec, str(tmp_path), reward_funcs=reward, rollout_func=rollout_func)
+    assert len(kept) == GROUPS
+    model = build(spec, str(tmp_path / "fresh")).model
+    rows = {row["row_id"]: row["prompt"] for row in prompts(PROMPTS)}
+    encode, total, tokens = trainer.processing_class.apply_chat_template, 0.0, 0
+    expected = 0.0
+    for row, responses, rewards in kept:
+        prompt = encode(rows[row], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
+        rewards = [r - min(max((len(ids) - 6.4) / 1.6, 0), 1) for r, ids in zip(rewards, responses, strict=True)]
+        mean = sum(rewards) / GROUP
+        deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / GROUP)
+        for ids, reward in zip(responses, rewards, strict=True):
+            advantage = (reward - mean) / (deviation + 1e-6)
+            logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            own = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+            counted = torch.tensor([token % 5 > 0 for token in ids])
+            total = total - advantage * own[counted].sum()
+            expected -= advantage * int(counted.sum())
+            tokens += int(counted.sum())
+    (total / tokens).backward()
+    assert result(trainer).losses[0] == pytest.approx(expected / tokens, abs=1e-7)
+    after = parameters(trainer)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach() - after[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_two_processes_make_the_update_of_one(policy_path, tmp_path):
+    """Rollouts of three groups, the second of which lies on both processes; two updates."""
+    common = {"model": policy_path, "fixed": True, "perturb": 1, "prompts": PROMPTS, "rewards": ["at_odd_rows"]}
+    args = {
+        **ARGS,
+        "algorithm": "dapo",
+        "num_generations": GROUP,
+        "beta": 0.1,
+        "num_iterations": 2,
+        "max_steps": 4,
+    }
+    args |= {"learning_rate": 0.01, "overlong_share": 0.5}
+    half = {"per_device_train_batch_size": GROUP * GROUPS // 2}
+    whole = result(train({**common, "args": args}, str(tmp_path / "whole")))
+    (spread,) = train_in_processes([{**common, "args": {**args, **half}}], 2, tmp_path)
+    assert largest_difference(spread.parameters, whole.parameters) < 1e-9
+    for entry, expected in zip(spread.logs, whole.logs, strict=True):
+        names = [name for name in expected if name.startswith(("resampling/", "advantages/", "reward", "num_tokens"))]
+        assert {name: entry[name] for name in names} == pytest.approx({name: expected[name] for name in names})
+    assert sum(entry.get("resampling/replaced", 0) for entry in whole.logs) > 0
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_straight_one(policy_path, tmp_path):
+    args = {**ARGS, "shuffle_dataset": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    args |= {"optim": "adamw_torch", "learning_rate": 0.001}
+    spec = {"model": policy_path, "perturb": 1, "prompts": PROMPTS, "args": args}
+    straight = train(spec, str(tmp_path / "straight"), reward_funcs=lengthy)
+    resumed = build(spec, str(tmp_path / "resumed"), reward_funcs=lengthy)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
+    names = ("loss", "reward", "num_tokens", "resampling/prompts", "resampling/replaced")
+    entries = [{name: entry[name] for name in names} for run in (straight, resumed) for entry in result(run).logs[-2:]]
+    assert entries[:2] == entries[2:]
+    assert any(entry["resampling/replaced"] for entry in entries)
+    sampled = [run.rollouts * run.args.generation_batch_size for run in (straight, resumed)]
+    assert straight.sampled_responses == resumed.sampled_responses > sampled[0] == sampled[1]
+
+
+# ---- Refusals ----
+
+
+@pytest.mark.parametrize(
+    "config, settings, message",
+    [
+        (PolicyConfig, {"resample_groups": -1}, "resample_groups must be a number from 0 up"),
+        (PolicyConfig, {"resample_groups": 1, "algorithm": "remax"}, "'remax' learns from them too: leave it 0"),
+        (PolicyConfig, {"resample_groups": 1, "algorithm": "reinforce"}, "'reinforce' learns from them too"),
+        (PolicyConfig, {"group_filter": "f.py:hard"}, "set resample_groups"),
+        (PolicyConfig, {"group_filter": "none.py:hard", "resample_groups": 1}, "no file 'none.py'"),
+        (PPOConfig, {"resample_groups": 1}, "a value function learns from groups of equal rewards too"),
+        (OnlinePreferenceConfig, {"resample_groups": 1}, "prompts whose responses tie make no pair"),
+    ],
+)
+def test_what_is_refused(config, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        config(str(tmp_path), use_cpu=True, report_to="none", **settings)
+
+
+def test_data_without_an_order_is_refused(policy_path, tmp_path):
+    stream = IterableDataset.from_generator(lambda: iter(prompts(PROMPTS)))
+    with pytest.raises(ValueError, match="give a Dataset, not a stream"):
+        built(policy_path, tmp_path, train_dataset=stream)
+    images = Dataset.from_list([{**row, "images": []} for row in prompts(PROMPTS)])
+    with pytest.raises(ValueError, match="this dataset has images"):
+        built(policy_path, tmp_path, train_dataset=images)
+    with pytest.raises(ValueError, match="an environment makes its own"):
+        built(policy_path, tmp_path, environment_factory=object)

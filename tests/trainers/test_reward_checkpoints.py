@@ -1,0 +1,184 @@
+"""What `RewardTrainer` saves, loaded again with the same scores, and which checkpoint is the best one."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
+
+from tests.support.tiny import pairs, token_ids
+from tests.support.train_once import largest_difference, parameters
+from tests.trainers.test_reward_trainer import THREE_STEPS, build, logs, lora, scores_one_by_one, train
+
+# ---- Adapters ----
+
+
+@pytest.mark.parametrize("task_type", [None, "CAUSAL_LM", "SEQ_CLS"])
+def test_an_adapter_is_trained_and_saved_with_its_head(task_type, tiny_model_path, tmp_path):
+    config = lora(task_type=task_type)
+    trainer = build(tiny_model_path, tmp_path, peft_config=config, **THREE_STEPS)
+    (name,) = [name for name in parameters(trainer) if "score" in name]
+    before = parameters(trainer)[name]
+    trainer.train()
+    assert (parameters(trainer)[name] - before).abs().max() > 1e-3
+    trainer.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert (saved["base_model.model.score.weight"] == parameters(trainer)[name]).all()
+    assert (config.task_type, config.modules_to_save) == (task_type, None), "the user's configuration was changed"
+
+
+def test_an_adapter_that_would_lose_its_head_is_refused(tiny_model_path, tmp_path):
+    load = lambda: AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=1)  # noqa: E731
+    with pytest.raises(ValueError, match="leave the score head untrained and unsaved.*SEQ_CLS"):
+        build(get_peft_model(load(), lora()), tmp_path)
+    trainer = build(get_peft_model(load(), lora(task_type="SEQ_CLS")), tmp_path)
+    assert any("score" in name for name in parameters(trainer))
+
+
+# ---- Limits and padding travel with the model ----
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_the_limits_of_training_are_saved_and_read_again(adapter, tiny_model_path, tmp_path):
+    """With every checkpoint as well; pairs that training cut are cut alike when the model is a reward function."""
+    from trl_ext.rewards import RewardModel
+
+    limits = {"max_prompt_tokens": 11, "max_response_tokens": None}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    trainer = train(tiny_model_path, tmp_path, peft_config=lora() if adapter else None, **limits, **saving)
+    trainer.save_model()
+    rows = pairs(8)
+    prompts, chosen = [row["prompt"] for row in rows], [row["chosen"] for row in rows]
+    expected = trainer.score(list(trainer.train_dataset["chosen_ids"]))
+    for folder in (tmp_path, tmp_path / "checkpoint-2"):
+        assert json.loads((folder / "reward_model.json").read_text()) == limits
+        assert RewardModel(folder).limits == limits
+        torch.testing.assert_close(RewardModel(folder).score(prompts, chosen), expected, atol=2e-6, rtol=1e-5)
+
+
+# ---- A bfloat16 base ----
+
+
+def test_a_head_on_a_bfloat16_base_is_trained_in_float32(bfloat16_on_the_cpu, tiny_model_path, tmp_path):
+    """An update of 1e-6 of a weight near 0.02 is less than a 256th of it, and would be lost in bfloat16.
+
+    The saved head has all its bits, and what is loaded again, base in bfloat16, scores as the trained model does.
+    """
+    from trl_ext.rewards import RewardModel
+
+    arguments = {"bf16": True, "model_init_kwargs": {"dtype": "bfloat16"}, "learning_rate": 1e-6, "max_steps": 2}
+    trainer = build(tiny_model_path, tmp_path, peft_config=lora(), optim="adamw_torch", **arguments)
+    types = {name: parameter.dtype for name, parameter in trainer.model.named_parameters()}
+    assert {types[n] for n, p in trainer.model.named_parameters() if p.requires_grad} == {torch.float32}
+    assert {types[n] for n, p in trainer.model.named_parameters() if not p.requires_grad} == {torch.bfloat16}
+    (head,) = [name for name in types if "score.modules_to_save" in name]
+    assert types[head] == torch.float32
+    before = parameters(trainer)[head]
+    # Before any step, when the model is not wrapped for mixed precision yet.
+    chosen, rejected = trainer.score_pairs(trainer.train_dataset)
+    assert torch.cat([chosen, rejected]).isfinite().all()
+    trainer.train()
+    assert {entry["grad_norm"] > 0 for entry in logs(trainer)} == {True}
+    moved = (parameters(trainer)[head] - before).abs()
+    # Adam's first steps are of the learning rate's size, whatever the gradient's.
+    assert 5e-7 < moved.median() < 3e-6
+    assert types[head] == dict(trainer.model.named_parameters())[head].dtype
+    trainer.save_model()
+    saved = load_file(tmp_path / "adapter_model.safetensors")["base_model.model.score.weight"]
+    assert saved.dtype == torch.float32 and torch.equal(saved, parameters(trainer)[head])
+    assert not torch.equal(saved, saved.bfloat16().float())
+
+    rows = pairs(8)
+    expected = trainer.score(list(trainer.train_dataset["chosen_ids"]))
+    loaded = RewardModel(tmp_path, dtype="bfloat16")
+    again = loaded.score([row["prompt"] for row in rows], [row["chosen"] for row in rows])
+    # bfloat16 keeps 8 bits: 0.4 % of activations whose sums make scores of about this size.
+    assert (again - expected).abs().max() < 0.03 * expected.abs().max()
+    assert expected.std() > 0.1 * expected.abs().max(), "scores that are all alike would prove nothing"
+
+
+# ---- Saved and loaded again ----
+
+
+def test_resuming_equals_the_straight_run(tiny_model_path, tmp_path):
+    arguments = {**THREE_STEPS, "max_steps": 4, "learning_rate": 0.01, "optim": "adamw_torch"}
+    arguments |= {"save_strategy": "steps", "save_steps": 2, "train_sampling_strategy": "random"}
+    straight = train(tiny_model_path, tmp_path, pairs(16), **arguments)
+    resumed = build(tiny_model_path, tmp_path, pairs(16), **arguments)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert largest_difference(parameters(resumed), parameters(straight)) == 0.0
+
+
+# ---- The best checkpoint ----
+
+
+def select(model, folder, criterion: str, limit: int | None, **arguments):
+    """Four steps with a checkpoint after each, chosen by the criterion on six other pairs."""
+    from trl_ext.held_out.reward_selection import CheckpointSelection, ScoredSamples
+
+    rows = pairs(6, seed=8)
+    arguments = {"max_steps": 4, "learning_rate": 0.3, "per_device_train_batch_size": 4, **arguments}
+    saving = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": limit, "select_best": criterion}
+    trainer = build(model, folder, **saving, **arguments)
+    prompts = [token_ids(trainer.processing_class, row) for row in rows]
+    sequences = [[prompt + chosen, prompt + rejected] for prompt, chosen, rejected in prompts]
+    samples = ScoredSamples(sequences, gold=[[0.1 * i, 1 - 0.2 * i] for i in range(6)], n=2)
+    selection = CheckpointSelection(trainer, Dataset.from_list(rows), samples=samples)
+    trainer.add_callback(selection)
+    trainer.train()
+    return trainer, selection.load_best(split="six")
+
+
+FIGURES = {
+    "accuracy": (lambda margins: sum(m > 0 for m in margins) / 6, 1),
+    "margin": (lambda margins: sum(margins) / 6, 1),
+    "calibration": (lambda margins: -sum(math.log1p(math.exp(-m)) for m in margins) / 6, -1),
+    # Of two samples, the chosen response (.1 i) is picked where its score is higher, else the rejected (1 - .2 i).
+    "best_of_n": (lambda margins: sum(0.1 * i if m > 0 else 1 - 0.2 * i for i, m in enumerate(margins)) / 6, 1),
+}
+
+
+@pytest.mark.parametrize("criterion", FIGURES)
+def test_the_best_checkpoint_by_scores_taken_singly(criterion, tiny_model_path, tmp_path):
+    """Figures of every checkpoint from its files alone; the first best one is what is loaded, and lies in best/."""
+    trainer, selection = select(tiny_model_path, tmp_path, criterion, None)
+    figure, sign = FIGURES[criterion]
+    tokenizer, rows = trainer.processing_class, pairs(6, seed=8)
+    expected = []
+    for step in (1, 2, 3, 4):
+        model = AutoModelForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{step}")
+        expected.append(figure([c - r for c, r in scores_one_by_one(model, tokenizer, rows)]))
+    assert len(set(expected)) > 1, "checkpoints that are all alike show nothing"
+    assert [entry["step"] for entry in selection["checkpoints"]] == [1, 2, 3, 4]
+    assert [sign * entry[selection["figure"]] for entry in selection["checkpoints"]] == pytest.approx(
+        expected, rel=1e-4
+    )
+    assert selection["step"] == 1 + expected.index(max(expected))
+    assert json.loads((tmp_path / "best" / "selection.json").read_text()) == selection
+    best, checkpoint = (
+        load_file(tmp_path / n / "model.safetensors") for n in ("best", f"checkpoint-{selection['step']}")
+    )
+    assert largest_difference(best, checkpoint) == 0.0
+    assert largest_difference(parameters(trainer), checkpoint) == 0.0
+
+
+def test_selection_that_cannot_be(tiny_model_path, tmp_path):
+    from trl_ext.held_out.reward_selection import CheckpointSelection
+
+    rows = Dataset.from_list(pairs(2))
+    for arguments, message in (
+        ({"select_best": None}, "select_best is none"),
+        ({"save_strategy": "no"}, "select_best needs checkpoints: set save_strategy"),
+        ({"save_strategy": "steps", "select_best": "best_of_n"}, "best_of_n needs samples of known quality"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CheckpointSelection(build(tiny_model_path, tmp_path, **arguments), rows)
+    trainer = build(tiny_model_path, tmp_path, save_strategy="steps", save_steps=9)
+    with pytest.raises(ValueError, match="no checkpoint was saved to choose from: lower save_steps"):
+        CheckpointSelection(trainer, rows).load_best(split="two")

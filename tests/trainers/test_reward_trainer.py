@@ -1,0 +1,224 @@
+"""`RewardTrainer` equals TRL's where both have a loss, divides batches exactly, and loses neither pairs nor head."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+from tests.support.tiny import pairs, token_ids
+from tests.support.train_once import DEFAULTS, largest_difference, parameters, relative_difference
+from trl_ext import RewardConfig, RewardTrainer
+
+THREE_STEPS = {"max_steps": 3, "gradient_accumulation_steps": 2, "learning_rate": 0.1}
+
+
+def lora(**options) -> LoraConfig:
+    # B is zero otherwise, and the first gradients of A with it.
+    options = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
+    return LoraConfig(**options)
+
+
+def rows_with(count: int, seed: int = 0, **columns) -> list[dict]:
+    """Pairs with further columns, each `f(row) -> value`."""
+    return [{**row, **{name: f(row) for name, f in columns.items()}} for row in pairs(count, seed=seed)]
+
+
+def build(
+    model, folder, rows=None, *, stock=False, peft_config=None, eval_rows=None, processing_class=None, **arguments
+):
+    arguments = {**DEFAULTS, **arguments, "output_dir": str(folder)}
+    if stock:
+        arguments["max_length"] = None
+    config_class, trainer_class = (trl.RewardConfig, trl.RewardTrainer) if stock else (RewardConfig, RewardTrainer)
+    return trainer_class(
+        model,
+        config_class(**arguments),
+        train_dataset=Dataset.from_list(pairs(8) if rows is None else rows),
+        eval_dataset=None if eval_rows is None else Dataset.from_list(eval_rows),
+        processing_class=processing_class,
+        peft_config=peft_config,
+    )
+
+
+def train(*arguments, **keywords):
+    trainer = build(*arguments, **keywords)
+    trainer.train()
+    return trainer
+
+
+def logs(trainer) -> list[dict]:
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [{key: value for key, value in entry.items() if "_per_second" not in key} for entry in entries]
+
+
+def scores_one_by_one(model, tokenizer, rows: list[dict]) -> list[tuple[float, float]]:
+    """Scores of both sides of each row, from the last token of one unpadded sequence at a time, in float64."""
+    model = model.double().eval()
+    scores = []
+    with torch.no_grad():
+        for row in rows:
+            prompt, chosen, rejected = token_ids(tokenizer, row)
+            scores.append(tuple(model(torch.tensor([prompt + side])).logits.item() for side in (chosen, rejected)))
+    return scores
+
+
+# ---- Equal to TRL ----
+
+OBJECTIVES = {
+    "bradley-terry": {},
+    "margin": {"columns": {"margin": lambda row: row["avg_confidence"]}},
+    "centering": {"center_rewards_coefficient": 0.01},
+    "margin and centering": {
+        "columns": {"margin": lambda row: row["avg_confidence"]},
+        "center_rewards_coefficient": 0.01,
+    },
+}
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_trained_as_trl_trains_bit_by_bit(objective, adapter, tiny_model_path, tmp_path):
+    options = dict(OBJECTIVES[objective])
+    rows = rows_with(16, **options.pop("columns", {}))
+    stock, own = (
+        train(
+            tiny_model_path,
+            tmp_path / str(is_stock),
+            rows,
+            stock=is_stock,
+            peft_config=lora(task_type="SEQ_CLS") if adapter else None,
+            **THREE_STEPS,
+            **options,
+            **({} if is_stock else {"packing": "off"}),
+        )
+        for is_stock in (True, False)
+    )
+    assert len(logs(own)) == 3
+    for entry, expected in zip(logs(own), logs(stock), strict=True):
+        # Centring is added to each pair's loss, and not to their mean: the last bit of the logged mean may differ.
+        # Extremes are of the whole step here, and means of those of its micro-batches with TRL.
+        extremes = {name: entry[name] for name in ("min_reward", "max_reward")}
+        assert extremes["min_reward"] <= expected["min_reward"] and extremes["max_reward"] >= expected["max_reward"]
+        expected |= {**extremes, "loss": pytest.approx(expected["loss"], rel=1e-6), "skipped_updates": 0.0}
+        assert entry == expected
+    assert largest_difference(parameters(own), parameters(stock)) == 0.0
+
+
+def test_two_runs_with_one_seed_are_alike(tiny_model_path, tmp_path):
+    """The score head is not in the language model's file, and is drawn at random."""
+    heads = {
+        name: build(tiny_model_path, tmp_path / name, seed=seed).model.score.weight.detach().clone()
+        for name, seed in (("one", 3), ("again", 3), ("other", 4))
+    }
+    assert (heads["one"] == heads["again"]).all()
+    assert (heads["one"] - heads["other"]).abs().max() > 1e-2
+    one, again = (train(tiny_model_path, tmp_path / f"trained-{i}", seed=3, **THREE_STEPS) for i in range(2))
+    assert largest_difference(parameters(one), parameters(again)) == 0.0
+
+
+# ---- The loss ----
+
+
+def test_loss_of_a_step_by_the_formula(tiny_model_path, tmp_path):
+    """With d = r+ - r- - 2 m: 0.8 log(1 + e^-d) + 0.2 log(1 + e^d) + 0.05 (r+ + r-)^2, over scores taken singly."""
+    options = {"margin_column": "avg_confidence", "margin_scale": 2.0, "label_smoothing": 0.2}
+    options |= {"center_rewards_coefficient": 0.05, "per_device_train_batch_size": 4}
+    trainer = build(tiny_model_path, tmp_path, **options)
+    rows = pairs(4)
+    scores = scores_one_by_one(trainer.model, trainer.processing_class, rows)
+    trainer.model.float()
+    trainer.train()
+    losses = []
+    for (chosen, rejected), row in zip(scores, rows, strict=True):
+        d = chosen - rejected - 2 * row["avg_confidence"]
+        losses.append(0.8 * math.log1p(math.exp(-d)) + 0.2 * math.log1p(math.exp(d)) + 0.05 * (chosen + rejected) ** 2)
+    assert logs(trainer)[0]["loss"] == pytest.approx(sum(losses) / 4, rel=1e-5)
+
+
+def gradient(trainer) -> torch.Tensor:
+    """One step of SGD at learning rate 1 changes the parameters by minus the gradient. [P]."""
+    before = parameters(trainer)
+    trainer.train()
+    after = parameters(trainer)
+    return torch.cat([(before[name] - after[name]).flatten() for name in sorted(before)]).double()
+
+
+def test_a_ragged_last_window_has_the_gradient_of_its_mean(tiny_model_path, tmp_path):
+    """Five pairs as micro-batches of 2, 2 and 1, and as one of 5; TRL's gradient is another, as a mean of means is."""
+    whole = {"per_device_train_batch_size": 5}
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    rows = rows_with(5, margin=lambda row: 4 * row["avg_confidence"])
+    expected = gradient(build(tiny_model_path, tmp_path / "whole", rows, **whole))
+    own = gradient(build(tiny_model_path, tmp_path / "split", rows, **split))
+    stock = gradient(build(tiny_model_path, tmp_path / "stock", rows, stock=True, **split))
+    assert relative_difference(own, expected) < 1e-5
+    assert relative_difference(stock, expected) > 0.05
+
+
+# ---- Held-out figures ----
+
+
+def test_held_out_accuracy_counts_pairs_and_not_batches(tiny_model_path, tmp_path):
+    """9 pairs in batches of 4, 4 and 1: TRL averages the three batches, the last pair weighing as much as four."""
+    rows = pairs(9, seed=4)
+    arguments = {"eval_rows": rows, "per_device_eval_batch_size": 4, "seed": 1}
+    own = build(tiny_model_path, tmp_path / "own", **arguments)
+    metrics = own.evaluate()
+    stock = build(tiny_model_path, tmp_path / "stock", stock=True, **arguments).evaluate()
+    scores = scores_one_by_one(own.model, own.processing_class, rows)
+    margins = [chosen - rejected for chosen, rejected in scores]
+    assert metrics["eval_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / 9)
+    assert metrics["eval_margin"] == pytest.approx(sum(margins) / 9, rel=1e-4)
+    assert abs(stock["eval_accuracy"] - metrics["eval_accuracy"]) > 0.01
+    assert metrics.keys() == stock.keys()
+
+
+# ---- Refusals ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"max_length": 1024}, r"max_length is not used by RewardConfig.*max_prompt_tokens and max_response_tokens"),
+        ({"label_smoothing": 0.5}, r"label_smoothing must lie in \[0, 0\.5\), got 0\.5"),
+        ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor is not used by RewardConfig: use label_smoothing"),
+        ({"margin_scale": float("nan")}, r"margin_scale must be a number, got nan"),
+        ({"select_best": "acuracy"}, r"select_best must be one of .*, got 'acuracy'; did you mean 'accuracy'"),
+        ({"load_best_model_at_end": True}, r"select_best and load_best_model_at_end both choose a checkpoint"),
+        ({"max_prompt_tokens": 0}, r"max_prompt_tokens must be at least 1, got 0"),
+        ({"center_rewards_coefficient": -0.01}, r"center_rewards_coefficient must be a number from 0 up, got -0\.01"),
+    ],
+)
+def test_refused_settings(arguments, message, tmp_path):
+    with pytest.raises(ValueError, match=message) as raised:
+        RewardConfig(output_dir=str(tmp_path), **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_models_that_are_no_reward_models(tiny_model_path, tmp_path):
+    two = AutoModelForSequenceClassification.from_pretrained(tiny_model_path, num_labels=2)
+    with pytest.raises(ValueError, match="has 2 labels, and a reward model has one"):
+        build(two, tmp_path)
+    two.save_pretrained(tmp_path / "two")
+    AutoTokenizer.from_pretrained(tiny_model_path).save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match="two has 2 labels, and a reward model has one"):
+        build(str(tmp_path / "two"), tmp_path)
+    get_peft_model(two, lora(task_type="SEQ_CLS")).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="adapter is an adapter, and training starts from a whole model: merge"):
+        build(str(tmp_path / "adapter"), tmp_path)
+    assert not isinstance(build(tiny_model_path, tmp_path).model, PeftModel)
+
+
+def test_stock_configuration_is_refused(tiny_model_path, tmp_path):
+    stock = trl.RewardConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    with pytest.raises(TypeError, match="RewardTrainer takes a RewardConfig, got RewardConfig of trl"):
+        RewardTrainer(tiny_model_path, stock, train_dataset=Dataset.from_list(pairs(2)))
