@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ PAGES = [
 ]
 TEXTS = {page.relative_to(REPOSITORY).as_posix(): page.read_text(encoding="utf-8") for page in PAGES if page.exists()}
 README = TEXTS["README.md"]
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
 TEXT = "\n".join(TEXTS.values())
 # Pages whose Python trains a model.
 SLOW = ("README.md", "docs/packing.md")
@@ -55,25 +57,48 @@ CLUSTER_COMMANDS = [line for block in blocks("sh") for line in block.splitlines(
 TEMPLATES = [command for command in COMMANDS if re.search(r"\b(IN OUT|FOLDER|NAME|RECIPE|COMMAND)\b|\.\.\.$", command)]
 
 
-@pytest.mark.parametrize("command", CLUSTER_COMMANDS)
-def test_cluster_command_names_what_exists(command, tmp_path, monkeypatch):
+def check_all(items, check, tmp_path, monkeypatch) -> None:
+    """Checks every item in a folder and a state of its own, and names all that fail."""
+    assert items, "the pages have none of these"
+    failed = []
+    for number, item in enumerate(items):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with monkeypatch.context() as patch:
+            try:
+                check(item, folder, patch)
+            except (Exception, SystemExit, pytest.fail.Exception) as error:
+                failed.append(f"{item}: {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+
+
+def test_cluster_commands_name_what_exists(tmp_path, monkeypatch):
+    check_all(CLUSTER_COMMANDS, _check_cluster_command, tmp_path, monkeypatch)
+
+
+def test_commands_are_valid(tmp_path, monkeypatch):
+    commands = [command for command in COMMANDS if command not in TEMPLATES]
+    check_all(commands, _check_command, tmp_path, monkeypatch)
+
+
+def _check_cluster_command(command, tmp_path, monkeypatch) -> None:
     words = shlex.split(command)
     at = next(index for index, word in enumerate(words) if word.endswith(".sbatch"))
     assert "sbatch" in words[:at]
     assert (REPOSITORY / words[at]).is_file()
     taken = 3 if "vllm" in words[at] else 2
     recipe, flags = words[at + 1], words[at + 1 + taken :]
-    test_command_is_valid(shlex.join(["accelerate", "launch", f"recipes/{recipe}.py", *flags]), tmp_path, monkeypatch)
+    _check_command(shlex.join(["accelerate", "launch", f"recipes/{recipe}.py", *flags]), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in TEMPLATES])
-def test_command_is_valid(command, tmp_path, monkeypatch):
+def _check_command(command, tmp_path, monkeypatch) -> None:
     _forget_names_afterwards(monkeypatch)
     words = shlex.split(command.removeprefix("time "))
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE)
-    elif words[0] in ("source", "pip", "jupyter"):
-        pass
+    elif words[0] == "pip":
+        extra = re.fullmatch(r"\$\(ls trl_ext-\*\.whl\)\[(\w+)\]", words[2])
+        assert extra[1] in PROJECT["optional-dependencies"]
     elif words[0] == "trl-ext":
         _check_installed(words[1:], tmp_path, monkeypatch)
     elif words[:2] == ["python", "-m"]:
@@ -156,8 +181,11 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
     recipes.parse(monkeypatch, script, *arguments)
 
 
-@pytest.mark.parametrize("block", blocks("yaml"))
-def test_yaml_is_a_configuration(block, tmp_path, monkeypatch):
+def test_yaml_blocks_are_configurations(tmp_path, monkeypatch):
+    check_all(blocks("yaml"), _check_yaml, tmp_path, monkeypatch)
+
+
+def _check_yaml(block, tmp_path, monkeypatch) -> None:
     _forget_names_afterwards(monkeypatch)
     settings = yaml.safe_load(block)
     if "methods" in settings or "recipe" in settings:
@@ -242,9 +270,10 @@ def test_python_blocks_run(name, tmp_path, monkeypatch):
 NAMED_PATH = r"`((?:recipes|tests|accelerate_configs|trl_ext|docs|benchmarks|public_eval)/[\w./-]*)`"
 
 
-@pytest.mark.parametrize("path", sorted(set(re.findall(NAMED_PATH, TEXT))))
-def test_named_path_exists(path):
-    assert (REPOSITORY / path).exists()
+def test_named_paths_exist():
+    named = set(re.findall(NAMED_PATH, TEXT))
+    assert len(named) > 20
+    assert sorted(path for path in named if not (REPOSITORY / path).exists()) == []
 
 
 def _prose(text: str) -> str:
@@ -262,15 +291,17 @@ def _anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-INTERNAL = [(name, link) for name, text in TEXTS.items() for link in _links(text) if "://" not in link]
-
-
-@pytest.mark.parametrize(("name", "link"), sorted(set(INTERNAL)))
-def test_link_leads_somewhere(name, link):
-    path, _, anchor = link.partition("#")
-    target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
-    assert target.exists(), f"{name} links to {link}"
-    assert not anchor or anchor in _anchors(target), f"{name}: no heading {anchor} in {target}"
+def test_links_lead_somewhere():
+    broken, checked = [], 0
+    for name, text in TEXTS.items():
+        for link in {link for link in _links(text) if "://" not in link}:
+            path, _, anchor = link.partition("#")
+            target = (REPOSITORY / name).parent / path if path else REPOSITORY / name
+            checked += 1
+            if not target.exists() or (anchor and anchor not in _anchors(target)):
+                broken.append(f"{name}: {link}")
+    assert checked > 50
+    assert broken == []
 
 
 # ---- Papers ----
