@@ -110,12 +110,13 @@ def test_changelog_has_this_version_first():
 
 
 def test_contributing_names_what_exists():
-    for path in set(
-        re.findall(r"`((?:recipes|tests|trl_ext|docs|public_eval|\.ci|\.github)/[\w./-]*)`", CONTRIBUTING)
-    ):
+    paths = set(re.findall(r"`((?:recipes|tests|trl_ext|docs|public_eval|\.ci|\.github)/[\w./-]*)`", CONTRIBUTING))
+    targets = set(re.findall(r"^make ([\w-]+)", CONTRIBUTING, flags=re.MULTILINE))
+    assert len(paths) > 10 and len(targets) > 5
+    for path in paths:
         assert (REPOSITORY / path).exists(), path
     makefile = (REPOSITORY / "Makefile").read_text()
-    for target in set(re.findall(r"^make ([\w-]+)", CONTRIBUTING, flags=re.MULTILINE)):
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
 
 

@@ -113,7 +113,9 @@ def test_imports_resolve_and_are_public(path):
 @each_notebook
 def test_paths_named_in_the_text_exist(path):
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    for name in re.findall(r"`?((?:recipes|docs|trl_ext)/[\w/.-]*\w)", text):
+    named = re.findall(r"`?((?:recipes|docs|trl_ext)/[\w/.-]*\w)", text)
+    assert named
+    for name in named:
         assert (REPOSITORY / name).exists(), name
 
 

@@ -54,7 +54,6 @@ class TestGenerateScorePack:
         generate = ("generate", "--model", tiny_model_path, "--out", out, *course["prompts_jsonl"])
         code, text, err = run(*generate, "--max_new_tokens", "4", "--json")
         assert (code, json.loads(text)["rows"]) == (0, 10), err
-        assert "responses: 100%" in err or os.environ.get("TQDM_DISABLE")
         code, text, _ = run("score", "--reward_model", reward_model, "--out", scores, *course["prefs_jsonl"], "--json")
         rows = [json.loads(line) for line in scores.read_text().splitlines()]
         accuracy = sum(row["chosen_score"] > row["rejected_score"] for row in rows) / 4

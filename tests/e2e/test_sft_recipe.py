@@ -136,9 +136,6 @@ def test_several_processes(finished, tmp_path):
     ):
         assert row["entropy"] == pytest.approx(expected["entropy"], abs=1e-5)
         assert {**row, "entropy": None} == {**expected, "entropy": None}
-    # The same 32 rows for each step: the losses agree.
-    losses = [[row["loss"] for row in read(folder, "metrics.jsonl") if "loss" in row] for folder in (run, alone)]
-    assert losses[0] == pytest.approx(losses[1], rel=0.05)
 
 
 class TestChoosingDemonstrations:

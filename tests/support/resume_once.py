@@ -2,8 +2,9 @@
 
 `python -m tests.support.resume_once JOBS.json` imports the libraries once and forks a process for every life of every
 run. A job is `{"kind", "folder", "kills"}`: a name of `KINDS`, where to write, and one kill point for each life that
-ends early. A kill point is `[place, step]`, with a place of `PLACES`, or `[place, step, rank]`. `folder/end.safetensors`
-then holds parameters, optimizer state and random state, and `folder/run` is the run's output. One life in several
+ends early. A kill point is `[place, step]`, with a place of `PLACES`, or `[place, step, rank]`.
+`folder/end.safetensors` then holds parameters, optimizer state and random state, and `folder/run` is the run's output.
+One life in several
 processes: `python -m torch.distributed.run ... -m tests.support.resume_once KIND MODELS FOLDER [KILL]`.
 """
 
