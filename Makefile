@@ -41,7 +41,7 @@ test-long: $(STAMP)
 
 # The numerical tests with other processors' instruction sets. PROCESSORS="A=1,B=2 C=3" runs them with A=1 and B=2, then with C=3.
 PROCESSORS ?= ATEN_CPU_CAPABILITY=default,ONEDNN_MAX_CPU_ISA=AVX2
-NUMERICAL := advantages algorithms contract course invariants losses models rewards rollouts trainers
+NUMERICAL := advantages algorithms contract course golden invariants losses models rewards rollouts trainers
 
 test-processors: $(STAMP)
 	@for settings in $(PROCESSORS); do \
