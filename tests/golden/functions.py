@@ -48,19 +48,20 @@ def function_rows() -> Iterator[Row]:
                 for ratio in ("token", "sequence"):
                     function = partial(_surrogate, name, ratio, a, settings)
                     yield label("losses", name, {**settings, "ratio": ratio, "advantages": of}), function, policy
-        for cap in (5.0, 1.25):
+        for settings in ({}, {"ratio_cap": 1.25}):
 
-            def cispo(log_probs, a=a, cap=cap):
-                return losses.cispo(_log_ratio("token", log_probs), log_probs, a, ratio_cap=cap)
+            def cispo(log_probs, a=a, settings=settings):
+                # A shift of the ratio, so that some are above the cap.
+                return losses.cispo(_log_ratio("token", log_probs) + 1.25, log_probs, a, **settings)
 
-            yield label("losses", "cispo", {"ratio_cap": cap, "advantages": of}), cispo, policy
+            yield label("losses", "cispo", {**settings, "advantages": of}), cispo, policy
         yield label("losses", "reinforce", {"advantages": of}), partial(losses.reinforce, advantages=a), policy
-    for clip in (0.4, 0.25):
+    for settings in ({}, {"log_clip": 0.25}):
 
-        def gmpo(log_probs, clip=clip):
-            return losses.gmpo(_log_ratio("token", log_probs), MASK, RESPONSE_ADVANTAGES, log_clip=clip)
+        def gmpo(log_probs, settings=settings):
+            return losses.gmpo(_log_ratio("token", log_probs), MASK, RESPONSE_ADVANTAGES, **settings)
 
-        yield label("losses", "gmpo", {"log_clip": clip}), gmpo, policy
+        yield label("losses", "gmpo", settings), gmpo, policy
     for name, ratio in (("token_log_ratio", "token"), ("sequence_log_ratio", "sequence")):
         yield label("losses", name, {}), partial(_log_ratio, ratio), policy
 
@@ -82,17 +83,29 @@ def function_rows() -> Iterator[Row]:
             function = partial(losses.aggregate, mask=MASK, kind=kind, constant=8.0, **counts)
             yield label("losses", "aggregate", {"kind": kind, **counts}), function, {"losses": LOG_PROBS}
 
-    values = {"values": given.VALUES}
-    for clip in (0.2, 0.5, None):
-        function = partial(losses.clipped_value_loss, old_values=given.OLD_VALUES, returns=given.RETURNS, clip=clip)
-        yield label("losses", "clipped_value_loss", {"clip": str(clip)}), function, values
-    for shift in (True, False):
-        function = partial(losses.whiten, given.VALUES, MASK, shift_mean=shift)
-        yield label("losses", "whiten", {"shift_mean": shift}), function, {}
-    yield "losses/explained_variance/", partial(losses.explained_variance, given.VALUES, given.RETURNS, MASK), {}
+    few = {"one token": given.ONE_TOKEN, "no tokens": torch.zeros_like(MASK)}
+    for of, mask in few.items():
+        for kind in AGGREGATIONS:
+            function = partial(losses.aggregate, mask=mask, kind=kind, constant=8.0)
+            yield label("losses", "aggregate", {"kind": kind, "of": of}), function, {"losses": LOG_PROBS}
+
+    values = {"values": given.VALUES, "old_values": given.OLD_VALUES, "returns": given.RETURNS}
+    for options in ({}, {"clip": 0.5}, {"clip": None}):
+        yield label("losses", "clipped_value_loss", options), partial(losses.clipped_value_loss, **options), values
+    for of, mask in {"all": MASK, **few}.items():
+        for shift in (True, False):
+            function = partial(losses.whiten, mask=mask, shift_mean=shift)
+            yield label("losses", "whiten", {"shift_mean": shift, "of": of}), function, {"values": given.VALUES}
+    for of, returns in (("returns", given.RETURNS), ("equal returns", torch.ones_like(MASK))):
+        function = partial(losses.explained_variance, given.VALUES, returns, MASK)
+        yield label("losses", "explained_variance", {"of": of}), function, {}
     for gamma, lam in ((1.0, 0.95), (0.9, 0.5), (0.9, 0.0), (1.0, 1.0)):
-        function = partial(gae, given.RETURNS, given.VALUES, MASK, gamma, lam)
-        yield label("losses", "gae", {"gamma": gamma, "lambda": lam}), function, {}
+
+        def both_of_gae(rewards, values, gamma=gamma, lam=lam):
+            return dict(zip(("value", "returns"), gae(rewards, values, MASK, gamma, lam), strict=True))
+
+        tensors = {"rewards": given.RETURNS, "values": given.VALUES}
+        yield label("losses", "gae", {"gamma": gamma, "lambda": lam}), both_of_gae, tensors
     yield "losses/clip_advantages/", partial(clip_advantages, RESPONSE_ADVANTAGES, 0.625), {}
 
     scores = {"chosen": given.CHOSEN / 8, "rejected": given.REJECTED / 8}
@@ -153,7 +166,7 @@ def _shaped(steps: list[dict[str, Any]]) -> dict[str, Any]:
         return [None if text == "none" else float(text) for text in completions]
 
     shaped = ShapedReward(reward, steps)
-    batches = (["1", "-2.5", "none", "0.25"], ["3", "3", "0.5", "-0.125"])
+    batches = (["1", "-2.5", "none", "0.25"], ["3", "3", "0.5", "-0.125"], ["2"] * 4, ["none"] * 4)
     ids = [[1, 2, 1, 2, 1, 2], [], [5, 5, 5], [1, 1, 1, 1, 1, 1, 1]]
     if shaped.needs_calibration:
         shaped.calibrate(["?"] * 4, batches[0], completion_ids=ids)
@@ -186,8 +199,9 @@ def course_rows() -> Iterator[Row]:
     yield "course/naive_policy_gradient_loss/", function, policy
     read = {"raw_rewards": TOKEN_ADVANTAGES, "advantages": RESPONSE_ADVANTAGES, "old_log_probs": OLD_LOG_PROBS}
     read["cliprange"] = 0.1875
-    names = ("advantages", "old_log_probs", "cliprange")
-    yield "course/grpo_clip_loss/", partial(_with_metadata, course.grpo_clip_loss, {n: read[n] for n in names}), policy
+    arguments = {"advantages": RESPONSE_ADVANTAGES, "cliprange": 0.1875}
+    tensors = {**policy, "old_log_probs": OLD_LOG_PROBS}
+    yield "course/grpo_clip_loss/", partial(_with_metadata, course.grpo_clip_loss, arguments), tensors
     for kind in course.LOSS_TYPES:
         arguments = {**read, "loss_type": kind}
         function = partial(_with_metadata, course.policy_gradient_loss, arguments)
@@ -195,10 +209,10 @@ def course_rows() -> Iterator[Row]:
         arguments = {**arguments, "response_mask": MASK, "gradient_accumulation_steps": 4}
         function = partial(_with_metadata, course.policy_microbatch_step, arguments)
         yield label("course", "policy_microbatch_step", {"loss_type": kind}), function, policy
-    for constant in (1.0, 8.0):
-        arguments = {"response_mask": MASK, "gradient_accumulation_steps": 4, "normalize_constant": constant}
+    for options in ({}, {"normalize_constant": 8.0}):
+        arguments = {"response_mask": MASK, "gradient_accumulation_steps": 4, **options}
         function = partial(_with_metadata, course.sft_microbatch_step, arguments)
-        yield label("course", "sft_microbatch_step", {"normalize_constant": constant}), function, policy
+        yield label("course", "sft_microbatch_step", options), function, policy
 
     yield "course/token_entropy/", course.token_entropy, {"logits": given.LOGITS}
     model = {"logits": given.BIGRAM_LOGITS}
@@ -217,8 +231,8 @@ def _group_normalized(by_std: bool) -> dict[str, Any]:
     return {"advantages": advantages, "rewards": rewards, **metadata}
 
 
-def _with_metadata(function, arguments: dict[str, Any], policy_log_probs: Tensor) -> dict[str, Tensor]:
-    loss, metadata = function(policy_log_probs=policy_log_probs, **arguments)
+def _with_metadata(function, arguments: dict[str, Any], **tensors: Tensor) -> dict[str, Tensor]:
+    loss, metadata = function(**tensors, **arguments)
     return {"value": loss, **metadata}
 
 

@@ -55,7 +55,12 @@ COLUMNS = {
 
 
 def pairs(chosen: Tensor, rejected: Tensor, rows: slice = slice(None)) -> PreferenceScores:
-    """The scores of these pairs, with the log-probabilities given."""
+    """The scores of these pairs, with the log-probabilities given.
+
+    Weights would have a gradient if they were not detached: adding `moved`, which is 0, does not change their values.
+    """
+    moved = chosen - CHOSEN
+    columns = {**COLUMNS, "avg_confidence": COLUMNS["avg_confidence"] + moved}
     return PreferenceScores(
         chosen[rows],
         rejected[rows],
@@ -63,16 +68,16 @@ def pairs(chosen: Tensor, rejected: Tensor, rows: slice = slice(None)) -> Prefer
         REF_REJECTED[rows],
         CHOSEN_LENGTH[rows].long(),
         REJECTED_LENGTH[rows].long(),
-        {name: values[rows] for name, values in COLUMNS.items()},
-        grid(1, 12, 3, 8, 1 / 4)[0][rows],
-        grid(1, 12, 5, 8, 1 / 2)[0][rows],
+        {name: values[rows] for name, values in columns.items()},
+        (grid(1, 12, 3, 8, 0.5)[0] + moved)[rows],
+        (grid(1, 12, 5, 8, 0.75)[0] + moved)[rows],
     )
 
 
 # ---- Responses ----
 
 # Log of new over old probability. A response of each sign of the advantage is beyond either clip, by tokens and as a
-# whole; the third is within GSPO's, the sixth has no advantage and the last no tokens.
+# whole; the third is within GSPO's, the sixth has one token and the last none.
 LOG_RATIO = table(
     (0.5, -0.5, 0.125, 0.0625, -0.125),
     (0.5, -0.5, 0.125, -0.0625, 0),
@@ -86,8 +91,9 @@ LENGTHS = (5, 4, 5, 3, 5, 1, 0)
 MASK = table(*([float(token < length) for token in range(5)] for length in LENGTHS))
 # A token that does not count within a response, as one of a tool.
 MASK[2, 2] = 0
-RESPONSE_ADVANTAGES = table(1.25, -0.75, 0.5, -2, 0.5, 0, 1)
-TOKEN_ADVANTAGES = RESPONSE_ADVANTAGES.unsqueeze(1) * grid(7, 5, 3, 4, 0.5)
+ONE_TOKEN = MASK * (MASK.cumsum(0).cumsum(1) == 1)
+RESPONSE_ADVANTAGES = table(1.25, -0.75, 0.5, -2, 0.5, 0.75, 1)
+TOKEN_ADVANTAGES = RESPONSE_ADVANTAGES.unsqueeze(1) * grid(7, 5, 3, 4)
 OLD_LOG_PROBS = grid(7, 5, 7, 32, -1.25) * 2
 LOG_PROBS = OLD_LOG_PROBS + LOG_RATIO
 REF_LOG_PROBS = LOG_PROBS + grid(7, 5, 5, 16, -0.5)

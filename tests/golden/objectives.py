@@ -58,7 +58,6 @@ LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {
 ADVANTAGE_OPTIONS: dict[str, list[dict[str, Any]]] = {
     "group_normalized": [{"std_ddof": 1, "eps": 1e-4}, {"std_ddof": 1, "eps": 0.0}],
     "group_rank": [{"scale": 2.0}],
-    "greedy_baseline": [{"greedy_rewards": given.GREEDY_REWARDS}],
     "batch_normalized": [{"std_ddof": 1}, {"std_of": "advantages"}, {"baseline": "batch"}],
     "mean_normalized": [{"eps": 0.0625}],
 }
@@ -110,7 +109,7 @@ def preference_rows() -> Iterator[Row]:
             yield label("preference", name, {"in": "halves"}), partial(_preference, name, halves, {}), both
     for weightings, options in (
         (["wpo"], {}),
-        (["wpo"], {"max_weight": 0.5}),
+        (["wpo"], {"max_weight": 1.25}),
         (["wpo"], {"max_weight": None}),
         (["confidence"], {}),
         (["confidence"], {"power": 2.0, "floor": 0.125}),
@@ -157,10 +156,10 @@ def _loss(
 ) -> dict[str, Tensor]:
     objective = PolicyObjective(name, **settings)
     scores = losses.PolicyScores(log_probs, OLD_LOG_PROBS, MASK, RESPONSE_ADVANTAGES)
-    found = {"value": objective(scores, ref_log_probs=reference, constant=8.0, **arguments)}
+    loss = objective(scores, ref_log_probs=reference, constant=8.0, **arguments)
     if settings.get("kl_in") == "reward":
-        found["penalty"] = objective.reward_penalty(log_probs, reference, MASK)
-    return found
+        return {"penalty": objective.reward_penalty(log_probs, reference, MASK), "value": loss}
+    return {"value": loss}
 
 
 def _advantages(name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
@@ -170,9 +169,19 @@ def _advantages(name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def advantage_rows() -> Iterator[Row]:
+    batches = {"rewards": REWARDS, "unscored": given.UNSCORED, "negative": REWARDS - 2, "pairs": REWARDS[:6]}
     for name in built_in(ADVANTAGES):
-        for options in (*([] if name == "greedy_baseline" else [{}]), *ADVANTAGE_OPTIONS.get(name, [])):
-            for of, rewards in (("rewards", REWARDS), ("unscored", given.UNSCORED), ("negative", REWARDS - 2)):
+        # Groups of four, or of two in the last batch.
+        for options in ({}, *ADVANTAGE_OPTIONS.get(name, [])):
+            for of, rewards in batches.items():
+                # The mean by which it divides must not be negative.
                 if of != "negative" or name != "mean_normalized":
-                    function = partial(ADVANTAGES[name], rewards, 4, **options)
-                    yield label("advantage", name, {**options, "of": of}), function, {}
+                    function = partial(_advantage, name, 2 if of == "pairs" else 4, options)
+                    yield label("advantage", name, {**options, "of": of}), function, {"rewards": rewards}
+
+
+def _advantage(name: str, group_size: int, options: dict[str, Any], rewards: Tensor) -> Tensor:
+    inputs = (
+        {"greedy_rewards": given.GREEDY_REWARDS[: len(rewards) // group_size]} if name == "greedy_baseline" else {}
+    )
+    return ADVANTAGES[name](rewards, group_size, **options, **inputs)
