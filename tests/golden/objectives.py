@@ -22,6 +22,9 @@ from trl_ext.registry import preference_losses
 # A row: `kind/name/settings`, a function, and the inputs that it is called with and that have a gradient.
 Row = tuple[str, Callable[..., Any], dict[str, Tensor]]
 
+# Tokens of the responses whose rewards are scored.
+LENGTHS = torch.arange(16) * 5 % 16 + 1
+
 # To be removed from the library, and therefore not recorded.
 RETIRED = {
     *(
@@ -35,10 +38,9 @@ RETIRED = {
         "a_star_po",
         "gdpo",
         "mt_grpo",
-        "opo",
     ),
     *("quadratic_ratio", "optimal_advantage", "soft_value", "mismatch_weights", "length_adaptive_lambda"),
-    *("optimal_value", "length_weighted", "reward_decoupled", "process_normalized", "turn_level"),
+    *("optimal_value", "reward_decoupled", "process_normalized", "turn_level"),
     *("bco", "reward_shift", "xpo", "nash_md", "generalized_jsd", "teacher_advantages", "with_tail"),
 }
 
@@ -165,7 +167,8 @@ def _loss(
 def _advantages(name: str, settings: dict[str, Any]) -> dict[str, Tensor]:
     objective = PolicyObjective(name, **settings)
     scored = {"value": REWARDS, "unscored": given.UNSCORED}
-    return {n: objective.advantages(r, 4, greedy_rewards=given.GREEDY_REWARDS) for n, r in scored.items()}
+    known = {"greedy_rewards": given.GREEDY_REWARDS, "lengths": LENGTHS}
+    return {n: objective.advantages(r, 4, **known) for n, r in scored.items()}
 
 
 def advantage_rows() -> Iterator[Row]:
@@ -181,7 +184,8 @@ def advantage_rows() -> Iterator[Row]:
 
 
 def _advantage(name: str, group_size: int, options: dict[str, Any], rewards: Tensor) -> Tensor:
-    inputs = (
-        {"greedy_rewards": given.GREEDY_REWARDS[: len(rewards) // group_size]} if name == "greedy_baseline" else {}
-    )
-    return ADVANTAGES[name](rewards, group_size, **options, **inputs)
+    inputs = {
+        "greedy_baseline": {"greedy_rewards": given.GREEDY_REWARDS[: len(rewards) // group_size]},
+        "length_weighted": {"lengths": LENGTHS[: len(rewards)]},
+    }
+    return ADVANTAGES[name](rewards, group_size, **options, **inputs.get(name, {}))
