@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.judging.protocol import Usage
@@ -12,7 +11,6 @@ from trl_ext.evaluation.submissions.candidates import (
     compare_candidates,
     estimate_cost,
     judge_candidate,
-    judge_responses,
 )
 from trl_ext.evaluation.submissions.commands import (
     add_judge_arguments,
@@ -35,8 +33,7 @@ from trl_ext.files import write_json, write_json_lines
 DESCRIPTION = """\
 Win rates of candidates against the base under a judge: every pair in both orders, ties dropped and ties as half, at
 equal lengths, and with several candidates the paired differences between them on the same prompts. With --human_labels
-of a random part of the prompts, also a win rate without the judge's bias. With --stop_when_decided, only whether each
-candidate's win rate is above or below a threshold, from fewer verdicts.
+of a random part of the prompts, also a win rate without the judge's bias.
 
 cost    two questions per prompt and candidate. ground_truth and reward_model cost computing time only; openai costs
         money: see --estimate first. Its key is read from OPENAI_API_KEY.
@@ -53,22 +50,9 @@ def main(arguments: list[str] | None = None) -> None:
     add_judge_arguments(parser)
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     parser.add_argument("--verdicts", type=Path, help="write what the judge said on every row as JSONL")
-    parser.add_argument(
-        "--stop_when_decided",
-        nargs="?",
-        const=0.5,
-        type=float,
-        metavar="RATE",
-        help="ask until the win rate, ties as half, is known to be above or below RATE (default: 0.5); the interval "
-        "remains valid, and second orders are asked only where they can matter",
-    )
     add_label_arguments(parser, "a candidate's file without .jsonl")
     with one_line_errors():
         options = parser.parse_args(arguments)
-        if not 0 < (0.5 if options.stop_when_decided is None else options.stop_when_decided) < 1:
-            raise ValueError(f"--stop_when_decided {options.stop_when_decided}: a win rate lies between 0 and 1")
-        if options.stop_when_decided is not None and options.human_labels:
-            raise ValueError("--human_labels needs the verdicts on all prompts: leave out --stop_when_decided")
         check_judge_arguments(options)
         prompts, base, systems = load_systems(options, options.candidate)
         labels = load_labels(options, list(systems), [row["row_id"] for row in prompts])
@@ -78,46 +62,28 @@ def main(arguments: list[str] | None = None) -> None:
             show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
             return
         judging = judging_options(options)
-        if options.stop_when_decided is None:
-            found = {
-                name: judge_candidate(judge, name, rows, prompts, base, human_labels=labels.get(name), **judging)
-                for name, rows in systems.items()
-            }
-            figures = {
-                "rule": options.rule,
-                "candidates": [result.to_dict() for result in found.values()],
-                "differences": compare_candidates(list(found.values()), options.rule, labels),
-            }
-        else:
-            judging["threshold"] = options.stop_when_decided
-            found = {name: judge_responses(judge, prompts, rows, base, **judging) for name, rows in systems.items()}
-            figures = {"decisions": [{"name": name, **result.decision.to_dict()} for name, result in found.items()]}
-        usage = sum((result.usage for result in found.values()), Usage()).to_dict()
-        summary = {"judge": judge_settings(options, judge), **figures, "usage": usage}
+        results = [
+            judge_candidate(judge, name, rows, prompts, base, human_labels=labels.get(name), **judging)
+            for name, rows in systems.items()
+        ]
+        usage = sum((result.usage for result in results), Usage()).to_dict()
+        summary = {
+            "judge": judge_settings(options, judge),
+            "rule": options.rule,
+            "candidates": [result.to_dict() for result in results],
+            "differences": compare_candidates(results, options.rule, labels),
+            "usage": usage,
+        }
         if options.out:
             write_json(options.out, summary)
         if options.verdicts:
-            rows = [{"candidate": name, **row} for name, result in found.items() for row in result.verdicts]
+            rows = [{"candidate": result.name, **row} for result in results for row in result.verdicts]
             write_json_lines(options.verdicts, rows)
     if options.json:
         print_json(summary)
         return
-    if options.stop_when_decided is None:
-        _print(list(found.values()), summary)
-    else:
-        _print_decisions(summary["decisions"])
+    _print(results, summary)
     print(usage_line(usage, options.judge))
-
-
-def _print_decisions(decisions: list[dict[str, Any]]) -> None:
-    against = f"against {decisions[0]['threshold']:g}"
-    header = ("candidate", against, "win rate, ties as half", "verdicts", "of", "stopped")
-    rows = [
-        (row["name"], row["decision"], format_interval(row["rate"], row["low"], row["high"]))
-        + (row["n_verdicts"], row["n_all"], row["stopped"])
-        for row in decisions
-    ]
-    print(format_table(header, rows))
 
 
 def _print(results: list[CandidateResult], summary: dict) -> None:

@@ -31,7 +31,6 @@ _NAMES_BY_MODULE = {
     ".statistics.paired": "mcnemar paired_difference",
     ".statistics.ratings": "bradley_terry",
     ".statistics.sampled_labels": "weighted_prediction_powered",
-    ".statistics.sequential": "Decision confidence_sequence decide",
     ".statistics.win_rate": "Interval PairOutcome WinRate win_rate",
     ".submissions.candidates": "compare_candidates judge_candidate",
     ".submissions.grading": "grade_submission",
