@@ -21,7 +21,6 @@ from trl_ext.evaluation.statistics.human_labels import (
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
-from trl_ext.evaluation.statistics.sampled_labels import weighted_prediction_powered
 from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
 from trl_ext.evaluation.submissions.rows import HumanLabel, Response
 
@@ -119,9 +118,7 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
 def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, HumanLabel]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
-    weights = [labels[row_id].weight for row_id in values if row_id in labels]
-    told = {row_id: OUTCOME_VALUES[label.outcome] for row_id, label in labels.items()}
-    return _with_labels(told, values, None if None in weights else weights)
+    return _with_labels({row_id: OUTCOME_VALUES[label.outcome] for row_id, label in labels.items()}, values)
 
 
 def labelled_difference(
@@ -129,12 +126,11 @@ def labelled_difference(
 ) -> dict[str, Any] | None:
     """The difference of two candidates' win rates from the judge and the labels, by name, of the same prompts.
 
-    It is the prediction-powered estimate of the differences on each prompt. None if no prompt has both labels, or if
-    labels have weights: the probability that both candidates' were drawn is not known.
+    It is the prediction-powered estimate of the differences on each prompt. None if no prompt has both labels.
     """
     own, other = (labels.get(result.name, {}) for result in (first, second))
     shared = own.keys() & other.keys()
-    if not shared or any(side[k].weight is not None for side in (own, other) for k in shared):
+    if not shared:
         return None
     # `prediction_powered` takes values in [0, 1].
     told = {k: (1 + OUTCOME_VALUES[own[k].outcome] - OUTCOME_VALUES[other[k].outcome]) / 2 for k in shared}
@@ -144,14 +140,10 @@ def labelled_difference(
     return {name: 2 * getattr(found, field) - 1 for name, field in fields.items()} | {"n_labels": found.n_labels}
 
 
-def _with_labels(
-    labels: Mapping[str, float], values: Mapping[str, float], weights: Sequence[float] | None = None
-) -> PredictionPowered:
+def _with_labels(labels: Mapping[str, float], values: Mapping[str, float]) -> PredictionPowered:
     told, judged = zip(*((labels[row_id], value) for row_id, value in values.items() if row_id in labels), strict=True)
     further = [value for row_id, value in values.items() if row_id not in labels]
-    if weights is None:
-        return prediction_powered(told, judged, further)
-    return weighted_prediction_powered(told, judged, further, weights)
+    return prediction_powered(told, judged, further)
 
 
 def judge_responses(
