@@ -22,7 +22,6 @@ CONFIGS = RECIPES / "configs"
 MODULES = {
     "generate": ("public_eval.generate", "sample responses to the evaluation's prompts"),
     "judge": ("public_eval.judge", "win rates of responses against the base's"),
-    "examine-judge": ("public_eval.examine_judge", "how far a judge agrees with human labels, and its biases"),
     "score": ("public_eval.score", "scores of preference pairs by a reward model"),
     "pack": ("public_eval.pack", "make a submission"),
     "grade": ("public_eval.grade", "grade a submission against the thresholds"),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.evaluation.submissions.test_grading import write_assets
 
-COMMANDS = ("generate", "score", "judge", "examine_judge", "grade", "pack", "tournament")
+COMMANDS = ("generate", "score", "judge", "grade", "pack", "tournament")
 
 
 def module_of(command: str) -> str:

@@ -16,7 +16,6 @@ _NAMES_BY_MODULE = {
     ".judging.rubric": "RubricReward",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",
     ".methods.generations": "PolicyComparison compare_generations",
-    ".methods.judge_examination": "ask_judge examine_judge",
     ".methods.overoptimization": "best_of_n_curve plot_best_of_n",
     ".methods.preferences": "approximate_kl join_pair_scores preference_metrics",
     ".methods.reward_models": "best_of_n reward_metrics reward_mistakes true_order_metrics",
@@ -32,7 +31,6 @@ _NAMES_BY_MODULE = {
     ".statistics.win_rate": "Interval PairOutcome WinRate win_rate",
     ".submissions.candidates": "compare_candidates judge_candidate",
     ".submissions.grading": "grade_submission",
-    ".submissions.labelled_pairs": "LabelledPair RecordedVerdict read_labelled_pairs read_recorded_verdicts",
     ".submissions.submission": "build_submission generate_submission_file pack_submission score_submission_file",
     "trl_ext.rollouts.diagnostics": "GenerationDiagnostics diagnose_generations",
 }

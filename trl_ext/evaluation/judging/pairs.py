@@ -20,7 +20,6 @@ EMPTY = "empty response"
 IDENTICAL = "identical responses"
 # The error of a row if the run stopped before both of its questions were answered.
 NOT_ASKED = "not asked: too many rows before it could not be judged"
-VERDICT_VALUES = {"A": 1.0, "tie": 0.5, "B": 0.0}
 
 
 @dataclass(frozen=True)
