@@ -16,6 +16,7 @@ from trl_ext.evaluation import write_report
 from trl_ext.evaluation.reporting.results import read_harness
 from trl_ext.evaluation.tasks import __main__ as command
 from trl_ext.evaluation.tasks.checks import make_check
+from trl_ext.evaluation.tasks.evaluate import difference
 from trl_ext.evaluation.tasks.task import Task, fill, read_rows, read_task, task_names
 from trl_ext.files import write_json, write_json_lines
 from trl_ext.rollouts import Generation
@@ -145,6 +146,18 @@ class TestChecks:
         )
         rows = [{"prompt": "Q"}, {"prompt": "Q", "rubric": ["is polite"]}]
         assert make_check(task, rows)(rows, [said("Hi"), said("Ho")]) == [{"rubric": 0.5}, {"rubric": 1.0}]
+
+
+def test_differences_are_of_the_rows_that_both_have():
+    """Row b has no score before, and row c is new: only a is compared."""
+    before = [{"row_id": "a", "reward/score": 1}, {"row_id": "b", "reward/score": None}]
+    after = [
+        {"row_id": "a", "reward/score": 0},
+        {"row_id": "b", "reward/score": 1},
+        {"row_id": "c", "reward/score": 1},
+    ]
+    found = difference(before, after)["score"]
+    assert (found["mean"], found["n"]) == (-1, 1)
 
 
 class TestRun:
