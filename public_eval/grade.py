@@ -9,7 +9,6 @@ from typing import Any
 from public_eval import THRESHOLDS
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts, load_thresholds
-from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.commands import (
     add_check_arguments,
     add_judge_arguments,
@@ -107,7 +106,7 @@ def _estimate(options, judge, policies: list[str], data: dict[str, Any]) -> None
         raise ValueError(
             f"{options.folder} holds no policy's file that could be judged: {how_to_fill(options.folder)}"
         )
-    show_estimates(estimate_cost(judge, public.prompts, pairs, options.cache), options.json)
+    show_estimates(options, judge, public.prompts, pairs)
 
 
 def _print(result: SubmissionGrade, options: argparse.Namespace) -> None:

@@ -9,7 +9,6 @@ from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.submissions.candidates import (
     CandidateResult,
     compare_candidates,
-    estimate_cost,
     judge_candidate,
 )
 from trl_ext.evaluation.submissions.commands import (
@@ -59,7 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {name: (responses, base) for name, responses in systems.items()}
-            show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
+            show_estimates(options, judge, prompts, pairs)
             return
         judging = judging_options(options)
         results = [

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
 from trl_ext.evaluation.methods.tournament import BASE, match_name, plot_tournament, run_tournament, tournament_pairs
-from trl_ext.evaluation.submissions.candidates import estimate_cost
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,
@@ -60,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         judge = make_judge(options, prompts)
         if options.estimate:
             pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in met}
-            show_estimates(estimate_cost(judge, prompts, pairs, options.cache), options.json)
+            show_estimates(options, judge, prompts, pairs)
             return
         tournament = run_tournament(
             judge, prompts, systems, pairing=options.pairs, human_labels=labels, **judging_options(options)

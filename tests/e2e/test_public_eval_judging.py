@@ -58,7 +58,7 @@ class TestJudge:
     def test_estimate_sends_nothing(self, run, course, tmp_path, monkeypatch):
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)
         path = write_policy(tmp_path, "aot", response_rows(plan(win=9, empty=1)))
-        options = ("--judge", "openai", "--model", "gpt-5.4", "--estimate", "--json")
+        options = ("--judge", "openai", "--model", "m", "--estimate", "--json", "--price_in", "1", "--price_out", "9")
         code, out, _ = run("judge", "--candidate", path, *course["judging"], *options)
         assert code == 0
         assert json.loads(out)["total"]["calls"] == 18, "nine rows in both orders; the empty one is not asked about"

@@ -11,7 +11,6 @@ _NAMES_BY_MODULE = {
     ".judging.openai_judge": "OpenAIJudge",
     ".judging.openai_model": "OpenAIModel",
     ".judging.pairs": "JudgingResult TooManyErrors compare judge_pairs",
-    ".judging.prices": "load_prices",
     ".judging.protocol": "JudgeError JudgeUnavailable Judgement PairwiseJudge Usage",
     ".judging.rubric": "RubricReward",
     ".judging.score_judges": "GroundTruthJudge RewardModelJudge",

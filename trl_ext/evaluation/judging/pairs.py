@@ -28,7 +28,7 @@ class JudgingResult:
 
     Attributes:
         outcomes: one per row, in order, for `win_rate`.
-        usage: calls, tokens and dollars of this run, and verdicts from the cache.
+        usage: calls and tokens of this run, and verdicts from the cache.
         verdicts: one JSON-ready dictionary per row, with the judge's answer in both orders, or the `reason` why it was
             not asked.
     """

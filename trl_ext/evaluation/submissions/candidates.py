@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trl_ext.evaluation.judging.cost import Estimate, estimate
@@ -35,7 +34,7 @@ class CandidateResult:
         length_controlled: the win rate at equal lengths; None if it cannot be estimated.
         mean_tokens, base_mean_tokens: generated tokens per response.
         outcomes: one for each prompt.
-        usage: calls, tokens and dollars of judging.
+        usage: calls and tokens of judging.
         verdicts: JSON-ready rows with the judge's answers in both orders.
         human_labels: the win rate from the judge and human labels; None without labels.
     """
@@ -161,10 +160,10 @@ def estimate_cost(
     judge: Any,
     prompts: Sequence[Mapping[str, Any]],
     pairs: Mapping[str, tuple[Sequence[Response], Sequence[Response]]],
-    cache: str | Path | None = None,
+    **options: Any,
 ) -> dict[str, Estimate]:
-    """The estimated cost of `judge_responses` for each named pair of systems; nothing is sent."""
-    return {name: estimate(judge, prompts, **_arguments(*pair), cache=cache) for name, pair in pairs.items()}
+    """The estimated cost of `judge_responses` for each named pair of systems, with options of `estimate`."""
+    return {name: estimate(judge, prompts, **_arguments(*pair), **options) for name, pair in pairs.items()}
 
 
 def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:

@@ -77,7 +77,7 @@ class SubmissionGrade:
         grades: one for each threshold, in their order.
         rule: the rule for win rates: `agreed`, the course's, or `half`.
         part_two: whether part two is passed, for which one of its two files suffices; None if it has no threshold.
-        usage: total calls, tokens and dollars of judging; None if nothing was judged.
+        usage: total calls and tokens of judging; None if nothing was judged.
     """
 
     grades: list[FileGrade]
