@@ -22,7 +22,7 @@ _NAMES_BY_MODULE = {
     ".report": "write_report",
     ".reporting.plots": "plot_reward_run plot_run",
     ".stages": "compare_stages",
-    ".statistics.human_labels": "corrected_rate labels_needed prediction_powered",
+    ".statistics.human_labels": "prediction_powered",
     ".statistics.intervals": "mean_with_interval wilson_interval",
     ".statistics.length_control": "length_controlled_win_rate",
     ".statistics.paired": "mcnemar paired_difference",

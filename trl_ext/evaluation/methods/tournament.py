@@ -14,9 +14,9 @@ from trl_ext.evaluation.judging.pairs import JudgingResult
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
-from trl_ext.evaluation.statistics.win_rate import row_credits
+from trl_ext.evaluation.statistics.win_rate import System, row_credits
 from trl_ext.evaluation.submissions.candidates import judge_responses, with_human_labels
-from trl_ext.evaluation.submissions.rows import HumanLabel, Response
+from trl_ext.evaluation.submissions.rows import Response
 
 BASE = "base"
 SWAPPED = {"candidate": "base", "base": "candidate", "tie": "tie"}
@@ -94,7 +94,7 @@ def run_tournament(
     pairing: Literal["all", "base"] = "all",
     draws: int = 2000,
     seed: int = 0,
-    human_labels: Mapping[str, Mapping[str, HumanLabel]] | None = None,
+    human_labels: Mapping[str, Mapping[str, System]] | None = None,
     **judging: Any,
 ) -> Tournament:
     """Judge systems in pairs, each pair in both orders, and rate them.
@@ -179,13 +179,11 @@ def match_name(system: str, other: str) -> str:
 
 
 def _labelled(
-    first: str, second: str, result: JudgingResult, labels: Mapping[str, Mapping[str, HumanLabel]]
+    first: str, second: str, result: JudgingResult, labels: Mapping[str, Mapping[str, System]]
 ) -> dict[str, Any] | None:
     told = labels.get(match_name(first, second))
     if told is None and (swapped := labels.get(match_name(second, first))):
-        told = {
-            row_id: label.model_copy(update={"outcome": SWAPPED[label.outcome]}) for row_id, label in swapped.items()
-        }
+        told = {row_id: SWAPPED[outcome] for row_id, outcome in swapped.items()}
     return with_human_labels(result.outcomes, told).to_dict() if told else None
 
 

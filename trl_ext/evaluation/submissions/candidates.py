@@ -20,8 +20,8 @@ from trl_ext.evaluation.statistics.human_labels import (
 )
 from trl_ext.evaluation.statistics.length_control import LengthControlledWinRate, length_controlled_win_rate
 from trl_ext.evaluation.statistics.paired import PairedDifference, paired_difference
-from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, WinRate, row_credits, win_rate
-from trl_ext.evaluation.submissions.rows import HumanLabel, Response
+from trl_ext.evaluation.statistics.win_rate import PairOutcome, Rule, System, WinRate, row_credits, win_rate
+from trl_ext.evaluation.submissions.rows import Response
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def judge_candidate(
     prompts: Sequence[Mapping[str, Any]],
     base: Sequence[Response],
     *,
-    human_labels: Mapping[str, HumanLabel] | None = None,
+    human_labels: Mapping[str, System] | None = None,
     **judging: Any,
 ) -> CandidateResult:
     """Judge a candidate's responses against the base's, in both orders.
@@ -114,14 +114,14 @@ def _at_equal_lengths(outcomes: Sequence[PairOutcome], responses: Sequence[Respo
     return dataclasses.replace(controlled, **rates, n=controlled.n + empty, note=note)
 
 
-def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, HumanLabel]) -> PredictionPowered:
+def with_human_labels(outcomes: Sequence[PairOutcome], labels: Mapping[str, System]) -> PredictionPowered:
     """The win rate from the judge's outcomes and human labels of some of the prompts, by row_id."""
     values = dict(zip((row.row_id for row in outcomes), judge_values(outcomes), strict=True))
-    return _with_labels({row_id: OUTCOME_VALUES[label.outcome] for row_id, label in labels.items()}, values)
+    return _with_labels({row_id: OUTCOME_VALUES[outcome] for row_id, outcome in labels.items()}, values)
 
 
 def labelled_difference(
-    first: CandidateResult, second: CandidateResult, labels: Mapping[str, Mapping[str, HumanLabel]]
+    first: CandidateResult, second: CandidateResult, labels: Mapping[str, Mapping[str, System]]
 ) -> dict[str, Any] | None:
     """The difference of two candidates' win rates from the judge and the labels, by name, of the same prompts.
 
@@ -132,7 +132,7 @@ def labelled_difference(
     if not shared:
         return None
     # `prediction_powered` takes values in [0, 1].
-    told = {k: (1 + OUTCOME_VALUES[own[k].outcome] - OUTCOME_VALUES[other[k].outcome]) / 2 for k in shared}
+    told = {k: (1 + OUTCOME_VALUES[own[k]] - OUTCOME_VALUES[other[k]]) / 2 for k in shared}
     columns = zip(first.outcomes, judge_values(first.outcomes), judge_values(second.outcomes), strict=True)
     found = _with_labels(told, {row.row_id: (1 + a - b) / 2 for row, a, b in columns})
     fields = {"difference": "rate", "low": "low", "high": "high", "judge_difference": "judge_rate"}
@@ -188,7 +188,7 @@ def known_score_judge(prompts: Sequence[Mapping[str, Any]]) -> GroundTruthJudge:
 def compare_candidates(
     results: Sequence[CandidateResult],
     rule: Rule = "agreed",
-    human_labels: Mapping[str, Mapping[str, HumanLabel]] | None = None,
+    human_labels: Mapping[str, Mapping[str, System]] | None = None,
 ) -> list[dict[str, Any]]:
     """The paired difference of every two candidates on the same prompts, JSON-ready, with their names.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from trl_ext.evaluation.command_line import CommandParser, at_least_one, format_interval, format_table, print_json
 from trl_ext.evaluation.judging.pairs import CallableJudge
+from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.evaluation.submissions.assets import (
     default_max_new_tokens,
     load_base,
@@ -19,7 +20,7 @@ from trl_ext.evaluation.submissions.assets import (
     token_counter,
 )
 from trl_ext.evaluation.submissions.candidates import estimate_cost, known_score_judge
-from trl_ext.evaluation.submissions.rows import HumanLabel, Response, read_human_labels, read_responses, refuse_fatal
+from trl_ext.evaluation.submissions.rows import Response, read_human_labels, read_responses, refuse_fatal
 from trl_ext.evaluation.submissions.submission import REWARD_MODEL, submission_file
 from trl_ext.models import resolve_model_path
 from trl_ext.names import check_choice, load_function, load_module
@@ -137,14 +138,14 @@ def add_label_arguments(parser: argparse.ArgumentParser, names: str) -> None:
 
 def load_labels(
     options: argparse.Namespace, names: Sequence[str], row_ids: Sequence[str]
-) -> dict[str, dict[str, HumanLabel]]:
+) -> dict[str, dict[str, System]]:
     """The labels of `--human_labels` by name, each by row_id. A single name need not be given.
 
     Raises:
         FileNotFoundError: a file does not exist.
         ValueError: a name is missing, unknown or given twice, or a row is wrong.
     """
-    found: dict[str, dict[str, HumanLabel]] = {}
+    found: dict[str, dict[str, System]] = {}
     for given in options.human_labels:
         name, equals, path = given.partition("=")
         if not equals or Path(given).is_file():

@@ -12,10 +12,10 @@ from trl_ext.evaluation.judging.pairs import TooManyErrors
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.methods.reward_models import ALL_TIED, reward_metrics
 from trl_ext.evaluation.statistics.paired import chance_below
-from trl_ext.evaluation.statistics.win_rate import RULES, Rule, row_credits
+from trl_ext.evaluation.statistics.win_rate import RULES, Rule, System, row_credits
 from trl_ext.evaluation.submissions.assets import TokenCounter, load_base, load_thresholds
 from trl_ext.evaluation.submissions.candidates import CandidateResult, judge_candidate, known_score_judge
-from trl_ext.evaluation.submissions.rows import EMPTY_FILE, HumanLabel, Response
+from trl_ext.evaluation.submissions.rows import EMPTY_FILE, Response
 from trl_ext.evaluation.submissions.submission import (
     PART_TWO,
     REWARD_MODEL,
@@ -101,7 +101,7 @@ def grade_submission(
     max_new_tokens: int | None = None,
     count_tokens: TokenCounter | None = None,
     rule: Rule = "agreed",
-    human_labels: Mapping[str, Mapping[str, HumanLabel]] | None = None,
+    human_labels: Mapping[str, Mapping[str, System]] | None = None,
     **judging: Any,
 ) -> SubmissionGrade:
     """Grade every file that has a threshold; a missing file fails, and so does one with rows that cannot count.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, NonNegativeInt, ValidationError
 
 from trl_ext.data.rows import SHOWN_CHARACTERS, first_few, read_jsonl
+from trl_ext.evaluation.statistics.win_rate import System
 from trl_ext.files import brief
 
 # A text may not tokenize back into the same tokens; a count from the text may be off by this many.
@@ -42,7 +43,7 @@ class HumanLabel(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    outcome: Literal["candidate", "base", "tie"]
+    outcome: System
 
 
 @dataclass(frozen=True)
@@ -181,8 +182,8 @@ def read_pair_scores(
     return ([row["chosen_score"] for row in good], [row["rejected_score"] for row in good]), problems
 
 
-def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, HumanLabel]:
-    """Read `row_id, outcome` of the prompts that a person has judged; labels by row_id.
+def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, System]:
+    """Read `row_id, outcome` of the prompts that a person has judged; outcomes by row_id.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -192,7 +193,7 @@ def read_human_labels(path: str | Path, row_ids: Sequence[str]) -> dict[str, Hum
     refuse_fatal(problems)
     if not rows:
         raise ValueError(f"{path}: {EMPTY_FILE}")
-    return {row_id: HumanLabel.model_validate(row) for row_id, row in rows.items()}
+    return {row_id: row["outcome"] for row_id, row in rows.items()}
 
 
 def refuse_fatal(problems: Iterable[RowProblem]) -> None:
