@@ -125,7 +125,7 @@ def test_methods_are_run_and_compared(compare, capsys):
     column = header.index("score")
     assert f"{grpo['mean']:.3f}" == next(r for r in printed.splitlines() if r.startswith("grpo "))[column : column + 5]
     assert f"grpo has a higher score than dpo, by {grpo['mean'] - dpo['mean']:.4f} (p " in printed
-    assert "Whether ipo or dpo has the higher score, these runs cannot tell. To find a true difference of" in printed
+    assert "Whether ipo or dpo has the higher score, these runs cannot tell: the difference is " in printed
     assert {path.name for path in Path("runs/compare").iterdir()} >= {"compare.md", "compare.png", "report.html"}
 
     # The second time nothing is left to run.
