@@ -95,14 +95,10 @@ def _print(results: list[CandidateResult], summary: dict) -> None:
         "of the base",
         "agreement",
         "position bias",
+        "length bias",
         "errors",
     )
     print(format_table(header, [_row(result) for result in results]))
-    noted = next((result.length_controlled for result in results if result.length_controlled), None)
-    if noted is not None:
-        print(f"at equal lengths: {noted.note}, ties as half; characters, mean of candidate and base: ", end="")
-        lengths = [(r.name, r.length_controlled) for r in results if r.length_controlled]
-        print(", ".join(f"{name} {lc.mean_length:.0f} and {lc.base_mean_length:.0f}" for name, lc in lengths))
     for row in summary["candidates"]:
         if row["human_labels"]:
             print(f"{row['name']}, {labels_line(row['human_labels'])}")
@@ -135,6 +131,7 @@ def _row(result: CandidateResult) -> tuple:
         result.base_mean_tokens,
         figures["agreement_rate"],
         figures["position_bias"],
+        controlled and controlled.length_coefficient,
         figures["n_errors"],
     )
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.tournament import BASE, match_name, plot_tournament, run_tournament, tournament_pairs
+from trl_ext.evaluation.methods.tournament import BASE, match_name, run_tournament, tournament_pairs
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,
@@ -26,13 +25,13 @@ from trl_ext.evaluation.submissions.commands import (
 from trl_ext.files import write_json
 
 DESCRIPTION = """\
-Bradley-Terry ratings with 95% intervals over prompts, and a matrix of win rates, of any number of policies and their
+Bradley-Terry ratings with 95% intervals over prompts, and the win rates, of any number of policies and their
 base, which is rated 1000. Every pair is judged in both orders; what the two orders do not agree on is a tie, which
 counts as half a win.
 
 cost    two questions per prompt and pair: k policies make k (k + 1) / 2 pairs with the base, or k with --pairs base.
         ground_truth and reward_model cost computing time only; openai costs money: see --estimate first.
-writes  tournament.json and tournament.png into --out; with openai, verdicts into --cache as they arrive.
+writes  tournament.json into --out; with openai, verdicts into --cache as they arrive.
 """
 
 
@@ -66,11 +65,6 @@ def main(arguments: list[str] | None = None) -> None:
         )
         summary = {"judge": judge_settings(options, judge), **tournament.to_dict()}
         write_json(options.out / "tournament.json", summary)
-        picture = options.out / "tournament.png"
-        try:
-            plot_tournament(tournament, picture)
-        except ImportError as error:
-            print(f"tournament.png was not drawn: {error}", file=sys.stderr)
     if options.json:
         print_json(summary)
         return
@@ -83,13 +77,21 @@ def main(arguments: list[str] | None = None) -> None:
         for row in tournament.table()
     ]
     print(format_table(("policy", "rating", "expected against the base"), rows))
+    rates = {(match["first"], match["second"]): match["rate"] for match in tournament.matches}
+    rates |= {(second, first): None if rate is None else 1 - rate for (first, second), rate in rates.items()}
+    names = [row["name"] for row in tournament.table()]
+    print(f"\nWin rate of the row against the column, ties as half:\n\n{_table(names, rates)}\n")
     for match in tournament.matches:
         if match["human_labels"]:
             print(f"{match['first']} against {match['second']}, {labels_line(match['human_labels'])}")
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
     print(usage_line(summary["usage"], options.judge))
-    print(f"in {options.out}: tournament.json{', tournament.png' if picture.is_file() else ''}")
+    print(f"in {options.out}: tournament.json")
+
+
+def _table(names: list[str], rates: dict[tuple[str, str], float | None]) -> str:
+    return format_table(("", *names), [(name, *(rates.get((name, other)) for other in names)) for name in names])
 
 
 if __name__ == "__main__":

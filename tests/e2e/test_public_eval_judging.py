@@ -53,7 +53,7 @@ class TestJudge:
         code, out, _ = run("judge", "--candidate", path, *course["judging"])
         assert code == 0
         assert "0.714  [0.359, 0.918]  n 7" in out
-        assert "0.650" in out and "without its difficulty term" in out
+        assert "0.650" in out and "position bias  length bias" in out
 
     def test_estimate_sends_nothing(self, run, course, tmp_path, monkeypatch):
         monkeypatch.delenv("OPENAI_API_KEY", raising=False)

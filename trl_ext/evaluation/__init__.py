@@ -18,7 +18,7 @@ _NAMES_BY_MODULE = {
     ".methods.overoptimization": "best_of_n_curve plot_best_of_n",
     ".methods.preferences": "approximate_kl join_pair_scores preference_metrics",
     ".methods.reward_models": "best_of_n reward_metrics reward_mistakes true_order_metrics",
-    ".methods.tournament": "plot_tournament run_tournament",
+    ".methods.tournament": "run_tournament",
     ".report": "write_report",
     ".reporting.plots": "plot_reward_run plot_run",
     ".stages": "compare_stages",

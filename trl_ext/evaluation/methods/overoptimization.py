@@ -68,7 +68,7 @@ def best_of_n_curve(samples: Sequence[Sequence[Mapping[str, Any]]], ns: Sequence
 
 
 def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, title: str = "") -> None:
-    """Draw the curve as a PNG: reward (left axis) and gold with the best possible (right axis), over n and over KL.
+    """Draw reward and, if known, gold and the best possible over n as a PNG, with their intervals.
 
     Args:
         curve: rows of `best_of_n_curve`.
@@ -78,27 +78,18 @@ def plot_best_of_n(curve: Sequence[Mapping[str, Any]], path: str | Path, *, titl
     Raises:
         ImportError: matplotlib is missing; the message names the extra to install.
     """
-    figure, axes = new_figure(1, 2)
-    for axis, key, label in zip(axes, ("n", "kl_bound"), ("n", "bound of the KL to n = 1 (nats)"), strict=True):
-        places = [row[key] for row in curve]
-        if key == "n":
-            axis.set_xscale("log", base=2)
-            axis.set_xticks(places, [str(place) for place in places])
-        axis.set_xlabel(label)
-        axis.set_ylabel("reward (solid)")
-        lines = [_draw(axis, places, curve, "proxy", "reward", color="tab:blue")]
-        if "gold" in curve[0]:
-            right = axis.twinx()
-            right.set_ylabel("true score (dashed)")
-            lines.append(_draw(right, places, curve, "gold", "true score", color="black", linestyle="--"))
-            lines.append(_draw(right, places, curve, "oracle", "best possible", color="grey", linestyle=":"))
-        axis.legend(handles=lines, frameon=False)
+    shown = [("proxy",), ("gold", "oracle")] if "gold" in curve[0] else [("proxy",)]
+    labels = {"proxy": "reward", "gold": "true score", "oracle": "best possible"}
+    figure, axes = new_figure(1, len(shown))
+    places = [row["n"] for row in curve]
+    for axis, names in zip(axes, shown, strict=True):
+        for name in names:
+            mean, low, high = ([row[name][key] for row in curve] for key in ("mean", "low", "high"))
+            axis.plot(places, mean, marker=".", label=labels[name])
+            axis.fill_between(places, low, high, alpha=0.15)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(places, [str(place) for place in places])
+        axis.set_xlabel("n")
+        axis.legend(frameon=False)
         axis.grid(alpha=0.3)
     save_figure(figure, path, title)
-
-
-def _draw(axis, places, curve, name: str, label: str, *, color: str, **style: Any):
-    mean, low, high = ([row[name][key] for row in curve] for key in ("mean", "low", "high"))
-    (line,) = axis.plot(places, mean, marker=".", label=label, color=color, **style)
-    axis.fill_between(places, low, high, alpha=0.15, color=color)
-    return line

@@ -1,14 +1,11 @@
-"""Tournament of policies: judged in pairs on the same prompts, rated, and shown as a matrix of win rates."""
+"""Tournament of policies: judged in pairs on the same prompts, and rated."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-import numpy
 
 from trl_ext.evaluation.judging.pairs import JudgingResult
 from trl_ext.evaluation.judging.protocol import Usage
@@ -130,47 +127,6 @@ def run_tournament(
         prompts=len(prompts),
         usage=sum((result.usage for result in results), Usage()),
     )
-
-
-def plot_tournament(tournament: Tournament, path: str | Path) -> None:
-    """Draw the matrix of win rates and the ratings with their intervals, the best system first, into a PNG.
-
-    Raises:
-        ImportError: matplotlib is missing; the message names the extra to install.
-    """
-    from trl_ext.evaluation.reporting.plots import distances, new_figure, save_figure
-
-    rows = tournament.table()
-    names = [row["name"] for row in rows]
-    figure, (matrix, ratings) = new_figure(1, 2)
-    figure.set_size_inches(max(9.0, 3 + 1.3 * len(names)), max(3.8, 1.6 + 0.5 * len(names)))
-    _draw_matrix(matrix, names, tournament.matches)
-    for position, row in enumerate(rows):
-        error = distances(row["rating"], row["low"], row["high"])
-        ratings.errorbar(row["rating"], position, xerr=error, fmt="o", capsize=4, color="C0")
-    ratings.set_yticks(range(len(names)), names)
-    ratings.set_ylim(len(names) - 0.5, -0.5)
-    ratings.axvline(1000, color="grey", linestyle="--", linewidth=1)
-    ratings.set_title("Bradley-Terry rating, 95% interval")
-    note = ", with a virtual draw per pair" if tournament.ratings.virtual_draws else ""
-    ratings.set_xlabel(f"points; the base is 1000{note}")
-    save_figure(figure, path)
-
-
-def _draw_matrix(axis, names: list[str], matches: Sequence[Mapping[str, Any]]) -> None:
-    rates = numpy.full((len(names), len(names)), numpy.nan)
-    for match in matches:
-        row, column = names.index(match["first"]), names.index(match["second"])
-        if match["rate"] is not None:
-            rates[row, column], rates[column, row] = match["rate"], 1 - match["rate"]
-    axis.imshow(rates, cmap="RdBu", vmin=0, vmax=1)
-    for (row, column), rate in numpy.ndenumerate(rates):
-        text = "" if row == column else "-" if numpy.isnan(rate) else f"{rate:.2f}"
-        color = "white" if abs(rate - 0.5) > 0.25 else "black"
-        axis.text(column, row, text, ha="center", va="center", color=color, fontsize=9)
-    axis.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-    axis.set_yticks(range(len(names)), names)
-    axis.set_title("Win rate of the row against the column")
 
 
 def match_name(system: str, other: str) -> str:
