@@ -13,9 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import plan, response_rows, write_policy
 from tests.support import REPOSITORY
-from tests.support.public_evaluation import COMMANDS, flags_of_course, module_of, one_line_error, run_command
+from tests.support.public_evaluation import (
+    COMMANDS,
+    flags_of_course,
+    module_of,
+    one_line_error,
+    plan,
+    response_rows,
+    run_command,
+    write_policy,
+)
 from tests.support.reward_adapters import save_full_model
 
 

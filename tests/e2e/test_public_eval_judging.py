@@ -8,9 +8,17 @@ from functools import partial
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import plan, response_rows, write_lines, write_policy, write_scores
 from tests.support import REPOSITORY
-from tests.support.public_evaluation import flags_of_course, one_line_error, run_command
+from tests.support.public_evaluation import (
+    flags_of_course,
+    one_line_error,
+    plan,
+    response_rows,
+    run_command,
+    write_lines,
+    write_policy,
+    write_scores,
+)
 from tests.support.reward_adapters import save_full_model
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import plan, response_rows, write_assets
+from tests.support.public_evaluation import plan, response_rows, write_assets
 from trl_ext.evaluation.methods.tournament import run_tournament, tournament_pairs
 from trl_ext.evaluation.submissions.assets import load_base, load_prompts
 from trl_ext.evaluation.submissions.candidates import known_score_judge

@@ -9,8 +9,15 @@ from functools import partial
 import numpy
 import pytest
 
-from tests.evaluation.submissions.test_grading import plan, response_rows, write_lines, write_policy
-from tests.support.public_evaluation import flags_of_course, one_line_error, run_command
+from tests.support.public_evaluation import (
+    flags_of_course,
+    one_line_error,
+    plan,
+    response_rows,
+    run_command,
+    write_lines,
+    write_policy,
+)
 from trl_ext.evaluation import PairOutcome, prediction_powered
 from trl_ext.evaluation.statistics.human_labels import judge_values
 from trl_ext.evaluation.statistics.intervals import rate_interval

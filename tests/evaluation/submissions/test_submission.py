@@ -6,7 +6,7 @@ import zipfile
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import write_lines
+from tests.support.public_evaluation import read_rows, response, write_lines, write_prompts
 from tests.support.reward_adapters import save_full_model
 from trl_ext.evaluation.submissions.assets import (
     load_prompts,
@@ -20,27 +20,6 @@ from trl_ext.evaluation.submissions.submission import (
 )
 from trl_ext.files import brief
 from trl_ext.models import resolve_model_path
-
-
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def response(row_id, text="fine", tokens=3, prompt_text=None):
-    return {
-        "row_id": row_id,
-        "prompt_text": prompt_text or f"Say {row_id} twice.",
-        "response_text": text,
-        "generated_num_tokens": tokens,
-    }
-
-
-def write_prompts(path, texts):
-    return write_lines(
-        path,
-        [{"row_id": f"p{i}", "prompt_messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
-    )
-
 
 TEXTS = ["Say red.", "Say a much longer thing, please, and then stop.", "Why?", "Tell me of the sea.", "And?"]
 

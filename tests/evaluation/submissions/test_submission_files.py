@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from tests.evaluation.submissions.test_grading import write_lines
-from tests.evaluation.submissions.test_submission import read_rows, response, write_prompts
+from tests.support.public_evaluation import read_rows, response, write_lines, write_prompts
 from trl_ext.evaluation.submissions.assets import load_base, load_pairs, load_prompts, load_thresholds, token_counter
 from trl_ext.evaluation.submissions.row_files import RowFile
 from trl_ext.evaluation.submissions.rows import ScoreRow, read_pair_scores, read_responses
