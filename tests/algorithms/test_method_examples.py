@@ -13,9 +13,10 @@ import pytest
 import torch
 from datasets import Dataset
 
+from tests.support.naive_policy import Steps, log_probs, model_in_float64, rows_of
 from tests.support.rollout_once import build, prompts, thirds
 from tests.support.train_once import relative_difference, result
-from tests.trainers.test_policy_arithmetic import Steps, log_probs, model_in_float64, rows_of
+from tests.support.trl_private import rollout_batches
 from trl_ext import DistillationConfig
 from trl_ext.advantages import gae, optimal_value
 from trl_ext.algorithms import PolicyObjective
@@ -170,7 +171,7 @@ def test_a_star_po_trains_on_its_regression(size, accumulation, policy_path, tmp
     trainer = build(spec, str(tmp_path), train_dataset=Dataset.from_list(rows), callbacks=[steps])
     trainer.train()
     policy, reference = model_in_float64(policy_path, steps.weights[0]), model_in_float64(policy_path)
-    found = [row for batch in trainer._buffered_inputs for row in rows_of(batch)]
+    found = [row for batch in rollout_batches(trainer) for row in rows_of(batch)]
     encode = trainer.processing_class.apply_chat_template
     values = {
         tuple(encode(row["prompt"], add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]): row[

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from tests.support import recipes
+from tests.support.files import read_rows, write_rows
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt, and each learning rate.
@@ -76,7 +77,7 @@ def fake_run(recipe: str, folder: Path, given: dict, **about) -> None:
         }
         for prompt in range(PROMPTS)
     ]
-    (folder / "generations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(folder / "generations.jsonl", rows)
 
 
 def fails(rate: str | None, prompt: int) -> bool:
@@ -219,9 +220,9 @@ def test_a_setting_that_fails_on_hard_prompts_does_not_win(compare, capsys):
 
     # The two learning rates have no prompt in common.
     for path in Path("runs/compare/sweep").glob("dpo-1-*/generations.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        rows = read_rows(path)
         kept = [{**row, "score": None} if place in easy else row for place, row in enumerate(rows)]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write_rows(path, kept)
     assert stopped(compare, "--methods", "dpo,ipo", "--seeds", "0-1", "--sweep", "settings.yaml") == 2
     assert "the settings of dpo cannot be compared: no prompt has a score in every run" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import REPOSITORY
+from tests.support.files import read_rows
 from tests.support.public_evaluation import (
     COMMANDS,
     flags_of_course,
@@ -63,7 +64,7 @@ class TestGenerateScorePack:
         code, text, err = run(*generate, "--max_new_tokens", "4", "--json")
         assert (code, json.loads(text)["rows"]) == (0, 10), err
         code, text, _ = run("score", "--reward_model", reward_model, "--out", scores, *course["prefs_jsonl"], "--json")
-        rows = [json.loads(line) for line in scores.read_text().splitlines()]
+        rows = read_rows(scores)
         accuracy = sum(row["chosen_score"] > row["rejected_score"] for row in rows) / 4
         assert (code, json.loads(text)["accuracy"]) == (0, accuracy)
         options = (*course["prompts_jsonl"], *course["prefs_jsonl"], "--max_new_tokens", "4")
@@ -202,7 +203,7 @@ class TestCompareStages:
         base, ppo = json.loads(out)["models"]
         assert json.loads((tmp_path / "stages" / "comparison.json").read_text()) == json.loads(out)
         assert (base["kl"], base["kl_note"]) == (None, "the reference itself")
-        samples = [json.loads(line) for line in (tmp_path / "stages" / "samples_ppo.jsonl").read_text().splitlines()]
+        samples = read_rows(tmp_path / "stages" / "samples_ppo.jsonl")
         assert len(samples) == ppo["n"] == 10
         lengths = torch.tensor([float(row["generated_num_tokens"]) for row in samples])
         assert ppo["tokens"]["mean"] == pytest.approx(float(lengths.mean()))

@@ -9,13 +9,13 @@ from functools import partial
 import pytest
 
 from tests.support import REPOSITORY
+from tests.support.files import read_rows, write_rows
 from tests.support.public_evaluation import (
     flags_of_course,
     one_line_error,
     plan,
     response_rows,
     run_command,
-    write_lines,
     write_policy,
     write_scores,
 )
@@ -52,7 +52,7 @@ class TestJudge:
         assert difference["difference"] == pytest.approx(5 / 7 - 0.7)
         controlled = result["candidates"][0]["length_controlled"]
         assert (controlled["n"], controlled["raw"]) == (10, pytest.approx(0.65))
-        verdicts = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+        verdicts = read_rows(tmp_path / "v.jsonl")
         assert len(verdicts) == 20
         assert [row["outcome"] for row in verdicts[:10]] == ["candidate"] * 5 + ["tie"] * 3 + ["base"] * 2
 
@@ -398,7 +398,7 @@ def test_the_courses_own_files(run, wildchat, tmp_path):
     from tests.support.loopback import LoopbackServer
 
     rows = [json.loads(line) for line in (wildchat / "public_test_gen_base_responses_128.jsonl").open()]
-    path = write_lines(tmp_path / "aot.jsonl", [{**row, "response_text": row["response_text"] * 2} for row in rows])
+    path = write_rows(tmp_path / "aot.jsonl", [{**row, "response_text": row["response_text"] * 2} for row in rows])
     with LoopbackServer() as server:
         code, out, err = run(
             "judge",

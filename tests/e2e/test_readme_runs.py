@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.pages import README, TEXTS, blocks, commands
 from tests.support.recipes import copy_repository
 
 # Why a command is not run, by how it begins; `tests/docs/test_readme.py` parses these too.
@@ -67,8 +68,6 @@ def flags_for(command: str) -> list[str]:
 
 @pytest.mark.long
 def test_the_commands_of_the_readme_and_the_tour_run_in_order(tmp_path):
-    from tests.docs.test_readme import README, TEXTS, blocks, commands
-
     tour = TEXTS["docs/tour.md"]
     pages = f"{README}\n{tour}"
 

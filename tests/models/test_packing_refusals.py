@@ -22,6 +22,7 @@ from tests.support.packing import (
     said,
     tiny_model,
 )
+from tests.support.trl_private import attention_of
 from trl_ext.models.packing import packing_of, share_prefixes
 
 
@@ -46,10 +47,10 @@ REASONS = {
 def test_refused_models_run_as_before_and_say_so_once(architecture, caplog):
     model, batch = tiny_model(architecture), ragged()
     expected, before = forward(model, batch).log_probs, model.forward
-    attention = model.config._attn_implementation
+    attention = attention_of(model)
     packing = share_prefixes(model)
     assert packing.reason == REASONS[architecture] and not packing.active
-    assert model.forward == before and model.config._attn_implementation == attention
+    assert model.forward == before and attention_of(model) == attention
     for _ in range(2):
         assert forward(model, batch).log_probs.equal(expected)
     assert share_prefixes(model) is packing
@@ -87,7 +88,7 @@ def test_attention_that_does_more_than_it_says_is_noticed(caplog):
     assert packing.reason.startswith("sdpa attention is ") and packing.reason.endswith(" off the padded forward")
     assert said(caplog) == [f"packing: off, rows are padded: {packing.reason}"]
     assert packing.largest_difference is None and packing.packed_tokens == 0
-    assert model.config._attn_implementation == "tests_halving"
+    assert attention_of(model) == "tests_halving"
 
 
 def test_soft_cap_of_the_attention_scores_is_noticed():

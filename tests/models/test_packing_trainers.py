@@ -9,11 +9,11 @@ import torch
 import trl
 
 import trl_ext.trainers.preference.reference_cache as reference_cache
-from tests.support import rollout_once, train_once
+from tests.support import reward_once, rollout_once, train_once
 from tests.support.float64 import float32_again
+from tests.support.reward_once import lora, rows_with
 from tests.support.train_once import largest_difference, relative_difference, result
-from tests.trainers import test_reward_trainer
-from tests.trainers.test_reward_trainer import lora, rows_with
+from tests.support.trl_private import attention_of, rollout_batches
 from trl_ext import PolicyConfig, PreferenceConfig, RewardConfig
 from trl_ext.models import packing_of
 from trl_ext.trainers.packing import keeps_groups, regroup
@@ -66,7 +66,7 @@ def test_reward(adapter, tiny_model_path, tmp_path):
     rows = rows_with(16, margin=lambda row: row["avg_confidence"])
     runs = []
     for packing in ("auto", "off"):
-        trainer = test_reward_trainer.train(
+        trainer = reward_once.train(
             tiny_model_path,
             tmp_path / packing,
             rows,
@@ -148,7 +148,7 @@ def test_when_groups_are_kept_whole(args, kept, policy_path, tmp_path):
     trainer = rollout_once.build({"model": policy_path, "args": args}, str(tmp_path))
     assert keeps_groups(trainer) == kept
     trainer.train()
-    groups = [batch["group"].tolist() for batch in trainer._buffered_inputs]
+    groups = [batch["group"].tolist() for batch in rollout_batches(trainer)]
     assert sorted(sum(groups, [])) == [group for group in range(4) for _ in range(4)]
     assert all(len(set(batch)) == 1 for batch in groups) == kept
 
@@ -187,11 +187,11 @@ def test_one_line_at_start(tiny_model_path, tmp_path, caplog):
 
 
 def test_a_reward_trainer_takes_an_earlier_hook_off(tiny_model_path, tmp_path):
-    trainer = test_reward_trainer.build(tiny_model_path, tmp_path / "first")
+    trainer = reward_once.build(tiny_model_path, tmp_path / "first")
     model, forward = trainer.model, type(trainer.model).forward
     assert model.forward.__func__ is not forward
-    test_reward_trainer.build(model, tmp_path / "second", packing="off")
-    assert model.forward.__func__ is forward and model.config._attn_implementation == "sdpa"
+    reward_once.build(model, tmp_path / "second", packing="off")
+    assert model.forward.__func__ is forward and attention_of(model) == "sdpa"
 
 
 def test_dropout_of_an_adapter_keeps_rows_apart(tiny_model_path, tmp_path):

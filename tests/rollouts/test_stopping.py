@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.rollouts.test_sampler import batch, decoder, settings
+from tests.support.sampling import batch, decoder, settings
 from tests.support.tiny import build_tokenizer
 from trl_ext import GRPOConfig, GRPOTrainer
 from trl_ext.rollouts import generate_responses

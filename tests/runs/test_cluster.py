@@ -5,7 +5,6 @@ No cluster: that SLURM delivers its signals as the scripts expect is taken from 
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support import REPOSITORY, recipes
+from tests.support.files import read_rows
 
 SLURM = recipes.RECIPES / "slurm"
 SCRIPTS = ("node.sh", "train.sbatch", "train_with_vllm_server.sbatch")
@@ -65,7 +65,7 @@ def cluster(tmp_path):
             timeout=60,
         )
         names = [name for name in STAND_INS if (tmp_path / name).exists()]
-        calls = {name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in names}
+        calls = {name: read_rows(tmp_path / name) for name in names}
         return done, calls
 
     return run

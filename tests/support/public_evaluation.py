@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 from pathlib import Path
+
+from tests.support.files import write_rows
 
 COMMANDS = ("generate", "score", "judge", "grade", "pack", "tournament")
 WORDS = ["axe", "banana", "beach", "black", "blue", "captain", "car", "carrot", "castle", "cat"]
@@ -44,12 +45,6 @@ def one_line_error(result: tuple[int, str, str]) -> str:
     return lines[0]
 
 
-def write_lines(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def response_rows(plan):
     """A row for each word, by what the planned answer should bring against the base."""
     return [
@@ -78,23 +73,19 @@ def write_assets(folder):
         for i in range(4)
     ]
     return {
-        "prompts_jsonl": str(write_lines(folder / "prompts.jsonl", prompts)),
-        "base_jsonl": str(write_lines(folder / "base.jsonl", response_rows(plan(tie=10)))),
-        "prefs_jsonl": str(write_lines(folder / "prefs.jsonl", pairs)),
+        "prompts_jsonl": str(write_rows(folder / "prompts.jsonl", prompts)),
+        "base_jsonl": str(write_rows(folder / "base.jsonl", response_rows(plan(tie=10)))),
+        "prefs_jsonl": str(write_rows(folder / "prefs.jsonl", pairs)),
     }
 
 
 def write_scores(folder, margins):
     rows = [{"row_id": f"pair-{i}", "chosen_score": m, "rejected_score": 0.0} for i, m in enumerate(margins)]
-    return write_lines(folder / "reward_model" / "public_test_pref_scores.jsonl", rows)
+    return write_rows(folder / "reward_model" / "public_test_pref_scores.jsonl", rows)
 
 
 def write_policy(folder, name, rows):
-    return write_lines(folder / "policy_generations" / f"{name}.jsonl", rows)
-
-
-def read_rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return write_rows(folder / "policy_generations" / f"{name}.jsonl", rows)
 
 
 def response(row_id, text="fine", tokens=3, prompt_text=None):
@@ -107,7 +98,7 @@ def response(row_id, text="fine", tokens=3, prompt_text=None):
 
 
 def write_prompts(path, texts):
-    return write_lines(
+    return write_rows(
         path,
         [{"row_id": f"p{i}", "prompt_messages": [{"role": "user", "content": t}]} for i, t in enumerate(texts)],
     )

@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.support.rollout_once import evens, train
+from tests.support.rollout_once import evens, initial_model, online_preference_specification, train
 from tests.support.tiny import response_log_prob
 from tests.support.train_once import largest_difference, parameters, relative_difference, result
-from tests.trainers.test_online_preference import initial_model, specification
 from tests.trainers.test_online_preference_judges import Shorter
 from trl_ext import OnlinePreferenceConfig
 from trl_ext.trainers.online_preference.judge_rewards import JudgeRewards
@@ -59,7 +58,9 @@ def greedy(models: list[tuple], prompt: list[int], length: int, ends: list[int])
 def test_second_half_of_each_group_is_the_second_samplers(loss, weight, fast, lora, policy_path, tmp_path):
     """The likeliest tokens, of prompts of several lengths: the policy's, and those of the reference or the mixture."""
     recorder, own = Recorder(), {} if loss == "xpo" else {"mixture_weight": weight}
-    spec = specification(policy_path, loss=loss, temperature=1e-4, fast_rollouts=fast, learning_rate=0.0, **own)
+    spec = online_preference_specification(
+        policy_path, loss=loss, temperature=1e-4, fast_rollouts=fast, learning_rate=0.0, **own
+    )
     spec = {**spec, "fixed": False, "lora": lora, "prompts": 4}
     if lora:
         del spec["perturb"]
@@ -93,7 +94,7 @@ def test_loss_and_gradient(loss, accumulation, policy_path, tmp_path):
     recorder = Recorder()
     split = {"per_device_train_batch_size": 16 // accumulation, "gradient_accumulation_steps": accumulation}
     options = {"loss_kwargs": {"alpha": 0.2}} if loss == "xpo" else {"beta": 0.3}
-    spec = {**specification(policy_path, loss=loss, **split, **options), "fixed": False}
+    spec = {**online_preference_specification(policy_path, loss=loss, **split, **options), "fixed": False}
     run = result(train(spec, str(tmp_path), reward_funcs=[recorder]))
     model = initial_model(policy_path).double()
     reference = AutoModelForCausalLM.from_pretrained(policy_path, dtype=torch.float64)
@@ -142,7 +143,7 @@ def test_a_judge_gives_the_probability(policy_path, tmp_path, monkeypatch):
         return rewards(self, prompts, completions, **{**given, "finished": None})
 
     monkeypatch.setattr(JudgeRewards, "__call__", recording)
-    spec = specification(policy_path, loss="nash_md", max_completion_length=24)
+    spec = online_preference_specification(policy_path, loss="nash_md", max_completion_length=24)
     trainer = train(spec, str(tmp_path), reward_funcs=None, judge=Shorter())
     shares = [
         sum((lengths[own] < lengths[other]) + 0.5 * (lengths[own] == lengths[other]) for other in others) / 2
@@ -158,7 +159,7 @@ def test_resumes_as_it_would_have_gone_on(loss, policy_path, tmp_path):
     """XPO with a replay, whose pairs remember which response was the reference's."""
     replay = {"replay_capacity": 100, "replay_max_age": 2} if loss == "xpo" else {}
     steps = {"max_steps": 4, "learning_rate": 0.02, "save_strategy": "steps", "save_steps": 2, **replay}
-    spec = {**specification(policy_path, loss=loss, **steps), "fixed": False, "prompts": 16}
+    spec = {**online_preference_specification(policy_path, loss=loss, **steps), "fixed": False, "prompts": 16}
     spec["args"]["output_dir"] = str(tmp_path)
     straight = train(spec, str(tmp_path))
     resumed = train({**spec, "resume_from_checkpoint": str(tmp_path / "checkpoint-2")}, str(tmp_path))

@@ -9,13 +9,13 @@ from functools import partial
 import numpy
 import pytest
 
+from tests.support.files import write_rows
 from tests.support.public_evaluation import (
     flags_of_course,
     one_line_error,
     plan,
     response_rows,
     run_command,
-    write_lines,
     write_policy,
 )
 from trl_ext.evaluation import PairOutcome, prediction_powered
@@ -163,7 +163,7 @@ class TestCommand:
     def test_figures(self, judge, row_ids, tmp_path):
         """The judge calls the four labelled rows two wins, a tie and a loss; a person only the first a win."""
         told = {0: C, 1: B, 5: B, 9: B}
-        path = write_lines(tmp_path / "l.jsonl", [{"row_id": row_ids[i], "outcome": told[i]} for i in told])
+        path = write_rows(tmp_path / "l.jsonl", [{"row_id": row_ids[i], "outcome": told[i]} for i in told])
         code, out, err = judge("--human_labels", path, "--json", "--out", "j.json")
         assert code == 0, err
         expected = prediction_powered([1, 0, 0, 0], [1, 1, 0.5, 0], [1, 1, 1, 0.5, 0.5, 0])
@@ -190,7 +190,7 @@ class TestCommand:
     def test_errors_come_before_judging(self, judge, row_ids, tmp_path, monkeypatch, rows, message):
         monkeypatch.setattr("public_eval.judge.judge_candidate", None)
         rows = [{**row, "row_id": row_ids[0] if row["row_id"] == 0 else row["row_id"]} for row in rows]
-        assert message in one_line_error(judge("--human_labels", write_lines(tmp_path / "l.jsonl", rows)))
+        assert message in one_line_error(judge("--human_labels", write_rows(tmp_path / "l.jsonl", rows)))
 
     def test_several_candidates(self, judge, row_ids, tmp_path):
         """dpo wins everywhere under the judge. On the rows that both have labels for, they differ by 0, 1/2 and 1.
@@ -203,7 +203,7 @@ class TestCommand:
         told = {"aot": {0: C, 5: T, 6: B, 9: B}, "dpo": {0: C, 5: C, 6: C, 7: C}}
         for name, outcomes in told.items():
             rows = [{"row_id": row_ids[i], "outcome": outcome} for i, outcome in outcomes.items()]
-            write_lines(tmp_path / f"{name}-labels.jsonl", rows)
+            write_rows(tmp_path / f"{name}-labels.jsonl", rows)
         flags = ["--human_labels", "aot=aot-labels.jsonl", "dpo=dpo-labels.jsonl"]
         code, out, err = both(*flags, "--json")
         assert code == 0, err
@@ -232,7 +232,7 @@ def test_grades_and_matches_have_the_same_estimate(capsys, monkeypatch, tmp_path
     path = write_policy(tmp_path, "aot", rows)
     other = write_policy(tmp_path, "dpo", response_rows(plan(win=7, tie=0, loss=3)))
     told = [{"row_id": rows[i]["row_id"], "outcome": outcome} for i, outcome in {0: C, 1: B, 5: T, 9: B}.items()]
-    labels = f"aot={write_lines(tmp_path / 'labels.jsonl', told)}"
+    labels = f"aot={write_rows(tmp_path / 'labels.jsonl', told)}"
     run = partial(run_command, capsys)
 
     code, out, err = run("judge", "--candidate", path, *flags["judging"], "--human_labels", labels, "--json")

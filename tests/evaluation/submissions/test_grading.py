@@ -5,15 +5,8 @@ import math
 
 import pytest
 
-from tests.support.public_evaluation import (
-    WORDS,
-    plan,
-    response_rows,
-    write_assets,
-    write_lines,
-    write_policy,
-    write_scores,
-)
+from tests.support.files import write_rows
+from tests.support.public_evaluation import WORDS, plan, response_rows, write_assets, write_policy, write_scores
 from trl_ext.evaluation import Judgement, grade_submission
 from trl_ext.evaluation.statistics.paired import chance_below
 from trl_ext.evaluation.submissions.grading import SubmissionGrade
@@ -105,7 +98,7 @@ class TestPolicies:
         """The same answer as the base's, cut at the 9 tokens that are allowed: worse than the base's."""
         rows = response_rows(plan(tie=10))
         base = [{**row, "generated_num_tokens": 8} for row in rows]
-        assets["base_jsonl"] = str(write_lines(folder.parent / "short.jsonl", base))
+        assets["base_jsonl"] = str(write_rows(folder.parent / "short.jsonl", base))
         write_policy(folder, "aot", rows)
         grade = only(grade_submission(folder, {"aot": 0.5}, max_new_tokens=9, **assets))
         assert (grade.figure, grade.n) == (0.0, 10)
@@ -184,7 +177,7 @@ class TestSubmission:
 
     def test_an_incomplete_folder(self, folder, assets):
         write_policy(folder, "aot", response_rows(plan(win=10)))
-        write_lines(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
+        write_rows(folder / "part2" / "online_best.jsonl", response_rows(plan(win=7, loss=3)))
         result = grade_submission(folder, self.THRESHOLDS, **assets)
         assert {g.method: (g.passed, g.reason) for g in result.grades} == {
             "reward_model": (False, "missing"),
@@ -200,7 +193,7 @@ class TestSubmission:
         json.dumps(result.to_dict(), allow_nan=False)
 
     def test_part_two_fails_where_both_do(self, folder, assets):
-        write_lines(folder / "part2" / "offline_best.jsonl", response_rows(plan(win=7, loss=3)))
+        write_rows(folder / "part2" / "offline_best.jsonl", response_rows(plan(win=7, loss=3)))
         assert grade_submission(folder, self.THRESHOLDS, **assets).part_two is False
 
     def test_no_part_two(self, folder, assets):
@@ -219,7 +212,7 @@ class TestSubmission:
             {"row_id": f"row-{word}", "prompt_messages": [{"role": "user", "content": "Who are you?"}]}
             for word in WORDS
         ]
-        write_lines(folder.parent / "assets" / "prompts.jsonl", prompts)
+        write_rows(folder.parent / "assets" / "prompts.jsonl", prompts)
         with pytest.raises(ValueError, match="row_id row-axe: the known score is of the embedded task only"):
             grade_submission(folder, {"aot": 0.5}, **assets)
 
