@@ -17,7 +17,6 @@ from tests.support.naive_policy import Steps, log_probs, model_in_float64, rows_
 from tests.support.rollout_once import build, prompts, thirds
 from tests.support.train_once import relative_difference, result
 from tests.support.trl_private import rollout_batches
-from trl_ext import DistillationConfig
 from trl_ext.advantages import gae, optimal_value
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
@@ -211,35 +210,3 @@ def test_a_star_po_names_what_it_lacks(policy_path, tmp_path):
 def test_what_contradicts_a_star_po(settings, message):
     with pytest.raises(ValueError, match=message):
         PolicyObjective("a_star_po", **settings)
-
-
-# ---- Presets of distillation ----
-
-
-@pytest.mark.parametrize(
-    "preset, expected",
-    [(None, ("full", 1.0)), ("gkd", ("full", 0.5)), ("opd", ("sampled_token", 1.0)), ("sdft", ("full", 1.0))],
-)
-def test_presets(preset, expected, tmp_path):
-    args = DistillationConfig(str(tmp_path), report_to=[], preset=preset, teacher_prompt="hint")
-    assert (args.divergence, args.beta) == expected
-    assert ("preset" in args.build_objective().describe()) == (preset is not None)
-    if expected[0] == "full":
-        assert (
-            DistillationConfig(str(tmp_path), report_to=[], preset=preset, teacher_prompt="hint", beta=0.1).beta == 0.1
-        )
-
-
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"preset": "gkd", "divergence": "sampled_token"}, "preset gkd and divergence sampled_token contradict"),
-        ({"preset": "opd", "divergence": "full"}, "it has divergence sampled_token"),
-        ({"preset": "opsd", "teacher_prompt": "hint"}, "preset opsd needs --teacher_model_name_or_path MODEL"),
-        ({"preset": "sdft"}, "preset sdft needs --teacher_prompt COLUMN"),
-        ({"preset": "sdfd"}, "preset must be one of gkd, opd, opsd, sdft"),
-    ],
-)
-def test_what_contradicts_a_preset(settings, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        DistillationConfig(str(tmp_path), report_to=[], **settings)

@@ -272,13 +272,13 @@ def test_a_dry_run_prints_and_runs_nothing(compare, capsys):
     assert not compare.calls and not Path("runs").exists()
 
 
-def test_methods_with_a_reward_function_or_a_teacher_need_no_reward_model_and_no_pairs(compare, capsys):
+def test_methods_with_a_reward_function_need_no_reward_model_and_no_pairs(compare, capsys):
     Path("own.yaml").write_text("reward_function: [rewards.py:short]\n")
-    Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, distillation: {}}\n")
+    Path("methods.yaml").write_text("methods: {grpo: {config: own.yaml}, rloo: {config: own.yaml}}\n")
     Path("settings.yaml").write_text("grid: {learning_rate: [0.1, 0.2]}\n")
     compare.main("--config", "methods.yaml", "--seeds", "0", "--sweep", "settings.yaml", "--dry_run")
     printed = capsys.readouterr().out
-    assert all(f"# sweep, {name}-1-100: new" in printed for name in ("grpo", "distillation"))
+    assert all(f"# sweep, {name}-1-100: new" in printed for name in ("grpo", "rloo"))
     assert "reward_model" not in printed and "eval_split" not in printed
 
 

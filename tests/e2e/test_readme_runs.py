@@ -49,7 +49,7 @@ FLAGS = {
     "ppo": f"{SHORT} {ROLLOUT}",
     "online_preference": f"{SHORT} --generation_batch_size 8",
     "policy": f"{SHORT} --generation_batch_size 16 --max_completion_length 16",
-    **dict.fromkeys(("grpo", "rloo", "distillation"), f"{SHORT} {ROLLOUT}"),
+    **dict.fromkeys(("grpo", "rloo"), f"{SHORT} {ROLLOUT}"),
     "evolution": f"{SHORT} --population 2 --max_completion_length 16",
     **dict.fromkeys(("aot", "dpo", "ipo", "preference", "kto"), SHORT),
     "public_eval.generate": "",

@@ -11,7 +11,6 @@ import torch
 from tests.support.rollout_once import build, evens, prompts, train, train_in_processes
 from tests.support.train_once import largest_difference, parameters, result
 from tests.trainers.test_resampling import GROUP, PROMPTS
-from trl_ext import DistillationConfig
 from trl_ext.resilience.faults import TrainingFault
 from trl_ext.trainers.policy.curriculum import draw_prompts
 
@@ -152,5 +151,3 @@ def test_what_is_refused(policy_path, tmp_path):
         build(specification(policy_path, curriculum=f"{__file__}:spred"), str(tmp_path), reward_funcs=evens)
     with pytest.raises(TrainingFault, match="negative must give a weight of 0 or more, and gave -1 for the rewards"):
         train(specification(policy_path, curriculum=f"{__file__}:negative"), str(tmp_path), reward_funcs=evens)
-    with pytest.raises(ValueError, match="the teacher takes the place of rewards"):
-        DistillationConfig(str(tmp_path), report_to=[], curriculum="f.py:g", teacher_model_name_or_path="toy")

@@ -1,6 +1,5 @@
 """Losses as pure functions of tensors, independent of any trainer."""
 
-from trl_ext.losses.distillation import generalized_jsd, teacher_advantages, with_tail
 from trl_ext.losses.kl import kl_estimate
 from trl_ext.losses.masking import aggregate, masked_mean, masked_normalize, masked_sum
 from trl_ext.losses.mismatch import mismatch_weights
@@ -72,7 +71,6 @@ __all__ = [
     "dppo_kl",
     "dppo_tv",
     "explained_variance",
-    "generalized_jsd",
     "gmpo",
     "gspo_token",
     "hinge",
@@ -99,12 +97,10 @@ __all__ = [
     "simpo",
     "soft_value",
     "sppo",
-    "teacher_advantages",
     "token_log_ratio",
     "unclipped_surrogate",
     "vespo",
     "whiten",
-    "with_tail",
     "wpo",
     "xpo",
 ]

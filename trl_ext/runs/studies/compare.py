@@ -40,7 +40,7 @@ from trl_ext.evaluation.methods.report import compare_runs, difference_table, me
 from trl_ext.evaluation.methods.runs import MethodRun, choose_metric, metric_values, read_method_run
 from trl_ext.evaluation.report import write_report
 from trl_ext.runs import RECIPES
-from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, TEACHER_RECIPES, Method, Plan, check_metric, read_plan
+from trl_ext.runs.studies.compare_plan import ONLINE_RECIPES, Method, Plan, check_metric, read_plan
 from trl_ext.runs.studies.processes import Countdown, Run, check_runs, print_commands, run_all, say_finished
 from trl_ext.runs.studies.sweep import run_at
 
@@ -129,7 +129,7 @@ def _tuning_runs(plan: Plan, method: Method) -> dict[int, list[Run]]:
     if len(settings) < 2:
         return {}
     splits = {**plan.tuning.validation}
-    if method.recipe in (*ONLINE_RECIPES, *TEACHER_RECIPES):
+    if method.recipe in ONLINE_RECIPES:
         splits.pop("eval_split")
     folder = plan.folder / "sweep"
     return {

@@ -79,7 +79,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     _name = "Policy optimization"
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
-    needs_rewards = True
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
     _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "curriculum.weights", "shaping_state")
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
@@ -275,11 +274,11 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             log_probs = self.rollout_log_probs(output)
         return self.objective.reward_penalty(log_probs, output["ref_per_token_logps"], self._token_mask(output))
 
-    def rollout_log_probs(self, output: dict, model=None) -> Tensor:
-        """Log-probabilities of a rollout's responses under the policy, or under another model. [n, T]."""
+    def rollout_log_probs(self, output: dict) -> Tensor:
+        """Log-probabilities of a rollout's responses under the policy. [n, T]."""
         args = self.args
         log_probs, _, _ = self._get_per_token_logps_and_entropies(
-            self.model if model is None else model,
+            self.model,
             torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1),
             torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1),
             output["completion_ids"].size(1),
