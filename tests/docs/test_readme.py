@@ -148,7 +148,7 @@ def _check_launch(words: list[str], tmp_path, monkeypatch) -> None:
     arguments = [str(REPOSITORY / word) if word.startswith("recipes/configs/") else word for word in words[at + 1 :]]
     script = words[at].removeprefix("recipes/").removesuffix(".py")
     assert (recipes.RECIPES / f"{script}.py").is_file()
-    if script.startswith("one_file/"):
+    if script.startswith(("one_file/", "own/")):
         assert not arguments, "its settings are constants"
         return
     recipes.parse(monkeypatch, script, *arguments)
@@ -291,7 +291,8 @@ def _paper_ids(text: str) -> set[str]:
 
 
 def test_the_index_has_every_paper():
-    of_code = set().union(*(_paper_ids(path.read_text()) for path in (REPOSITORY / "trl_ext").rglob("*.py")))
+    files = [path for folder in ("trl_ext", "recipes") for path in (REPOSITORY / folder).rglob("*.py")]
+    of_code = set().union(*(_paper_ids(path.read_text()) for path in files))
     index = _paper_ids(TEXTS["docs/papers.md"])
     assert index == of_code - OF_ASSIGNMENTS | ONLY_NAMED
     assert _paper_ids(TEXT) == index

@@ -30,6 +30,7 @@ NOT_RUN = {
     "make ": "sets up an environment; `make demo` is the first command that is run, and the others run the tests",
     "pip install ": "installs; tests/docs/test_wheel.py does that",
     "python recipes/one_file/": "trains for a minute; tests/invariants/test_one_file.py runs its steps",
+    "python recipes/own/": "trains for minutes; tests/algorithms/test_evolution.py runs its update",
     "accelerate launch recipes/aot.py --config recipes/configs/wildchat/": "needs the course's data and Qwen",
     "accelerate launch --config_file accelerate_configs/multi_gpu.yaml": "needs GPUs",
 }
@@ -50,7 +51,6 @@ FLAGS = {
     "online_preference": f"{SHORT} --generation_batch_size 8",
     "policy": f"{SHORT} --generation_batch_size 16 --max_completion_length 16",
     **dict.fromkeys(("grpo", "rloo"), f"{SHORT} {ROLLOUT}"),
-    "evolution": f"{SHORT} --population 2 --max_completion_length 16",
     **dict.fromkeys(("aot", "dpo", "ipo", "preference", "kto"), SHORT),
     "public_eval.generate": "",
     "rlhf": "--config short-rlhf.yaml",

@@ -17,7 +17,7 @@ PAIR_RECIPES = ("aot", "dpo", "ipo", "kto", "preference")
 # Methods that learn from demonstrations.
 DEMONSTRATION_RECIPES = ("rlhf_sft",)
 # Methods that need a reward model.
-ONLINE_RECIPES = ("dr_grpo", "evolution", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
+ONLINE_RECIPES = ("dr_grpo", "grpo", "gspo", "online_preference", "policy", "ppo", "remax", "rloo")
 # Methods that are evaluated on problems with known answers.
 REASONING_RECIPES = ("expert_iteration", "grpo_math", "sft")
 RECIPES = (*PAIR_RECIPES, *DEMONSTRATION_RECIPES, *ONLINE_RECIPES, *REASONING_RECIPES)
