@@ -31,7 +31,6 @@ from trl_ext.trainers.defaults import (
 from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import pack_trainer
 from trl_ext.trainers.policies import Tap, check_base_of_adapter, reference_in_memory
-from trl_ext.trainers.profile.steps import ProfiledTraining
 from trl_ext.trainers.trl_settings import refuse_given
 
 LOSSES = ("kto", "apo_zero_unpaired", "bco")
@@ -66,7 +65,7 @@ class KTOConfig(TruncatedFields, TRLKTOConfig):
         super().__post_init__()
 
 
-class KTOTrainer(ResilientTraining, WritesModelCard, ProfiledTraining, TRLKTOTrainer):
+class KTOTrainer(ResilientTraining, WritesModelCard, TRLKTOTrainer):
     """Trains on single responses labelled desirable or undesirable: rows of `prompt`, `completion` and `label`.
 
     Accepts the arguments of `trl.KTOTrainer`, with a `KTOConfig`. It differs in three ways. Pairs (`prompt`,
