@@ -250,14 +250,6 @@ def _until(is_so, seconds: float = 30) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("look", [iter, len, lambda lost: lost[0], lambda lost: lost[2:4]])
-def test_a_lost_server_is_told_however_its_responses_are_looked_at(look):
-    from trl_ext.trainers.policy.vllm_server import ServerLostError, _Lost
-
-    with pytest.raises(ServerLostError, match="the vLLM server is gone"):
-        look(_Lost("the vLLM server is gone"))
-
-
 def test_machines_of_the_multi_node_configuration():
     values = yaml.safe_load((REPOSITORY / "accelerate_configs" / "multi_node.yaml").read_text())
     assert values["num_machines"] > 1 and values["num_processes"] % values["num_machines"] == 0

@@ -47,7 +47,6 @@ from trl_ext.trainers.policy.rollout_metrics import log_advantages, log_clipped,
 from trl_ext.trainers.policy.sampler_weights import correction_weights, log_disagreement, surrogate_weights
 from trl_ext.trainers.policy.scoring import count_from_the_first_token
 from trl_ext.trainers.policy.step_credit import add_step_rewards, find_steps, rewards_by_step, spread_over_tokens
-from trl_ext.trainers.policy.vllm_server import watch_server
 
 
 class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, RolloutMetrics, TRLGRPOTrainer):
@@ -121,7 +120,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
             quiet_about_length(self._tokenizer)
         # TRL has appended the rewards of environments.
         self.reward_funcs[len(functions) :] = map(self.reward_guard.wrap, self.reward_funcs[len(functions) :])
-        watch_server(self)
         limits = {"max_completion_length": args.max_completion_length, "max_prompt_tokens": args.max_prompt_tokens}
         prompts = self.train_dataset["prompt"] if isinstance(self.train_dataset, Dataset) else []
         check_generations(self.model, self.processing_class, prompts, limits)
