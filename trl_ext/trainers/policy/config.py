@@ -143,10 +143,6 @@ class PolicyConfig(LossFields, AdvantageFields, PackedFields, TRLGRPOConfig):
             "before shaping and penalties. Default: those with two different rewards."
         },
     )
-    curriculum: str | None = field(
-        default=None,
-        metadata={"help": "Draw prompts by your own file.py:function(rewards [G]) -> weight, of their raw rewards."},
-    )
     step_separator: str = field(
         default="\n",
         metadata={

@@ -32,7 +32,6 @@ from trl_ext.trainers.model_card import WritesModelCard
 from trl_ext.trainers.packing import can_regroup, keeps_groups, pack_trainer, regroup
 from trl_ext.trainers.policies import check_base_of_adapter, reference_in_memory
 from trl_ext.trainers.policy.config import PolicyConfig
-from trl_ext.trainers.policy.curriculum import Curriculum
 from trl_ext.trainers.policy.generation import PolicyGeneration, greedy_rewards
 from trl_ext.trainers.policy.resampling import group_filter, sample_rollout
 from trl_ext.trainers.policy.reward_functions import (
@@ -65,8 +64,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     gradient), TRL's `sampling/sampling_logp_difference` for any sampler that records log-probabilities, with
     `sampling/effective_sample_size` (1 if it agrees with the trainer), and for a greedy baseline `greedy/reward` and
     `greedy/mean_length`. `kl` is the mean of k3 per token. With `resample_groups`, `resampling/rounds`, `/prompts`
-    and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups); with `curriculum`,
-    `curriculum/seen` (the share of prompts that have had rewards).
+    and `/responses` (all that the rollout took) and `/replaced` and `/dead` (shares of its groups).
 
     Raises:
         TypeError: `args` is not a `PolicyConfig`.
@@ -79,7 +77,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
     _paper: ClassVar[dict] = {}
     _config_class: ClassVar[type[PolicyConfig]] = PolicyConfig
     _without_signal = "every advantage was 0, as where all responses to a prompt are rewarded alike or not at all"
-    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "curriculum.weights", "shaping_state")
+    _counts_of_rollouts = ("_seen_signal", "rollouts", "further_rollouts", "shaping_state")
     carried_over = (*ResilientTraining.carried_over, *_counts_of_rollouts)
 
     def __init__(self, model, reward_funcs=None, args: PolicyConfig | None = None, **kwargs: Any):
@@ -100,7 +98,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
         if isinstance(dataset, Dataset) and len(dataset) and not kwargs.get("rollout_func"):
             # A transform may add columns.
             check_arguments(functions, list(dataset[0]), self.objective.reads("step_rewards"))
-        self.group_filter, self.curriculum = group_filter(args, kwargs), Curriculum(args, kwargs)
+        self.group_filter = group_filter(args, kwargs)
         self._reward_models = reward_models(functions)
         self.reward_guard = RewardGuard(args.reward_errors, args.reward_timeout, self.objective.reads("step_rewards"))
         # The latest rollout's rewards, which responses ended, and their lengths; and the latest forward pass.
@@ -221,7 +219,6 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _generate_and_score_completions(self, inputs):
         output = sample_rollout(self, self._sample, inputs)
-        self.curriculum.observe(self)
         mode, group_size = "train" if self.model.training else "eval", self.group_size
         bad = [index in self.reward_guard.not_finite for index in range(len(inputs))]
         rewards = self._weighted_sum(self._rollout[0])
@@ -288,7 +285,7 @@ class PolicyTrainer(PolicyGeneration, ResilientTraining, WritesModelCard, Rollou
 
     def _prepare_inputs(self, generation_batch):
         earlier = self._buffered_inputs
-        inputs = super()._prepare_inputs(self.curriculum.draw(self, generation_batch))
+        inputs = super()._prepare_inputs(generation_batch)
         # TRL has just split a new rollout into its micro-batches.
         is_new = self.model.training and self._buffered_inputs is not earlier
         if is_new and keeps_groups(self) and can_regroup(self._buffered_inputs):
