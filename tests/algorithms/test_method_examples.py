@@ -6,9 +6,6 @@ differences of its value, which know nothing of the code.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from types import SimpleNamespace
-
 import pytest
 import torch
 from datasets import Dataset
@@ -20,17 +17,13 @@ from tests.support.trl_private import rollout_batches
 from trl_ext.advantages import gae, optimal_value
 from trl_ext.algorithms import PolicyObjective
 from trl_ext.losses import (
-    PreferenceScores,
     bco,
     length_adaptive_lambda,
-    nash_md,
     optimal_advantage,
     reward_shift,
     soft_value,
-    xpo,
 )
 from trl_ext.rewards.shaping_steps import soft_overlong
-from trl_ext.trainers.online_preference.second_sampler import MixtureWithReference
 
 
 def tensor(*values) -> torch.Tensor:
@@ -40,28 +33,6 @@ def tensor(*values) -> torch.Tensor:
 def gae_with(lam) -> torch.Tensor:
     """Advantages and returns of a response with reward 1 at its end, and values .5, .6, .7."""
     return torch.cat(gae(tensor([0, 0, 1.0]), tensor([0.5, 0.6, 0.7]), torch.ones(1, 3), 1.0, lam))
-
-
-def of_second_sampler(loss, sums, second_is_chosen=0.0, probability=0.5, reference=(-22.0, -29.0), **options):
-    """A loss of one pair, given the policy's log-probabilities of the chosen and the rejected response."""
-    columns = {"second_is_chosen": tensor(second_is_chosen), "win_probability": tensor(probability)}
-    ref_chosen, ref_rejected = tensor(*reference).split(1)
-    return loss(PreferenceScores(*sums.split(1), ref_chosen, ref_rejected, columns=columns), beta=0.1, **options)
-
-
-class Reference:
-    """Has the same logits everywhere."""
-
-    def _supports_logits_to_keep(self):
-        return False
-
-    def __call__(self, **_):
-        return SimpleNamespace(past_key_values=None, logits=tensor(0.2, 1, 0.3).view(1, 1, 3))
-
-
-def mixed(logits, weight) -> torch.Tensor:
-    mixture = MixtureWithReference(lambda: nullcontext(Reference()), torch.ones(1, 1), weight)
-    return mixture(torch.zeros(1, 1, dtype=torch.long), logits[None]).softmax(-1)
 
 
 # Name -> function, leaf, values, gradient of their sum (None where there is none).
@@ -74,41 +45,6 @@ EXAMPLES = {
         (-0.043988, -0.051458, -0.050208, 0.048542),
     ),
     "BCO, shift without a label": (lambda sums: tensor(reward_shift(sums.tolist())), (0.6, 3, 0, 0), (0.1,), None),
-    # Token sums -1.8 and, of the reference, -1.9: -(0.7 - 0.5 - 0.1 * 0.1) (-1.8). The rejected response is not read.
-    "Nash-MD": (
-        lambda sums: of_second_sampler(nash_md, sums, probability=0.7, reference=(-1.9, -5.0)),
-        (-1.8, -4.0),
-        (0.342,),
-        (-0.19, 0.0),
-    ),
-    "Nash-MD, the policy's response lost": (
-        lambda sums: of_second_sampler(nash_md, sums, 1.0, probability=0.7, reference=(-5.0, -1.9)),
-        (-4.0, -1.8),
-        (0.342,),
-        (0.0, -0.19),
-    ),
-    "Nash-MD, mixture": (lambda x: mixed(x, 0.5), (0.5, 0, -0.5), (0.357211, 0.415020, 0.227768), (0.0, 0.0, 0.0)),
-    "Nash-MD, 1/8": (lambda x: mixed(x, 0.125), (0.5, 0, -0.5), (0.468240, 0.334113, 0.197647), (0.0, 0.0, 0.0)),
-    # DPO of the margin 3 at beta 0.1, and alpha times -30.
-    "XPO, no exploration": (
-        lambda sums: of_second_sampler(xpo, sums, alpha=0.0),
-        (-20, -30),
-        (0.554355,),
-        (-0.042556, 0.042556),
-    ),
-    "XPO, default": (lambda s: of_second_sampler(xpo, s), (-20, -30), (0.554055,), (-0.042556, 0.042566)),
-    "XPO": (
-        lambda sums: of_second_sampler(xpo, sums, alpha=0.1),
-        (-20, -30),
-        (-2.445645,),
-        (-0.042556, 0.142556),
-    ),
-    "XPO, the reference's response won": (
-        lambda sums: of_second_sampler(xpo, sums, 1.0, alpha=0.1),
-        (-20, -30),
-        (-1.445645,),
-        (0.057444, 0.042556),
-    ),
     "A*-PO, value": (lambda r: soft_value(r, 8, beta=0.5), (1, 0, 0, 1, 0, 0, 0, 0), (0.477229,), None),
     "A*-PO, small beta": (lambda r: soft_value(r, 8, beta=0.05), (1, 0, 0, 1, 0, 0, 0, 0), (0.930685,), None),
     "A*-PO, large beta": (lambda r: soft_value(r, 8, beta=50.0), (1, 0, 0, 1, 0, 0, 0, 0), (0.251881,), None),

@@ -283,8 +283,6 @@ DIVIDED = {
     "replay": {"loss": "ipo", **REPLAY},
     "replay, weights": {**REPLAY, "replay_weights": "sequence", "pairs": "all"},
     "replay, weights, temperature": {**REPLAY, "replay_weights": "sequence", "temperature": 0.5},
-    "xpo": {"loss": "xpo", "loss_kwargs": {"alpha": 0.1}, **REPLAY},
-    "nash_md": {"loss": "nash_md"},
     "replay, length-normalized": {**REPLAY, "replay_weights": "length_normalized", "loss": "aot", "beta": 0.2},
 }
 

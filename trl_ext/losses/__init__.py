@@ -34,14 +34,12 @@ from trl_ext.losses.preference import (
     dpop,
     hinge,
     ipo,
-    nash_md,
     nca,
     orpo,
     repo,
     robust_dpo,
     simpo,
     sppo,
-    xpo,
 )
 from trl_ext.losses.reward import bradley_terry
 from trl_ext.losses.unpaired import bco, kto, reward_shift
@@ -83,7 +81,6 @@ __all__ = [
     "masked_normalize",
     "masked_sum",
     "mismatch_weights",
-    "nash_md",
     "nca",
     "optimal_advantage",
     "orpo",
@@ -102,5 +99,4 @@ __all__ = [
     "vespo",
     "whiten",
     "wpo",
-    "xpo",
 ]
