@@ -22,7 +22,7 @@ from tests.support.train_once import build
 
 RESUMABLE = "trl_ext.resilience.training.ResilientTraining"
 SELECTION = "trl_ext.held_out.reward_selection"
-REFERENCE = "trl_ext.trainers.preference.reference_cache"
+REFERENCE = "trl_ext.trainers.preference.reference"
 PREFERENCE = "trl_ext.trainers.preference.trainer.PreferenceTrainer"
 POLICY = "trl_ext.trainers.policy.trainer.PolicyTrainer"
 GREEDY = "trl_ext.trainers.policy.generation"
