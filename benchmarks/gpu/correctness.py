@@ -56,7 +56,6 @@ def worst(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def attention(device: str, quick: bool) -> dict[str, Any]:
     """Output and gradients of each attention back-end of packing, against padded attention, by precision."""
-    # Compiled FlexAttention is not here: it would take most of the time, and is chosen only where varlen fails.
     backends = [("sdpa", torch.float32), ("sdpa", torch.bfloat16)]
     if device == "cuda":
         backends.append(("varlen", torch.bfloat16))

@@ -72,13 +72,14 @@ def test_eager_attention_is_refused_and_sdpa_then_taken():
 # ---- The canary ----
 
 
-def test_attention_that_does_more_than_it_says_is_noticed(caplog):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_does_more_than_it_says_is_noticed(dtype, caplog):
     """An attention that halves its scores gives other values than one that does not know of it."""
 
     def halving(module, query, key, value, attention_mask, scaling=None, **keywords):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=0.5 * scaling, **keywords)
 
-    model, batch = tiny_model("qwen2", attn_implementation=attention_named(halving)), ragged()
+    model, batch = tiny_model("qwen2", attn_implementation=attention_named(halving)).to(dtype), ragged()
     expected = forward(model, batch).log_probs
     packing = share_prefixes(model)
     assert packing.active
