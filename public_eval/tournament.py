@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from trl_ext.evaluation.command_line import format_interval, format_table, one_line_errors, print_json
-from trl_ext.evaluation.methods.tournament import BASE, match_name, run_tournament, tournament_pairs
+from trl_ext.evaluation.methods.tournament import BASE, run_tournament, tournament_pairs
 from trl_ext.evaluation.submissions.commands import (
     DEFAULT,
     add_judge_arguments,
-    add_label_arguments,
     add_prompt_arguments,
     check_judge_arguments,
     judge_settings,
     judging_options,
-    labels_line,
-    load_labels,
     load_systems,
     make_judge,
     make_parser,
@@ -43,7 +40,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("tournament"), help="folder for the results" + DEFAULT)
     add_prompt_arguments(parser)
     add_judge_arguments(parser, rule=False)
-    add_label_arguments(parser, "a policy, for its match with the base, or A:B for that of A, the candidate, with B")
     with one_line_errors():
         options = parser.parse_args(arguments)
         check_judge_arguments(options)
@@ -51,18 +47,14 @@ def main(arguments: list[str] | None = None) -> None:
         if BASE in policies:
             raise ValueError(f"{BASE}.jsonl: the base takes part anyway; give its file with --base_jsonl")
         systems = {BASE: base, **policies}
-        names = list(systems)
-        met = [(names[a], names[b]) for a, b in tournament_pairs(names, options.pairs)]
-        known = [match_name(*pair) for a, b in met for pair in ((b, a), (a, b)) if pair[0] != BASE]
-        labels = load_labels(options, known, [row["row_id"] for row in prompts])
         judge = make_judge(options, prompts)
         if options.estimate:
+            names = list(systems)
+            met = [(names[a], names[b]) for a, b in tournament_pairs(names, options.pairs)]
             pairs = {f"{a} - {b}": (systems[a], systems[b]) for a, b in met}
             show_estimates(options, judge, prompts, pairs)
             return
-        tournament = run_tournament(
-            judge, prompts, systems, pairing=options.pairs, human_labels=labels, **judging_options(options)
-        )
+        tournament = run_tournament(judge, prompts, systems, pairing=options.pairs, **judging_options(options))
         summary = {"judge": judge_settings(options, judge), **tournament.to_dict()}
         write_json(options.out / "tournament.json", summary)
     if options.json:
@@ -81,9 +73,6 @@ def main(arguments: list[str] | None = None) -> None:
     rates |= {(second, first): None if rate is None else 1 - rate for (first, second), rate in rates.items()}
     names = [row["name"] for row in tournament.table()]
     print(f"\nWin rate of the row against the column, ties as half:\n\n{_table(names, rates)}\n")
-    for match in tournament.matches:
-        if match["human_labels"]:
-            print(f"{match['first']} against {match['second']}, {labels_line(match['human_labels'])}")
     if tournament.ratings.virtual_draws:
         print("somebody won or lost everything: a virtual draw was added to every pair, else ratings were infinite")
     print(usage_line(summary["usage"], options.judge))

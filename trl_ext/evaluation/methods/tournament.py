@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trl_ext.evaluation.judging.pairs import JudgingResult
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.intervals import wilson_interval
 from trl_ext.evaluation.statistics.ratings import Ratings, expected_score, ratings_with_intervals
-from trl_ext.evaluation.statistics.win_rate import System, row_credits
-from trl_ext.evaluation.submissions.candidates import judge_responses, with_human_labels
+from trl_ext.evaluation.statistics.win_rate import row_credits
+from trl_ext.evaluation.submissions.candidates import judge_responses
 from trl_ext.evaluation.submissions.rows import Response
 
 BASE = "base"
-SWAPPED = {"candidate": "base", "base": "candidate", "tie": "tie"}
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,7 @@ class Tournament:
         names: the systems; the base is one of them, and its rating is 1000.
         ratings: Bradley-Terry ratings with their intervals.
         matches: one for each pair of systems that met: `first`, `second`, the first's `rate` with ties as half, its
-            Wilson interval `low` and `high`, `n` judged prompts and `errors`; `human_labels` has the first's win rate
-            from the judge and human labels, as `prediction_powered` returns it, or None.
+            Wilson interval `low` and `high`, `n` judged prompts and `errors`.
         prompts: number of prompts.
         usage: total usage of judging.
     """
@@ -91,7 +88,6 @@ def run_tournament(
     pairing: Literal["all", "base"] = "all",
     draws: int = 2000,
     seed: int = 0,
-    human_labels: Mapping[str, Mapping[str, System]] | None = None,
     **judging: Any,
 ) -> Tournament:
     """Judge systems in pairs, each pair in both orders, and rate them.
@@ -104,8 +100,6 @@ def run_tournament(
             between the others.
         draws: bootstrap samples of the prompts, at least 1000.
         seed: seed of the resampling.
-        human_labels: by `match_name` and row_id, for some of the prompts; the candidate is the system that the name
-            begins with. They do not change the ratings.
         judging: keyword arguments of `judge_pairs`.
 
     Raises:
@@ -120,32 +114,13 @@ def run_tournament(
     return Tournament(
         names=names,
         ratings=ratings,
-        matches=[
-            _match(names[a], names[b], row, _labelled(names[a], names[b], result, human_labels or {}))
-            for (a, b), row, result in zip(pairs, credits, results, strict=True)
-        ],
+        matches=[_match(names[a], names[b], row) for (a, b), row in zip(pairs, credits, strict=True)],
         prompts=len(prompts),
         usage=sum((result.usage for result in results), Usage()),
     )
 
 
-def match_name(system: str, other: str) -> str:
-    """The name of a match in `human_labels`: the system against the base, or `system:other`."""
-    return system if other == BASE else f"{system}:{other}"
-
-
-def _labelled(
-    first: str, second: str, result: JudgingResult, labels: Mapping[str, Mapping[str, System]]
-) -> dict[str, Any] | None:
-    told = labels.get(match_name(first, second))
-    if told is None and (swapped := labels.get(match_name(second, first))):
-        told = {row_id: SWAPPED[outcome] for row_id, outcome in swapped.items()}
-    return with_human_labels(result.outcomes, told).to_dict() if told else None
-
-
-def _match(
-    first: str, second: str, credits: Sequence[float | None], labelled: dict[str, Any] | None
-) -> dict[str, Any]:
+def _match(first: str, second: str, credits: Sequence[float | None]) -> dict[str, Any]:
     judged = [credit for credit in credits if credit is not None]
     low, high = wilson_interval(sum(judged), len(judged))
     return {
@@ -156,5 +131,4 @@ def _match(
         "high": high,
         "n": len(judged),
         "errors": len(credits) - len(judged),
-        "human_labels": labelled,
     }
