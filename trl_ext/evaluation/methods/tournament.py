@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from trl_ext.evaluation.judging.protocol import Usage
 from trl_ext.evaluation.statistics.intervals import wilson_interval
@@ -24,7 +24,7 @@ class Tournament:
     Attributes:
         names: the systems; the base is one of them, and its rating is 1000.
         ratings: Bradley-Terry ratings with their intervals.
-        matches: one for each pair of systems that met: `first`, `second`, the first's `rate` with ties as half, its
+        matches: one for each pair of systems: `first`, `second`, the first's `rate` with ties as half, its
             Wilson interval `low` and `high`, `n` judged prompts and `errors`.
         prompts: number of prompts.
         usage: total usage of judging.
@@ -63,54 +63,31 @@ class Tournament:
         }
 
 
-def tournament_pairs(names: Sequence[str], pairing: Literal["all", "base"] = "all") -> list[tuple[int, int]]:
-    """Which systems meet: every pair, or each system and the base only.
-
-    Raises:
-        ValueError: there is no base, there are fewer than two names, a name repeats, or the pairing is unknown.
-    """
-    if BASE not in names or len(names) < 2:
-        raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
-    repeated = next((name for name in names if list(names).count(name) > 1), None)
-    if repeated is not None:
-        raise ValueError(f"two systems are called {repeated!r}: give their files different names")
-    if pairing not in ("all", "base"):
-        raise ValueError(f"pairing must be all or base, got {pairing!r}")
-    pairs = itertools.combinations(range(len(names)), 2)
-    return [pair for pair in pairs if pairing == "all" or BASE in (names[pair[0]], names[pair[1]])]
-
-
 def run_tournament(
     judge: Any,
     prompts: Sequence[Mapping[str, Any]],
     systems: Mapping[str, Sequence[Response]],
-    *,
-    pairing: Literal["all", "base"] = "all",
-    draws: int = 2000,
-    seed: int = 0,
     **judging: Any,
 ) -> Tournament:
-    """Judge systems in pairs, each pair in both orders, and rate them.
+    """Judge every pair of systems in both orders, and rate them.
 
     Args:
         judge: a `PairwiseJudge`.
         prompts: rows with `row_id` and `prompt`.
         systems: responses by name, one for each prompt, in order; one of the names is `base`.
-        pairing: `all` pairs, or each system with the `base` only, which needs fewer calls but gives wider intervals
-            between the others.
-        draws: bootstrap samples of the prompts, at least 1000.
-        seed: seed of the resampling.
         judging: keyword arguments of `judge_pairs`.
 
     Raises:
-        ValueError: as for `tournament_pairs`, or nothing could be judged.
+        ValueError: there is no base or no other system, or nothing could be judged.
         TooManyErrors: too many comparisons could not be judged.
     """
     names = list(systems)
-    pairs = tournament_pairs(names, pairing)
+    if BASE not in names or len(names) < 2:
+        raise ValueError(f"a tournament needs the system {BASE!r} and at least one other, got {', '.join(names)}")
+    pairs = list(itertools.combinations(range(len(names)), 2))
     results = [judge_responses(judge, prompts, systems[names[a]], systems[names[b]], **judging) for a, b in pairs]
     credits = [row_credits(result.outcomes, "half") for result in results]
-    ratings = ratings_with_intervals(credits, pairs, len(names), anchor=names.index(BASE), draws=draws, seed=seed)
+    ratings = ratings_with_intervals(credits, pairs, len(names), anchor=names.index(BASE))
     return Tournament(
         names=names,
         ratings=ratings,
