@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import fnmatch
 import hashlib
 import json
 import re
-import tomllib
 from html import escape
 from pathlib import Path
 
 import pytest
 
-from tests.support import REPOSITORY
 from tests.support.files import read_rows, write_rows
 from tests.support.report_runs import (
     BASE,
@@ -32,8 +29,6 @@ from trl_ext.evaluation.reporting import plots
 from trl_ext.evaluation.reporting.page import embed
 from trl_ext.evaluation.reporting.summary import over_seeds, pareto_front
 from trl_ext.files import markdown_line
-
-PACKAGE = REPOSITORY / "trl_ext"
 
 
 def numbers_in(value) -> set[float]:
@@ -76,9 +71,9 @@ class TestFigures:
                 digits = len(shown.partition(".")[2])
                 assert shown == f"{float(value):.{digits}f}", f"{text} is not {value}"
 
-    @pytest.mark.parametrize(
-        ("table", "column", "expected"),
-        [
+    def test_the_tables_by_hand(self, page):
+        """Alpha: two wins, one tie, one loss: (2 + 1/2) / 4 = .625 and 2/3; .625 - .11 = .515, .625 + .07 = .695."""
+        for table, column, expected in (
             ("policies", "run", ["alpha", "beta", "gamma"]),
             ("policies", "win rate, ties as half", ["0.625 [0.515, 0.695]"]),
             ("policies", "win rate, ties dropped", ["0.667 [0.557, 0.737]"]),
@@ -94,16 +89,8 @@ class TestFigures:
             ("reward-models", "accuracy, true order", ["0.714 [0.360, 0.920]"]),
             ("kinds", "all prompts", ["0.750 (+0.250)", "0.625 (+0.125)", "0.875 (+0.375)"]),
             ("kinds", "kind: say", ["0.625 (+0.125)"] * 3),
-        ],
-    )
-    def test_the_tables_by_hand(self, page, table, column, expected):
-        """Alpha: two wins, one tie, one loss: (2 + 1/2) / 4 = .625 and 2/3; .625 - .11 = .515, .625 + .07 = .695."""
-        assert page.column(table, column)[: len(expected)] == expected
-
-    def test_ties_alone_are_no_rate_without_ties(self, tmp_path):
-        write_policy(tmp_path / "even", outcomes=(TIE,) * 4)
-        row = write_report(tmp_path, tmp_path / "report.html")["policies"][0]
-        assert row["win_rate"]["agreed"] is None and row["win_rate"]["half"]["value"] == 0.5
+        ):
+            assert page.column(table, column)[: len(expected)] == expected, (table, column)
 
     def test_each_figure_has_its_n_and_identical_responses_are_said(self, tmp_path):
         """Without win rates, the n of the gain; of the KL if it is another; the base's responses, to all but one."""
@@ -118,16 +105,8 @@ class TestFigures:
         assert escape(says) in page.source
 
     def test_markdown_has_the_tables(self, markdown):
-        assert re.findall(r"^## (.*)$", markdown, re.M) == [
-            "Policies",
-            "Settings and times of the policies",
-            "Reward against KL",
-            "Length and diversity of the responses",
-            "True score by kind of prompt",
-            "Reward models",
-            "Settings and times of the reward models",
-            "Worst mistakes of the reward models",
-        ]
+        headings = re.findall(r"^## (.*)$", markdown, re.M)
+        assert len(headings) == 8 and {"Policies", "Reward against KL", "Reward models"} < set(headings)
         assert "| 0.625 \\[0.515, 0.695\\] |" in markdown
         for block in re.findall(r"(?:^\|.*\n)+", markdown, re.M):
             counts = {len(re.findall(r"(?<!\\)\|", line)) for line in block.splitlines()}
@@ -187,20 +166,19 @@ class TestDerived:
         assert told["true score gain", "alpha"] == told["true score gain", "gamma"] == ("yes", "yes")
         assert all("A run may be on the Pareto front unless the intervals" in text for text in (page.source, markdown))
 
-    def test_methods_stay_together_in_the_order_of_their_first_runs(self, tmp_path):
-        """By path dpo, aot, dpo: the second dpo follows the first, in every table and chart."""
-        for name, method in (("seed-1-b", "aot"), ("seed-1-a", "dpo"), ("seed-2-a", "dpo")):
-            write_policy(tmp_path / "runs" / name, objective=method, seed=int(name[5]))
-        summary, page = report(tmp_path / "runs")
-        expected = ["seed-1-a", "seed-2-a", "seed-1-b"]
-        assert [row["run"] for row in summary["policies"]] == [run["label"] for run in page.data["runs"]] == expected
-
     def test_over_seeds_by_hand(self, tmp_path):
-        """Gains .1, .2, .6: mean .3. A second run of seed 2 does not count again; one seed alone makes no row."""
+        """Gains .1, .2, .6: mean .3. A second run of seed 2 does not count again; one seed alone makes no row.
+
+        The runs of a method stay together, in the order of first runs. Ties alone are no rate without ties.
+        """
+        write_policy(tmp_path / "a2", objective="aot", outcomes=(TIE,) * 4)
         for name, seed, gain in (("a", 0, 0.1), ("b", 1, 0.2), ("c", 2, 0.6), ("d", 2, 9.0)):
             write_policy(tmp_path / name, seed=seed, gain=gain)
-        write_policy(tmp_path / "e", objective="aot")
-        rows = write_report(tmp_path, tmp_path / "report.html")["methods"]
+        summary = write_report(tmp_path, tmp_path / "report.html")
+        rows = summary["methods"]
+        assert [row["run"] for row in summary["policies"]] == ["a", "b", "c", "d", "a2"]
+        even = summary["policies"][-1]["win_rate"]
+        assert even["agreed"] is None and even["half"]["value"] == 0.5
         assert [(row["method"], row["runs"]) for row in rows] == [("dpo", ["a", "b", "c"])]
         assert rows[0]["score_gain"] == {"mean": pytest.approx(0.3), "low": 0.1, "high": 0.6, "n": 3}
         assert over_seeds([]) == []
@@ -269,8 +247,6 @@ class TestUntrustedText:
         assert data["texts"][response[0]] == data["texts"][data["bases"][base][0]] == HOSTILE
         assert HOSTILE in page.column("mistakes", "prompt")
         assert page.column("policies", "method")[2] == "grpo <b>"
-
-    def test_embedded_json(self):
         value = {"a</script>": ["<!--", "\u2028\u2029", "{{style}}", "]]>", "\\u003c", "\x00"]}
         source = embed(value)
         assert not set(source) & set("<>&\u2028\u2029") and json.loads(source) == value
@@ -320,15 +296,5 @@ class TestGenerations:
     def test_a_limit_of_prompts_is_said(self, example, tmp_path):
         write_report(example, tmp_path / "report.html", max_prompts=2)
         data = Page(tmp_path / "report.html").data["generations"]
-        assert (len(data["prompts"]), data["left_out"]) == (2, 2)
+        assert (len(data["prompts"]), data["left_out"], "Sort 2 1." in data["texts"]) == (2, 2, False)
         assert all(row[0] < 2 for rows in data["rows"].values() for row in rows)
-        assert "Sort 2 1." not in data["texts"]
-
-
-def test_assets_are_in_the_package():
-    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())
-    patterns = project["tool"]["setuptools"]["package-data"]["trl_ext"]
-    folder = PACKAGE / "evaluation" / "reporting" / "assets"
-    assets = [path.relative_to(PACKAGE).as_posix() for path in folder.iterdir()]
-    assert len(assets) >= 3
-    assert all(any(fnmatch.fnmatch(asset, pattern) for pattern in patterns) for asset in assets)

@@ -7,15 +7,17 @@ import math
 import numpy
 import pytest
 
+from tests.support.refusals import assert_refused
 from trl_ext.evaluation.statistics.ratings import bradley_terry, expected_score, ratings_with_intervals
 
 
-def test_two_systems_in_closed_form():
-    """7 to 3: 400 log10(7 / 3) = 147.190714 points apart."""
-    ratings, virtual = bradley_terry([[0, 7], [3, 0]])
-    assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(7 / 3), abs=1e-9)
-    assert ratings.mean() == pytest.approx(1000)
-    assert not virtual
+@pytest.mark.parametrize(("won", "lost"), [(7, 3), (3.5, 2.5)])
+def test_two_systems_in_closed_form(won, lost):
+    """7 to 3: 400 log10(7 / 3) = 147.190714 points apart; 2 wins, a loss and 3 ties as halves: 3.5 to 2.5."""
+    ratings, virtual = bradley_terry([[0, won], [lost, 0]])
+    assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(won / lost), abs=1e-9)
+    assert (ratings.mean(), virtual) == (pytest.approx(1000), False)
+    assert expected_score(ratings[0] - ratings[1]) == pytest.approx(won / (won + lost))
 
 
 def test_three_systems():
@@ -37,12 +39,6 @@ def test_expected_wins_are_the_observed_ones():
             assert expected == pytest.approx(sum(table[i, j] for j in others), abs=1e-6)
 
 
-def test_ties_as_halves_are_duplicate_rows():
-    """2 wins, 1 loss and 3 ties: 3.5 to 2.5, as 7 to 5 of twelve half games."""
-    ratings, _ = bradley_terry([[0, 3.5], [2.5, 0]])
-    assert ratings[0] - ratings[1] == pytest.approx(400 * math.log10(7 / 5))
-
-
 def test_a_system_that_wins_all_gets_a_virtual_draw():
     """10 to 0 becomes 10.5 to 0.5: 400 log10(21)."""
     ratings, virtual = bradley_terry([[0, 10], [0, 0]])
@@ -55,6 +51,9 @@ def test_a_cycle_needs_none():
     ratings, virtual = bradley_terry([[0, 5, 0], [0, 0, 5], [5, 0, 0]])
     assert not virtual
     assert ratings == pytest.approx([1000] * 3)
+    result = ratings_with_intervals([[1.0] * 10] * 3, [(0, 1), (1, 2), (2, 0)], 3, anchor=0)
+    assert result.ratings == pytest.approx([1000.0] * 3)
+    assert all(result.low[system] < 950 and result.high[system] > 1050 for system in (1, 2))
 
 
 def test_a_group_that_wins_all_needs_them():
@@ -63,19 +62,9 @@ def test_a_group_that_wins_all_needs_them():
     assert virtual
 
 
-def test_systems_that_never_met():
-    with pytest.raises(ValueError, match="never met"):
-        bradley_terry([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]])
-
-
-def test_no_table():
-    with pytest.raises(ValueError, match="square table"):
-        bradley_terry([[0, 1, 2], [1, 0, 2]])
-
-
-def test_expected_score():
-    assert expected_score(200) == pytest.approx(0.759747, abs=1e-6)
-    assert expected_score(0) == 0.5
+def test_refusals():
+    assert_refused(lambda: bradley_terry([[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]), "never met")
+    assert_refused(lambda: bradley_terry([[0, 1, 2], [1, 0, 2]]), "square table")
 
 
 def test_intervals_of_two_systems():
@@ -141,12 +130,6 @@ def test_a_match_that_is_won_throughout_among_others():
     # The wins taken for certain, which resampling alone does, leave 1395 to 1566; that they are not opens the
     # lower end, and closes nothing.
     assert result.low[2] < 1250 and result.high[2] == pytest.approx(1566.4, abs=0.1)
-
-
-def test_a_cycle_has_intervals():
-    result = ratings_with_intervals([[1.0] * 10] * 3, [(0, 1), (1, 2), (2, 0)], 3, anchor=0)
-    assert result.ratings == pytest.approx([1000.0] * 3)
-    assert all(result.low[system] < 950 and result.high[system] > 1050 for system in (1, 2))
 
 
 def test_rows_without_judgement_are_no_matches():
