@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from trl_ext import processes
-from trl_ext.runs import arguments, folder, plan, training_run
+from trl_ext.runs import arguments, engine, folder, training_run
 from trl_ext.runs.folder import check_same_settings, settings_digest
 from trl_ext.trainers import callbacks
 
@@ -25,7 +25,7 @@ def run_folder(monkeypatch):
 
 def begin(run_folder, monkeypatch, told: list, folder) -> str | None:
     training = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint="last", report_to=[], push_to_hub=False)
-    parsed = SimpleNamespace(overwrite_output_dir=False), None, training, SimpleNamespace(print_plan=None)
+    parsed = SimpleNamespace(overwrite_output_dir=False), None, training, SimpleNamespace()
     monkeypatch.setattr(run_folder, "parse_arguments", lambda *_, **__: parsed)
     monkeypatch.setattr(run_folder, "check_launch", lambda *_: None)
     monkeypatch.setattr(run_folder.sys, "argv", ["recipe.py"])
@@ -115,7 +115,7 @@ load_best_model_at_end ignore_data_skip average_tokens_across_devices max_length
 def test_each_field_of_each_recipe(tmp_path, check):
     """Refused, unless it is one of those above; a field of a later TRL or transformers is therefore refused."""
     classes = {kind for recipe in arguments._TYPES for kind in arguments.argument_types(recipe)}
-    classes -= {plan.LaunchArguments}
+    classes -= {engine.LaunchArguments}
     names = {field.name for kind in classes for field in dataclasses.fields(kind)}
     names -= {*folder._NOT_OF_THE_RUN, *folder._LENGTHS}
     allowed = set()
