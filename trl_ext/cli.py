@@ -40,11 +40,10 @@ MODULES = {
 }
 # Recipes that run other recipes. They are not launched themselves.
 STUDIES = {
-    "sweep": ("sweep", "one recipe under a list or a grid of settings"),
     "compare": ("compare", "train methods over seeds and compare them with a baseline"),
 }
 # Flags of scripts that take a YAML file.
-FILE_FLAGS = ("--config", "--study", "--sweep", "--accelerate_config")
+FILE_FLAGS = ("--config", "--accelerate_config")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

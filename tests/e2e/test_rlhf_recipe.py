@@ -181,7 +181,7 @@ def test_a_stage_with_other_settings_is_refused(recipe, capsys, tmp_path):
         (["--policy_methods", "ppo:weak", "--weak_reward_model", "{}"], "only beside weak_reward_model"),
         (["--sft", "{"], "sft must be a JSON object"),
         (["--methods", '{"pppo": {"beta": 1}}'], "methods: no method 'pppo'"),
-        (["--policy", '{"output_dir": "x"}'], "output_dir is set by the sweep"),
+        (["--policy", '{"output_dir": "x"}'], "output_dir is set by the study"),
         (["--sft", '{"learning_rat": 1}'], "unknown flag --learning_rat"),
         (["--configs", "nowhere"], "no configuration nowhere/rlhf_sft.yaml"),
         (["--prompt_split", "nope"], "no file nope.jsonl for the split 'nope'"),
