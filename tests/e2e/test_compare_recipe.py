@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.support import recipes
-from tests.support.files import read_rows, write_rows
+from tests.support.files import write_rows
 
 CONFIGS = recipes.RECIPES / "configs" / "compare"
 # What each method adds to the score of a prompt, and each learning rate.

@@ -317,7 +317,7 @@ def check_outputs(out: Path, models: list[str]) -> None:
     weak = json.loads((out / "reward_model_weak" / "results.json").read_text())["run"]
     assert (weak["train_pairs"], weak["label_noise"]) == (40, 0.2) and "label noise 0.2" in weak["objective"]
     page = (out / "report.html").read_text()
-    assert 'src="data:image/png;base64,' in page and "Worst mistakes, with their patterns" in page
+    assert 'src="data:image/png;base64,' in page and "Worst mistakes of the reward models" in page
 
 
 @pytest.mark.slow
