@@ -125,10 +125,8 @@ def _check_study(script: str, given: list[str], tmp_path, monkeypatch) -> None:
         recipes.parse(monkeypatch, script, *given)
         return
     assert script == "compare"
-    # In a fresh clone, published runs are there to be compared, and no others, nor adapters that a stage would read.
-    at = given.index("--runs") if "--runs" in given else len(given)
-    are_published = at < len(given) and Path(given[at + 1]).is_dir()
-    given = [*given, "--output_dir", str(tmp_path)] if are_published else given[:at]
+    # In a fresh clone, there are no finished runs, nor adapters that a stage would read.
+    given = given[: given.index("--runs")] if "--runs" in given else given
     if "--output_dir" in given:
         at = given.index("--output_dir")
         given = [*given[:at], "--output_dir", str(tmp_path), *given[at + 2 :]]
@@ -397,7 +395,7 @@ def test_every_recipe_and_folder_of_configurations_is_listed():
 def test_intervals_of_the_readmes_are_measured():
     """Each interval in a table of the README and the list of recipes is one of the measurements' pages."""
     interval = re.compile(r"[-+]?\d+\.\d+ \[[-+]?\d+\.\d+, [-+]?\d+\.\d+\]")
-    # The tables of published runs escape brackets.
+    # The tables of docs/results.md escape brackets.
     pages = [text.replace("\\", "") for name, text in TEXTS.items() if name.startswith("docs/")]
     measured = set().union(*map(interval.findall, pages))
     for name in ("README.md", "recipes/README.md"):
