@@ -121,14 +121,11 @@ class TrainingRun:
             report_before_training(trainer)
         return metrics
 
-    def train(
-        self, trainer, *, save: bool = True, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING
-    ) -> None:
+    def train(self, trainer, *, mendable: tuple[type[Exception], ...] = MENDABLE_IN_TRAINING) -> None:
         """Train, from the checkpoint if there is one, and save the model into the folder.
 
         Args:
             trainer: this run's trainer.
-            save: False if the recipe first chooses a checkpoint and saves it itself.
             mendable: errors that end the run with one line.
         """
         with one_line_errors(mendable), logging_redirect_tqdm():
@@ -136,8 +133,7 @@ class TrainingRun:
             trainer.add_callback(Preemption(trainer))
             trainer.train(resume_from_checkpoint=self.checkpoint)
         self.training_seconds = self.metrics.seconds
-        if save:
-            trainer.save_model(self.training.output_dir)
+        trainer.save_model(self.training.output_dir)
 
     def describe(self, **own: Any) -> dict[str, Any]:
         """The description of the run for results.json: common entries and `own`; the total time ends now."""
