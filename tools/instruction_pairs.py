@@ -1,6 +1,6 @@
 """Build the preference pairs of the benchmark from sampled responses, which the score orders.
 
-    python -m trl_ext.instructions.pairs SAMPLES.jsonl [SAMPLES.jsonl ...] --split train [--output FOLDER]
+    python -m tools.instruction_pairs SAMPLES.jsonl [SAMPLES.jsonl ...] --split train [--output FOLDER]
 
 SAMPLES.jsonl is what `recipes/best_of_n.py` writes for the prompts of the split; several files have different seeds.
 """

@@ -10,12 +10,16 @@ import random
 
 from trl_ext.toy import vocabulary as words
 from trl_ext.toy.prompts import SEPARATORS, Task, parse
+from trl_ext.toy.scoring import score
 
 QUALITIES = (0.45, 0.65, 0.85, 1.0)
 QUALITY_WEIGHTS = (0.28, 0.35, 0.27, 0.10)
 # Probability that a step of an addition is right, and that its carry is forgotten.
 STEP_CORRECTNESS = (0.4, 0.65, 0.85)
 FORGOTTEN_CARRY = 0.55
+# Of the traces to fine-tune on: the share with a wrong answer, and the probability that a step of these is right.
+WRONG_SHARE = 0.25
+WRONG_TRACE_CORRECTNESS = 0.65
 
 
 class Demonstrator:
@@ -200,3 +204,19 @@ def demonstrate_addition(first: int, second: int, *, correctness: float, generat
     carried = f"+{carry}" if carry else ""
     steps = f"{first % 10}+{second % 10}={ones} {first // 10}+{second // 10}{carried}={tens}"
     return f"<think>{steps}</think> <answer>{answer}</answer>"
+
+
+def training_trace(prompt: str) -> str:
+    """A worked addition to fine-tune on: with probability `WRONG_SHARE` its answer is wrong, to test filtering.
+
+    A right trace has right steps. A wrong one slips or forgets the carry, as in pretraining, and sometimes omits its
+    steps and tags. There is one trace for each prompt.
+    """
+    generator = random.Random(f"trace 0 {prompt}")
+    wrong = generator.random() < WRONG_SHARE
+    while True:
+        correctness = WRONG_TRACE_CORRECTNESS if wrong else 1.0
+        trace = demonstrate_addition(*parse(prompt).numbers, correctness=correctness, generator=generator)
+        # Without slips, an answer is right if and only if its carry was not forgotten.
+        if (score(prompt, trace) < 1) == wrong:
+            return trace

@@ -1,4 +1,4 @@
-"""Build the prompts of the benchmark: `python -m trl_ext.instructions.build [--output FOLDER]`.
+"""Build the prompts of the benchmark: `python -m tools.instruction_prompts [--output FOLDER]`.
 
 A prompt is a task of `data/topics.txt`, which names a topic, and one or two requirements with drawn parameters. The
 same seed gives the same files everywhere.

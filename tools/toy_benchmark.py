@@ -1,4 +1,4 @@
-"""Build the embedded benchmark from the base model: `python -m trl_ext.toy.build_benchmark [--output FOLDER]`.
+"""Build the embedded benchmark from the base model: `python -m tools.toy_benchmark [--output FOLDER]`.
 
 Preference pairs are samples of the base model, labelled by simulated annotators who see the true scores with noise.
 The build runs on one CPU thread. The same seed gives the same files on the same machine with the same torch (checked
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tools.toy_demonstrations import training_trace
 from trl_ext.files import write_json_lines
 from trl_ext.toy import DATA_DIR, MAX_NEW_TOKENS, MODEL_DIR, kind_of, score
 from trl_ext.toy.prompts import INSTRUCTION_KINDS, parse, prompt_pool
@@ -172,9 +173,14 @@ def build_prompts(model, tokenizer, pool: str, count: int, *, seed: int = SEED) 
 
 
 def build_math(pool: str, count: int) -> list[dict]:
-    """Choose additions, each with its answer."""
+    """Choose additions, each with its answer and, for training, a worked response."""
     return [
-        {"row_id": row_id_of("math", prompt), **_prompt_columns(prompt), "answer": str(sum(parse(prompt).numbers))}
+        {
+            "row_id": row_id_of("math", prompt),
+            **_prompt_columns(prompt),
+            "answer": str(sum(parse(prompt).numbers)),
+            **({"response": training_trace(prompt)} if pool == "train" else {}),
+        }
         for prompt in prompt_pool(pool)["add"][:count]
     ]
 

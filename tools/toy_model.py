@@ -1,4 +1,4 @@
-"""Train the embedded tokenizer and base model: `python -m trl_ext.toy.build_model [--output FOLDER] [--steps N]`.
+"""Train the embedded tokenizer and base model: `python -m tools.toy_model [--output FOLDER] [--steps N]`.
 
 Training runs on one CPU thread. The same seed gives the same files on the same machine with the same versions of torch
 and tokenizers (checked by two full builds with torch 2.13.0 and tokenizers 0.23.3); other versions may round
@@ -19,8 +19,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from tools.toy_demonstrations import demonstrate
 from trl_ext.toy import MAX_NEW_TOKENS, MODEL_DIR
-from trl_ext.toy.demonstrations import demonstrate
 from trl_ext.toy.prompts import INSTRUCTION_KINDS, prompt_pool
 
 VOCABULARY_SIZE = 1024

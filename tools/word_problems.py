@@ -1,7 +1,7 @@
-"""Build the embedded word problems: `python -m trl_ext.word_problems.build SVAMP_FOLDER [--output FOLDER]`.
+"""Build the embedded word problems: `python -m tools.word_problems SVAMP_FOLDER [--output FOLDER]`.
 
-The folder holds `SVAMP.json` and `mawps_asdiv_train.csv` of https://github.com/arkilpatel/SVAMP. The README beside
-this file says what is dropped and why.
+The folder holds `SVAMP.json` and `mawps_asdiv_train.csv` of https://github.com/arkilpatel/SVAMP. The README of
+`trl_ext/word_problems` says what is dropped and why.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
 
+from tools.worked_problems import number_text, work_out
 from trl_ext.files import write_json_lines
 from trl_ext.word_problems import DATA_DIR
-from trl_ext.word_problems.worked import number_text, work_out
 
 SEED = 0
 MAX_STEPS = 2
