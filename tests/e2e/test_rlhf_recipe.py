@@ -273,7 +273,7 @@ def test_a_notice_to_the_pipeline_ends_its_stage_with_a_checkpoint(recipe, tmp_p
     pipeline.send_signal(signal.SIGTERM)
     said, _ = pipeline.communicate(timeout=120)
     assert not [one for one in stage if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
-    assert pipeline.returncode == 75 and "received SIGTERM; the same command goes on from this run" in said
+    assert pipeline.returncode == 75 and "received SIGTERM; the same command resumes this run" in said
     (checkpoint,) = folder.glob("checkpoint-*/trainer_state.json")
     assert 0 < json.loads(checkpoint.read_text())["global_step"] < 500 and not (folder / "results.json").exists()
     capfd.readouterr()
