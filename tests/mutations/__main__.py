@@ -1,0 +1,180 @@
+"""Plant known mistakes in a copy of the library, one at a time, and record which test notices each.
+
+    python -m tests.mutations --json tests/mutations/killed.json
+    python -m tests.mutations --compare tests/mutations/killed.json
+
+A mistake is a row of planted.jsonl: the text `old` of `file`, which occurs there once, becomes `new`, and the modules
+`tests` run one after another until a test fails. Modules are named without their folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import gc
+import importlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+# How long a test module may take.
+SECONDS = 120
+# Slow to import and never edited: every child process inherits them.
+IMPORTED_ONCE = ["datasets", "peft", "pytest", "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
+IMPORTED_ONCE += [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "reward", "rloo", "sft")]
+SURVIVED, GONE, TIMEOUT, CRASHED = "survived", "gone", "timeout", "crashed"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="ID", default=[], help="these mistakes")
+    parser.add_argument("--jobs", type=int, default=1, help="mistakes at once")
+    parser.add_argument("--wide", action="store_true", help="try the tests of all rows on what survives its own")
+    parser.add_argument("--json", type=Path, help="write the outcomes: the test that noticed, survived or gone")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="list what was killed then and is not now")
+    options = parser.parse_args()
+    rows = [json.loads(line) for line in (HERE / "planted.jsonl").read_text().splitlines()]
+    every_test = list(dict.fromkeys(name for row in rows for name in row["tests"]))
+    rows = [row for row in rows if not options.only or row["id"] in options.only]
+    names = {row["id"]: list(dict.fromkeys(row["tests"] + every_test * options.wide)) for row in rows}
+    modules = {path.stem: str(path.relative_to(REPOSITORY)) for path in HERE.parent.rglob("test_*.py")}
+    if missing := {name for of_row in names.values() for name in of_row} - modules.keys():
+        print(f"no such test modules: {', '.join(sorted(missing))}", flush=True)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    sys.dont_write_bytecode = True
+    for name in IMPORTED_ONCE:
+        importlib.import_module(name)
+    gc.freeze()
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copies = [_copy(Path(folder) / str(number)) for number in range(options.jobs)]
+        tasks = [(row, [modules[name] for name in names[row["id"]] if name in modules]) for row in rows]
+        found = {}
+        for row, outcome in _run(copies, tasks):
+            found[row["id"]] = outcome
+            print(f"{len(found)}/{len(rows)} {row['id']}: {outcome}", flush=True)
+        unedited = [({"id": test}, [test]) for test in sorted({*found.values()} - {SURVIVED, GONE, TIMEOUT, CRASHED})]
+        for row, outcome in _run(copies, unedited):
+            if outcome != SURVIVED:
+                print(f"fails without a mistake: {row['id']}", flush=True)
+    survived, gone = (list(found.values()).count(kind) for kind in (SURVIVED, GONE))
+    print(f"{len(found)} mistakes: {len(found) - survived - gone} killed, {survived} survived, {gone} gone")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=0) + "\n")
+    return _compare(json.loads(options.compare.read_text()), found) if options.compare else 0
+
+
+def _compare(before: dict[str, str], now: dict[str, str]) -> int:
+    """List the mistakes that an earlier run killed and this one does not; 1 where one survives."""
+    lost = [name for name in now if now[name] in (SURVIVED, GONE) and before.get(name, GONE) not in (SURVIVED, GONE)]
+    for name in lost:
+        print(f"{name}: {now[name]}, was killed by {before[name]}")
+    print(f"{len(lost)} of the mistakes that were killed are not")
+    return int(SURVIVED in map(now.get, lost))
+
+
+def _copy(folder: Path) -> Path:
+    """A copy of the files that Git does not ignore, compiled."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    for name in listed.split("\0"):
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    compileall.compile_dir(folder / "trl_ext", quiet=2)
+    return folder
+
+
+def _run(copies: list[Path], tasks: list[tuple[dict, list[str]]]) -> Iterator[tuple[dict, str]]:
+    """Yield the row and the outcome of each task, as many at once as there are copies."""
+    waiting, free, running = tasks[::-1], list(copies), {}
+    while waiting or running:
+        while waiting and free:
+            row, tests = waiting.pop()
+            restore = _plant(free[-1], row)
+            if restore is None:
+                yield row, GONE
+                continue
+            process = _start(free[-1], tests)
+            running[process] = row, free.pop(), restore, time.monotonic() + SECONDS * len(tests)
+        for process, (row, copy, restore, end) in list(running.items()):
+            ended = os.waitpid(process, os.WNOHANG)[0]
+            if not ended and time.monotonic() < end:
+                continue
+            # What the tests have started ends with them.
+            with suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+            if not ended:
+                os.waitpid(process, 0)
+            restore()
+            free.append(copy)
+            del running[process]
+            told = copy.with_suffix(".txt")
+            yield row, TIMEOUT if not ended else told.read_text() if told.exists() else CRASHED
+        time.sleep(0.05)
+
+
+def _plant(copy: Path, row: dict) -> Callable[[], object] | None:
+    """Edit the copy and return what restores it; None where the text is not there exactly once."""
+    if "file" not in row:
+        return lambda: None
+    path = copy / row["file"]
+    if not path.exists():  # It may have been moved.
+        holders = [each for each in (copy / "trl_ext").rglob("*.py") if row["old"] in each.read_text()]
+        path = holders[0] if len(holders) == 1 else path
+    text = path.read_text() if path.exists() else ""
+    if text.count(row["old"]) != 1:
+        return None
+    seconds = path.stat().st_mtime
+    path.write_text(text.replace(row["old"], row["new"]))
+    # Python uses the compiled file only while the time of the source is as it was.
+    os.utime(path, (seconds + 100, seconds + 100))
+    return lambda: (path.write_text(text), os.utime(path, (seconds, seconds)))
+
+
+def _start(copy: Path, tests: list[str]) -> int:
+    """Run test modules in a child process, which writes the outcome beside the copy; returns the child's number."""
+    copy.with_suffix(".txt").unlink(missing_ok=True)
+    if process := os.fork():
+        return process
+    try:
+        os.setsid()
+        os.chdir(copy)
+        for stream in (0, 1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        os.environ["PYTHONPATH"] = str(copy)
+        sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
+        sys.modules.pop("tests", None)
+        copy.with_suffix(".txt").write_text(next(filter(None, map(_failure, tests)), SURVIVED))
+    finally:
+        os._exit(0)
+
+
+def _failure(test: str) -> str | None:
+    """The first test of a module to fail; None if none does."""
+    import pytest
+
+    failed = []
+
+    class Recorder:
+        def pytest_runtest_logreport(self, report):
+            failed.extend([report.nodeid] * report.failed)
+
+        pytest_collectreport = pytest_runtest_logreport
+
+    code = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", test], plugins=[Recorder()])
+    if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        return None
+    return failed[0] if failed else f"{test}: {code.name}"
+
+
+sys.exit(main())
