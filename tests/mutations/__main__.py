@@ -30,7 +30,7 @@ REPOSITORY = HERE.parent.parent
 # How long a test module may take.
 SECONDS = 120
 # Slow to import and never edited: every child process inherits them.
-IMPORTED_ONCE = ["datasets", "peft", "pytest", "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
+IMPORTED_ONCE = ["pytest", "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
 IMPORTED_ONCE += [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "reward", "rloo", "sft")]
 SURVIVED, GONE, TIMEOUT, CRASHED = "survived", "gone", "timeout", "crashed"
 
@@ -70,16 +70,12 @@ def main() -> int:
     print(f"{len(found)} mistakes: {len(found) - survived - gone} killed, {survived} survived, {gone} gone")
     if options.json:
         options.json.write_text(json.dumps(found, indent=0) + "\n")
-    return _compare(json.loads(options.compare.read_text()), found) if options.compare else 0
-
-
-def _compare(before: dict[str, str], now: dict[str, str]) -> int:
-    """List the mistakes that an earlier run killed and this one does not; 1 where one survives."""
-    lost = [name for name in now if now[name] in (SURVIVED, GONE) and before.get(name, GONE) not in (SURVIVED, GONE)]
+    before = json.loads(options.compare.read_text()) if options.compare else {}
+    lost = [name for name in found if found[name] in (SURVIVED, GONE) and name in before]
+    lost = [name for name in lost if before[name] not in (SURVIVED, GONE)]
     for name in lost:
-        print(f"{name}: {now[name]}, was killed by {before[name]}")
-    print(f"{len(lost)} of the mistakes that were killed are not")
-    return int(SURVIVED in map(now.get, lost))
+        print(f"{name}: {found[name]}, was killed by {before[name]}")
+    return int(SURVIVED in map(found.get, lost))
 
 
 def _copy(folder: Path) -> Path:
@@ -107,8 +103,7 @@ def _run(copies: list[Path], tasks: list[tuple[dict, list[str]]]) -> Iterator[tu
             process = _start(free[-1], tests)
             running[process] = row, free.pop(), restore, time.monotonic() + SECONDS * len(tests)
         for process, (row, copy, restore, end) in list(running.items()):
-            ended = os.waitpid(process, os.WNOHANG)[0]
-            if not ended and time.monotonic() < end:
+            if not (ended := os.waitpid(process, os.WNOHANG)[0]) and time.monotonic() < end:
                 continue
             # What the tests have started ends with them.
             with suppress(ProcessLookupError):
@@ -118,7 +113,7 @@ def _run(copies: list[Path], tasks: list[tuple[dict, list[str]]]) -> Iterator[tu
             restore()
             free.append(copy)
             del running[process]
-            told = copy.with_suffix(".txt")
+            told = copy.with_suffix(".scratch") / "outcome.txt"
             yield row, TIMEOUT if not ended else told.read_text() if told.exists() else CRASHED
         time.sleep(0.05)
 
@@ -142,8 +137,10 @@ def _plant(copy: Path, row: dict) -> Callable[[], object] | None:
 
 
 def _start(copy: Path, tests: list[str]) -> int:
-    """Run test modules in a child process, which writes the outcome beside the copy; returns the child's number."""
-    copy.with_suffix(".txt").unlink(missing_ok=True)
+    """Run test modules in a child process, which writes its outcome; returns the child's number."""
+    scratch = copy.with_suffix(".scratch")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
     if process := os.fork():
         return process
     try:
@@ -151,10 +148,14 @@ def _start(copy: Path, tests: list[str]) -> int:
         os.chdir(copy)
         for stream in (0, 1, 2):
             os.dup2(os.open(os.devnull, os.O_RDWR), stream)
-        os.environ["PYTHONPATH"] = str(copy)
+        os.environ |= {"PYTHONPATH": str(copy), "TMPDIR": str(scratch)}
+        import datasets
+
+        # What a mistake has left in a cache must not reach the next one.
+        tempfile.tempdir, datasets.config.HF_DATASETS_CACHE = str(scratch), scratch / "datasets"
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
         sys.modules.pop("tests", None)
-        copy.with_suffix(".txt").write_text(next(filter(None, map(_failure, tests)), SURVIVED))
+        (scratch / "outcome.txt").write_text(next(filter(None, map(_failure, tests)), SURVIVED))
     finally:
         os._exit(0)
 
