@@ -4,7 +4,8 @@
     python -m tests.mutations --compare tests/mutations/killed.json
 
 A mistake is a row of planted.jsonl: the text `old` of `file`, which occurs there once, becomes `new`, and the modules
-`tests` run one after another until a test fails. Modules are named without their folder.
+`tests` run one after another until a test fails. Modules are named without their folder. Their slow tests run only if
+they are named, as `module::test`.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 # How long a test module may take.
 SECONDS = 120
-# Slow to import and never edited: every child process inherits them.
-IMPORTED_ONCE = ["pytest", "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
+# Every child process inherits the environment of the tests, and what is slow to import and never edited.
+IMPORTED_ONCE = ["tests.conftest", "pytest", "scipy.stats", "transformers.models.qwen2.modeling_qwen2"]
 IMPORTED_ONCE += [f"trl.trainer.{name}_trainer" for name in ("dpo", "grpo", "kto", "reward", "rloo", "sft")]
+# Tests that fail without a mistake, which are left out.
+BROKEN: list[str] = []
 SURVIVED, GONE, TIMEOUT, CRASHED = "survived", "gone", "timeout", "crashed"
 
 
@@ -46,27 +49,30 @@ def main() -> int:
     rows = [json.loads(line) for line in (HERE / "planted.jsonl").read_text().splitlines()]
     every_test = list(dict.fromkeys(name for row in rows for name in row["tests"]))
     rows = [row for row in rows if not options.only or row["id"] in options.only]
-    names = {row["id"]: list(dict.fromkeys(row["tests"] + every_test * options.wide)) for row in rows}
-    modules = {path.stem: str(path.relative_to(REPOSITORY)) for path in HERE.parent.rglob("test_*.py")}
-    if missing := {name for of_row in names.values() for name in of_row} - modules.keys():
-        print(f"no such test modules: {', '.join(sorted(missing))}", flush=True)
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    places = {name: _place(name) for name in every_test}
+    if missing := [name for name in every_test if places[name] is None]:
+        print(f"no such test modules: {', '.join(missing)}", flush=True)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     sys.dont_write_bytecode = True
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
     gc.freeze()
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copies = [_copy(Path(folder) / str(number)) for number in range(options.jobs)]
-        tasks = [(row, [modules[name] for name in names[row["id"]] if name in modules]) for row in rows]
-        found = {}
-        for row, outcome in _run(copies, tasks):
-            found[row["id"]] = outcome
-            print(f"{len(found)}/{len(rows)} {row['id']}: {outcome}", flush=True)
-        unedited = [({"id": test}, [test]) for test in sorted({*found.values()} - {SURVIVED, GONE, TIMEOUT, CRASHED})]
-        for row, outcome in _run(copies, unedited):
-            if outcome != SURVIVED:
-                print(f"fails without a mistake: {row['id']}", flush=True)
+        further = [name for name in every_test if options.wide and "::" not in name]
+        tests = {row["id"]: filter(None, map(places.get, dict.fromkeys(row["tests"] + further))) for row in rows}
+        tasks = [(row, list(tests[row["id"]])) for row in rows]
+        found, again = {}, tasks
+        while again:
+            for row, outcome in _run(copies, again):
+                found[row["id"]] = outcome
+                print(f"{len(found)}/{len(rows)} {row['id']}: {outcome}", flush=True)
+            killers = sorted({found[row["id"]] for row, _ in again} - {SURVIVED, GONE, TIMEOUT, CRASHED})
+            checks = _run(copies, [({"id": test}, [test]) for test in killers])
+            BROKEN.extend(row["id"] for row, outcome in checks if outcome != SURVIVED)
+            again = [(row, tests) for row, tests in tasks if found[row["id"]] in BROKEN]
     survived, gone = (list(found.values()).count(kind) for kind in (SURVIVED, GONE))
+    print("".join(f"fails without a mistake: {test}\n" for test in BROKEN), end="")
     print(f"{len(found)} mistakes: {len(found) - survived - gone} killed, {survived} survived, {gone} gone")
     if options.json:
         options.json.write_text(json.dumps(found, indent=0) + "\n")
@@ -76,6 +82,13 @@ def main() -> int:
     for name in lost:
         print(f"{name}: {found[name]}, was killed by {before[name]}")
     return int(SURVIVED in map(found.get, lost))
+
+
+def _place(name: str) -> str | None:
+    """Where a test module, or a test, is; None if there is no such module."""
+    module, separator, test = name.partition("::")
+    path = next(HERE.parent.rglob(f"{module}.py"), None)
+    return None if path is None else f"{path.relative_to(REPOSITORY)}{separator}{test}"
 
 
 def _copy(folder: Path) -> Path:
@@ -154,7 +167,7 @@ def _start(copy: Path, tests: list[str]) -> int:
         # What a mistake has left in a cache must not reach the next one.
         tempfile.tempdir, datasets.config.HF_DATASETS_CACHE = str(scratch), scratch / "datasets"
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
-        sys.modules.pop("tests", None)
+        del sys.modules["tests"], sys.modules["tests.conftest"]
         (scratch / "outcome.txt").write_text(next(filter(None, map(_failure, tests)), SURVIVED))
     finally:
         os._exit(0)
@@ -172,7 +185,9 @@ def _failure(test: str) -> str | None:
 
         pytest_collectreport = pytest_runtest_logreport
 
-    code = pytest.main(["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", test], plugins=[Recorder()])
+    options = ["-x", "-q", "-p", "no:cacheprovider", *(f"--deselect={name}" for name in BROKEN)]
+    options += [] if "::" in test else ["-m", "not slow"]
+    code = pytest.main([*options, test], plugins=[Recorder()])
     if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
         return None
     return failed[0] if failed else f"{test}: {code.name}"
