@@ -52,7 +52,7 @@ def main() -> int:
     places = {name: _place(name) for name in every_test}
     if missing := [name for name in every_test if places[name] is None]:
         print(f"no such test modules: {', '.join(missing)}", flush=True)
-    os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     sys.dont_write_bytecode = True
     for name in IMPORTED_ONCE:
         importlib.import_module(name)
