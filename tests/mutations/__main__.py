@@ -167,7 +167,8 @@ def _start(copy: Path, tests: list[str]) -> int:
         # What a mistake has left in a cache must not reach the next one.
         tempfile.tempdir, datasets.config.HF_DATASETS_CACHE = str(scratch), scratch / "datasets"
         sys.path[:] = [str(copy), *(path for path in sys.path if Path(path).resolve() != REPOSITORY)]
-        del sys.modules["tests"], sys.modules["tests.conftest"]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+            del sys.modules[name]
         (scratch / "outcome.txt").write_text(next(filter(None, map(_failure, tests)), SURVIVED))
     finally:
         os._exit(0)
