@@ -242,7 +242,7 @@ def test_weights_that_were_read_are_marked(tiny_model_path):
     marked = {name: getattr(weight, "_is_hf_initialized", False) for name, weight in model.named_parameters()}
     assert [name for name, read in marked.items() if not read] == ["score.weight"], (
         "from_pretrained no longer marks exactly the weights of the files with _is_hf_initialized: "
-        "trl_ext.doctor.setup.reward_model_untrained finds a random score head so"
+        "trl_ext.doctor.setup.reward_model finds a random score head so"
     )
 
 

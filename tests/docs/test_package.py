@@ -120,7 +120,8 @@ def test_imports_point_down():
     for path in SOURCES:
         if path.parent == PACKAGE and path.stem == "__init__":
             continue
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        # A command stands above the room whose file it is.
+        room = "cli" if path.name == "cli.py" else path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         for module in _imports(path):
             parts = module.split(".")
             if parts[0] == "trl_ext" and len(parts) > 1:
