@@ -13,7 +13,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from trl_ext.data.math import load_math
 from trl_ext.evaluation import OpenAIModel, RubricReward
 from trl_ext.evaluation.judging.openai_format import sections_text
 from trl_ext.files import write_json_lines
@@ -24,55 +23,6 @@ from trl_ext.toy.scoring import score, score_parts
 
 # Where the stand-in listens: the runs are processes of their own and read it from the environment.
 JUDGE_VARIABLE = "TRL_EXT_SEAMS_JUDGE"
-
-# ---- Additions, whose steps have one right form ----
-
-
-def worked_addition(prompt: str) -> list[str]:
-    """The steps of the right response, between spaces: `<think>7+8=15`, `4+3+1=8</think>`, `<answer>85</answer>`."""
-    first, second = parse(prompt).numbers
-    ones = first % 10 + second % 10
-    carried = f"+{ones // 10}" if ones > 9 else ""
-    tens = first // 10 + second // 10 + ones // 10
-    return [
-        f"<think>{first % 10}+{second % 10}={ones}",
-        f"{first // 10}+{second // 10}{carried}={tens}</think>",
-        f"<answer>{first + second}</answer>",
-    ]
-
-
-def write_additions(folder: Path) -> Path:
-    """The embedded additions as prompts with answers; returns the folder."""
-    for split in ("train", "test"):
-        rows = [{name: row[name] for name in ("row_id", "prompt_text", "answer")} for row in load_math("toy", split)]
-        write_json_lines(folder / f"{split}_gen.jsonl", rows)
-    return folder
-
-
-def marks(prompts, completions, steps=None, **_) -> list[list[float]]:
-    """1 for each step before the first wrong one, and 0 from there on."""
-    texts = steps or [completion_text(completion).split() or [""] for completion in completions]
-    return [_marks(prompt[-1]["content"], own) for prompt, own in zip(prompts, texts, strict=True)]
-
-
-def _marks(prompt: str, steps: list[str]) -> list[float]:
-    expected = worked_addition(prompt)
-    right = [own.strip() == wanted for own, wanted in zip(steps, expected, strict=False)]
-    before = right.index(False) if False in right else len(right)
-    return [float(number < before) for number in range(len(steps))]
-
-
-def marks_in_sum(prompts, completions, **_) -> list[float]:
-    """The same marks as one number for the response."""
-    return [sum(own) for own in marks(prompts, completions)]
-
-
-def right(prompts, completions, answer, **_) -> list[float]:
-    """1 for the right answer in the right form."""
-    form = "<think>.*</think> <answer>(.*)</answer>"
-    found = [re.fullmatch(form, completion_text(one).strip(), flags=re.DOTALL) for one in completions]
-    return [float(one is not None and one[1].strip() == truth) for one, truth in zip(found, answer, strict=True)]
-
 
 # ---- Rubrics over the parts of the embedded score ----
 

@@ -1,13 +1,11 @@
-"""Whether the methods of the four seams help: studies on the embedded benchmarks, over several seeds.
+"""Whether three methods help: studies on the embedded benchmarks, over several seeds.
 
 `python -m benchmarks.seams --seeds 0 1 2` runs all studies into `runs/seams/{study}/{method}-{seed}`, skips finished
 runs and resumes interrupted ones, and prints Markdown tables. `python -m benchmarks.seams distillation` runs one.
 
 - resampling: DAPO with `--resample_groups`, which replaces groups of equal rewards, and DAPO without it, on additions
   and at about the same number of sampled responses, replaced ones included;
-- sampler: rollouts by the weights of eight rollouts before, with and without `--sampler_correction`, on additions;
 - distillation: from the policy that GRPO has trained, compared with GRPO at equal numbers of samples;
-- steps: marks of the steps of an addition, at the steps or as their sum, and the right answer alone;
 - rubric: a judge that answers by the embedded checker and is wrong with a known probability.
 
 Intervals are over prompts and seeds; p-values have Holm's correction within a study.
@@ -21,46 +19,27 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 from scipy.stats import spearmanr
 
-from benchmarks._seam_rewards import judge, rubric_share, write_additions, write_rubrics
+from benchmarks._seam_rewards import judge, rubric_share, write_rubrics
 from benchmarks.toy_seeds import CONFIGS, REPOSITORY, print_table
 from trl_ext.evaluation.methods.report import compare_runs, difference_table, method_table, sentence
 from trl_ext.evaluation.methods.runs import read_method_run
 from trl_ext.evaluation.statistics.crossed import compare_with_baseline
 from trl_ext.files import write_json
 from trl_ext.runs.studies.processes import Countdown, Run, check_runs, launcher_options, run_all, say_finished
-from trl_ext.trainers.callbacks import read_metrics
 
 REWARDS = REPOSITORY / "benchmarks" / "_seam_rewards.py"
-SAMPLER = REPOSITORY / "benchmarks" / "_other_sampler.py"
 # Responses of a rollout of recipes/configs/toy/grpo.yaml and distillation.yaml.
 BATCH = 64
 # Steps at which both GRPO and the distillation are evaluated.
 EVALUATED = (10, 20, 30, 40)
 # Rollouts of plain DAPO: as many as 30 resampled ones took with all their rounds, on average over seeds.
 PLAIN_STEPS = 60
-ROUNDED = ("bfloat16", "float8_e5m2", "int4")
-
-
-@dataclass(frozen=True)
-class OtherSampler(Run):
-    """A run whose rollouts are sampled with other weights, of a kind that `_other_sampler` names."""
-
-    kind: str = "bfloat16"
-
-    def command(self) -> list[str]:
-        command = super().command()
-        script = next(index for index, word in enumerate(command) if word.endswith(f"{self.recipe}.py"))
-        return [*command[:script], str(SAMPLER), self.kind, *command[script:]]
-
-    def record(self) -> dict[str, Any]:
-        return {**super().record(), "sampler": self.kind}
 
 
 @dataclass(frozen=True)
@@ -80,14 +59,12 @@ class Study:
     details: Callable[[Path, Sequence[int]], tuple[str, list[list[Any]], Any]] | None = None
 
 
-def run_of(
-    folder: Path, method: str, seed: int, recipe: str, config: str, kind: str | None = None, **arguments
-) -> Run:
+def run_of(folder: Path, method: str, seed: int, recipe: str, config: str, **arguments) -> Run:
     """A run of a recipe with one of the embedded configurations."""
     place = folder / f"{method}-{seed}"
     settings = {"config": str(CONFIGS / f"{config}.yaml"), "seed": seed, "save_total_limit": 1, **arguments}
     launcher = launcher_options(str(REPOSITORY / "accelerate_configs" / "cpu.yaml"))
-    return (Run if kind is None else partial(OtherSampler, kind=kind))(recipe, place, settings, launcher)
+    return Run(recipe, place, settings, launcher)
 
 
 # ---- The studies ----
@@ -100,42 +77,6 @@ def resampling(folder: Path, seed: int) -> list[Run]:
         run_of(folder, "resampled", seed, **shared, resample_groups=4, max_steps=30),
         run_of(folder, "plain", seed, **shared, max_steps=PLAIN_STEPS),
     ]
-
-
-def sampler(folder: Path, seed: int) -> list[Run]:
-    """The trainer's own weights, and those of eight rollouts before with three weights of the loss."""
-    shared = {"recipe": "grpo_math", "config": "grpo_math", "eval_every": 0}
-    lagged = {**shared, "kind": "lag8", "max_steps": 30}
-    brief = {"num_eval_prompts": 1, "logging_steps": 1, "save_strategy": "no", "max_steps": 2}
-    return [
-        run_of(folder, "lagged", seed, **lagged),
-        run_of(folder, "lagged_truncate", seed, **lagged, sampler_correction="token_truncate"),
-        run_of(folder, "lagged_mask", seed, **lagged, sampler_correction="token_mask"),
-        run_of(folder, "own_weights", seed, **shared, max_steps=30),
-        *(run_of(folder, kind, seed, **shared, **brief, kind=kind) for kind in ROUNDED if not seed),
-    ]
-
-
-def disagreement(folder: Path, _: Sequence[int]) -> tuple[str, list[list[Any]], Any]:
-    """How far each sampler is from the trainer."""
-    found = {}
-    for method in (*ROUNDED, "lagged", "lagged_truncate", "lagged_mask", "own_weights"):
-        rows = [row for path in sorted(folder.glob(f"{method}-*/metrics.jsonl")) for row in read_metrics(path)]
-        mean, largest, size = (
-            [row[name] for row in rows if name in row]
-            for name in (
-                "sampling/sampling_logp_difference/mean",
-                "sampling/sampling_logp_difference/max",
-                "sampling/effective_sample_size",
-            )
-        )
-        if not mean:
-            continue
-        found[method] = {"mean": numpy.mean(mean), "max": max(largest), "least_sample_size": min(size)}
-    rows = [
-        [method, f"{v['mean']:.2g}", f"{v['max']:.2g}", f"{v['least_sample_size']:.4f}"] for method, v in found.items()
-    ]
-    return "sampler | mean difference of log-probabilities | largest | least effective sample size", rows, found
 
 
 def distillation(folder: Path, seed: int) -> list[Run]:
@@ -179,23 +120,6 @@ def told(one) -> str:
     return f"{mean.mean:+.3f}{interval} ({one.verdict})"
 
 
-def steps(folder: Path, seed: int) -> list[Run]:
-    """GRPO on additions: the answer alone, the sum of the marks of steps, and the marks at their steps."""
-    data = write_additions(folder / "data")
-    size = {"per_device_train_batch_size": 128, "learning_rate": 5e-4, "max_steps": 30, "beta": 0.0}
-    shared = {**size, "recipe": "policy", "config": "grpo", "dataset_name": str(data), "generation_eval_every": 0}
-    shared |= {"generation_temperature": 1.0, "step_separator": " "}
-    whole, by_step = (
-        {"reward_function": [f"{REWARDS}:{name}", f"{REWARDS}:right"]} for name in ("marks_in_sum", "marks")
-    )
-    by_step |= {"reward_weights": [1.0, 0.0], "advantage": "process_normalized"}
-    return [
-        run_of(folder, "answer", seed, **shared, **whole, reward_weights=[0.0, 1.0]),
-        run_of(folder, "sum", seed, **shared, **whole, reward_weights=[1.0, 0.0]),
-        run_of(folder, "steps", seed, **shared, **by_step),
-    ]
-
-
 def rubric(folder: Path, seed: int) -> list[Run]:
     """GRPO on the true score, and on rubrics whose judge is wrong in none, 0.1 and 0.3 of its verdicts."""
     data = write_rubrics(folder / "data")
@@ -226,9 +150,7 @@ def agreement(folder: Path, seeds: Sequence[int]) -> tuple[str, list[list[Any]],
 
 STUDIES = {
     "resampling": Study(resampling, ("plain", "resampled")),
-    "sampler": Study(sampler, ("lagged", "lagged_truncate", "lagged_mask", "own_weights"), details=disagreement),
     "distillation": Study(distillation, ("grpo", "distilled"), details=by_samples),
-    "steps": Study(steps, ("answer", "sum", "steps"), "reward/right"),
     "rubric": Study(rubric, ("checker", "rubric_0", "rubric_10", "rubric_30"), "reward/truth", agreement),
 }
 

@@ -27,20 +27,7 @@ LENGTHS = torch.arange(16) * 5 % 16 + 1
 
 # To be removed from the library, and therefore not recorded.
 RETIRED = {
-    *(
-        "clip_cov",
-        "kl_cov",
-        "dppo_tv",
-        "dppo_kl",
-        "vespo",
-        "gspo_token",
-        "luspo",
-        "a_star_po",
-        "gdpo",
-        "mt_grpo",
-    ),
-    *("quadratic_ratio", "optimal_advantage", "soft_value", "mismatch_weights", "length_adaptive_lambda"),
-    *("optimal_value", "reward_decoupled", "process_normalized", "turn_level"),
+    *("length_adaptive_lambda",),
     *("bco", "reward_shift", "xpo", "nash_md", "generalized_jsd", "teacher_advantages", "with_tail"),
 }
 

@@ -13,7 +13,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-from tests.support import train_once
+from tests.support import REPOSITORY, train_once
 from tests.support.train_once import ONE_STEP
 
 DEFAULTS = {
@@ -24,6 +24,7 @@ DEFAULTS = {
     "disable_dropout": True,
     "shuffle_dataset": False,
 }
+OWN_RECIPES = REPOSITORY / "recipes" / "own"
 WORDS = ["the cat", "a mat", "six red birds in a tree", "one", "old", "where is the sun?", "go on", "up and down"]
 
 
@@ -53,7 +54,6 @@ def prompts(count: int = 8) -> list[dict]:
             "row_id": f"row{index}",
             "prompt": [{"role": "user", "content": WORDS[index % len(WORDS)] * (1 + index // len(WORDS))}],
             "bonus": index / 8,
-            "optimal_value": index / 8,
         }
         for index in range(count)
     ]
@@ -84,12 +84,7 @@ def at_odd_rows(completion_ids, row_id, **_) -> list[float]:
     return [reward * (int(row[3:]) % 2) for row, reward in zip(row_id, thirds(completion_ids), strict=True)]
 
 
-def by_step(steps, **_) -> list[list[float]]:
-    """A number for each step that follows from its text."""
-    return [[zlib.crc32(text.encode()) % 7 / 7 for text in texts] for texts in steps]
-
-
-REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows, by_step)}
+REWARDS = {function.__name__: function for function in (thirds, evens, not_a_number, at_odd_rows)}
 
 
 class FixedRollouts:
@@ -171,16 +166,7 @@ class LossFaultOnTheLastRank:
         return super()._compute_loss(model, inputs)
 
 
-class LineBreaks:
-    """Half of the tokens are line breaks."""
-
-    def _generate_single_turn(self, *args, **kwargs):
-        responses, log_probs = super()._generate_single_turn(*args, **kwargs)
-        (line_break,) = self.processing_class("\n")["input_ids"]
-        return [[line_break if token % 2 else token for token in ids] for ids in responses], log_probs
-
-
-FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank, "line_breaks": LineBreaks}
+FAULTS = {"loss_on_the_last_rank": LossFaultOnTheLastRank}
 
 
 def train(spec: dict, output_dir: str, **trainer_arguments: Any):

@@ -14,7 +14,7 @@ from trl_ext.models.batches import temporarily
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
 from trl_ext.trainers.defaults import check_at_least, check_choice, parse_json_option
-from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
+from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 DIVERGENCES = ("full", "sampled_token")
@@ -92,7 +92,7 @@ _NOT_USED = {
 _OF_SAMPLED_TOKENS = (
     *(name for name in LOSS_SETTINGS if name not in ("beta", "aggregation", "loss_constant") and "kl_" not in name),
     *("loss_type", "advantage_clip", "importance_sampling_level", "delta", "top_entropy_quantile", "discount"),
-    *(*SAMPLER_CORRECTION, "cast_lm_head_to_fp32"),
+    "cast_lm_head_to_fp32",
 )
 
 

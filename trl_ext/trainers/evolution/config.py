@@ -10,7 +10,7 @@ from trl_ext.losses import unclipped_surrogate
 from trl_ext.registry import Algorithm
 from trl_ext.settings import LOSS_SETTINGS
 from trl_ext.trainers.defaults import check_at_least
-from trl_ext.trainers.policy.config import SAMPLER_CORRECTION, PolicyConfig
+from trl_ext.trainers.policy.config import PolicyConfig
 from trl_ext.trainers.trl_settings import refuse_given
 
 # Not a row of the table, since `PolicyTrainer` has no population.
@@ -41,7 +41,7 @@ _NO_LOSS = "the update follows from the rewards of the population alone"
 _NOT_USED = {
     **dict.fromkeys((*LOSS_SETTINGS, "loss_type", "importance_sampling_level", "delta", "entropy_coef"), _NO_LOSS),
     **dict.fromkeys(("advantage", "std_ddof", "advantage_eps", "advantage_clip", "scale_rewards"), _NO_LOSS),
-    **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold", *SAMPLER_CORRECTION), _NO_LOSS),
+    **dict.fromkeys(("top_entropy_quantile", "off_policy_mask_threshold"), _NO_LOSS),
     **dict.fromkeys(("resample_groups", "group_filter", "curriculum"), "all members of a population have one batch"),
     **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), "responses are greedy"),
     "num_generations": "greedy responses to a prompt are all the same",

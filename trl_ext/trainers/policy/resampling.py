@@ -185,7 +185,7 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     if not rows[0].ndim:
         return torch.stack(rows)
     ids = dict.fromkeys(("prompt_ids", "completion_ids"), pad_token_id)
-    value = {**ids, "tool_mask": 1, "step_rewards": float("nan")}.get(name, 0)
+    value = {**ids, "tool_mask": 1}.get(name, 0)
     side = "left" if name.startswith("prompt") else "right"
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 

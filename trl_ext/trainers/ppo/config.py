@@ -48,7 +48,7 @@ PPO = Algorithm(
 # Settings of `PolicyConfig` that PPO does not use: setting -> why.
 _NOT_USED = {
     **dict.fromkeys(
-        ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation", "step_separator"),
+        ("advantage", "std_ddof", "advantage_eps", "scale_rewards", "multi_objective_aggregation"),
         "PPO's advantages are those of its value function; use whiten_advantages, gamma and lam",
     ),
     **dict.fromkeys(RESAMPLING, "a value function learns from groups of equal rewards too: leave it out"),
