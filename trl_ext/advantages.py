@@ -215,7 +215,7 @@ def no_baseline(rewards: Tensor, group_size: int) -> Tensor:
     return groups.finish(groups.values, groups.scorable)
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor) -> tuple[Tensor, Tensor]:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation, and the returns that a value function is fitted to.
 
     `delta_t = r_t + gamma V_{t+1} - V_t` and `A_t = delta_t + gamma lam A_{t+1}`, over the tokens that count, with
@@ -226,7 +226,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
         values: estimated value before each token, [B, T].
         mask: 1 where a token counts, [B, T]; other tokens are skipped, wherever they are.
         gamma: discount per token, in [0, 1].
-        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1]; one number, or one for each row, [B].
+        lam: from 0 for one-step differences to 1 for whole returns, in [0, 1].
 
     Returns:
         Advantages and returns, [B, T] each, in float32 at least, without gradient, 0 where the mask is 0.
@@ -241,13 +241,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
             f"gae needs rewards, values and mask of one shape [B, T], got {list(rewards.shape)}, "
             f"{list(values.shape)} and {list(mask.shape)}"
         )
-    lam = torch.as_tensor(lam, dtype=torch.float64)
-    if not (0 <= gamma <= 1 and bool((lam.clamp(0, 1) == lam).all())):
-        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam.tolist()}")
+    if not (0 <= gamma <= 1 and 0 <= lam <= 1):
+        raise ValueError(f"gamma and lam must lie in [0, 1], got {gamma} and {lam}")
     counts = mask != 0
     # In bfloat16, a lambda of 0.998 would be 0.996.
     values = values.detach().to(torch.promote_types(values.dtype, torch.float32)).masked_fill(~counts, 0)
-    lam = lam.to(values)
+    lam = values.new_tensor(lam)
     rewards = rewards.detach().to(values.dtype).masked_fill(~counts, 0)
     advantages = torch.zeros_like(values)
     next_value = next_advantage = values.new_zeros(len(values))

@@ -13,13 +13,9 @@ import pytest
 import torch
 
 from trl_ext import DistillationConfig
-from trl_ext.advantages import gae
 from trl_ext.losses import (
     PreferenceScores,
-    bco,
-    length_adaptive_lambda,
     nash_md,
-    reward_shift,
     xpo,
 )
 from trl_ext.rewards.shaping_steps import soft_overlong
@@ -28,11 +24,6 @@ from trl_ext.trainers.online_preference.second_sampler import MixtureWithReferen
 
 def tensor(*values) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def gae_with(lam) -> torch.Tensor:
-    """Advantages and returns of a response with reward 1 at its end, and values .5, .6, .7."""
-    return torch.cat(gae(tensor([0, 0, 1.0]), tensor([0.5, 0.6, 0.7]), torch.ones(1, 3), 1.0, lam))
 
 
 def of_second_sampler(loss, sums, second_is_chosen=0.0, probability=0.5, reference=(-22.0, -29.0), **options):
@@ -59,14 +50,6 @@ def mixed(logits, weight) -> torch.Tensor:
 
 # Name -> function, leaf, values, gradient of their sum (None where there is none).
 EXAMPLES = {
-    # Shift (mean of .2, -.1, -.05 and mean of -.1) / 2 = -0.041667, and a constant for the gradient.
-    "BCO": (
-        lambda ratios: bco(ratios, torch.tensor([1, 1, 1, 0]), reward_shift([0.05, 3, -0.1, 1]), beta=0.1),
-        (2.0, -1.0, -0.5, -1.0),
-        (0.579596, 0.722739, 0.697323, 0.664406),
-        (-0.043988, -0.051458, -0.050208, 0.048542),
-    ),
-    "BCO, shift without a label": (lambda sums: tensor(reward_shift(sums.tolist())), (0.6, 3, 0, 0), (0.1,), None),
     # Token sums -1.8 and, of the reference, -1.9: -(0.7 - 0.5 - 0.1 * 0.1) (-1.8). The rejected response is not read.
     "Nash-MD": (
         lambda sums: of_second_sampler(nash_md, sums, probability=0.7, reference=(-1.9, -5.0)),
@@ -108,14 +91,6 @@ EXAMPLES = {
         (0, -0.25, -1, 0),
         None,
     ),
-    "VAPO, lambda": (
-        lambda lengths: length_adaptive_lambda(lengths),
-        (3, 20, 40, 100, 1000, 8000),
-        (0, 0, 0.5, 0.8, 0.98, 0.9975),
-        None,
-    ),
-    "VAPO, advantages": (lambda lam: gae_with(lam)[0], (0.8,), (0.372, 0.34, 0.3), None),
-    "VAPO, returns": (lambda lam: gae_with(lam)[1], (1.0,), (1, 1, 1), None),
 }
 
 

@@ -27,8 +27,7 @@ LENGTHS = torch.arange(16) * 5 % 16 + 1
 
 # To be removed from the library, and therefore not recorded.
 RETIRED = {
-    *("length_adaptive_lambda",),
-    *("bco", "reward_shift", "xpo", "nash_md", "generalized_jsd", "teacher_advantages", "with_tail"),
+    *("xpo", "nash_md", "generalized_jsd", "teacher_advantages", "with_tail"),
 }
 
 LOSS_OPTIONS: dict[str, list[dict[str, Any]]] = {

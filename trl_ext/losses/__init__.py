@@ -36,8 +36,8 @@ from trl_ext.losses.preference import (
     xpo,
 )
 from trl_ext.losses.reward import bradley_terry
-from trl_ext.losses.unpaired import bco, kto, reward_shift
-from trl_ext.losses.value import clipped_value_loss, explained_variance, length_adaptive_lambda, whiten
+from trl_ext.losses.unpaired import kto
+from trl_ext.losses.value import clipped_value_loss, explained_variance, whiten
 
 __all__ = [
     "PolicyLoss",
@@ -49,7 +49,6 @@ __all__ = [
     "aot_paired",
     "apo_down",
     "apo_zero",
-    "bco",
     "bradley_terry",
     "cdpo",
     "cispo",
@@ -66,7 +65,6 @@ __all__ = [
     "ipo",
     "kl_estimate",
     "kto",
-    "length_adaptive_lambda",
     "masked_mean",
     "masked_normalize",
     "masked_sum",
@@ -75,7 +73,6 @@ __all__ = [
     "orpo",
     "reinforce",
     "repo",
-    "reward_shift",
     "robust_dpo",
     "sapo",
     "sequence_log_ratio",
