@@ -46,8 +46,11 @@ def own_tables(monkeypatch):
 
     for table in (policy_algorithms, preference_losses):
         monkeypatch.setattr(table, "_entries", dict(table._entries))
-    yield
     for name in [name for name in sys.modules if name.startswith("trl_ext_user_")]:
+        monkeypatch.delitem(sys.modules, name)
+    loaded = set(sys.modules)
+    yield
+    for name in [name for name in sys.modules if name.startswith("trl_ext_user_") and name not in loaded]:
         del sys.modules[name]
 
 

@@ -110,25 +110,19 @@ def own_rows(trainer, drawn: Sequence[int], inputs: Rows) -> Rows:
 
 
 class _Round:
-    """What the trainer holds after it has sampled and scored one round."""
+    """What a round has sampled and scored, over all processes."""
 
     def __init__(self, trainer, output: dict):
-        self.output = output
+        self.output, faults = output, trainer.reward_guard
         self.rewards, finished, lengths = trainer._rollout
-        faults = trainer.reward_guard
         self.failed = faults.failed
-        # Of each response of this process.
-        self.columns = {name: value.cpu() for name, value in output.items() if value.ndim}
-        self.columns["finished"] = torch.tensor(finished)
-        self.columns["length"] = torch.tensor(lengths)
-        self.columns["not_finite"] = torch.tensor([row in faults.not_finite for row in range(len(finished))])
-        self.table = {name: list(column) for name, column in _table(trainer).items()}
-        groups = raw_rewards(trainer).view(-1, trainer.num_generations)
-        self.signals = [bool(trainer.group_filter(rewards)) for rewards in groups]
-
-    def row(self, index: int) -> dict[str, Tensor]:
+        columns = {name: value.cpu() for name, value in output.items() if value.ndim}
+        columns |= {"finished": torch.tensor(finished), "length": torch.tensor(lengths)}
+        columns["not_finite"] = torch.tensor([row in faults.not_finite for row in range(len(finished))])
         # A slice would be sent with the whole tensor.
-        return {name: value[index].clone() for name, value in self.columns.items()}
+        self.rows = gather_object([{n: c[row].clone() for n, c in columns.items()} for row in range(len(finished))])
+        self.table = {name: list(column) for name, column in _table(trainer).items()}
+        self.signals = [bool(trainer.group_filter(r)) for r in raw_rewards(trainer).view(-1, trainer.num_generations)]
 
 
 def _table(trainer) -> dict[str, deque]:
@@ -153,20 +147,15 @@ def raw_rewards(trainer) -> Tensor:
 
 def _merge(trainer, rounds: list[_Round], places: list[tuple[int, int]]) -> dict:
     """This process's part of the rollout made of the groups at `places`."""
-    size, count, device = trainer.num_generations, len(rounds[0].columns["finished"]), trainer.accelerator.device
+    size, count = trainer.num_generations, len(trainer._rollout[1])
     first = trainer.accelerator.process_index * count
     # Of each response of the rollout: its round, and its row there among those of all processes.
     sources = [(turn, group * size + place) for turn, group in places for place in range(size)]
-    sent = [
-        (target, rounds[turn].row(row - first))
-        for target, (turn, row) in enumerate(sources)
-        if turn and first <= row < first + count
-    ]
-    arrived = dict(gather_object(sent))
-    own = [arrived.get(first + index) or rounds[0].row(index) for index in range(count)]
+    own = [rounds[turn].rows[row] for turn, row in sources[first : first + count]]
     # A sampler may record its log-probabilities in some rounds only.
-    names = [name for name in rounds[0].columns if all(name in row for row in own)]
-    merged = {n: _padded([row[n] for row in own], n, trainer._tokenizer.pad_token_id).to(device) for n in names}
+    names = [name for name in rounds[0].rows[first] if all(name in row for row in own)]
+    pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
+    merged = {name: _padded([row[name] for row in own], name, pad).to(device) for name in names}
     finished, lengths, not_finite = (merged.pop(name) for name in ("finished", "length", "not_finite"))
     merged["num_items_in_batch"] = gather(trainer._token_mask(merged).sum()).sum()
     rewards = torch.stack([rounds[turn].rewards[row] for turn, row in sources])
@@ -184,8 +173,7 @@ def _padded(rows: list[Tensor], name: str, pad_token_id: int) -> Tensor:
     """Rows of one of TRL's tensors, padded as TRL does."""
     if not rows[0].ndim:
         return torch.stack(rows)
-    ids = dict.fromkeys(("prompt_ids", "completion_ids"), pad_token_id)
-    value = {**ids, "tool_mask": 1}.get(name, 0)
+    value = {"prompt_ids": pad_token_id, "completion_ids": pad_token_id, "tool_mask": 1}.get(name, 0)
     side = "left" if name.startswith("prompt") else "right"
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
 
